@@ -229,7 +229,7 @@ class MpiTransport:
         from mpi4py import MPI
 
         self.comm, self._handing = comm, handing
-        self._staging: Staging | None = None
+        self._stagings: dict[torch.device, Staging] = {}  # of host memory, too, which may be staged beside a GPU's
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.tag_ub = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_UB)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -273,9 +273,9 @@ class MpiTransport:
     def _staging_for(self, data: torch.Tensor) -> Staging:
         from kvr_mpi.transport.staging import Staging
 
-        if self._staging is None:
-            self._staging = Staging(data.device, direct=self._handing == "direct")
-        return self._staging
+        if data.device not in self._stagings:
+            self._stagings[data.device] = Staging(data.device, direct=self._handing == "direct")
+        return self._stagings[data.device]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks."""

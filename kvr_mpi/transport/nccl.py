@@ -79,7 +79,7 @@ class _Groups:
     def __init__(self, control: Transport, device: torch.device) -> None:
         import torch
 
-        self.rank, store = control.rank, meet(control)
+        self.rank, self.device_type, store = control.rank, device.type, meet(control)
         self.up, self.down = (_make(store, name, control.rank, control.size) for name in ("up", "down"))
         # What is passed on waits for no computation: NCCL lets a send wait for the stream it is called under.
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -143,11 +143,15 @@ class NcclTransport:
         self._groups.end()
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
-        """Begin to send a contiguous tensor's bytes."""
+        """Begin to send a contiguous tensor's bytes; host memory over the control transport, since NCCL refuses it."""
+        if tensor.device.type != self._groups.device_type:
+            return self._control.isend(tensor, dest, tag)
         return self._groups.send(as_bytes(tensor), self._members[dest], tag, passed_on=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Begin to receive into a contiguous tensor."""
+        """Begin to receive into a contiguous tensor, over what its sender takes for such memory."""
+        if tensor.device.type != self._groups.device_type:
+            return self._control.irecv(tensor, source, tag)
         return self._groups.receive(as_bytes(tensor), self._members[source], tag)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

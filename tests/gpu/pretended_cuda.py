@@ -54,14 +54,17 @@ class GpuTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, real: torch.Tensor, device: torch.device, gpus: PretendedCuda) -> GpuTensor:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            real.size(),
-            strides=real.stride(),
-            storage_offset=real.storage_offset(),
-            dtype=real.dtype,
-            device=CPU,  # to torch's own code, which asks a GPU's driver otherwise
-        )
+        with torch.inference_mode(
+            False
+        ):  # a view of what was made outside of it must not be of it, and all may be viewed
+            made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                real.size(),
+                strides=real.stride(),
+                storage_offset=real.storage_offset(),
+                dtype=real.dtype,
+                device=CPU,  # to torch's own code, which asks a GPU's driver otherwise
+            )
         made.on_cpu, made.place, made.gpus = real, device, gpus
         gpus.kept.append(real)  # memory that is never given back is never taken for another tensor's
         return made  # type: ignore[no-any-return]

@@ -1,8 +1,12 @@
-"""A planned job from its documents to its answers, its ranks on pretended GPUs, over the transport's own code."""
+"""Commands and jobs whose ranks are pretended GPUs, over the transport's own code; their NCCL refuses host memory."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +15,19 @@ import torch
 from fake_nccl import Network, run_on_gpus
 from job_files import write_job
 from made_jobs import answers, spec_of
+from models import tiny
 from pretended_cuda import PretendedCuda
 
+from kvr_mpi.prefill.verify import Finding, verify
 from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.batch import run_job
 from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.setup import prepare
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.store.lock import this_process
+from kvr_mpi.transport.base import FailedTogetherError
 from kvr_mpi.transport.choose import warm_up
+from kvr_mpi.transport.links import Skew, measure_skews
 from kvr_mpi.transport.local import run_local
 from kvr_mpi.transport.nccl import NcclTransport
 
@@ -37,6 +45,10 @@ max_new_tokens = 4
 [output]
 path = "{output}"
 """
+COMPRESSED = ("compress.method=ada-snapkv", "compress.budget=32", "compress.window=8")
+SCORED = ('generation.score=[" yes", " no"]', "generation.max_new_tokens=0")
+SCHEMA = 'generation.json_schema={"type": "object", "properties": {"a": {"type": "boolean"}}}'
+Runs = Callable[..., dict[str, tuple[int, ...]]]
 
 
 @pytest.fixture
@@ -49,26 +61,21 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return write_job(tmp_path, text=TEXT.replace("{{text}}", "TEXT").format(**words).replace("TEXT", "{text}"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_planned_job_over_nccl(
-    size: int,
+@pytest.fixture
+def run_on(
     job: Path,
     tmp_path: Path,
     cache_dir: Path,
     gpus: PretendedCuda,
     network: Network,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpus.watches = size > 2
-    environment = Environment(Machine(cache_dir, cores=2, offline=True), this_process())
-
-    def run(spec: Any, world: Any) -> int:
-        return run_job(spec, RunOptions(), environment, world, Log(world.rank, world.size, io.StringIO()))
-
-    monkeypatch.setattr("kvr_mpi.runtime.batch.choose_device", lambda name, rank: CPU)
-    assert run_local(1, lambda rank: run(spec_of(job, f"output.path={tmp_path / 'alone'}"), rank)) == [0]
-    load = prepare.load_on_all
+) -> Runs:
+    """Run the job with some settings on so many pretended GPUs, each on a host of its own; 0: on one CPU."""
+    environment, numbers, load = (
+        Environment(Machine(cache_dir, cores=2, offline=True), this_process()),
+        itertools.count(),
+        prepare.load_on_all,
+    )
 
     def load_there(world: Any, path: str, **arguments: Any) -> Any:
         return gpus.move(load(world, path, **arguments | {"device": "cpu", "kernels": "plain"}), _own())
@@ -78,13 +85,87 @@ def test_a_planned_job_over_nccl(
         warm_up(ranks, _own())
         return ranks, "transport: nccl"
 
-    monkeypatch.setattr(prepare, "load_on_all", load_there)
-    monkeypatch.setattr("kvr_mpi.runtime.batch.open_transport", open_there)
-    monkeypatch.setattr("kvr_mpi.runtime.batch.choose_device", lambda name, rank: _own())
-    spec = spec_of(job, "parallel.min_efficiency=0")
-    assert run_on_gpus(size, network, lambda ranks: run(spec, ranks._control), timeout_s=400) == [0] * size
-    assert answers(tmp_path / "out") == answers(tmp_path / "alone") and len(answers(tmp_path / "out")) == 3
+    def run(size: int, *settings: str) -> dict[str, tuple[int, ...]]:
+        output = tmp_path / f"out-{next(numbers)}"
+        spec = spec_of(job, *settings, f"output.path={output}")
+
+        def rank(world: Any) -> int:
+            try:
+                return run_job(spec, RunOptions(), environment, world, Log(world.rank, world.size, io.StringIO()))
+            except FailedTogetherError as error:
+                raise error.cause or error from error
+
+        with monkeypatch.context() as there:
+            there.setattr("kvr_mpi.runtime.batch.choose_device", lambda name, rank: _own() if size else CPU)
+            if size:
+                there.setattr(prepare, "load_on_all", load_there)
+                there.setattr("kvr_mpi.runtime.batch.open_transport", open_there)
+                there.setattr(socket, "gethostname", lambda: threading.current_thread().name)
+                found = run_on_gpus(size, network, lambda ranks: rank(ranks._control), timeout_s=400)
+            else:
+                found = run_local(1, rank)
+        assert found == [0] * max(1, size)
+        return answers(output)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_planned_job_over_nccl(size: int, gpus: PretendedCuda, run_on: Runs) -> None:
+    gpus.watches = size > 2
+    truth = run_on(0)
+    assert run_on(size, "parallel.min_efficiency=0") == truth and len(truth) == 3
     assert gpus.faults == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (*COMPRESSED, "decode.mode=head-parallel", "report.trace=true", "generation.logprobs=true"),
+        ("output.kv=sharded", "report.metrics=true"),
+        ("parallel.tensor_parallel=2", *COMPRESSED),
+        (*SCORED, "parallel.chunk_tokens=37"),
+        (SCHEMA, "parallel.strategy=ring"),
+    ],
+    ids=lambda settings: " ".join(settings)[-40:],
+)
+def test_options_of_jobs_send_nothing_that_nccl_refuses(
+    settings: tuple[str, ...], gpus: PretendedCuda, run_on: Runs
+) -> None:
+    """On two hosts, so that their clocks are compared, too."""
+    gpus.watches = False
+    alone = [each for each in settings if not each.startswith(("parallel", "decode", "output"))]
+    assert run_on(2, *settings, "parallel.partition=even") == run_on(0, *alone)
+
+
+@pytest.mark.slow
+def test_verify_compares_on_the_host_what_ranks_computed_on_gpus(
+    gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.watches = False
+    monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
+    models = [gpus.move(tiny("llama-gqa"), torch.device("cuda", rank)) for rank in range(2)]
+
+    def work(ranks: NcclTransport) -> list[Finding]:
+        warm_up(ranks, _own())
+        return list(verify(models[ranks.rank], ranks, [6]))
+
+    findings, _ = run_on_gpus(2, network, work)
+    assert len(findings) > 6 and all(each.holds for each in findings), findings
+
+
+def test_clocks_of_hosts_are_compared(gpus: PretendedCuda, network: Network) -> None:
+    def work(ranks: NcclTransport) -> dict[int, Skew]:
+        part = ranks.split(ranks.rank % 2)  # ranks 0 and 2, whose numbers are others among them
+        total = torch.ones(3)
+        part.all_reduce(total)
+        assert total.tolist() == [2.0] * 3
+        return measure_skews(part, [1], lambda request, who: request.wait())
+
+    skews, *_ = run_on_gpus(4, network, work)
+    assert abs(skews[1].ahead_s) <= skews[1].error_s < 10
 
 
 def _own() -> torch.device:

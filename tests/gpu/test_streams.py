@@ -138,6 +138,21 @@ def test_a_mark_on_another_gpus_stream_orders_nothing(gpus: PretendedCuda) -> No
     assert any("possible data race" in each for each in gpus.faults)
 
 
+@pytest.mark.parametrize("first", ["cpu", "cuda:3"])
+def test_gpu_memory_is_staged_beside_host_memory(first: str, gpus: PretendedCuda) -> None:
+    """Whichever is sent first: real MPI is handed host memory only."""
+    torch.cuda.set_device(GPU)
+    ranks = MpiTransport(MPI.COMM_SELF, "staged")
+    for device in (first, "cuda:3", "cpu"):
+        with OnDevices(gpus):
+            sent, came = torch.arange(6.0, device=device), torch.zeros(6, device=device)
+            requests = [ranks.irecv(came, 0, 1), ranks.isend(sent, 0, 1)]
+            for request in requests:
+                request.wait()
+        assert came.tolist() == sent.tolist()
+    assert gpus.faults == []
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 @torch.inference_mode()
 def test_gpu_memory_is_handed_to_mpi_on_its_own_gpu(gpus: PretendedCuda, is_told: bool) -> None:
