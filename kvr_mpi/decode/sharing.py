@@ -183,4 +183,4 @@ def _places(stores: Sequence[HeadStore], length: int) -> Iterator[torch.Tensor]:
     """Where each head's keys and values go, in the order of a message."""
     for store in stores:
         for at in range(len(store.heads)):
-            yield from store.head_rows(at, length)
+            yield from store.own_rows(at, length)

@@ -136,26 +136,26 @@ class Arena:
             extent.collect()
         self.extents = [extent for extent in self.extents if extent.taken_pages]
 
-    def take(self, shape: LayerShape, pages: int) -> RowMemory:
-        """Give a layer of a document so many pages; what is in them is not defined.
+    def take(self, shape: LayerShape, pages: int, beside: Extent | None = None) -> RowMemory:
+        """Give a layer of a document so many pages, if possible of the same extent as others; not yet defined.
 
         Raises
         ------
         MemoryError, torch.OutOfMemoryError
             If there is no memory for them.
         """
-        found = self._find(shape, pages)
-        if found is None:
+        found = self._find(shape, pages, beside)
+        if found is None or found.extent is not (beside or found.extent):
             self.collect()
-            found = self._find(shape, pages)
+            found = self._find(shape, pages, beside)
         if found is None:
             self.extents.append(self._make(shape, pages))
             found = self.extents[-1].take(pages)
         assert found is not None, "there are as many"
         return found
 
-    def _find(self, shape: LayerShape, pages: int) -> RowMemory | None:
-        for extent in self.extents:
+    def _find(self, shape: LayerShape, pages: int, beside: Extent | None) -> RowMemory | None:
+        for extent in sorted(self.extents, key=lambda extent: extent is not beside):
             if extent.dims == (shape.key_dim, shape.value_dim) and (found := extent.take(pages)) is not None:
                 return found
         return None
@@ -178,8 +178,11 @@ def make_rows(
     dtype: torch.dtype,
     device: torch.device,
     arena: Arena | None = None,
+    beside: Extent | None = None,
 ) -> RowMemory:
     """Make memory for heads of so many rows, each with room for more, in an arena or (None) their own.
+
+    In an arena, if possible, beside rows that are in an extent.
 
     Raises
     ------
@@ -187,6 +190,6 @@ def make_rows(
         If there is none.
     """
     if arena is not None and counts:
-        return arena.take(shape, sum(pages_for(count + room) for count in counts))
+        return arena.take(shape, sum(pages_for(count + room) for count in counts), beside)
     rows = sum(counts) + room * len(counts)
     return RowMemory.in_flat(make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device), rows, shape)

@@ -77,6 +77,8 @@ class SliceCache(Cache):
         The last layer takes the last token as a chunk of its own, the only one that attends (``layer_chunks``).
     keeps_all : bool
         This rank ends with the keys and values of all tokens.
+    shared_tokens : int
+        Of the prefix, whose keys and values this cache only refers to.
     """
 
     def __init__(
@@ -125,10 +127,13 @@ class SliceCache(Cache):
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        self._arena = arena if self.keeps_all and self._stop is None else None
-        self._admits = self._retain is not None or self._arena is not None
+        self.arena = arena if self.keeps_all and self._stop is None else None
+        self._admits = self._retain is not None or self.arena is not None
+        self.shared_tokens = prefix.shared_tokens(self.arena) if prefix is not None and self.in_parts else 0
         keeps = self.keeps_all and not self._admits
-        self.buffers = LayerBuffers(filled, self.capacity, keeps=keeps, dtype=self.dtype, device=self.device)
+        self.buffers = LayerBuffers(
+            filled, self.capacity - self.shared_tokens, keeps=keeps, dtype=self.dtype, device=self.device
+        )
         if arena is not None:
             arena.collect()
 
@@ -248,9 +253,17 @@ class SliceCache(Cache):
 
     def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
         """Move what the heads of a layer are to keep, or (None) all, to where it is decoded; give its buffer back."""
-        counts = [layer.length] * layer.shape.num_kv_heads if kept is None else list(map(len, kept))
-        before = layer.layout
-        layer.keep_only(kept, slack, make_rows(layer.shape, counts, slack, self.dtype, self.device, self._arena))
+        before, shape = layer.layout, layer.shape
+        assert before is not None, "it was filled"
+        shared = before.shared if kept is None else ()
+        while True:
+            beside, known = (shared[0].extent, shared[-1].stop) if shared else (None, 0)
+            counts = [layer.length - known] * shape.num_kv_heads if kept is None else list(map(len, kept))
+            memory = make_rows(shape, counts, slack, self.dtype, self.device, self.arena, beside)
+            if not shared or memory.extent is beside:
+                break
+            shared = ()  # there is no room beside them: this prompt has a copy
+        layer.keep_only(kept, counts, slack, memory, shared)
         if isinstance(before, Slab):
             self.buffers.give_back(before.buffer)
 
@@ -292,6 +305,15 @@ class SliceCache(Cache):
         for layer in self.layers[self._posted : count]:
             layer.post()
         self._posted = max(self._posted, min(count, len(self.layers)))
+
+
+def held_bytes(caches: Sequence[Any]) -> int:
+    """Memory of several caches, and of what they share, once, also where no cache of its own is left."""
+    layouts = [layer.layout for cache in caches for layer in cache.layers if getattr(layer, "layout", None) is not None]
+    shared: dict[int, int] = {id(rows.owner): rows.owner.nbytes for layout in layouts for rows in layout.shared}
+    for layout in layouts:
+        shared.pop(id(layout), None)
+    return sum(shared.values(), sum(int(cache.held_bytes) for cache in caches))
 
 
 def _with_last_alone(chunks: Chunks) -> Chunks:

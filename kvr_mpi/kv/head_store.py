@@ -6,7 +6,8 @@ keys have their rotary embedding already, so a dropped token leaves no gap. A ra
 nor all rows of a head (``decode.head_parallel``).
 
 A document's rows are memory of its own, which goes back to the system when the document is answered, or on GPUs pages
-of an ``arena``. What a step of decoding does with those of many documents is in ``units``.
+of an ``arena``. Prompts that begin alike refer to one copy of these rows, and have runs of their own for what follows:
+the copy goes with the last of them. What a step of decoding does with the rows of many documents is in ``units``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import RowMemory, capacity_of
+from kvr_mpi.kv.arena import PAGE_ROWS, RowMemory, capacity_of
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to
-from kvr_mpi.kv.layout import Slab
+from kvr_mpi.kv.layout import SharedRows, Slab, cut_pieces, joined
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 
@@ -64,10 +65,14 @@ class HeadStore:
     appends : bool
         Whether tokens to come are kept here; else another rank has room for them, and `write` does nothing.
     is_whole : bool
-        Every head holds all tokens: row and position are the same.
+        Every head holds all tokens: rows are in the order of positions.
+    shared : sequence of SharedRows
+        Of the first tokens, one after the other; the runs hold what follows them.
 
     Attributes
     ----------
+    shared_tokens : int
+        How many tokens those are.
     positions : list of Tensor or None
         Which tokens of the prompt each head held keeps, (tokens,) int32 on the host; None where that is not known.
     """
@@ -82,7 +87,10 @@ class HeadStore:
         *,
         appends: bool = True,
         is_whole: bool = False,
+        shared: Sequence[SharedRows] = (),
     ) -> None:
+        assert is_whole or not shared, "what is shared is of all heads"
+        self.shared, self.shared_tokens = shared, shared[-1].stop if shared else 0
         self.memory, self.shape, self.runs, self.room, self.origin = memory, shape, runs, room, origin
         self.appends, self.is_whole = appends, is_whole
         self.positions: list[torch.Tensor] | None = None
@@ -107,6 +115,7 @@ class HeadStore:
         *,
         appends: bool = True,
         is_whole: bool = False,
+        shared: Sequence[SharedRows] = (),
     ) -> HeadStore:
         """Lay one head's rows after the other's.
 
@@ -130,25 +139,26 @@ class HeadStore:
             keys, values = (each[stretch].view(many, capacity, each.shape[1]) for each in (memory.keys, memory.values))
             runs.append(Run(held[at], counts[at], keys, values, row))
             at, row = at + many, stretch.stop
-        return cls(memory, shape, runs, room, origin, appends=appends, is_whole=is_whole)
+        return cls(memory, shape, runs, room, origin, appends=appends, is_whole=is_whole, shared=shared)
 
     @classmethod
     def by_tokens(cls, layout: Slab, shape: LayerShape) -> HeadStore:
         """Read a buffer as it lies after a prefill, by token."""
-        keys, values = layout.rows(0, len(layout.buffer))
-        return cls(
-            RowMemory(keys[0], values[0]), shape, [Run(0, 0, keys[0], values[0])], len(layout.buffer), 0, is_whole=True
-        )
+        room, start = len(layout.buffer), layout.start
+        keys, values = (rows[0] for rows in layout.own_rows(0, room))
+        run = Run(0, 0, keys, values)
+        return cls(RowMemory(keys, values), shape, [run], room, start, is_whole=True, shared=layout.shared)
 
     @classmethod
-    def laid_anew(cls, layout: Slab, shape: LayerShape, tokens: int) -> HeadStore:
-        """Put each head's first tokens together, in the same memory: a CPU attends to them twice as fast."""
-        old = [rows.clone(memory_format=torch.contiguous_format) for rows in layout.rows(0, tokens)]
-        room, rows = len(layout.buffer) - tokens, len(layout.buffer) * shape.num_kv_heads
-        memory = RowMemory.in_flat(layout.buffer.view(-1), rows, shape)
-        store = cls.by_heads(memory, shape, [tokens] * shape.num_kv_heads, room, tokens, is_whole=True)
-        for place, prompt in zip(store.rows(0, tokens), old, strict=True):
-            place.copy_(prompt)
+    def laid_anew(cls, layout: Slab, shape: LayerShape, length: int) -> HeadStore:
+        """Put each head's tokens together, in the same memory: a CPU attends to them twice as fast."""
+        tokens, capacity = length - layout.start, len(layout.buffer)
+        old = [rows[0].clone(memory_format=torch.contiguous_format) for rows in layout.own_rows(0, tokens)]
+        memory = RowMemory.in_flat(layout.buffer.view(-1), capacity * shape.num_kv_heads, shape)
+        counts, room = [tokens] * shape.num_kv_heads, capacity - tokens
+        store = cls.by_heads(memory, shape, counts, room, length, is_whole=True, shared=layout.shared)
+        for place, rows in zip((store.runs[0].keys, store.runs[0].values), old, strict=True):
+            place[:, :tokens] = rows
         return store
 
     @property
@@ -157,15 +167,15 @@ class HeadStore:
         return self.memory.nbytes
 
     def count(self, run: Run, length: int) -> int:
-        """Rows that each head of a run holds of a document of so many tokens."""
+        """Rows of its own that each head of a run holds of a document of so many tokens."""
         return run.count + (length - self.origin if self.appends else 0)
 
     def counts(self, length: int) -> list[int]:
-        """Rows that each head held has."""
-        return [self.count(run, length) for run in self.runs for _ in range(run.heads)]
+        """Rows that each head held has, those that are shared included."""
+        return [self.shared_tokens + self.count(run, length) for run in self.runs for _ in range(run.heads)]
 
-    def head_rows(self, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one of the heads held, as views (rows, dim), in a document of so many tokens."""
+    def own_rows(self, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one of the heads held that are its own, as views (rows, dim), of so many tokens."""
         for run in self.runs:
             if at < run.heads:
                 count = self.count(run, length)
@@ -173,8 +183,16 @@ class HeadStore:
             at -= run.heads
         raise IndexError(at)
 
-    def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a range of tokens that all heads hold, as views (1, kv_heads, tokens, dim).
+    def head_rows(self, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one of the heads held (rows, dim), in a document of so many tokens; views if unshared."""
+        own = self.own_rows(at, length)
+        if not self.shared:
+            return own
+        pieces = [*((each.keys[at], each.values[at]) for each in self.shared), own]
+        return torch.cat([keys for keys, _ in pieces]), torch.cat([values for _, values in pieces])
+
+    def pieces(self, first: int, last: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a range of tokens that all heads hold, as views (1, kv_heads, tokens, dim), in order.
 
         Raises
         ------
@@ -184,7 +202,23 @@ class HeadStore:
         if not self.is_whole:
             raise ModelError("its heads keep different tokens, so there is no range of them")
         (run,) = self.runs
-        return run.keys[None, :, first:last], run.values[None, :, first:last]
+        own = SharedRows(self.shared_tokens, run.keys, run.values)
+        return cut_pieces([*self.shared, own], first, last)
+
+    def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a range of tokens that all heads hold (1, kv_heads, tokens, dim); views if unshared."""
+        return joined(self.pieces(first, last))
+
+    def as_shared(self, length: int) -> tuple[SharedRows, ...]:
+        """Give a document's rows to those that go on from it: on GPUs, of what is its own, whole pages only."""
+        (run,) = self.runs
+        own, extent = length - self.shared_tokens, self.memory.extent
+        own = own if extent is None else own // PAGE_ROWS * PAGE_ROWS
+        if not own:
+            return tuple(self.shared)
+        row = self.memory.first + run.row
+        rows = SharedRows(self.shared_tokens, run.keys, run.values, extent, row, run.keys.shape[1], owner=self)
+        return (*self.shared, rows.up_to(rows.first + own))
 
     def check_room(self, first: int, tokens: int) -> None:
         """Make sure that so many tokens fit from a position on.
@@ -232,15 +266,22 @@ class HeadStore:
         shape, tokens = self.shape, query.shape[2]
         group = query.shape[1] // shape.num_kv_heads
         part: PartialAttention | None = None
+        own_first = max(0, first - self.shared_tokens)
         for run in self.runs:
             count, heads = self.count(run, length), slice(run.first * group, (run.first + run.heads) * group)
-            keys, values = run.keys[None, :, first:count], run.values[None, :, first:count]
+            keys, values = run.keys[None, :, own_first:count], run.values[None, :, own_first:count]
             found = (attend if tokens == 1 else attend_up_to)(query[:, heads], keys, values, params)
             if run.heads == shape.num_kv_heads:
-                return found
+                part = found
+                break
             part = _nothing(query, shape.value_dim) if part is None else part
             part.out[:, heads], part.lse[:, heads] = found.out, found.lse
-        return _nothing(query, shape.value_dim) if part is None else part
+        if part is None:
+            return _nothing(query, shape.value_dim)
+        for rows in self.shared:
+            if first < rows.stop:
+                part = part.merge(attend(query, *rows.cut(max(first, rows.first), rows.stop), params))
+        return part
 
     @property
     def heads(self) -> list[int]:

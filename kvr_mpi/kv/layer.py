@@ -15,11 +15,11 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import RowMemory
+from kvr_mpi.kv.arena import Arena, RowMemory
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.layout import Slab
+from kvr_mpi.kv.layout import Pair, SharedRows, Slab
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route, in_two_groups
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
@@ -43,9 +43,11 @@ class LayersOwner(Protocol):
     dtype: torch.dtype
     device: torch.device
     start: int
+    shared_tokens: int
     capacity: int
     prefilling: bool
     keeps_all: bool
+    arena: Arena | None
     in_parts: bool
     current: SliceLayer | None
 
@@ -91,12 +93,17 @@ class SliceLayer(CacheLayerMixin):
         cache = self.cache
         if self.layout is not None:
             return
-        self.layout = layout = Slab(cache.buffers.take(self.shape), self.shape)
+        self.layout = layout = Slab(cache.buffers.take(self.shape), self.shape, cache.shared_tokens)
         if self.segments is not None:
-            self.segments.buffer = layout.buffer
+            self.segments.buffer, self.segments.start = layout.buffer, layout.start
             self.segments.post(cache.route)
-        if cache.prefix is not None and cache.prefilling:
-            cache.prefix.copy_into(layout.buffer, self.layer_idx)  # fails if it is read, and damaged
+        if cache.prefix is None or not cache.prefilling:
+            return
+        known = cache.prefix.store(self.layer_idx, self.shape, cache.device, cache.arena)
+        if known is not None:  # where it is read and damaged, that has failed
+            layout.shared = known.as_shared(cache.prefix.tokens) if layout.start else ()
+            if layout.start < cache.prefix.tokens:
+                layout.write(layout.start, *known.rows(layout.start, cache.prefix.tokens))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -165,17 +172,18 @@ class SliceLayer(CacheLayerMixin):
         # A single token's query heads may come folded into the query length (1, kv_heads, group, head_dim).
         if query.shape[2] != self.fresh and self.fresh > 1:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
-        if isinstance(self.layout, HeadStore) and not self.layout.is_whole:
-            part = self.layout.attend(query.reshape(1, -1, self.fresh, query.shape[-1]), self.length, params)
-            return part.finish(params).to(query.dtype).reshape(*query.shape[:-1], self.layout.shape.value_dim)
+        seen, layout = self.shape.visibility, self.layout
+        is_shared = isinstance(layout, HeadStore) and bool(layout.shared) and seen.sees_all(self.length)
+        if isinstance(layout, HeadStore) and (not layout.is_whole or is_shared):
+            part = layout.attend(query.reshape(1, -1, self.fresh, query.shape[-1]), self.length, params)
+            return part.finish(params).to(query.dtype).reshape(*query.shape[:-1], layout.shape.value_dim)
         self.cache.observe(self.layer_idx, query, self.fresh_ranges, params)
         reads_only_last = self.cache.reads_only_last(self.layer_idx)
         if reads_only_last and not self.has_all_chunks:
             raise UnreadError
         skipped = self.fresh - 1 if reads_only_last else 0
         query = query[:, :, skipped:]
-        sees_all = self.shape.visibility.sees_all(self.length)
-        if self.cache.prefilling and not reads_only_last and sees_all:
+        if self.cache.prefilling and not reads_only_last and seen.sees_all(self.length):
             part = self._attend_route(query, keys, values, params)
         else:
             part = self._attend_collected(query, params, skipped)
@@ -193,15 +201,19 @@ class SliceLayer(CacheLayerMixin):
                 self.segments.collect()
             if route.is_dense:
                 return attend_masked(query, *self.rows(0, route.capacity), params, start)
-            return attend_up_to(query, *self.rows(0, self.length), params)
+            *before, own = self.pieces(0, self.length)
+            part = attend_up_to(query, *own, params)
+            for rows in before:
+                part = part.merge(attend(query, *rows, params))
+            return part
         part = attend(query, keys, values, params, causal=query.shape[2] > 1)
         for step in in_two_groups(route.steps) if route.in_order and query.device.type in GROUPING else route.steps:
             for segment in step.segments:
                 assert self.segments is not None
                 self.segments.wait_for(segment)
-            for first, last in step.ranges:
-                some = query[:, :, step.first_query :]
-                part = part.merge_after(step.first_query, attend(some, *self.rows(first, last), params))
+            some = query[:, :, step.first_query :]
+            for rows in (piece for bounds in step.ranges for piece in self.pieces(*bounds)):
+                part = part.merge_after(step.first_query, attend(some, *rows, params))
         return part
 
     def _attend_collected(self, query: torch.Tensor, params: AttentionParams, skipped: int) -> PartialAttention:
@@ -253,8 +265,13 @@ class SliceLayer(CacheLayerMixin):
         """Keys and values that a KV head holds, as views (tokens, dim)."""
         return self.store.head_rows(head, self.length)
 
-    def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim).
+    def pieces(self, first: int, last: int) -> list[Pair]:
+        """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim), in order."""
+        assert self.layout is not None, "this rank holds keys and values"
+        return self.layout.pieces(first, last)
+
+    def rows(self, first: int, last: int) -> Pair:
+        """Keys and values of a range of tokens (1, kv_heads, tokens, head_dim); views, unless some are shared.
 
         Raises
         ------
@@ -271,14 +288,21 @@ class SliceLayer(CacheLayerMixin):
         if isinstance(self.layout, Slab):
             self.layout = HeadStore.laid_anew(self.layout, self.shape, self.length)
 
-    def keep_only(self, retained: Sequence[torch.Tensor] | None, slack: int, memory: RowMemory) -> None:
-        """Move what is kept into other memory; see `cache.SliceCache.admit`."""
+    def keep_only(
+        self,
+        retained: Sequence[torch.Tensor] | None,
+        counts: Sequence[int],
+        slack: int,
+        memory: RowMemory,
+        shared: Sequence[SharedRows],
+    ) -> None:
+        """Move what is kept, so much of each head, into other memory; see `cache.SliceCache.admit`."""
         if self.segments is not None:
             self.segments.wait_through()
-        keys, values = self.rows(0, self.length)
-        counts = [self.length] * self.shape.num_kv_heads if retained is None else list(map(len, retained))
-        store = HeadStore.by_heads(memory, self.shape, counts, slack, self.length, is_whole=retained is None)
-        for head, places in enumerate(store.head_rows(head, self.length) for head in range(len(counts))):
+        is_whole = retained is None
+        keys, values = self.rows(shared[-1].stop if shared else 0, self.length)
+        store = HeadStore.by_heads(memory, self.shape, counts, slack, self.length, is_whole=is_whole, shared=shared)
+        for head, places in enumerate(store.own_rows(head, self.length) for head in range(len(counts))):
             for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):
                 if retained is None:
                     place.copy_(rows)

@@ -1,11 +1,17 @@
-"""What all prompts begin with: its keys and values are computed once on every rank, and never travel."""
+"""What several prompts begin with: its keys and values are computed or read, and held, once on a rank; none travel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
+
+from kvr_mpi.kv.arena import PAGE_ROWS, Arena, make_rows
+from kvr_mpi.kv.head_store import HeadStore
+from kvr_mpi.kv.layout import Slab
+from kvr_mpi.model import LayerShape
 
 # Reads of a layer each KV head's keys and values (tokens, dim); None if the layer keeps none.
 ReadHeads = Callable[[int], "Sequence[tuple[torch.Tensor, torch.Tensor]] | None"]
@@ -19,8 +25,9 @@ class SharedPrefix:
     Parameters
     ----------
     ids : tuple of int
-    layers : sequence of Tensor or None
-        For each layer (tokens, elements of K and V of all heads), as buffers hold them; None where there are none.
+    layers : sequence
+        For each layer its `HeadStore`; of what is stored, rows (tokens, elements of K and V of all heads), read when
+        they are asked for; None where there are none.
     states : dict of int to Tensor
         By layer, those of layers that keep states (bytes,), as messages hold them.
     read : callable or None
@@ -29,37 +36,58 @@ class SharedPrefix:
         Of what compression has left: reads a layer's heads, each with tokens of its own; `layers` is empty then.
     compression : str
         And by which method and settings.
+    in_pages : bool
+        What is held is, or what is read will be, in pages of the arena where prompts are kept, if they have one.
     source : hashable, optional
         Where it is stored: two with the same source are the same prefix.
     """
 
     ids: tuple[int, ...]
-    layers: Sequence[torch.Tensor | None]
+    layers: Sequence[HeadStore | torch.Tensor | None]
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
     read: ReadRows | None = None
     heads: ReadHeads | None = None
     compression: str = ""
+    in_pages: bool = True
     source: Hashable = None
+    _stores: WeakValueDictionary[tuple[int, bool], HeadStore] = field(default_factory=WeakValueDictionary)
 
     @property
     def tokens(self) -> int:
         """How many tokens it has."""
         return len(self.ids)
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory it takes as long as it is there."""
-        return sum(held.nbytes for held in (*self.layers, *self.states.values()) if held is not None)
-
     def is_same(self, other: SharedPrefix | None) -> bool:
         """Whether another is the same prefix, held or read once more."""
         return other is self or (other is not None and self.source is not None and other.source == self.source)
 
-    def copy_into(self, buffer: torch.Tensor, layer_idx: int) -> None:
-        """Fill the first rows of a layer's buffer (capacity, elements)."""
-        rows = self.layers[layer_idx]
-        if rows is not None:
-            buffer[: self.tokens].copy_(rows, non_blocking=True)
+    def shared_tokens(self, arena: Arena | None) -> int:
+        """Say how many of its tokens prompts refer to that are kept in an arena or (None) in memory of their own."""
+        if arena is None:
+            return self.tokens
+        return self.tokens // PAGE_ROWS * PAGE_ROWS if self.in_pages else 0
+
+    def store(self, layer_idx: int, shape: LayerShape, device: torch.device, arena: Arena | None) -> HeadStore | None:
+        """Give a layer's keys and values; those that are read stay as long as a prompt that goes on from them.
+
+        Raises
+        ------
+        DataError
+            If they cannot be read.
+        """
+        name = layer_idx, arena is not None  # a rank that keeps prompts in pages may have other parts in chains
+        found = self._stores.get(name)
+        held = self.layers[layer_idx] if found is None else found
+        if isinstance(held, HeadStore) or held is None:
+            return held
+        counts = [self.tokens] * shape.num_kv_heads
+        memory = make_rows(shape, counts, 0, held.dtype, device, arena)
+        store = HeadStore.by_heads(memory, shape, counts, 0, self.tokens, is_whole=True)
+        rows = Slab(held.to(device, non_blocking=True), shape).rows(0, self.tokens)
+        for place, part in zip(store.rows(0, self.tokens), rows, strict=True):
+            place.copy_(part, non_blocking=True)
+        self._stores[name] = store
+        return store
 
     def check(self, ids: Sequence[int]) -> None:
         """Make sure that a prompt begins with it and goes on.

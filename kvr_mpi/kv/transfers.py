@@ -89,6 +89,7 @@ class LayerTransfers:
     def __init__(self, prompt: PromptTransfers, layer_idx: int, visibility: Visibility = FULL) -> None:
         self.prompt, self.layer_idx, self.visibility = prompt, layer_idx, visibility
         self.buffer: torch.Tensor | None = None  # (tokens, elements)
+        self.start = 0  # position of its first row
         self._slots: list[torch.Tensor] = []  # instead of a buffer; a transfer takes the next one in turn
         self._elements = 0
         self._arriving: dict[int, tuple[Transfer, Range]] = {}  # by segment, in the order they were posted
@@ -238,4 +239,4 @@ class LayerTransfers:
                 self.prompt.forwarder.wait_through(self._transfers[before])
             return self._slots[len(self._transfers) % len(self._slots)][: (bounds[1] - bounds[0]) * self._elements]
         assert self.buffer is not None
-        return self.buffer[bounds[0] : bounds[1]]
+        return self.buffer[bounds[0] - self.start : bounds[1] - self.start]

@@ -6,7 +6,7 @@ processors, paged flash attention on GPUs, and torch, document by document, for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,24 +31,14 @@ class PageTable:
     """
 
     def __init__(self, extent: Extent, stores: Sequence[HeadStore]) -> None:
-        kv_heads, device = stores[0].shape.num_kv_heads, extent.keys.device
-        units = [
-            (at, at * kv_heads + run.first + head, store.memory.first + run.row + head * run.keys.shape[1], run, store)
-            for at, store in enumerate(stores)
-            if store.memory.extent is extent
-            for run in store.runs
-            for head in range(run.heads)
-        ]
-        self._extent, self.appends = extent, units[0][-1].appends
-        assert all(store.appends == self.appends for *_, store in units), "a rank keeps tokens to come, or does not"
-        filled = [run.count - (store.origin if self.appends else 0) for *_, run, store in units]
-        held = [pages_for(run.keys.shape[1]) for *_, run, _ in units]
-        # Beyond a unit's own pages any will do: no row of them is read.
-        pages = [
-            [begin // PAGE_ROWS + min(page, own - 1) for page in range(max(held))]
-            for (_, _, begin, _, _), own in zip(units, held, strict=True)
-        ]
-        documents, slots, begins = ([unit[at] for unit in units] for at in range(3))
+        self._extent, device = extent, extent.keys.device
+        held = [(at, store) for at, store in enumerate(stores) if store.memory.extent is extent]
+        self.appends, kv_heads = held[0][1].appends, stores[0].shape.num_kv_heads
+        assert all(store.appends == self.appends for _, store in held), "a rank keeps tokens to come, or does not"
+        units = [unit for at, store in held for unit in _paged(at, store, kv_heads)]
+        documents, slots, begins, filled, pages = (list(each) for each in zip(*units, strict=True))
+        most = max(map(len, pages))
+        pages = [[*own, *own[:1] * (most - len(own))] for own in pages]  # of those beyond its own no row is read
         self._on_host = np.array(filled), np.array(documents)
         self.is_complete = slots == list(range(len(stores) * kv_heads))
         self._documents, self.slots, self._begins, self._filled = (
@@ -86,6 +76,21 @@ class PageTable:
         return attend_pages(query, keys, values, params, self.pages, counts, self._edges, longest, window)
 
 
+def _paged(document: int, store: HeadStore, kv_heads: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
+    """Yield of each KV head of a document: the document, the slot, where its rows would begin if none were shared.
+
+    Then the rows it has beside the document's tokens, and its pages, those that are shared first.
+    """
+    for run in store.runs:
+        filled = store.shared_tokens + run.count - (store.origin if store.appends else 0)
+        for head in range(run.heads):
+            own = store.memory.first + run.row + head * run.keys.shape[1]
+            parts = [(rows.row + (run.first + head) * rows.stride, rows.keys.shape[1]) for rows in store.shared]
+            parts.append((own, run.keys.shape[1]))
+            pages = [row // PAGE_ROWS + page for row, rows in parts for page in range(pages_for(rows))]
+            yield document, document * kv_heads + run.first + head, own - store.shared_tokens, filled, pages
+
+
 # A layer's units, as one of the backends reads them: by the kernel, or by a call for each extent.
 Table = UnitTable | list[PageTable]
 
@@ -96,13 +101,19 @@ def unit_table(stores: Sequence[HeadStore]) -> Table:
     tables = [PageTable(extent, stores) for extent in extents.values() if extent is not None]
     if tables and len(tables) == len(extents):
         return tables
-    units = [
-        Unit(at, run.first + head, keys, values, run.count - (store.origin if store.appends else 0), store.appends)
-        for at, store in enumerate(stores)
-        for run in store.runs
-        for head, (keys, values) in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True))
-    ]
+    units = [unit for at, store in enumerate(stores) for unit in _units_of(at, store)]
     return UnitTable(len(stores), stores[0].shape.num_kv_heads, units)
+
+
+def _units_of(document: int, store: HeadStore) -> Iterator[Unit]:
+    """Yield of each KV head of a document its units: of rows that are shared, and of those of its own."""
+    for run in store.runs:
+        filled = run.count - (store.origin if store.appends else 0)
+        for at, (keys, values) in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True)):
+            head = run.first + at
+            for rows in store.shared:
+                yield Unit(document, head, rows.keys[head], rows.values[head], rows.keys.shape[1], False, rows.first)
+            yield Unit(document, head, keys, values, filled, store.appends, store.shared_tokens)
 
 
 def write_token(

@@ -136,7 +136,7 @@ static void attend_piece(const Step &s, const Unit &unit, const float *query, in
         }
 }
 
-// Join the pieces of a unit's keys.
+// Join the pieces of a head's keys, which may lie in several units.
 static void merge(const Step &s, const Unit &unit, const Part *parts, int64_t pieces) {
     for (int64_t g = 0; g < s.group; ++g) {
         float most = parts[0].most[g], total = 0, *out = unit.out + g * s.dim;
@@ -184,7 +184,10 @@ template <typename T> static void attend_all(const Step &s, const Unit *units, f
             attend_piece<T>(s, units[u], queries + u * s.group * s.dim, piece, parts[firsts[u] + piece]);
         }
     });
-    for (int64_t u = 0; u < s.units; ++u) merge(s, units[u], &parts[firsts[u]], firsts[u + 1] - firsts[u]);
+    for (int64_t u = 0, end; u < s.units; u = end) {  // units with one output are of one head
+        for (end = u + 1; end < s.units && units[end].out == units[u].out;) ++end;
+        merge(s, units[u], &parts[firsts[u]], firsts[end] - firsts[u]);
+    }
 }
 
 extern "C" {

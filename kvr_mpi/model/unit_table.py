@@ -1,6 +1,7 @@
-"""The table of a decode step's attention: one unit for each KV head of each document.
+"""The table of a decode step's attention: the units of each KV head of each document.
 
-A unit is the run of rows of keys and values that the query heads of a group read. A table is built when documents join
+A unit is a run of rows of keys and values that the query heads of a group read; what comes of those of one KV head,
+which follow each other, is merged. A table is built when documents join
 or leave; between steps only the documents' lengths change. Its rows are the ``Unit``s of ``decode_attention.cpp``.
 """
 
@@ -25,6 +26,7 @@ class Unit(NamedTuple):
     keys, values : (capacity, head_dim), the features of a row next to each other.
     filled : rows that are, less the document's length if it grows with that.
     grows : whether each token of the document adds a row.
+    first : position of the first row.
     """
 
     document: int
@@ -33,6 +35,7 @@ class Unit(NamedTuple):
     values: torch.Tensor
     filled: int = 0
     grows: bool = True
+    first: int = 0
 
 
 class UnitTable:
@@ -43,17 +46,17 @@ class UnitTable:
     documents, kv_heads : int
         Of the queries: (1, heads, documents, head_dim), heads a multiple of kv_heads.
     units : sequence of Unit
-        Each KV head of a document at most once.
+        Those of a KV head of a document one after the other.
     """
 
     def __init__(self, documents: int, kv_heads: int, units: Sequence[Unit]) -> None:
         self.documents, self.kv_heads, self.units = documents, kv_heads, units
-        self.is_complete = len(units) == documents * kv_heads
-        self.document, self.head, self._count, self._grows, self._capacity = (
+        self.is_complete = len({unit[:2] for unit in units}) == documents * kv_heads
+        self.document, self.head, self._count, self._grows, self._capacity, self._first = (
             np.array(
-                [(unit.document, unit.head, unit.filled, unit.grows, len(unit.keys)) for unit in units], dtype=np.int64
+                [(*unit[:2], unit.filled, unit.grows, len(unit.keys), unit.first) for unit in units], dtype=np.int64
             )
-            .reshape(-1, 5)
+            .reshape(-1, 6)
             .T
         )
         self._rows: Integers | None = None
@@ -72,7 +75,7 @@ class UnitTable:
         return counts
 
     def rows(self, counts: Integers, firsts: Integers | None, item_bytes: int) -> Integers:
-        """Fill in what units read (units, 8): the rows from the first on, or from `firsts` (documents,) on."""
+        """Fill in what units read (units, 8): all rows, or those from the positions `firsts` (documents,) on."""
         if self._rows is None:
             self._rows = np.zeros((len(self.units), 8), dtype=np.int64)
             for row, unit in zip(self._rows, self.units, strict=True):
@@ -81,7 +84,7 @@ class UnitTable:
         table = self._rows.copy()
         table[:, COUNT] = counts
         if firsts is not None:
-            skipped = firsts[self.document]
+            skipped = np.clip(firsts[self.document] - self._first, 0, counts)
             table[:, COUNT] -= skipped
             table[:, KEYS] += skipped * table[:, KEY_ROW] * item_bytes
             table[:, VALUES] += skipped * table[:, VALUE_ROW] * item_bytes

@@ -103,7 +103,7 @@ def _load_layer(
     is_whole = shape.visibility.size is not None
     store = HeadStore.by_heads(memory, shape, counts, slack, prefix.tokens, is_whole=is_whole)
     for at, stored in enumerate(heads):
-        for place, rows in zip(store.head_rows(at, prefix.tokens), stored, strict=True):
+        for place, rows in zip(store.own_rows(at, prefix.tokens), stored, strict=True):
             place.copy_(rows)
     return store
 

@@ -162,10 +162,15 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
     return prefix_of_cache(ids, prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache)
 
 
+@torch.inference_mode()
 def prefix_of_cache(ids: Sequence[int], cache: SliceCache) -> SharedPrefix:
     """Let prompts go on from a cache that holds these tokens, all of them and no more."""
     states = {layer.layer_idx: layer.packed() for layer in cache.layers if layer.shape.states}
-    return SharedPrefix(tuple(ids), [layer.buffer for layer in cache.layers], states)
+    for layer in cache.layers:
+        layer.lay_by_heads()
+    stores = [layer.store if layer.shape.elements else None for layer in cache.layers]
+    in_pages = all(store.memory.extent is not None for store in stores if store is not None)
+    return SharedPrefix(tuple(ids), stores, states, in_pages=in_pages)
 
 
 def prefill_kvr(

@@ -72,6 +72,11 @@ class ChainRunner:
         """This rank's rows of the stored document that the chain is at."""
         return self._after_stored.held
 
+    @property
+    def shared(self) -> Prefill | None:
+        """What prompts about one document begin with, if that is held on this rank."""
+        return self._after_shared.held
+
     def open_forwarder(self, recorder: Recorder | None = None) -> Forwarder | None:
         """Make what carries keys and values from prompt to prompt; None on a rank alone."""
         device = self._setup.loaded.device
@@ -86,7 +91,9 @@ class ChainRunner:
         if not self._shares_nothing and prompt.shared_tokens > (prefix.tokens if prefix else 0):
             before = self._plan(_beginning_of(prompt, prompt.shared_tokens), prefix, decode_rank)
             plan = Plan(self._after_shared, prompt, prefix, decode_rank, before=before)
-            if self.fits_beside(plan, [0] * self.chain.size):
+            is_held = self._after_shared.at == self._after_shared.beginning(plan)
+            held = self._after_shared.beginning_bytes(plan) if is_held else [0] * self.chain.size
+            if self.fits_beside(plan, held):
                 return plan
         return self._plan(prompt, prefix, decode_rank)
 
@@ -199,10 +206,6 @@ class ChainRunner:
             not need or need + held + (spare if held else 0) <= free
             for need, held, free in zip(plan.way.needs(plan), held_bytes, self._memory.free_bytes, strict=True)
         )
-
-    def held_bytes(self, prompt: Prompt) -> int:
-        """Bytes of a prompt's cache, with room for the answer, on the rank that decodes it."""
-        return self._memory.whole_bytes(prompt, prompt.new_tokens)
 
     def goes_on(self, plan: Plan) -> bool:
         """Whether a prompt needs nothing begun or left before it."""

@@ -7,11 +7,12 @@ which makes the next prompt of all of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.token_parallel import TokenGroup
+from kvr_mpi.kv.cache import held_bytes
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -57,12 +58,13 @@ class Decoder:
         """Whether all ranks of the chain decode each rank's prompts, from the end of a wave's prefill on."""
         return self._batch.group.waits
 
-    def held(self, bytes_of: Callable[[Prompt], int], document: DocumentShare | None = None) -> Held:
-        """Say what this rank holds, with a stored document that more is to be asked about."""
-        group = self._batch.group
+    def held(self, shared: Prefill | None = None, document: DocumentShare | None = None) -> Held:
+        """Say what this rank holds, with what more prompts go on from: a shared beginning, or a stored document."""
+        group, prefills = self._batch.group, self._batch.prefills
         if isinstance(group, TokenGroup):
-            return Held(self._batch.running, group.held_bytes(self._batch.prefills, document))
-        return Held(self._batch.running, sum(map(bytes_of, self._batch.keys)))
+            return Held(self._batch.running, group.held_bytes(prefills, document))
+        held = [each for each in (*prefills, shared) if each is not None and each.cache is not None]
+        return Held(self._batch.running, held_bytes([each.cache for each in held if not each.is_plain]))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
         """Take in a prompt after its prefill; all ranks that hold a share of it call this."""

@@ -13,6 +13,7 @@ from functools import partial
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -60,10 +61,18 @@ class ChainMemory:
             return drop
         return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # each head's last page has room
 
-    def whole_bytes(self, prompt: PromptText, new_tokens: int) -> int:
-        """Bytes of a prompt's cache, with room for the answer, on the rank that decodes it."""
-        drop, whole = self.planned_drop(prompt), self.setup.kv_bytes(prompt.tokens + new_tokens)
-        return whole if drop is None else whole - drop.kv_bytes
+    def cache_bytes(self, plan: Plan) -> int:
+        """Bytes of a prompt's cache, with room for the answer, beside what it shares, on the rank that decodes it."""
+        drop, own = self.planned_drop(plan.prompt), self.own_bytes(plan)
+        return own if drop is None else own - drop.kv_bytes
+
+    def own_bytes(self, plan: Plan) -> int:
+        """Bytes of a prompt's cache before compression, with room for the answer, beside what it shares."""
+        tokens, setup = plan.prompt.tokens + plan.prompt.new_tokens, self.setup
+        if plan.before is None or setup.compression is not None or not setup.loaded.attends_in_parts:
+            return setup.kv_bytes(tokens)
+        shared = plan.before.prompt.tokens
+        return setup.kv_bytes(tokens - (shared if setup.arena is None else shared // PAGE_ROWS * PAGE_ROWS))
 
     def on(self, rank: int, size: int) -> list[int]:
         """Bytes for each rank of the chain, all of them on one."""
@@ -92,13 +101,12 @@ class Alone(Way):
             route = relay(Partition((0, prompt.tokens)), 0)
             own = memory.footprint.route_bytes(route, reserve_tokens=prompt.new_tokens, drop=drop)
         else:
-            own = memory.setup.kv_bytes(prompt.tokens + prompt.new_tokens)
-            own += memory.footprint.activation_bytes(PACK_TOKENS)
+            own = memory.own_bytes(plan) + memory.footprint.activation_bytes(PACK_TOKENS)
         return memory.on(plan.decode_rank, own)
 
     def kept(self, plan: Plan) -> list[int]:
         """Count the prompt's cache."""
-        return self.memory.on(plan.decode_rank, self.memory.whole_bytes(plan.prompt, plan.prompt.new_tokens))
+        return self.memory.on(plan.decode_rank, self.memory.cache_bytes(plan))
 
     def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
         """Prefill a row; prompts that are compressed run one by one."""
@@ -117,7 +125,7 @@ class Alone(Way):
             prefix=prefix,
             window=setup.window_of(first) if alone else None,
             retain=setup.retain_of(first) if alone else None,
-            arena=None if row[0].is_beginning else setup.arena,
+            arena=setup.arena,
         )
 
 
@@ -140,11 +148,16 @@ class InSteps(Alone):
 class AfterShared(Alone):
     """What prompts about one document begin with is prefilled once (`Plan.before`), and kept on the rank of them all.
 
-    It is run like any prompt. Every prompt's own buffers are filled from it, and only what follows is computed.
+    It is run like any prompt. Every prompt refers to it, and only what follows is computed and held for each.
+
+    Attributes
+    ----------
+    held : Prefill or None
+        The beginning, on the rank that has it.
     """
 
     name = "after shared"
-    _shared: Prefill | None = None  # on the rank that has it
+    held: Prefill | None = None
     _prefix: SharedPrefix | None = None
     _is_charged: bool = False
 
@@ -158,12 +171,24 @@ class AfterShared(Alone):
 
     def needs(self, plan: Plan) -> list[int]:
         """Count the beginning, too, as long as it is not there; then what it holds."""
-        before, memory = plan.before, self.memory
+        before, needs = plan.before, Alone.needs(self, plan)
         assert before is not None
-        beginning = memory.on(plan.decode_rank, memory.setup.kv_bytes(before.prompt.tokens))
-        if before.way.takes_all and self.at != self.beginning(plan):
-            beginning = before.way.needs(before)
-        return [own + each for own, each in zip(Alone.needs(self, plan), beginning, strict=True)]
+        if self.at == self.beginning(plan):
+            return needs
+        beginning = before.way.needs(before) if before.way.takes_all else self.beginning_bytes(plan)
+        return [own + each for own, each in zip(needs, beginning, strict=True)]
+
+    def kept(self, plan: Plan) -> list[int]:
+        """Count the prompt's cache, and the beginning with the first prompt that goes on from it."""
+        kept = Alone.kept(self, plan)
+        if self.at == self.beginning(plan):
+            return kept
+        return [own + each for own, each in zip(kept, self.beginning_bytes(plan), strict=True)]
+
+    def beginning_bytes(self, plan: Plan) -> list[int]:
+        """Bytes of the beginning, on the rank that keeps it."""
+        assert plan.before is not None
+        return self.memory.on(plan.decode_rank, self.memory.setup.kv_bytes(plan.before.prompt.tokens))
 
     def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
         """Prefill the beginning."""
@@ -174,17 +199,17 @@ class AfterShared(Alone):
             return None
         (found,) = before.way.prefill([before], forwarder, None)
         if is_home:
-            self._shared = found
+            self.held = found
         return found
 
     def leave(self) -> None:
         """Free the beginning."""
-        self.at = self._shared = self._prefix = None
+        self.at = self.held = self._prefix = None
         self._is_charged = False
 
     def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
         """Go on from the beginning; its time, slices and tokens are counted in the first prompt."""
-        shared, before = self._shared, row[0].before
+        shared, before = self.held, row[0].before
         assert shared is not None and before is not None, "it goes on from what was prefilled last"
         if shared.error is not None:
             return [replace(shared, partition=Partition((0, plan.prompt.tokens)), logits=None) for plan in row]
@@ -238,7 +263,7 @@ class OverChain(Way):
 
     def kept(self, plan: Plan) -> list[int]:
         """Count the prompt's cache, or each rank's part of it."""
-        size, whole = self.memory.chain.size, self.memory.whole_bytes(plan.prompt, plan.prompt.new_tokens)
+        size, whole = self.memory.chain.size, self.memory.cache_bytes(plan)
         return [-(-whole // size)] * size if self.is_sharded else self.memory.on(plan.decode_rank, whole)
 
     def writes_own(self, plan: Plan) -> bool:
@@ -267,7 +292,7 @@ class OverChain(Way):
             window=setup.window_of(plan.prompt),
             retain=setup.retain_of(plan.prompt),
             chunk_tokens=plan.chunk_tokens,
-            arena=None if plan.is_beginning else setup.arena,
+            arena=setup.arena,
         )
         return [prefill]
 

@@ -200,7 +200,7 @@ class ChainWorker:
     def _exchange_parts(self) -> None:
         """Send the leader how much memory the ranks hold, and what has become of parts of documents."""
         self._context.trace.tell("waiting", "for its chain's other ranks")
-        held = self._context.decoder.held(self._runner.held_bytes, self._runner.document)
+        held = self._context.decoder.held(self._runner.shared, self._runner.document)
         parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
         self._members.barrier()  # waits asleep, leaving the cores to ranks that are still decoding
         ranks = gather_json(self._members, [asdict(held), parts])

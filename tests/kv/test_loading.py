@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
@@ -123,12 +124,12 @@ def test_layers_for_a_gpu_are_copied_there_without_waiting_for_it(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
     layers = LoadedLayers(3, lambda number: None if number == 1 else torch.full((2, 3), 1.0 + number), gpu)
-    prefix, buffer = SharedPrefix((5, 6), layers), torch.zeros(4, 3)
+    prefix, shape = SharedPrefix((5, 6), layers), LayerShape(1, 1, 2)
     with Copies() as copies:
-        for number in range(3):
-            prefix.copy_into(buffer, number)
-    assert buffer[:2].eq(3.0).all() and buffer[2:].eq(0.0).all()
-    assert copies.waits == [False, False] and told == [("kvr-loading_0", gpu)] and locked == ["kvr-loading_0"] * 2
+        stores = [prefix.store(number, shape, torch.device("cpu"), None) for number in range(3)]
+    assert stores[1] is None and stores[2] is not None
+    assert all(rows.eq(3.0).all() for rows in stores[2].rows(0, 2))
+    assert copies.waits == [False] * 4 and told == [("kvr-loading_0", gpu)] and locked == ["kvr-loading_0"] * 2
     for device in (None, torch.device("cpu")):
         assert LoadedLayers(1, lambda number: torch.ones(2, 3), device)[0] is not None
     assert len(told) == 1 and len(locked) == 2

@@ -29,7 +29,7 @@ def made(arena: Arena | None, length: int, draws: random.Random, kind: str) -> H
     draw = torch.Generator().manual_seed(length)
     store = HeadStore.by_heads(memory, SHAPE, counts, ROOM, length, heads, is_whole=kind == "whole")
     for at in range(len(heads)):
-        for rows in store.head_rows(at, length):
+        for rows in store.own_rows(at, length):
             rows.copy_(torch.randn(rows.shape, generator=draw))
     return store
 

@@ -128,11 +128,16 @@ def test_heads_of_documents_of_any_length(
     query = torch.randn(1, 4, 2 * group, dim).to(dtype).transpose(1, 2)  # of four documents with two KV heads
     lengths, firsts = [2100, 1024, 1525, 7], [3, 0, 500, 0]
     lasts = {(0, 0): 90, (0, 1): 2100, (1, 1): 1024, (2, 0): 1525, (3, 0): 7, (3, 1): 1}  # two heads dropped rows
-    units, capacity = [], 2200
+    cuts = {(0, 1): 700, (2, 0): 200}  # two heads lie in two places, of one of which nothing is seen
+    units, held, capacity = [], {}, 2200
     for (document, head), last in lasts.items():
         both = torch.randn(capacity, 2, dim).to(dtype)  # rows that do not follow each other
         both[: firsts[document]], both[last:] = math.nan, math.nan  # nothing of that is read
-        units.append(Unit(document, head, both[:, 0], both[:, 1], last - lengths[document]))
+        keys, values = held[document, head] = both.unbind(1)
+        cut = cuts.get((document, head), 0)
+        if cut:
+            units.append(Unit(document, head, keys[:cut], values[:cut], cut, grows=False))
+        units.append(Unit(document, head, keys[cut:], values[cut:], last - lengths[document] - cut, first=cut))
     table = UnitTable(4, 2, units)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -146,9 +151,8 @@ def test_heads_of_documents_of_any_length(
         if (document, head) not in lasts:
             assert not out[document, rows].any() and bool((lse[document, rows] == -math.inf).all())
             continue
-        one = next(each for each in units if each[:2] == (document, head))
         seen = slice(firsts[document], lasts[document, head])
-        keys, values = one.keys[None, None, seen].double(), one.values[None, None, seen].double()
+        keys, values = (rows[None, None, seen].double() for rows in held[document, head])
         truth = exact(query[:, rows, document : document + 1].double(), keys, values, 0.2, causal=False)
         torch.testing.assert_close(out[None, document, rows].double(), truth[0][:, :, 0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse[None, document, rows].double(), truth[1][:, :, 0], rtol=1e-5, atol=1e-5)

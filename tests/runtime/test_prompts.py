@@ -13,7 +13,10 @@ from made_jobs import TEXT, spec_of, with_settings
 
 from kvr_mpi.documents import Corpus, RowFormat, scan_corpus
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
+from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.runtime.ways import AfterShared, Alone, ChainMemory
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
@@ -128,6 +131,34 @@ def test_every_kind_of_layer_goes_on_from_what_is_shared(model: str) -> None:
     for logits, truth in zip(found, wanted, strict=True):
         assert truth is not None
         torch.testing.assert_close(logits, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "own"),
+    [
+        ({}, 5 + 4),
+        ({"arena": object()}, 44 + 5 + 4),  # of 300 tokens one page is shared, and the rest copied
+        ({"compression": SimpleNamespace(planned_drop=lambda *given: None)}, 305 + 4),
+        ({"loaded": SimpleNamespace(attends_in_parts=False)}, 305 + 4),
+    ],
+)
+def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) -> None:
+    """What its prompts keep, in bytes of a token each; compressed heads, and a model's own attention, need copies."""
+    whole: dict[str, Any] = {"arena": None, "compression": None, "loaded": SimpleNamespace(attends_in_parts=True)}
+    footprint = SimpleNamespace(activation_bytes=lambda tokens: 1000)
+    setup: Any = SimpleNamespace(kv_bytes=lambda tokens: tokens, footprint=footprint, **{**whole, **changed})
+    chain: Any = SimpleNamespace(size=2)
+    memory = ChainMemory(setup, chain, [0, 0], MagicMock())
+    way, ids = AfterShared(memory), tuple(range(305))
+    prompts = [
+        Prompt(ids=some, text=(0, 0), key=str(len(some)), document_id="a", new_tokens=new, shared_tokens=300)
+        for some, new in ((ids[:300], 0), (ids, 4))
+    ]
+    before = Plan(Alone(memory), prompts[0], None, 1)
+    plan = Plan(way, prompts[1], None, 1, before=before)
+    assert way.kept(plan) == [0, 300 + own] and way.needs(plan) == [0, 300 + own + 1000]
+    way.at = way.beginning(plan)
+    assert way.kept(plan) == [0, own] and way.needs(plan) == [0, own + 1000]
 
 
 @pytest.mark.long

@@ -1,0 +1,136 @@
+"""Prompts that begin alike hold one copy of what they begin with, and answer as each would alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from models import prompt
+from paged_rows import Numbers, arena_of, pages_read, ready
+from rows import alone, one_thread
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import GenerationConfig
+
+from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.kv.arena import PAGE_ROWS, Arena
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefix_of_cache
+from kvr_mpi.prefill.packed import prefill_packed
+
+__all__ = ["Numbers", "one_thread"]
+
+NEW_TOKENS = 6
+NAMES = ["llama-gqa", "mistral-window", "qwen2-some-windows", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"]
+# The last one goes on for longer than a window or chunk.
+ENDS = [[5, 7, 9], [11], [3] * 4, [8, 1, 4, 4, 2] * 9]
+
+
+def questions(count: int) -> list[list[int]]:
+    return [[*ENDS[at % len(ENDS)], at] for at in range(count)]
+
+
+def shared(loaded: LoadedModel, tokens: int, arena: Arena | None, before: int = 0) -> SharedPrefix:
+    """A document, which itself goes on from instructions if so many tokens of it are."""
+    ids = prompt(tokens)
+    instructions = compute_prefix(loaded, ids[:before]) if before else None
+    (prefill,) = prefill_packed(loaded, [ids], prefix=instructions, arena=arena)
+    return prefix_of_cache(ids, prefill.cache)
+
+
+def ask(
+    loaded: LoadedModel, document: SharedPrefix, ends: Sequence[Sequence[int]], arena: Arena | None
+) -> list[Prefill]:
+    ids = [[*document.ids, *end] for end in ends]
+    return prefill_packed(loaded, ids, prefix=document, reserve_tokens=NEW_TOKENS, arena=arena)
+
+
+def answered(loaded: LoadedModel, ids: Sequence[Sequence[int]], prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
+    """Decode together."""
+    config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    batch: DecodeBatch[int] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
+    for at, (prefill, each) in enumerate(zip(prefills, ids, strict=True)):
+        batch.add(at, prefill, each, 0)
+    found: dict[int, Any] = {}
+    while batch.running:
+        found |= {one.key: one.answer for one in batch.step()}
+    return [found[at].token_ids for at in range(len(ids))]
+
+
+def storages(caches: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
+    """All memory that caches hold, each piece once."""
+    held = {}
+    for layer in (layer for cache in caches for layer in cache.layers):
+        store = layer.store
+        rows = [store.memory.keys, store.memory.values, *(each.keys for each in store.shared)]
+        for each in [*rows, *(each.values for each in store.shared)]:
+            held[each.untyped_storage().data_ptr()] = each.untyped_storage()
+    return held
+
+
+@pytest.mark.parametrize("way", ["own memory", "pages", "pages, read at once", "pages, no room beside"])
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_are_those_of_each_prompt_alone(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = ready(name)
+    arena = None if way == "own memory" else arena_of(loaded, 1 if "no room" in way else 40)
+    ids = [[*prompt(300), *end] for end in ENDS]
+    truth = [answered(loaded, [each], [alone(loaded, each, NEW_TOKENS)])[0] for each in ids]
+    with pages_read(monkeypatch) if "at once" in way else nullcontext():
+        document = shared(loaded, 300, arena)
+        prefills = ask(loaded, document, ENDS, arena)
+        assert [each.known_tokens for each in prefills] == [300] * len(ENDS)
+        assert answered(loaded, ids, prefills) == truth
+        (one,) = ask(loaded, document, ENDS[-1:], arena)
+        assert answered(loaded, ids[-1:], [one]) == truth[-1:], "and by itself, without being packed"
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_several_prompts_hold_one_copy_of_their_document(pages: bool) -> None:
+    """With 1, 2 and 8 prompts: one copy, and what follows it of each."""
+    loaded, tokens = ready("llama-gqa"), 3 * PAGE_ROWS + 10
+    arena = arena_of(loaded, 40) if pages else None
+    document = shared(loaded, tokens, arena)
+    each = [sum(shape.elements for shape in loaded.shape.layers) * 4]
+    held = {}
+    for count in (1, 2, 8):
+        caches = [prefill.cache for prefill in ask(loaded, document, questions(count), arena)]
+        held[count] = sum(storage.nbytes() for storage in storages(caches).values())
+    following = max(len(end) + 1 for end in ENDS) + NEW_TOKENS
+    follows = (PAGE_ROWS if pages else following) * each[0]
+    assert held[1] <= (tokens + PAGE_ROWS * pages) * each[0] + follows
+    assert held[2] <= held[1] + follows and held[8] <= held[1] + 7 * follows
+    assert held[8] < 1.6 * held[1] if not pages else held[8] < 3.4 * held[1]
+
+
+def test_the_copy_goes_with_the_last_prompt_and_not_before() -> None:
+    loaded = ready("llama-gqa")
+    truth = [alone(loaded, [*prompt(300), *end], NEW_TOKENS) for end in ENDS]
+    document = shared(loaded, 300, None)
+    prefills = ask(loaded, document, ENDS, None)
+    copy = StorageWeakRef(document.layers[1].memory.keys.untyped_storage())  # type: ignore[union-attr,no-untyped-call]
+    del document
+    gc.collect()
+    ids = [[*prompt(300), *end] for end in ENDS]
+    first = answered(loaded, ids[:2], prefills[:2])
+    del prefills[:2]
+    gc.collect()
+    assert not copy.expired()  # type: ignore[no-untyped-call]
+    assert first + answered(loaded, ids[2:], prefills) == answered(loaded, ids, truth)
+    del prefills
+    gc.collect()
+    assert copy.expired()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_a_document_goes_on_from_instructions_that_are_shared_too(pages: bool) -> None:
+    """Prompts go on from both, each where it is."""
+    loaded = ready("llama-gqa")
+    arena = arena_of(loaded, 40) if pages else None
+    ids = [[*prompt(300), *end] for end in ENDS]
+    document = shared(loaded, 300, arena, before=40)
+    found = answered(loaded, ids, ask(loaded, document, ENDS, arena))
+    assert found == [answered(loaded, [each], [alone(loaded, each, NEW_TOKENS)])[0] for each in ids]
