@@ -23,6 +23,7 @@ import torch
 from torch.cuda import _sanitizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.dlpack import from_dlpack  # type: ignore[attr-defined]
 
 from kvr_mpi.model import LoadedModel
 
@@ -88,6 +89,9 @@ class GpuTensor(torch.Tensor):
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.gpus.handle(self.device, "stream_synchronization", self.gpus.current_stream(self.device).id)
         return self.on_cpu.clone()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.on_cpu.untyped_storage()
 
     def tolist(self) -> Any:
         self.gpus.handle(self.device, "stream_synchronization", self.gpus.current_stream(self.device).id)
@@ -375,6 +379,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpus, torch.device(device)))
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event(gpus, **options))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(
+        "kvr_mpi.kv.arena.share_memory", lambda tensor: gpus.put(from_dlpack(tensor.on_cpu), tensor.device)
+    )
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 33, 1 << 34))

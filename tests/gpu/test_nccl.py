@@ -121,14 +121,21 @@ def test_a_prompt_is_observed(gpus: PretendedCuda, network: Network) -> None:
 
 
 def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network) -> None:
-    """As it was when links were measured with words in host memory."""
-
     def work(ranks: NcclTransport) -> None:
         warm_up(ranks, gpu_of(ranks))
-        measure_links(ranks, CPU)
+        ranks._groups.send(torch.zeros(8), 1 - ranks.rank, 0, passed_on=False)
 
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         run_on_gpus(2, network, work)
+
+
+def test_host_memory_goes_over_the_control_channel(gpus: PretendedCuda, network: Network) -> None:
+    def work(ranks: NcclTransport) -> Link | None:
+        warm_up(ranks, gpu_of(ranks))
+        return measure_links(ranks, CPU)
+
+    link, last = run_on_gpus(2, network, work)
+    assert last is None and link is not None and link.intact
 
 
 def test_the_stand_in_hangs_where_nothing_was_warmed_up(gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
