@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas
     import torch
+    import transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,20 @@ class DocumentKV:
     def tokens(self) -> int:
         """Tokens of the layer that has most: a layer with a window may keep fewer."""
         return max(len(keys) for keys, _ in self.layers.values())
+
+    def to_cache(self, model: transformers.PreTrainedModel) -> transformers.DynamicCache:
+        """Make a cache from which the model's own ``generate`` continues: give it `token_ids` and what follows them.
+
+        The model has to be the one that made the keys and values: the first tokens are computed again and compared.
+
+        Raises
+        ------
+        ConfigError
+            If the model is another one, not all of its layers are here, or a layer does not have all tokens.
+        """
+        from kvr_mpi.model.cache import to_cache
+
+        return to_cache(self.layers, self.token_ids, model)
 
     def numpy(self) -> dict[int, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         """Give the layers as numpy arrays; bfloat16, which numpy does not know, becomes float32 without loss."""

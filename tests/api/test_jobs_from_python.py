@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from constants import ROOT
 from made_runs import corpus_of, record, take, write
+from transformers import AutoModelForCausalLM
 
 import kvr_mpi
 from kvr_mpi import KvrError
 from kvr_mpi.api.jobs import read_job
+from kvr_mpi.api.results import DocumentKV
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, OutputError
 from kvr_mpi.store.shards import ShardWriter
@@ -129,6 +134,57 @@ def test_a_forecast_is_that_of_the_command() -> None:
     for wrong in ({"ranks": []}, {"contexts": [0]}, {"link_gigabytes_per_s": -1.0}, {"hardware": "h3000"}):
         with pytest.raises(ConfigError):
             kvr_mpi.simulate("Llama 3.1 8B", **wrong)  # type: ignore[arg-type]
+
+
+def continued(model_dir: Path, ids: Sequence[int], **options: Any) -> list[int]:
+    """What plain transformers appends to these tokens."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    given = torch.tensor([[*ids]])
+    made = model.generate(given, max_new_tokens=8, do_sample=False, **options)
+    return made[0, given.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def stored(job: dict[str, Any], tiny_model_dir: Path) -> tuple[Path, DocumentKV, list[int]]:
+    """A result file, the keys and values of its document doc-1.txt, and the tokens up to the answer's end."""
+    outcome = kvr_mpi.run(job, comm=LocalTransport())
+    found = outcome.open()
+    kv, record = found.kv("doc-1.txt"), found["doc-1.txt"]
+    assert kv.token_ids is not None and record.token_ids is not None
+    return outcome.folder / "results.h5", kv, [*kv.token_ids, record.token_ids[-1]]
+
+
+def test_transformers_continues_from_stored_keys_and_values(
+    stored: tuple[Path, DocumentKV, list[int]], tiny_model_dir: Path
+) -> None:
+    _, kv, ids = stored
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    assert continued(tiny_model_dir, ids, past_key_values=kv.to_cache(model)) == continued(tiny_model_dir, ids)
+
+
+def test_another_model_is_refused(stored: tuple[Path, DocumentKV, list[int]], tiny_model_dir: Path) -> None:
+    """One weight of the same model is another: without the comparison it would continue with other tokens."""
+    _, kv, _ = stored
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1.1)
+    with pytest.raises(ConfigError, match="layer 1: the values"):
+        kv.to_cache(model)
+    with pytest.raises(ConfigError, match="2 layers"):
+        replace(kv, layers={number: kv.layers[number] for number in (0, 1)}).to_cache(model)
+
+
+def test_h5py_alone_reads_what_generate_continues_from(
+    stored: tuple[Path, DocumentKV, list[int]], tiny_model_dir: Path
+) -> None:
+    """The script that docs/python.md shows, which does not import this package."""
+    path, _, ids = stored
+    code = (ROOT / "docs" / "python.md").read_text().partition("```python\n# read_kv.py\n")[2].partition("```")[0]
+    assert "import h5py" in code and "kvr_mpi" not in code
+    done = subprocess.run(
+        [sys.executable, "-c", code, path, "doc-1.txt", tiny_model_dir], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == continued(tiny_model_dir, ids)
 
 
 @pytest.mark.slow

@@ -1,0 +1,56 @@
+"""Stored keys and values as a cache of transformers', for programs that continue from them with ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvr_mpi.errors import ConfigError
+
+# Tokens that are computed again, and how far keys and values may be from the stored ones, as a fraction of the largest:
+# the kernels may be others, but another model's differ by about 1.
+COMPARED_TOKENS = 16
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+NARROW_TOLERANCE = 0.1
+
+
+@torch.inference_mode()
+def to_cache(
+    layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]], token_ids: Sequence[int] | None, model: PreTrainedModel
+) -> DynamicCache:
+    """Make a cache of keys and values, each (tokens, kv_heads, head_dim), once the model proves to have made them.
+
+    Raises
+    ------
+    ConfigError
+        If the model is another one, not all of its layers are here, or a layer does not have all tokens.
+    """
+    if token_ids is None:
+        raise ConfigError("these keys and values do not say which tokens they belong to: prefill the document again")
+    some = min(COMPARED_TOKENS, len(token_ids))
+    begun = torch.tensor([token_ids[:some]], device=model.device)
+    expected = model(begun, use_cache=True, past_key_values=DynamicCache(config=model.config)).past_key_values
+    cache = DynamicCache(config=model.config)
+    if [*layers] != [*range(len(expected.layers))]:
+        raise ConfigError(
+            f"{len(layers)} layers have stored keys and values, and the model's cache has {len(expected.layers)} "
+            f"layers: transformers can continue only if all of them have"
+        )
+    for number, made in enumerate(expected.layers):
+        for kind, there, stored in zip(("keys", "values"), (made.keys, made.values), layers[number], strict=True):
+            if len(stored) != len(token_ids):
+                raise ConfigError(
+                    f"layer {number} has {kind} of {len(stored)} of {len(token_ids)} tokens: a cache needs all"
+                )
+            found = stored[:some].transpose(0, 1)[None].to(there)
+            tolerance = TOLERANCE.get(stored.dtype, NARROW_TOLERANCE)
+            if there.shape != found.shape or not (there - found).abs().max() <= tolerance * there.abs().max():
+                raise ConfigError(
+                    f"layer {number}: the {kind} of the first {some} tokens are not those that this model computes. "
+                    f"Load the model, revision and dtype that the run used"
+                )
+        keys, values = (each.transpose(0, 1)[None].to(made.keys) for each in layers[number])
+        cache.update(keys, values, number)
+    return cache
