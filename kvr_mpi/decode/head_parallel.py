@@ -25,7 +25,7 @@ from kvr_mpi.decode.group import Group, Running
 from kvr_mpi.decode.sharing import Part, SharedDocument, share_documents, tell_documents
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.attention import PartialAttention, merge_over_ranks
+from kvr_mpi.kv.attention import PartialAttention, gather_parts, merge_gathered
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache, Merge
 from kvr_mpi.model import LoadedModel
@@ -213,9 +213,9 @@ class HeadGroup(Group[K]):
 
     def _merge(self, part: PartialAttention) -> PartialAttention:
         """Join attention to this rank's tokens with that to the others', in one order on all ranks."""
-        merged = merge_over_ranks(part, self.ranks)
-        self._meetings += 1
-        return merged
+        gathered = gather_parts(part, self.ranks)
+        self._meetings += 1  # before the merge, whose memory may run out on this rank only
+        return merge_gathered(gathered)
 
     def _play_on(self, documents: int) -> None:
         """Meet the others in what is left of a step that failed on this rank, so that they come through."""
@@ -227,7 +227,7 @@ class HeadGroup(Group[K]):
         sums: Callable[[], object] = partial(self.ranks.all_reduce, total)
         of_layer = [sums, sums]  # of the output projection, and of the MLP
         if self._merging is not None:
-            of_layer.insert(0, partial(merge_over_ranks, nothing, self.ranks))
+            of_layer.insert(0, partial(gather_parts, nothing, self.ranks))
         for meet in (of_layer * len(self.loaded.shape.layers))[self._meetings :]:
             meet()
 

@@ -85,21 +85,16 @@ class PartialAttention:
         return self.out * torch.sigmoid(self.lse - params.sinks.float().view(1, -1, 1)).unsqueeze(-1)
 
 
-def merge_over_ranks(part: PartialAttention, ranks: Transport) -> PartialAttention:
-    """Join attention to this rank's keys with that to the others', in one order, so that all of them get the same bits.
+def gather_parts(part: PartialAttention, ranks: Transport) -> list[torch.Tensor]:
+    """Give every rank each rank's part, with its log-sum-exp as one element more, for `merge_gathered`.
 
     Every rank calls this. Where a rank has no key for a query its log-sum-exp is -inf; one rank at least has some.
     """
-    return part if ranks.size == 1 else merge_gathered(gather_parts(part, ranks))
-
-
-def gather_parts(part: PartialAttention, ranks: Transport) -> list[torch.Tensor]:
-    """Give every rank each rank's part, with its log-sum-exp as one element more, for `merge_gathered`."""
     return all_gather(ranks, torch.cat([part.out, part.lse.unsqueeze(-1)], -1).contiguous())
 
 
 def merge_gathered(gathered: list[torch.Tensor]) -> PartialAttention:
-    """Join what `gather_parts` gave."""
+    """Join what `gather_parts` gave, in one order, so that all ranks get the same bits."""
     parts = torch.stack(gathered)
     if len(parts) == 1:
         return PartialAttention(parts[0, ..., :-1], parts[0, ..., -1])

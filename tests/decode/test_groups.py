@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import prompt, tiny
 from rows import one_thread
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig
 
 from kvr_mpi.compress.placement import place_in_proportion
@@ -222,6 +223,51 @@ def test_ranks_that_share_heads_go_on_when_memory_runs_out_on_one(place: str, do
         assert "rank 1, 2 of its chain ran out of memory" in str(found[0].error) and found[0].prefill.cache is None
     else:
         assert written(found) == truths and all(count < 0 for count in left.values())
+
+
+class RunOut(TorchFunctionMode):
+    """Let this thread's memory run out once, where attention of all ranks is merged for the `due`-th time."""
+
+    def __init__(self, due: int) -> None:
+        super().__init__()
+        self.left = due
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.amax:  # of the ranks' log-sum-exps: they have met for it
+            self.left -= 1
+            if not self.left:
+                raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("due", [1, 2, 3, 5])
+def test_ranks_that_have_met_do_not_meet_again_when_memory_for_what_they_found_runs_out(due: int) -> None:
+    """In the merge of one layer, on one rank: its prompt is an error on all, and the next ones are answered."""
+    loaded = ready()
+    lengths = (LENGTHS[0], LENGTHS[1])
+    truths = written(Asking([OwnGeneration()] * len(lengths), {})("alone", loaded, 1))
+
+    def work(chain: Transport) -> dict[int, Finished[int]]:
+        torch.set_num_threads(1)
+        group = HeadGroup[int](loaded, chain, lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1))
+        config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=group)
+        found: dict[int, Finished[int]] = {}
+        with RunOut(due if chain.rank == 1 else 0):
+            for wave in ((0,), (1,), (0, 1)):  # those by themselves are divided by tokens
+                for number in wave if chain.rank == 0 else ():
+                    ids = prompt(lengths[number])
+                    batch.add(number, prefilled("heads", loaded, ids, chain, 0), ids, 100 + number)
+                answered = batch.begin()
+                while batch.running:
+                    answered += batch.step()
+                if wave == (0,):
+                    assert all("rank 1 of its chain ran out of memory" in str(one.error) for one in answered)
+                found |= {one.key: one for one in answered}
+        return found
+
+    first, second = run_local(2, work)
+    assert written(first) == truths and not second
 
 
 def test_ranks_that_would_run_different_tokens_end_the_job() -> None:
