@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -195,17 +196,18 @@ def test_the_table() -> None:
     ]
     text = render(entries, found, "kvr-mpi 1", datetime.date(2026, 11, 22))
     assert "kvr-mpi 1, 2026-11-22" in text
-    assert "| exact (fast) | 1 | 0 |\n| exact (generic) | 0 | 1 |\n| refused | 1 | 0 |" in text
-    assert "| `bert` | BertLMHeadModel | refused | - | sees \\| all |" in text
-    assert "| `llama` | Llama | exact (fast) | all |  |" in text
-    assert "| `llama odd` | Llama | exact (generic) | all but packed | packed: it is odd |" in text
+    counts = re.findall(r"^\| (.*) \| .* \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert counts[:3] == [("exact (fast)", "1", "0"), ("exact (generic)", "0", "1"), ("refused", "1", "0")]
+    assert "| `bert` | refused | sees \\| all |" in text
+    assert "| `llama` | fast | all |" in text
+    assert "| `llama odd` | generic | all but packed |" in text
     assert text.index("`llama`") < text.index("`bert`") < text.index("## Variants") < text.index("`llama odd`")
 
 
 def test_the_table_in_docs_has_every_entry() -> None:
     rows = [line.split("|") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     assert {row[1].strip().strip("`") for row in rows} == set(catalogue())
-    assert not {row[3].strip() for row in rows} & set(BAD)
+    assert not {row[2].strip() for row in rows} & set(BAD)
 
 
 @pytest.mark.long
