@@ -19,15 +19,15 @@ from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock, times_without_waits
 from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore, check_retained
-from kvr_mpi.kv.layer import SliceLayer, WholeLayer
+from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.layout import Slab
 from kvr_mpi.kv.observation import Observation, Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route
 from kvr_mpi.kv.shares import Share
-from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
+from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
-from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.transport.base import LAYERS_AHEAD
@@ -120,7 +120,10 @@ class SliceCache(Cache):
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
         self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
-        layers = [_make_layer(self, idx, layer) for idx, layer in enumerate(shape.layers)]
+        layers = [
+            StateLayer(self, idx, layer) if layer.states else SliceLayer(self, idx, layer)
+            for idx, layer in enumerate(shape.layers)
+        ]
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
         self._last = kept[-1]  # the last layer that keeps anything: what follows looks at each token alone
         self._stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
@@ -277,18 +280,21 @@ class SliceCache(Cache):
     def note_states(self) -> None:
         """Save the recurrent states, since a step that fails may leave them partly changed."""
         for layer in self.layers:
-            layer.note_states()
+            if layer.shape.states:
+                layer.note_states()
 
     def step_back(self, length: int) -> None:
         """Forget all but the first `length` tokens, even in the middle of a layer, and restore the saved states."""
         self.current = None
         for layer in self.layers:
             layer.length = length
-            layer.restore_states()
+            if layer.shape.states:
+                layer.restore_states()
 
     def _leave(self, layers: Sequence[Any]) -> None:
         for layer in layers:
-            layer.leave()
+            if layer.shape.states:
+                layer.send_states()
             if self.share is not None:
                 self.share.take(layer)
             if self._write_layer is not None:
@@ -329,16 +335,3 @@ def _make_share(loaded: LoadedModel, route: Route, prefix: SharedPrefix | None, 
     if prefix is not None and start == prefix.tokens:
         start = 0
     return Share(loaded, start, stop, tokens, reserve_tokens=reserve_tokens)
-
-
-def _make_layer(cache: SliceCache, layer_idx: int, shape: LayerShape) -> Any:
-    """Make a layer for what it keeps."""
-    if shape.states:
-        if not shape.elements:
-            return StateLayer(cache, layer_idx, shape)
-        return (StateAndSliceLayer if cache.in_parts else StateAndWholeLayer)(cache, layer_idx, shape)
-    if not shape.elements:
-        return EmptyLayer(layer_idx, shape)
-    if cache.in_parts:
-        return SliceLayer(cache, layer_idx, shape)
-    return WholeLayer(cache, layer_idx, shape)

@@ -23,6 +23,8 @@ def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> tuple[torch.Tensor, 
         keys, values = (torch.cat(each).unsqueeze(1) for each in zip(*heads, strict=True))
         return keys, values
     if isinstance(layer, SliceLayer):
+        if not layer.shape.elements:
+            return None
         return rows_by_token(layer, max(first, cache.route.first_held(layer.shape.visibility)), layer.length)
     held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
     if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):

@@ -51,6 +51,10 @@ class LayersOwner(Protocol):
     in_parts: bool
     current: SliceLayer | None
 
+    @property
+    def length(self) -> int:
+        """Tokens held, before the slice is in those before it."""
+
     def chunks(self, layer_idx: int) -> Sequence[Sequence[Range]]:
         """Tokens that a layer takes together, in order."""
 
@@ -68,7 +72,13 @@ class LayersOwner(Protocol):
 
 
 class SliceLayer(CacheLayerMixin):
-    """One layer's keys and values on one rank."""
+    """One layer's keys and values on one rank; none if the layer keeps none, as a plain MLP.
+
+    Where attention cannot be computed in parts (`SliceCache.in_parts`), `update` returns all keys and values up to the
+    slice once they are here, and the model's own attention runs over them, with the mask that the model makes for
+    continuing from a cache. This is exact wherever transformers continues from a cache exactly, and slower: a rank
+    waits for a layer's whole prefix before it attends.
+    """
 
     is_sliding = False
 
@@ -84,14 +94,14 @@ class SliceLayer(CacheLayerMixin):
         self.attended = True
         self.layout: Slab | HeadStore | None = None
         self.is_over: bool = False  # let go of, with everything sent
-        self.segments: LayerTransfers | None = (
-            None if cache.transfers is None else LayerTransfers(cache.transfers, layer_idx, shape.visibility)
-        )
+        self.segments: LayerTransfers | None = None
+        if cache.transfers is not None and (shape.elements or shape.states):
+            self.segments = LayerTransfers(cache.transfers, layer_idx, shape.visibility)
 
     def post(self) -> None:
         """Make the buffer and post the receives, once."""
         cache = self.cache
-        if self.layout is not None:
+        if self.layout is not None or not self.shape.elements:
             return
         self.layout = layout = Slab(cache.buffers.take(self.shape), self.shape, cache.shared_tokens)
         if self.segments is not None:
@@ -108,7 +118,13 @@ class SliceLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new tokens (1, kv_heads, tokens, head_dim), the slice's or its next chunk's; then share them."""
+        """Append new tokens (1, kv_heads, tokens, head_dim), the slice's or its next chunk's; then share them.
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            The same, or for the model's own attention those of all tokens up to them.
+        """
         cache = self.cache
         self._check(key_states, value_states)
         if self.layout is None:
@@ -128,7 +144,12 @@ class SliceLayer(CacheLayerMixin):
                 self.segments.share(cache.route, cache.route.owned if self.has_all_chunks else self.fresh_ranges)
             cache.advance(self.layer_idx)
             cache.leave_if_done(self.layer_idx)
-        return key_states, value_states
+        if cache.in_parts:
+            return key_states, value_states
+        self.attended = True
+        if self.segments is not None:
+            self.segments.collect()
+        return self.rows(0, self.length)
 
     @property
     def is_complete(self) -> bool:
@@ -139,15 +160,6 @@ class SliceLayer(CacheLayerMixin):
     def has_all_chunks(self) -> bool:
         """Whether all tokens of the slice are appended."""
         return self.chunks_done == len(self.cache.chunks(self.layer_idx))
-
-    def leave(self) -> None:
-        """Nothing to do when the next layer is begun: keys and values are sent at once."""
-
-    def note_states(self) -> None:
-        """Nothing to do: a cache is shortened by its length."""
-
-    def restore_states(self) -> None:
-        """Nothing to do."""
 
     def attend(
         self,
@@ -334,11 +346,11 @@ class SliceLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys a query sees."""
-        return self.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens before the ones to come: the slice's start until the slice is in."""
-        return self.length
+        """Tokens before the ones to come: the slice's start until the slice is in; models may ask any layer."""
+        return self.length if self.shape.elements else self.cache.length
 
     def get_max_length(self) -> int:
         """Most tokens the buffer holds."""
@@ -417,23 +429,3 @@ def _attend_range(
     if not seen.sees_all(last) and seen.window is not None:
         return attend_window(query, *rows(low, last), params, seen.window)
     return attend_up_to(query, *rows(low, last), params)
-
-
-class WholeLayer(SliceLayer):
-    """One layer's keys and values up to the slice, for the model's own attention: the generic way.
-
-    For attention that cannot be taken over in parts: models with attention code of their own, ALiBi, custom masks,
-    latent attention, keys shared between layers. The model sees what it would see going on from a cache, with the mask
-    it makes for that, so this is exact wherever transformers goes on from a cache exactly. It is slower: a rank waits
-    for the whole prefix of a layer before it attends, and masks of slice x prefix are made.
-    """
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new tokens (1, kv_heads, tokens, head_dim), and return all up to them, once they are here."""
-        super().update(key_states, value_states, *args, **kwargs)
-        self.attended = True
-        if self.segments is not None:
-            self.segments.collect()
-        return self.rows(0, self.length)

@@ -10,35 +10,28 @@ it in place, and tell nobody.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.layer import LayersOwner, SliceLayer, WholeLayer
-from kvr_mpi.kv.transfers import LayerTransfers
+from kvr_mpi.kv.layer import LayersOwner, SliceLayer
 from kvr_mpi.model import LayerShape, StateShape
 
 # Every state begins at a multiple of this in a message: views of another type need that.
 ALIGNMENT_BYTES = 64
 
 
-class StateLayer(LinearAttentionLayer):
-    """The states of one layer on one rank."""
+class StateLayer(LinearAttentionLayer, SliceLayer):
+    """The states of one layer on one rank, and its keys and values if it has attention, too."""
 
     def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
         self._values: dict[str, dict[int, torch.Tensor | None]] = {}
-        super().__init__(number_of_states=1 + max(state.index for state in shape.states))
-        self.cache = cast("LayersOwner", weakref.proxy(cache))
-        self.layer_idx, self.shape = layer_idx, shape
+        LinearAttentionLayer.__init__(self, number_of_states=1 + max(state.index for state in shape.states))
+        SliceLayer.__init__(self, cache, layer_idx, shape)
         self.dtype, self.device = cache.dtype, cache.device
-        self.is_over: bool = False
-        self.segments: LayerTransfers | None = (
-            None if cache.transfers is None else LayerTransfers(cache.transfers, layer_idx, shape.visibility)
-        )
         self._incoming: torch.Tensor | None = None
         self._updated: set[tuple[str, int]] = set()
         self._is_sent = False
@@ -67,14 +60,9 @@ class StateLayer(LinearAttentionLayer):
         self._values["recurrent"] = states
 
     @property
-    def buffer(self) -> torch.Tensor | None:
-        """Nothing: no keys and values are held."""
-        return None
-
-    @property
     def is_complete(self) -> bool:
-        """Whether the states after this rank's tokens are made."""
-        return self._is_sent
+        """Whether all that the later ranks need of this layer is made: keys and values, and the states after them."""
+        return self._is_sent and (self.fresh > 0 or not self.shape.elements)
 
     @property
     def state_bytes(self) -> int:
@@ -82,6 +70,11 @@ class StateLayer(LinearAttentionLayer):
         return sum(stop - start for _, start, stop in _places(self.shape.states, self.cache.dtype))
 
     def post(self) -> None:
+        """Post the receives of keys and values, then that of the states."""
+        SliceLayer.post(self)
+        self._post_states()
+
+    def _post_states(self) -> None:
         """Post the receive of the states, or take those of what all prompts begin with."""
         cache = self.cache
         if cache.route.position > 0 and self.segments is not None:
@@ -110,7 +103,7 @@ class StateLayer(LinearAttentionLayer):
         self._note_update("recurrent", state_idx)
         return state
 
-    def leave(self) -> None:
+    def send_states(self) -> None:
         """Send the states if that has not been done: the layer is through when the next is begun."""
         place = self.cache.route.position
         if not self._is_sent and self.segments is not None and place < self.cache.route.decode_position:
@@ -143,7 +136,7 @@ class StateLayer(LinearAttentionLayer):
 
     def play_on(self) -> None:
         """Take part in the transfers of a prompt that has failed here: what is sent has no meaning."""
-        StateLayer.post(self)
+        self._post_states()
         if (
             self.segments is not None
             and self.cache.route.position < self.cache.route.decode_position
@@ -153,25 +146,11 @@ class StateLayer(LinearAttentionLayer):
             self.segments.send_states(nothing, self.cache.route.position + 1)
             self._is_sent = True
 
-    def release(self, *, wait: bool) -> bool:
-        """Let go of the states if they are sent, or wait for that; say whether they are gone."""
-        if self.segments is not None:
-            if not wait and not self.segments.are_through():
-                return False
-            self.segments.wait_through()
-        self.let_go()
-        self.is_over = True
-        return True
-
     def let_go(self) -> None:
-        """Forget the states; what is still being sent is held by the forwarder."""
+        """Forget everything; what is still being sent is held by the forwarder."""
+        SliceLayer.let_go(self)
         self._values = {"conv": {}, "recurrent": {}}
-        self._incoming = self.segments = None
-
-    is_ragged, held_bytes = False, 0  # of keys and values
-
-    def lay_by_heads(self) -> None:
-        """Nothing to do: a state has no tokens."""
+        self._incoming = None
 
     def _held(self) -> list[torch.Tensor]:
         return [held for kind in self._values.values() for held in kind.values() if held is not None]
@@ -203,91 +182,8 @@ class StateLayer(LinearAttentionLayer):
         """Send the states when the last of them is new."""
         self._updated.add((kind, index))
         if self.cache.prefilling and self._updated >= {(state.kind, state.index) for state in self.shape.states}:
-            self.leave()
+            self.send_states()
             self.cache.leave_if_done(self.layer_idx)
-
-
-class StateAndSliceLayer(StateLayer, SliceLayer):
-    """A layer with attention that is taken over, and states."""
-
-    buffer, is_ragged, held_bytes = SliceLayer.buffer, SliceLayer.is_ragged, SliceLayer.held_bytes
-
-    def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
-        SliceLayer.__init__(self, cache, layer_idx, shape)
-        StateLayer.__init__(self, cache, layer_idx, shape)
-
-    def post(self) -> None:
-        """Post the receives of keys and values, then that of the states."""
-        SliceLayer.post(self)
-        StateLayer.post(self)
-
-    def release(self, *, wait: bool) -> bool:
-        """Let go of everything if it is sent, or wait for that; say whether it is gone."""
-        buffer, cache = self.buffer, self.cache
-        if not StateLayer.release(self, wait=wait):
-            return False
-        if buffer is not None and not cache.keeps_all:
-            cache.buffers.give_back(buffer)
-        return True
-
-    def let_go(self) -> None:
-        """Forget everything."""
-        StateLayer.let_go(self)
-        SliceLayer.let_go(self)
-
-    def lay_by_heads(self) -> None:
-        """Put each head's keys and values together."""
-        SliceLayer.lay_by_heads(self)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Make states; buffers are made from the model's shape."""
-        if kwargs:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    def get_max_length(self) -> int:
-        """Most tokens the buffer holds."""
-        return SliceLayer.get_max_length(self)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether keys, values and states of this rank's tokens are made."""
-        return self.fresh > 0 and self._is_sent
-
-
-class StateAndWholeLayer(StateAndSliceLayer, WholeLayer):
-    """A layer with the model's own attention, and states."""
-
-
-class EmptyLayer(DummyLayer):
-    """A layer that keeps nothing: experts or a plain MLP in its place, or keys and values of another layer."""
-
-    def __init__(self, layer_idx: int, shape: LayerShape) -> None:
-        super().__init__()
-        self.layer_idx, self.shape = layer_idx, shape
-        self.buffer = self.segments = None
-        self.is_over, self.is_ragged, self.held_bytes = True, False, 0
-
-    def post(self) -> None:
-        """Nothing to do."""
-
-    def release(self, *, wait: bool) -> bool:
-        """Nothing is held."""
-        return True
-
-    def let_go(self) -> None:
-        """Nothing is held."""
-
-    def lay_by_heads(self) -> None:
-        """Nothing is held."""
-
-    def leave(self) -> None:
-        """Nothing is held."""
-
-    def note_states(self) -> None:
-        """Nothing is held."""
-
-    def restore_states(self) -> None:
-        """Nothing is held."""
 
 
 def _places(states: tuple[StateShape, ...], dtype: torch.dtype) -> Iterator[tuple[StateShape, int, int]]:

@@ -52,16 +52,13 @@ def play_on(cache: SliceCache) -> None:
     for layer in cache.layers:
         if layer.is_over or layer.segments is None:
             continue
-        if not layer.shape.elements:
-            layer.play_on()
-            layer.release(wait=True)
-            continue
-        if layer.buffer is None:
-            if not slots:  # the layers that have buffers come first, and have given them back by now
-                slots = cache.buffers.scratch(cache.route.longest_segment, cache.route.slots)
-            layer.segments.do_without(slots, layer.shape.elements)
-        layer.segments.post(cache.route)
-        layer.segments.share(cache.route, cache.route.owned)
+        if layer.shape.elements:
+            if layer.buffer is None:
+                if not slots:  # the layers that have buffers come first, and have given them back by now
+                    slots = cache.buffers.scratch(cache.route.longest_segment, cache.route.slots)
+                layer.segments.do_without(slots, layer.shape.elements)
+            layer.segments.post(cache.route)
+            layer.segments.share(cache.route, cache.route.owned)
         if layer.shape.states:
             layer.play_on()
         layer.release(wait=True)
