@@ -11,7 +11,7 @@ from pathlib import Path
 import kvr_mpi
 
 PACKAGE = Path(kvr_mpi.__file__).parent
-# Lowest first: a file imports only from its own room and the rooms before it (CONTRIBUTING.md, "The house in one picture").
+# Lowest first: a file imports only from its own room and the rooms before it (CONTRIBUTING.md has a picture).
 ROOMS = [
     "errors",
     "removed",
