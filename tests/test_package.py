@@ -113,8 +113,8 @@ def links_of(page: Path) -> list[str]:
     return [link for link in LINK.findall(text) if not re.match(r"[a-z][a-z0-9+.-]*:", link)]
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+def test_the_readme_is_read_in_two_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 750
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
