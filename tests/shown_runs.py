@@ -18,7 +18,7 @@ HEADER = Header(
     {"name": "tiny/Llama", "architecture": "LlamaForCausalLM", "dtype": "float32"},
 )
 NASTY = 'First line.\nSecond, "quoted" and \'single\'; a, b, c\r\n\n\ttab 😀 é \\n ""'
-COLUMNS = [spec.name for spec in fields(Record)]
+COLUMNS = [*(spec.name for spec in fields(Record)), "coverage"]
 
 
 def example_records() -> list[Record]:

@@ -151,8 +151,8 @@ class Results:
             raise ConfigError(
                 "a table needs pandas: `pip install pandas`; or iterate over the records instead"
             ) from error
-        rows = [record.as_dict() for record in self.records(status, where)]
-        return pandas.DataFrame(rows, columns=[spec.name for spec in fields(Record)])
+        rows = [{**record.as_dict(), "coverage": record.coverage} for record in self.records(status, where)]
+        return pandas.DataFrame(rows, columns=[*(spec.name for spec in fields(Record)), "coverage"])
 
     def kv(self, document_id: str, layers: Collection[int] | None = None) -> DocumentKV:
         """Read a document's keys and values, every block of them held against its digest.

@@ -109,7 +109,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
-    for name, value in record.as_dict().items():
+    for name, value in {**record.as_dict(), "coverage": record.coverage}.items():
         if name in ASKED_FOR and name in DATASETS:
             there = record.as_json()[name]
             click.echo(f"{name:21} {len(there)}, shown by --json" if there else "", nl=bool(there))

@@ -96,6 +96,9 @@ class PromptSection(Section):
         "error", description="what to do if a prompt exceeds the context"
     )
     keep: Literal["head", "tail", "middle"] = Field("head", description="which part of the document truncate keeps")
+    min_coverage: float = Field(
+        0.0, ge=0, le=1, description="fraction of a document that its answer has to have seen, or it becomes an error"
+    )
     reduce_template: str | None = Field(
         None, description="template that combines the answers about the parts; default: template"
     )

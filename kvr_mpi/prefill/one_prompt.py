@@ -21,6 +21,7 @@ from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache, WriteLayer
 from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import MakeRoute, Range
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
@@ -60,9 +61,18 @@ class Prefill:
     share: Share | None = None  # this rank's, of a prompt that stays spread over its chain: there is no cache
     stored_tokens: int = 0  # the first ones, whose keys and values the ranks before this one store
     retained: RetainedSize | None = None  # what compression has left of the cache; None: it is whole
-    rolling: str = ""  # what a rolling cache holds; empty: the cache is of all tokens
+    rolling: Rolling | None = None  # the cache that does not hold all tokens
     began_s: float = 0.0  # on the clock of `layer_begins_s`, time.perf_counter
     layer_begins_s: Sequence[float] = ()  # when each layer's keys were made; empty on a GPU, which computes on its own
+
+    @property
+    def held_tokens(self) -> float:
+        """Tokens that a KV head holds on average, if some that the model would see were dropped; 0: it has all."""
+        if self.retained is not None:
+            return self.retained.tokens
+        if self.rolling is None or self.rolling.approximation is None:
+            return 0.0
+        return float(min(self.rolling.cache_tokens, self.partition.tokens))
 
     @property
     def is_plain(self) -> bool:

@@ -82,7 +82,7 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
     wait_for_compute(loaded.device)
     seconds = time.perf_counter() - began
     partition = Partition((0, len(ids)))
-    return Prefill(partition, cache, logits, seconds, error=error, began_s=began, rolling=rolling.name)
+    return Prefill(partition, cache, logits, seconds, error=error, began_s=began, rolling=rolling)
 
 
 def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:

@@ -189,6 +189,7 @@ def _pack(records: Sequence[Record], chars: int) -> str:
         "id": [one.id for one in records],
         "failed": [int(one.status == "error") for one in records],
         "tokens": [one.prompt_tokens for one in records],
+        "seen": [round(one.coverage, 3) for one in records],
         "ttft": [round(one.ttft_s, 2) if one.ttft_s == one.ttft_s else 0 for one in records],
         "question": [one.question[:chars] for one in records],
         "answer": [_cut(one.error if one.status == "error" else one.shown, chars) for one in records],
@@ -221,6 +222,7 @@ _TABLE = (
     "unpacked; this needs JavaScript.</span></div>"
     '<table id="answers"><thead><tr><th class="wid"><button data-by="id">document</button></th>'
     '<th class="n wnum"><button data-by="tokens">tokens</button></th>'
+    '<th class="n wnum"><button data-by="seen">seen</button></th>'
     '<th class="n wnum"><button data-by="ttft">first token</button></th>'
     '<th><button data-by="answer">answer</button></th></tr></thead><tbody id="rows"></tbody></table>'
     '<div class="tools"><button id="more" hidden>Show more</button></div></section>'

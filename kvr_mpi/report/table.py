@@ -78,7 +78,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> Non
     console = Console(file=sys.stdout, width=max(100, columns), highlight=False, force_terminal=False)
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=32)
-    for name in ("tokens", "slices", "first token", "tokens/s"):
+    for name in ("tokens", "seen", "slices", "first token", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
     example, example_is_done = "", False  # a document to look at, one with an answer if there is any
@@ -121,11 +121,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 def _add_row(table: Table, record: Record) -> None:
     if record.status == "error":
-        table.add_row(_short(record.id), "", "", "", "", _short(f"error: {record.error}"))
+        table.add_row(_short(record.id), "", "", "", "", "", _short(f"error: {record.error}"))
         return
     table.add_row(
         _short(record.id),
         str(record.prompt_tokens),
+        f"{100 * record.coverage:.0f} %",
         _told(record),
         f"{record.ttft_s:.2f} s",
         f"{record.prefill_tokens_per_s:.0f}",

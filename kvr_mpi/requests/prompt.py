@@ -27,6 +27,7 @@ from kvr_mpi.stored.prompt import StoredPrefix
 SUMS = (
     "prompt_tokens",
     "computed_tokens",
+    "text_tokens",
     "new_tokens",
     "ttft_s",
     "wait_s",
@@ -51,6 +52,7 @@ class Prompt(PromptText):
     part : number of this prompt among those of the document.
     is_final : its answer is the document's.
     past : sums over the document's earlier prompts (`SUMS`), and their strategies.
+    min_coverage : fraction of the document that its answer has to have seen.
     shared_tokens : first tokens that other prompts about the same document begin with, too.
     stored : where the keys and values of its first tokens are stored, if they are.
     """
@@ -66,6 +68,7 @@ class Prompt(PromptText):
     part: int = 0
     is_final: bool = True
     past: Mapping[str, Any] = field(default_factory=dict)
+    min_coverage: float = 0.0
     shared_tokens: int = 0
     stored: StoredPrefix | None = None
 
@@ -106,6 +109,7 @@ class Prompt(PromptText):
             token_ids=answer.token_ids,
             **_asked_for(answer),
             computed_tokens=self.tokens - prefill.known_tokens,
+            text_tokens=self.text[1] - self.text[0],
             dropped_tokens=self.dropped_tokens,
             new_tokens=answer.new_tokens,
             finish_reason=answer.finish_reason,
@@ -114,12 +118,22 @@ class Prompt(PromptText):
             wait_s=prefill.wait_s,
             decode_s=answer.seconds,
             compression="" if retained is None else retained.method,
-            retained_tokens=0.0 if retained is None else retained.tokens,
+            retained_tokens=prefill.held_tokens,
             retained_bytes=0 if retained is None else retained.kv_bytes,
-            cache=prefill.rolling,
+            cache="" if prefill.rolling is None else prefill.rolling.name,
         )
         whole = replace(own, **sum_records([own], self.past))
+        if self.is_final and whole.coverage < self.min_coverage:
+            return self.error_record(too_little(whole.coverage, self.min_coverage))
         return replace(whole, prefill_tokens_per_s=whole.computed_tokens / whole.ttft_s)
+
+
+def too_little(coverage: float, least: float) -> str:
+    """Say that an answer would hide how little of the document it has seen."""
+    return (
+        f"the answer would have seen {100 * coverage:.1f} % of the document, and prompt.min_coverage = {least:g} asks "
+        f"for {100 * least:g} %: set prompt.too_long = 'split', keep more tokens, or lower prompt.min_coverage"
+    )
 
 
 def sum_records(parts: Sequence[Record], past: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvr_mpi.documents.conversations import encode_conversation
 from kvr_mpi.documents.prompts import PromptText, encode_text, fit_prompt
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.requests.prompt import too_little
 from kvr_mpi.requests.split import PromptConfig, Split
 from kvr_mpi.stored.prompt import StoredPrefix
 
@@ -91,6 +92,8 @@ class TextSource:
         else:
             truncate = wanted.keep if wanted.too_long == "truncate" else None
             prompt = fit_prompt(config.frame, ids, truncate=truncate)
+            if (coverage := 1 - prompt.dropped_tokens / len(ids)) < wanted.min_coverage:
+                raise DocumentError(too_little(coverage, wanted.min_coverage))
             request.texts, request.stored = [prompt], self._find_prefix(prompt.ids)
             request.shared_tokens = config.shared_tokens(document, prompt)
         return request

@@ -164,6 +164,7 @@ class Split:
             Prompt(
                 ids=text.ids,
                 dropped_tokens=text.dropped_tokens,
+                min_coverage=config.prompt.min_coverage,
                 text=text.text,
                 key=next(keys),
                 document_id=document.id,

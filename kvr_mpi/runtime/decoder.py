@@ -116,9 +116,10 @@ class Decoder:
                 record = prompt.record(finished.prefill, answer)
                 self._trace.tally.prompt_tokens += prompt.tokens - finished.prefill.known_tokens
                 self._trace.tally.new_tokens += answer.new_tokens
+                self._trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
             if not prompt.is_final:
                 self._parts.append((prompt.key, record))
-            elif answer is None:
+            elif record.status == "error":
                 self._sink.write_record(record, prompt.document_work)
             else:
                 self._sink.write_answer(record, prompt.document_work, finished.prefill, prompt)

@@ -17,6 +17,7 @@ class Tally:
     decode_s: float = 0.0
     prompt_tokens: int = 0  # computed, of prompts that were decoded here
     new_tokens: int = 0
+    partly_seen: int = 0  # answers that have not seen all of their document
 
     def add(self, other: Tally) -> None:
         """Add what was done elsewhere."""
@@ -41,3 +42,8 @@ def describe_throughput(
         f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; ranks "
         f"were computing for {busy:.0f} % of their prefill time"
     )
+    if total.partly_seen:
+        yield (
+            f"{total.partly_seen} of {documents} answers have seen only a part of their document (coverage in every "
+            f"export); prompt.min_coverage makes them errors"
+        )

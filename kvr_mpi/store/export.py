@@ -44,6 +44,7 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string()}
     arrays = {name: pyarrow.list_(kinds["float" if name in REALS else "int"]) for name in ARRAYS}
     types = {spec.name: arrays.get(spec.name) or kinds[str(spec.type)] for spec in fields(Record)}
+    types["coverage"] = kinds["float"]
     schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in _names(columns)])
     with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
         rows: list[dict[str, object]] = []
@@ -58,12 +59,12 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
 def _names(columns: Sequence[str]) -> list[str]:
     """Name what a table has: the fields of a record, and those of the documents' rows, each by itself."""
     names = [spec.name for spec in fields(Record) if spec.name != "columns"]
-    return [*names, *(f"columns.{name}" for name in columns)]
+    return [*names, "coverage", *(f"columns.{name}" for name in columns)]
 
 
 def _row(record: Record, columns: Sequence[str]) -> dict[str, object]:
     """Return a record as a row; what is no text in the document's own row is JSON."""
-    row, passed = record.as_dict(), record.passed
+    row, passed = {**record.as_dict(), "coverage": record.coverage}, record.passed
     del row["columns"]
     for name in columns:
         value = passed.get(name)

@@ -6,7 +6,8 @@
     /documents/KEY         one group per document; KEY is its id, percent-encoded
         attributes         id, status ("done" | "error"), document and question (of ``kvr ask``), error, columns (of
                            the document's row, as JSON), document_sha256, prompt_sha256, prompt_tokens,
-                           computed_tokens (of them; the others' keys and values were there already), dropped_tokens
+                           computed_tokens (of them; the others' keys and values were there already), text_tokens (of
+                           the document's text in them; absent if there are none), dropped_tokens
                            (of the text, cut off because the prompt was too long), new_tokens, finish_reason,
                            strategy, ttft_s, prefill_tokens_per_s, wait_s, decode_s, parts, compression (by which keys
                            and values were dropped; empty: none), retained_tokens, retained_bytes, finished_at; what

@@ -17,7 +17,7 @@ REALS = ("logprobs", "top_logprobs")
 TEXTS = ("answer", "token_texts", "scores", "samples")
 DATASETS = (*ARRAYS, *TEXTS)
 # Not written where they are empty.
-ASKED_FOR = ("logprobs", "top_tokens", "top_logprobs", "token_texts", "scores", "samples", "cache")
+ASKED_FOR = ("logprobs", "top_tokens", "top_logprobs", "token_texts", "scores", "samples", "cache", "text_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Record:
     prompt_sha256: str = ""
     prompt_tokens: int = 0
     computed_tokens: int = 0  # of them: the others' keys and values were there already
+    text_tokens: int = 0  # of the document's text, in its prompts
     dropped_tokens: int = 0  # of the text, cut off because the prompt was too long
     new_tokens: int = 0
     finish_reason: str = ""
@@ -53,7 +54,7 @@ class Record:
     decode_s: float = 0.0  # from its first token to its last, the wait for the rest of its wave included
     parts: int = 1  # prompts it took: more than one if the text was split
     compression: str = ""  # by which keys and values were dropped before decoding; empty: none, the answer is exact
-    retained_tokens: float = 0.0  # with it, of each prompt: tokens a KV head kept on average
+    retained_tokens: float = 0.0  # with it, or a rolling cache that drops tokens: those a KV head kept on average
     retained_bytes: int = 0  # and keys and values of all layers
     cache: str = ""  # a rolling one, and if the answer is exact with it; empty: it held all tokens
     finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
@@ -66,7 +67,19 @@ class Record:
         """Fields as JSON has them: no infinities, no NaN; what is kept as JSON as what it is."""
         read = {"columns": self.passed, "token_texts": self.texts, "scores": self.scored, "samples": self.sampled}
         values = {**self.as_dict(), **read}
-        return {name: _finite(value) for name, value in values.items()}
+        return {name: _finite(value) for name, value in values.items()} | {"coverage": self.coverage}
+
+    @property
+    def coverage(self) -> float:
+        """Fraction of the document that the answer has seen: less than 1 if its text was cut, or tokens were dropped.
+
+        Tokens that compression or a rolling cache dropped count as not seen; a document without an answer has 0.
+        """
+        if self.status != "done":
+            return 0.0
+        text = self.text_tokens or self.prompt_tokens  # files of before have no text_tokens
+        kept = min(1.0, self.retained_tokens / self.prompt_tokens) if self.retained_tokens else 1.0
+        return kept * text / (text + self.dropped_tokens) if text else 1.0
 
     @property
     def bytes(self) -> int:

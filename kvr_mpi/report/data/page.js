@@ -50,6 +50,7 @@
       row.tabIndex = 0;
       cell(row, docs.id[n], "id");
       cell(row, docs.failed[n] ? "" : docs.tokens[n].toLocaleString("en"), "n");
+      cell(row, docs.failed[n] ? "" : Math.floor(100 * docs.seen[n]) + " %", "n");
       cell(row, docs.failed[n] ? "" : docs.ttft[n].toFixed(2) + " s", "n");
       const question = docs.question[n] ? docs.question[n] + "\n" : "";
       cell(row, (docs.failed[n] ? "failed: " : "") + question + docs.answer[n], "answer");
