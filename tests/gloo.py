@@ -80,7 +80,7 @@ class _Groups:
     """One group for messages to higher ranks, one for those to lower ranks, as NCCL has them."""
 
     def __init__(self, control: Transport) -> None:
-        self.rank, store = control.rank, meet(control)
+        self.rank, self.device_type, store = control.rank, "cpu", meet(control)
         self.up, self.down = (
             dist.ProcessGroupGloo(dist.PrefixStore(name, store), control.rank, control.size, TIMEOUT)
             for name in ("up", "down")
