@@ -113,8 +113,17 @@ def links_of(page: Path) -> list[str]:
     return [link for link in LINK.findall(text) if not re.match(r"[a-z][a-z0-9+.-]*:", link)]
 
 
-def test_the_readme_is_read_in_two_minutes() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 750
+def test_the_pages_are_short() -> None:
+    readme, docs = ROOT / "README.md", list(ROOT.glob("docs/*.md"))
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in [readme, *docs]}
+    assert words[readme] <= 750 and sum(words.values()) <= 25_000, words
+    wide = [line for page in words for line in blocks_of(page) if len(line) > 75]
+    assert not wide, "a browser would scroll sideways"
+
+
+def blocks_of(page: Path) -> list[str]:
+    """Lines of a page's blocks of code."""
+    return [line for block in FENCE.findall(page.read_text(encoding="utf-8")) for line in block.splitlines()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

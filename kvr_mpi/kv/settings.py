@@ -17,8 +17,8 @@ class CacheSettings(BaseModel):
 
     kind: Literal["whole", "rolling", "streaming-llm"] = Field(
         "whole",
-        description="whole: all tokens; rolling: only the last ones, in constant memory, for models that see no more; "
-        "streaming-llm: the same for other models, approximately, with the first four tokens",
+        description="whole: all tokens; rolling: only the last ones, exact for models with windows; streaming-llm: "
+        "also the first four, approximate",
     )
     tokens: int = Field(
         448, ge=5, description="rolling: number of earlier tokens that the first token of a step can attend to"

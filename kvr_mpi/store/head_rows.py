@@ -1,9 +1,13 @@
 """Which tokens each head keeps, in HDF5, beside keys and values that compression has left.
 
-    kv                            attribute compression: the method and its settings
-    kv/layer_000/keys, values     (rows, 1, head_dim): those of all KV heads, one head after the other
-    kv/layer_000/head_rows        how many rows each KV head has (int64)
-    kv/layer_000/positions        whose each row is: places among kv/token_ids, ascending in each head (int32)
+    kv                   attribute compression: method and settings
+    kv/layer_000/keys, values
+                         (rows, 1, head_dim): one KV head after the other
+    kv/layer_000/head_rows
+                         rows of each KV head (int64)
+    kv/layer_000/positions
+                         index of each row in kv/token_ids, ascending in each
+                         head (int32)
 
 Both are in the hash that the record's own checksum covers. A layer that compression left alone is as ever.
 """

@@ -1,14 +1,18 @@
 """Keys and values in HDF5, in the model's own dtype, with all that is needed to go on from them.
 
-    kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt),
-                                  first_token (0 if it is not there): of the first row; what stands before it is in
-                                  parts (see ``parts``); where the ranks of a group have some KV heads each also
-                                  first_head, last_head (not included), all_heads
-    kv/token_ids                  of the tokens whose keys and values these are: the prompt, and all but the last new
-                                  one (int64)
-    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece
-    kv/layer_000/digests          XXH3 (64 bits, big-endian, as signed numbers) of every block of tokens of keys and
-                                  values (int64, blocks x 2)
+    kv                   attributes: block_tokens; text_start, text_stop (the
+                         document's text in the prompt); first_token of the
+                         first row (if not 0, earlier rows are in parts, see
+                         ``parts``); with tensor parallelism first_head,
+                         last_head (exclusive), all_heads
+    kv/token_ids         of the tokens whose keys and values these are: the
+                         prompt and all but the last new one (int64)
+    kv/layer_000/keys, values
+                         (tokens, kv_heads, head_dim), in one piece
+    kv/layer_000/digests
+                         XXH3 (64 bits, big-endian, as signed numbers) of
+                         every block of tokens of keys and of values
+                         (int64, blocks x 2)
 
 What compression has left has rows of its own for each head: see ``head_rows``.
 

@@ -1,28 +1,43 @@
 """The HDF5 schema, version 4, and its one reader and writer.
 
-    /                      attributes: schema = "kvr-mpi", schema_version = 4, created, and as JSON: identity (what
-                           the answers depend on), model (name, architecture, dtype), software (versions);
-                           header_sha256 of all these
-    /documents/KEY         one group per document; KEY is its id, percent-encoded
-        attributes         id, status ("done" | "error"), document and question (of ``kvr ask``), error, columns (of
-                           the document's row, as JSON), document_sha256, prompt_sha256, prompt_tokens,
-                           computed_tokens (of them; the others' keys and values were there already), text_tokens (of
-                           the document's text in them; absent if there are none), dropped_tokens
-                           (of the text, cut off because the prompt was too long), new_tokens, finish_reason,
-                           strategy, ttft_s, prefill_tokens_per_s, wait_s, decode_s, parts, compression (by which keys
-                           and values were dropped; empty: none), retained_tokens, retained_bytes, finished_at; what
-                           is to be read: answer_bytes, answer_tokens, kv_bytes, kv_sha256; and record_sha256 of all
-                           these and of answer, token_ids and slices
-        answer             text (UTF-8 string), one element
-        token_ids          of the answer (int64)
-        slices             bounds of the prompt over the ranks (int64, ranks + 1)
-        logprobs           if asked for: natural logarithms of the probabilities of token_ids (float64), the model's own
-        top_tokens, top_logprobs    and of the likeliest tokens in each place (int64, float64; tokens * top, flat)
-        token_texts        of all of these (UTF-8 string, one element): a JSON object, by id
-        samples            all answers, if more than one was asked for (as scores); answer is the first of them
-        scores             of given continuations, if asked for (UTF-8 string, one element): a list of JSON objects
-        cache (attribute)  of a job with a rolling cache: what it held, and if that is exact or an approximation
-        kv/...             keys and values, if asked for (see ``kv``)
+    /                    attributes: schema = "kvr-mpi", schema_version = 4,
+                         created; as JSON: identity (what the answers depend
+                         on), model (name, architecture, dtype), software
+                         (versions); header_sha256 of all of these
+    /documents/KEY       one group per document; KEY is its id,
+                         percent-encoded
+      attributes
+        id, status       status is "done" or "error"
+        error            why the document failed
+        document, question    of ``kvr ask`` and of several prompts
+        columns          fields of the document's row, as JSON
+        document_sha256, prompt_sha256
+        prompt_tokens    length of the prompt
+        computed_tokens  of them, those that were computed; the others' keys
+                         and values were there already
+        text_tokens      of the document's text in the prompt; absent if there
+                         are none
+        dropped_tokens   of the text, cut off from a prompt that was too long
+        new_tokens, finish_reason, strategy, parts, finished_at
+        ttft_s, prefill_tokens_per_s, wait_s, decode_s
+        compression      method and settings; empty: nothing was dropped
+        retained_tokens, retained_bytes    what compression has left
+        cache            of a rolling cache: what it held, and whether that
+                         is exact
+        answer_bytes, answer_tokens, kv_bytes, kv_sha256    what to read
+        record_sha256    of all of these, answer, token_ids and slices
+      answer             text (UTF-8), one element
+      token_ids          of the answer (int64)
+      slices             bounds of the prompt over the ranks (int64,
+                         ranks + 1)
+      logprobs           natural log-probabilities of token_ids (float64)
+      top_tokens, top_logprobs    the most likely tokens in each place
+                         (int64, float64; tokens * top, flat)
+      token_texts        the texts of all these tokens, by id (JSON)
+      samples            all answers, if n > 1 (list of JSON objects);
+                         answer is the first of them
+      scores             of given continuations (list of JSON objects)
+      kv/...             keys and values, if asked for (see ``kv``)
 
 Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[0].decode()`` the answer. Datasets
 carry HDF5's checksums (Fletcher's), keys and values their own. Fields in `ASKED_FOR` are only there if a job asked for
