@@ -35,9 +35,9 @@ from benchmarks.options import make_parser
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.kv.contents import layer_kv
-from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import ReadRows, SharedPrefix
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
@@ -187,15 +187,14 @@ class Bench:
             seconds = time.perf_counter() - began
         return self.slowest(seconds)
 
-    def ask_together(self, file: Path, questions: int) -> tuple[float, DocumentShare, list[Prefill]]:
+    def ask_together(self, file: Path, questions: int) -> tuple[float, Share, list[Prefill]]:
         """Seconds to the first tokens of some questions in a row, by all ranks, of which each loads its share."""
         size, rank, tokens = self.world.size, self.world.rank, len(self.ids)
         own, longest = share_out_stored(tokens, tokens, size), tokens + len(self.question) + NEW_TOKENS
         self.world.barrier()
         began = time.perf_counter()
         prefix = SharedPrefix(tuple(self.ids), (), read=self.rows_of(file))
-        bounds = ShareBounds(own.start(rank), own.stop(rank), rank == size - 1, longest)
-        document = DocumentShare(self.loaded, prefix, bounds)
+        document = Share(self.loaded, own.start(rank), own.stop(rank), tokens, longest, prefix=prefix)
         prompts, reserve = [[*self.ids, *self.question]] * questions, [NEW_TOKENS] * questions
         prefills = prefill_stored(
             self.loaded, prompts, document, self.world, reserve_tokens=reserve, last=self.world.size - 1

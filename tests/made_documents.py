@@ -9,8 +9,8 @@ import torch
 from models import prompt
 
 from kvr_mpi.kv.contents import layer_kv
-from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -40,7 +40,7 @@ class StoredRows:
     layers: list[torch.Tensor]
     reads: list[tuple[int, int, int, int]] = field(default_factory=list)
 
-    def open_on(self, chain: Transport, longest_question: int) -> DocumentShare:
+    def open_on(self, chain: Transport, longest_question: int) -> Share:
         """This rank's share, the last rank having the last one."""
 
         def read(number: int, first: int, last: int) -> torch.Tensor:
@@ -49,9 +49,8 @@ class StoredRows:
 
         known, place = len(self.ids), chain.rank
         partition = share_out_stored(known, known, chain.size)
-        is_last = place == chain.size - 1
-        bounds = ShareBounds(partition.start(place), partition.stop(place), is_last, known + longest_question)
-        return DocumentShare(self.loaded, SharedPrefix(tuple(self.ids), (), read=read), bounds)
+        prefix, longest = SharedPrefix(tuple(self.ids), (), read=read), known + longest_question
+        return Share(self.loaded, partition.start(place), partition.stop(place), known, longest, prefix=prefix)
 
 
 def store_rows(loaded: LoadedModel, tokens: int) -> StoredRows:

@@ -14,8 +14,7 @@ import torch
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.group import Group, Running
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.kv.document_share import DocumentShare
-from kvr_mpi.kv.shares import Share, SharesCache
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -63,13 +62,6 @@ class TokenGroup(Group[K]):
         """Whether this rank has a prompt's last share."""
         return self.ranks.rank == prefill.last
 
-    def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
-        """Lay shares by heads, which a CPU reads faster."""
-        if self.loaded.device.type == "cpu":
-            for document in documents:
-                _share_of(document.prefill).lay_by_heads()
-        return documents
-
     def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
         """Keep prompts about one document next to each other: its rows are read once for all of a row."""
         most = min(most or MAX_SEQUENCES, MAX_SEQUENCES)
@@ -90,7 +82,7 @@ class TokenGroup(Group[K]):
         """Compute logits (tokens, vocab_size) after each of some tokens behind a prompt, and leave it as it was."""
         return self._run([prefill], [ids])
 
-    def held_bytes(self, prefills: Sequence[Prefill], document: DocumentShare | None = None) -> int:
+    def held_bytes(self, prefills: Sequence[Prefill], document: Share | None = None) -> int:
         """Memory that this rank's shares take, with a document that is held besides; each document counts once."""
         shares = [prefill.share for prefill in prefills if prefill.share is not None]
         documents = {share.document for share in shares} | {document}
@@ -98,12 +90,7 @@ class TokenGroup(Group[K]):
 
     def _run(self, prefills: Sequence[Prefill], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run some tokens behind each prompt; logits (tokens, vocab_size) after each."""
-        cache = SharesCache(self.loaded, list(map(_share_of, prefills)), list(map(len, tokens)), self.ranks)
-        row = torch.tensor([[token for some in tokens for token in some]], device=self.loaded.device)
-        logits, short = run_shares(self.loaded, row, cache)
-        if logits is None:
-            raise MemoryError(short)
-        return logits
+        return run_shares(self.loaded, [_share_of(prefill) for prefill in prefills], tokens, self.ranks)
 
 
 def _share_of(prefill: Prefill) -> Share:

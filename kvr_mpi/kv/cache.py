@@ -334,4 +334,4 @@ def _make_share(loaded: LoadedModel, route: Route, prefix: SharedPrefix | None, 
     (start, stop), tokens = route.owned[0], route.partition.tokens
     if prefix is not None and start == prefix.tokens:
         start = 0
-    return Share(loaded, start, stop, tokens, reserve_tokens=reserve_tokens)
+    return Share(loaded, start, stop, tokens, tokens + reserve_tokens)

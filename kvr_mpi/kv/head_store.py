@@ -68,6 +68,8 @@ class HeadStore:
         Every head holds all tokens: rows are in the order of positions.
     shared : sequence of SharedRows
         Of the first tokens, one after the other; the runs hold what follows them.
+    start : int, optional
+        Position of the runs' first row, if every head holds all tokens from there on; by default after what is shared.
 
     Attributes
     ----------
@@ -88,9 +90,11 @@ class HeadStore:
         appends: bool = True,
         is_whole: bool = False,
         shared: Sequence[SharedRows] = (),
+        start: int | None = None,
     ) -> None:
         assert is_whole or not shared, "what is shared is of all heads"
         self.shared, self.shared_tokens = shared, shared[-1].stop if shared else 0
+        self.start = self.shared_tokens if start is None else start
         self.memory, self.shape, self.runs, self.room, self.origin = memory, shape, runs, room, origin
         self.appends, self.is_whole = appends, is_whole
         self.positions: list[torch.Tensor] | None = None
@@ -116,6 +120,7 @@ class HeadStore:
         appends: bool = True,
         is_whole: bool = False,
         shared: Sequence[SharedRows] = (),
+        start: int | None = None,
     ) -> HeadStore:
         """Lay one head's rows after the other's.
 
@@ -139,7 +144,7 @@ class HeadStore:
             keys, values = (each[stretch].view(many, capacity, each.shape[1]) for each in (memory.keys, memory.values))
             runs.append(Run(held[at], counts[at], keys, values, row))
             at, row = at + many, stretch.stop
-        return cls(memory, shape, runs, room, origin, appends=appends, is_whole=is_whole, shared=shared)
+        return cls(memory, shape, runs, room, origin, appends=appends, is_whole=is_whole, shared=shared, start=start)
 
     @classmethod
     def by_tokens(cls, layout: Slab, shape: LayerShape) -> HeadStore:
@@ -156,7 +161,9 @@ class HeadStore:
         old = [rows[0].clone(memory_format=torch.contiguous_format) for rows in layout.own_rows(0, tokens)]
         memory = RowMemory.in_flat(layout.buffer.view(-1), capacity * shape.num_kv_heads, shape)
         counts, room = [tokens] * shape.num_kv_heads, capacity - tokens
-        store = cls.by_heads(memory, shape, counts, room, length, is_whole=True, shared=layout.shared)
+        store = cls.by_heads(
+            memory, shape, counts, room, length, is_whole=True, shared=layout.shared, start=layout.start
+        )
         for place, rows in zip((store.runs[0].keys, store.runs[0].values), old, strict=True):
             place[:, :tokens] = rows
         return store
@@ -202,7 +209,7 @@ class HeadStore:
         if not self.is_whole:
             raise ModelError("its heads keep different tokens, so there is no range of them")
         (run,) = self.runs
-        own = SharedRows(self.shared_tokens, run.keys, run.values)
+        own = SharedRows(self.start, run.keys, run.values)
         return cut_pieces([*self.shared, own], first, last)
 
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,12 +219,12 @@ class HeadStore:
     def as_shared(self, length: int) -> tuple[SharedRows, ...]:
         """Give a document's rows to those that go on from it: on GPUs, of what is its own, whole pages only."""
         (run,) = self.runs
-        own, extent = length - self.shared_tokens, self.memory.extent
+        own, extent = length - self.start, self.memory.extent
         own = own if extent is None else own // PAGE_ROWS * PAGE_ROWS
         if not own:
             return tuple(self.shared)
         row = self.memory.first + run.row
-        rows = SharedRows(self.shared_tokens, run.keys, run.values, extent, row, run.keys.shape[1], owner=self)
+        rows = SharedRows(self.start, run.keys, run.values, extent, row, run.keys.shape[1], owner=self)
         return (*self.shared, rows.up_to(rows.first + own))
 
     def check_room(self, first: int, tokens: int) -> None:
@@ -256,7 +263,7 @@ class HeadStore:
         length : int
             Tokens of the document, those included.
         first : int
-            Of a single token: the first row that it sees.
+            The first position that they see: all of them, of several.
 
         Returns
         -------
@@ -266,7 +273,7 @@ class HeadStore:
         shape, tokens = self.shape, query.shape[2]
         group = query.shape[1] // shape.num_kv_heads
         part: PartialAttention | None = None
-        own_first = max(0, first - self.shared_tokens)
+        own_first = max(0, first - self.start)
         for run in self.runs:
             count, heads = self.count(run, length), slice(run.first * group, (run.first + run.heads) * group)
             keys, values = run.keys[None, :, own_first:count], run.values[None, :, own_first:count]

@@ -3,8 +3,8 @@
 Every rank holds a *share* of a prompt: of every layer the keys and values of some tokens. All ranks run the model on
 the same new tokens; in each layer a rank attends to its own share, and what all found is merged by log-sum-exp
 (``attention``). So no rank ever holds a whole prompt, and every rank ends with the same output, to the bit. New tokens
-go to the last share. Prompts that go on from one stored document share its rows (``document_share``), to which each
-rank attends once for all of them.
+go to the last share. Prompts that go on from a stored document hold only what follows it: the document is a share, too,
+whose rows are read once, and to which each rank attends once for all of them.
 
 Of a layer with a window or chunks the last share has all that is seen, and the others nothing to add.
 """
@@ -13,40 +13,50 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 
+from kvr_mpi.errors import DataError
+from kvr_mpi.kv.arena import make_rows
 from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
-from kvr_mpi.kv.document_share import DocumentShare, ShareBounds, ShareLayer
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
 from kvr_mpi.kv.layout import Slab
+from kvr_mpi.kv.loading import LoadedLayers
+from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.row import RowCache, RowLayer
-from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.masks import Visibility
 from kvr_mpi.transport import Transport
 
 
 class Share:
-    """What one rank holds of a prompt.
+    """What one rank holds of a prompt, or of a stored document that prompts go on from.
 
     Parameters
     ----------
     loaded : LoadedModel
     start, stop : int
-        The prompt's tokens that are this rank's.
-    prompt_tokens : int
-        Of the whole prompt, or of what is held of it.
-    reserve_tokens : int
-        Room for tokens after the prompt, in the last share.
-    document : DocumentShare or None
-        What it goes on from, whose rows are not its own: see `after`.
+        The tokens that are this rank's.
+    tokens : int
+        Of the whole prompt, or of what is held of it, on all ranks. The rank that has the last ones holds what follows.
+    longest : int
+        Most tokens there may come to be, on all ranks.
+    prefix : SharedPrefix, optional
+        The stored document that this is, with `read`: each layer's rows are read when it is first come to. What
+        follows it is held by the shares of prompts (`after`).
+    document : Share, optional
+        What the prompt goes on from, whose rows are not its own.
 
     Attributes
     ----------
     length : int
         Tokens that all ranks together hold.
+    failure : str or None
+        Why what is stored cannot be read, on whichever rank.
     """
 
     def __init__(
@@ -54,102 +64,96 @@ class Share:
         loaded: LoadedModel,
         start: int,
         stop: int,
-        prompt_tokens: int,
+        tokens: int,
+        longest: int,
         *,
-        reserve_tokens: int = 0,
-        document: DocumentShare | None = None,
+        prefix: SharedPrefix | None = None,
+        document: Share | None = None,
     ) -> None:
-        self.start, self.stop, self.length, self.document = start, stop, prompt_tokens, document
-        self.is_last = stop == prompt_tokens
-        self.reserve_tokens = reserve_tokens if self.is_last else 0
-        self.dtype, self.device = loaded.dtype, loaded.device
-        self.layers: list[ShareLayer | None] = [None] * len(loaded.shape.layers)
-        self._shapes = loaded.shape.layers
+        self.start, self.stop, self.length, self.longest = start, stop, tokens, longest
+        self.is_last = stop == tokens
+        self.prefix, self.document = prefix, document
+        self.layers: list[HeadStore | None] = [None] * len(loaded.shape.layers)
+        self.failure: str | None = None
+        self.dtype, self.device, self._shape = loaded.dtype, loaded.device, loaded.shape
+        self._loading = None if prefix is None else LoadedLayers(len(self.layers), self._read, loaded.device)
 
     @classmethod
-    def after(cls, loaded: LoadedModel, document: DocumentShare, reserve_tokens: int) -> Share:
-        """Make the share of a prompt that goes on from a stored document, of which the last rank holds what follows.
+    def after(cls, loaded: LoadedModel, document: Share, reserve_tokens: int) -> Share:
+        """Make the share of a prompt that goes on from a stored document: the last rank has room for what follows.
 
         Parameters
         ----------
         reserve_tokens : int
             Room for all that follows.
         """
-        bounds = document.bounds
-        if document.tokens + reserve_tokens > bounds.longest:
-            raise ValueError(f"{reserve_tokens} tokens after {document.tokens} of a document held for {bounds.longest}")
-        return cls(loaded, bounds.start, bounds.stop, document.tokens, reserve_tokens=reserve_tokens, document=document)
+        longest = document.length + reserve_tokens
+        if longest > document.longest:
+            raise ValueError(
+                f"{reserve_tokens} tokens after {document.length} of a document held for {document.longest}"
+            )
+        return cls(loaded, document.stop, document.stop, document.length, longest, document=document)
 
     @property
     def bytes(self) -> int:
         """Memory it takes, without the document's."""
-        return sum(layer.layout.nbytes for layer in self.layers if layer is not None)
+        return sum(layer.nbytes for layer in self.layers if layer is not None)
+
+    @property
+    def bytes_of_rows(self) -> int:
+        """Memory of all layers' rows up to `stop`, whether they are here already or not."""
+        layers = self._shape.layers
+        elements = sum((self.stop - self.first_row(layer.visibility)) * layer.elements for layer in layers)
+        return elements * self._shape.dtype_bytes
 
     @property
     def held_until(self) -> int:
         """Position after the last token that is held here."""
         return self.length if self.is_last else self.stop
 
-    @property
-    def capacity(self) -> int:
-        """Most tokens there may be, all ranks' together; only the last share knows."""
-        return self.stop + self.reserve_tokens
+    def first_row(self, seen: Visibility) -> int:
+        """Position of the first token that is held of a layer.
 
-    @property
-    def own_start(self) -> int:
-        """Position of the first token whose keys and values are this share's own."""
-        return self.start if self.document is None else self.document.tokens
+        If its later tokens do not see all, the last share has what they see, since no other has anything to add.
+        """
+        if not self.is_last or self.document is not None or seen.sees_all(self.longest):
+            return self.start
+        return min(self.start, seen.first_key(self.stop))
 
-    def add_layer(self, layer_idx: int, shape: LayerShape) -> ShareLayer:
-        """Make room for a layer; what is in it is not defined."""
-        bounds = ShareBounds(self.own_start, self.stop, self.is_last, self.capacity)
-        first = self.own_start if self.document is not None else bounds.first_row(shape.visibility)
-        rows = self.stop + self.reserve_tokens - first
-        buffer = torch.empty(rows, shape.elements, dtype=self.dtype, device=self.device)
-        layer = self.layers[layer_idx] = ShareLayer(Slab(buffer, shape), shape, first)
-        return layer
+    def prepare(self, layer_idx: int) -> None:
+        """Make sure that a layer of a document is here, those after it being read meanwhile, and room for what follows.
 
-    def prepare(self, layer_idx: int) -> ShareLayer | None:
-        """Make sure that a layer of the document is here, and room for what follows it; returns the share's own."""
+        Raises
+        ------
+        DataError
+            If it cannot be read.
+        """
+        shape = self._shape.layers[layer_idx]
         if self.document is not None:
-            self.document.load(layer_idx)
-            if self.is_last and self.layers[layer_idx] is None and self._shapes[layer_idx].elements:
-                self.add_layer(layer_idx, self._shapes[layer_idx])
-        return self.layers[layer_idx]
-
-    def pieces(self, layer_idx: int, first: int, last: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of a range of tokens that are here, as views: of the document, and of what follows it."""
-        layer, cut = self.layers[layer_idx], first if self.document is None else self.document.tokens
-        if cut <= first:
-            assert layer is not None, "it is held here"
-            return [layer.rows(first, last)]
-        rows = None if self.document is None else self.document.layers[layer_idx]
-        assert rows is not None, "it is of the document"
-        if last <= cut:
-            return [rows.rows(first, last)]
-        assert layer is not None, "it follows the document here"
-        return [rows.rows(first, cut), layer.rows(cut, last)]
-
-    def rows(self, layer_idx: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a range of tokens that are here (1, kv_heads, tokens, head_dim); copied if in pieces."""
-        pieces = self.pieces(layer_idx, first, last)
-        if len(pieces) == 1:
-            return pieces[0]
-        keys, values = (torch.cat(each, 2) for each in zip(*pieces, strict=True))
-        return keys, values
+            self.document.prepare(layer_idx)
+        if self.layers[layer_idx] is not None or not shape.elements:
+            return
+        if self.prefix is None:
+            if self.is_last:
+                self.layers[layer_idx] = self._make(layer_idx)
+            return
+        assert self._loading is not None, "it is not complete before all layers were come to"
+        rows, first = self._loading[layer_idx], self.first_row(shape.visibility)
+        if rows is None or len(rows) != self.stop - first:
+            found = 0 if rows is None else len(rows)
+            raise DataError(f"layer {layer_idx} has keys and values of {found} tokens, expected {self.stop - first}")
+        slab = Slab(rows.to(self.device, non_blocking=True), shape, first)
+        self.layers[layer_idx] = HeadStore.laid_anew(slab, shape, self.stop)
 
     def take(self, layer: SliceLayer) -> None:
         """Copy this rank's part out of a layer whose attention is over."""
-        if not layer.shape.elements or self.layers[layer.layer_idx] is not None:
-            return
-        own = self.add_layer(layer.layer_idx, layer.shape)
-        own.write(own.first, *layer.rows(own.first, self.stop))
+        if layer.shape.elements and self.layers[layer.layer_idx] is None:
+            store = self.layers[layer.layer_idx] = self._make(layer.layer_idx)
+            store.write(store.start, *layer.rows(store.start, self.stop))
 
-    def lay_by_heads(self) -> None:
-        """Let a CPU attend faster, once the share is complete."""
-        if self.document is not None:
-            self.document.lay_by_heads()
-        self.layers = [None if layer is None else layer.by_heads(self.held_until) for layer in self.layers]
+    def end_loading(self, failure: str | None = None) -> None:
+        """Let go of the file: all layers are here, or some rank could not read its own."""
+        self.failure, self._loading = failure, None
 
     def own_kv(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of this rank's tokens and those decoded since, each (tokens, kv_heads, head_dim)."""
@@ -159,6 +163,21 @@ class Share:
         assert self.document is None, "what is asked of a stored document is not stored again"
         keys, values = layer.rows(self.start, self.held_until)
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+    def _make(self, layer_idx: int) -> HeadStore:
+        """Make room for a layer's rows; what is in it is not defined."""
+        shape, before = self._shape.layers[layer_idx], None
+        if self.document is not None:
+            before = self.document.layers[layer_idx]
+            assert before is not None, "it was read first"
+        shared, first = () if before is None else before.as_shared(self.start), self.first_row(shape.visibility)
+        counts, room = [self.stop - first] * shape.num_kv_heads, self.longest - self.stop if self.is_last else 0
+        memory = make_rows(shape, counts, room, self.dtype, self.device)
+        return HeadStore.by_heads(memory, shape, counts, room, self.stop, is_whole=True, shared=shared, start=first)
+
+    def _read(self, number: int) -> torch.Tensor | None:
+        assert self.prefix is not None and self.prefix.read is not None, "it is stored"
+        return self.prefix.read(number, self.first_row(self._shape.layers[number].visibility), self.stop)
 
 
 class SharedLayer(RowLayer):
@@ -174,7 +193,8 @@ class SharedLayer(RowLayer):
         cache = self.cache
         cache.enter(self)
         for share, (first, last) in zip(cache.shares, cache.bounds, strict=True):
-            layer = share.prepare(self.layer_idx)
+            share.prepare(self.layer_idx)
+            layer = share.layers[self.layer_idx]
             if share.is_last and layer is not None:
                 layer.write(share.length, key_states[:, :, first:last], value_states[:, :, first:last])
         return key_states, value_states
@@ -187,78 +207,72 @@ class SharedLayer(RowLayer):
         Returns
         -------
         torch.Tensor
-            (1, heads, tokens, value_dim) in the query's dtype, the same on every rank.
+            (1, heads, tokens, value_dim) in the query's dtype, the same on every rank; of a single token the heads may
+            come folded into the query length (1, kv_heads, group, head_dim), and stay so.
         """
-        cache, self.attended = self.cache, True
+        cache, self.attended, shape = self.cache, True, query.shape
+        query = query.reshape(1, -1, cache.bounds[-1][1], shape[-1])
         # What a window or chunk lets a prompt see of a document is its own affair.
         groups = cache.groups if self.shape.visibility.size is None else cache.apart
-        parts = []
-        for numbers in groups:
-            first, last = cache.bounds[numbers[0]][0], cache.bounds[numbers[-1]][1]
-            # Of one prompt a single token's heads may come folded, and stay so.
-            some = query if len(cache.shares) == 1 else query[:, :, first:last]
-            parts += self._attend_group(numbers, some, params)
-        whole = PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+        whole = reduce(PartialAttention.join, [part for some in groups for part in self._attend(some, query, params)])
         gathered = gather_parts(whole, cache.chain)
         self.is_gathered = True
-        return merge_gathered(gathered).finish(params).to(query.dtype)
+        out = merge_gathered(gathered).finish(params).to(query.dtype)
+        return out.reshape(*shape[:-1], self.shape.value_dim)
 
     def play_on(self, heads: int) -> None:
         """Tell the others that nothing was found here, if they wait for that."""
         if not self.is_gathered and self.shape.elements:
-            queries = torch.empty(1, heads, self.cache.bounds[-1][1], 0, device=self.cache.shares[0].device)
-            gather_parts(_nothing(queries, self.shape), self.cache.chain)
+            gather_parts(self._nothing(heads, self.cache.bounds[-1][1]), self.cache.chain)
 
-    def _attend_group(self, numbers: range, query: torch.Tensor, params: AttentionParams) -> list[PartialAttention]:
+    def _attend(self, numbers: range, query: torch.Tensor, params: AttentionParams) -> list[PartialAttention]:
         """Attend from the new tokens of prompts that go on from one document; its rows are read once for all."""
         cache, found = self.cache, []
-        before = self._attend_document(numbers, query, params)
+        begin, end = cache.bounds[numbers[0]][0], cache.bounds[numbers[-1]][1]
+        before = self._attend_document(numbers[0], query[:, :, begin:end], params)
         for number in numbers:
-            first, last = (edge - cache.bounds[numbers[0]][0] for edge in cache.bounds[number])
-            # Of a prompt alone the heads may be folded.
-            some = query if len(numbers) == 1 else query[:, :, first:last]
-            part = self._attend_own(cache.shares[number], some, last - first, params)
+            first, last = cache.bounds[number]
+            part = self._attend_own(cache.shares[number], query[:, :, first:last], params)
             if before is not None:
-                of_document = before if len(numbers) == 1 else before.cut(first, last)
+                of_document = before.cut(first - begin, last - begin)
                 part = of_document if part is None else part.merge(of_document)
-            found.append(_nothing(some, self.shape) if part is None else part)
+            found.append(self._nothing(query.shape[1], last - first) if part is None else part)
         return found
 
-    def _attend_document(self, numbers: range, query: torch.Tensor, params: AttentionParams) -> PartialAttention | None:
+    def _attend_document(self, number: int, query: torch.Tensor, params: AttentionParams) -> PartialAttention | None:
         """Attend to what this rank has of a stored document; None if all of that is seen to elsewhere."""
-        share, (first, last) = self.cache.shares[numbers[0]], self.cache.bounds[numbers[0]]
-        if share.document is None or not self.shape.visibility.sees_all(share.length + last - first):
+        share, (first, last) = self.cache.shares[number], self.cache.bounds[number]
+        document = share.document
+        if document is None or not self.shape.visibility.sees_all(share.length + last - first):
             return None
-        rows, bounds = share.document.layers[self.layer_idx], share.document.bounds
-        assert rows is not None, "it was loaded before the first tokens came"
-        return attend(query, *rows.rows(bounds.start, bounds.stop), params) if bounds.start < bounds.stop else None
+        rows = document.layers[self.layer_idx]
+        assert rows is not None, "it was read before the first tokens came"
+        return attend(query, *rows.rows(document.start, document.stop), params)
 
-    def _attend_own(
-        self, share: Share, query: torch.Tensor, fresh: int, params: AttentionParams
-    ) -> PartialAttention | None:
+    def _attend_own(self, share: Share, query: torch.Tensor, params: AttentionParams) -> PartialAttention | None:
         """Attend from a prompt's new tokens to what this rank has of those before, but for a document that all see.
 
         None if they see nothing of it.
         """
-        before, seen, idx = share.length, self.shape.visibility, self.layer_idx
-        if not seen.sees_all(before + fresh):
-            if not share.is_last:
-                return None
-            if fresh == 1:
-                return _attend_pieces(query, share.pieces(idx, seen.first_key(before), before + 1), params)
-            return attend_ranges(query, [(before, before + fresh)], partial(share.rows, idx), seen, params)
-        start, stop = share.own_start, before if share.is_last else share.stop
-        if share.is_last and fresh == 1:
-            return attend(query, *share.rows(idx, start, stop + 1), params)
-        part = attend(query, *share.rows(idx, start, stop), params) if start < stop else None
-        if share.is_last:
-            own = attend(query, *share.rows(idx, before, before + fresh), params, causal=True)
-            part = own if part is None else own.merge(part)
-        return part
+        layer, fresh, seen = share.layers[self.layer_idx], query.shape[2], self.shape.visibility
+        if layer is None:  # what follows the document is on another rank
+            return None
+        if seen.sees_all(share.length + fresh):
+            if share.is_last:
+                return layer.attend(query, share.length + fresh, params, share.start)
+            return attend(query, *layer.rows(share.start, share.stop), params)
+        if not share.is_last:
+            return None
+        if fresh == 1:
+            return layer.attend(query, share.length + 1, params, seen.first_key(share.length))
+        return attend_ranges(query, [(share.length, share.length + fresh)], layer.rows, seen, params)
+
+    def _nothing(self, heads: int, tokens: int) -> PartialAttention:
+        return PartialAttention.of_nothing((1, heads, tokens, self.shape.value_dim), self.cache.shares[0].device)
 
     def get_max_length(self) -> int:
         """Most tokens any of the shares has room for."""
-        return max(share.capacity for share in self.cache.shares)
+        return max(share.longest for share in self.cache.shares)
 
 
 class SharesCache(RowCache):
@@ -282,8 +296,8 @@ class SharesCache(RowCache):
         self.bounds = list(zip([0, *stops], stops, strict=False))
         self.groups, self.apart = _same_document(shares), [range(at, at + 1) for at in range(len(shares))]
         for share, count in zip(shares, tokens, strict=True):
-            if share.is_last and share.length + count > share.capacity:
-                raise ValueError(f"a share with room for {share.capacity} tokens is full; reserve room for more")
+            if share.is_last and share.length + count > share.longest:
+                raise ValueError(f"a share with room for {share.longest} tokens is full; reserve room for more")
         super().__init__([SharedLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
 
     @property
@@ -308,19 +322,6 @@ class SharesCache(RowCache):
         for layer in self.layers:
             layer.play_on(self._heads)
 
-    def lengthen(self) -> None:
-        """Count the new tokens in, when they have gone through all layers."""
-        for share, (first, last) in zip(self.shares, self.bounds, strict=True):
-            share.length += last - first
-
-
-def _attend_pieces(
-    query: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], params: AttentionParams
-) -> PartialAttention:
-    """Attend to keys and values that lie in several pieces, one at least."""
-    first, *others = (attend(query, keys, values, params) for keys, values in pieces)
-    return reduce(PartialAttention.merge, others, first)
-
 
 def _same_document(shares: Sequence[Share]) -> list[range]:
     """Group the shares, by number, that lie next to each other and go on from one document."""
@@ -329,7 +330,3 @@ def _same_document(shares: Sequence[Share]) -> list[range]:
         if one.document is None or one.document is not other.document:
             edges.append(at)
     return [range(*bounds) for bounds in itertools.pairwise([*edges, len(shares)])]
-
-
-def _nothing(query: torch.Tensor, shape: LayerShape) -> PartialAttention:
-    return PartialAttention.of_nothing((*query.shape[:-1], shape.value_dim), query.device)

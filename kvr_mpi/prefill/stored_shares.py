@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from kvr_mpi.errors import AgreementError, DataError
-from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import UNREADABLE, digest_of, is_out_of_memory
+from kvr_mpi.prefill.failure import UNREADABLE, digest_of, is_spared
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.collectives import all_gather
+
+# How a rank has come through a row.
+_DONE, _SHORT, _UNREADABLE = range(3)
 
 
 def share_out_stored(known: int, tokens: int, size: int) -> Partition:
@@ -29,88 +30,85 @@ def share_out_stored(known: int, tokens: int, size: int) -> Partition:
     return Partition((*Partition.even(known, size).bounds[:-1], tokens))
 
 
-def run_shares(loaded: LoadedModel, row: torch.Tensor, cache: SharesCache) -> tuple[torch.Tensor | None, str | None]:
-    """Run new tokens (1, tokens) of prompts that are spread over a chain; every rank of it calls this.
+@torch.inference_mode()
+def run_shares(
+    loaded: LoadedModel,
+    shares: Sequence[Share],
+    tokens: Sequence[Sequence[int]],
+    chain: Transport,
+    *,
+    only_last: bool = False,
+) -> torch.Tensor:
+    """Run new tokens of prompts that are spread over a chain, in one row; every rank of it calls this.
 
-    A rank whose memory runs out plays on (``failure``), so that it is known to all of them alike. Nothing has been
-    counted in then: the row may be run again, or in pieces.
+    A rank that fails plays on (``failure``), so that it is known to all of them alike. The new tokens are not counted
+    in: they may be run again, or fewer prompts at a time.
+
+    Parameters
+    ----------
+    shares : sequence of Share
+        This rank's, one of each prompt.
+    tokens : sequence of sequences of int
+        New ones of each prompt.
+    only_last : bool
+        Compute logits only after each prompt's last token.
 
     Returns
     -------
-    (torch.Tensor, None) or (None, str)
-        Logits (tokens, vocab_size), the same on every rank; or which ranks had no memory, and why if this one had none.
+    torch.Tensor
+        Logits (tokens, vocab_size), the same on every rank.
 
     Raises
     ------
+    MemoryError
+        On all ranks, if any had no memory; says which, and why if this one had none.
+    DataError
+        On all ranks, if any could not read its rows of a stored document.
     AgreementError
         If ranks have run different tokens.
     """
-    logits, why = _run(loaded, row, cache, torch.arange(row.shape[1], device=loaded.device))
-    digest = digest_of(row[0].tolist(), [share.length for share in cache.shares], "step")
-    words = _gather_words(cache.chain, loaded.device, [logits is None, digest])
-    _check_digests([digest for _, digest in words], "different tokens of prompts that are spread over them")
-    failed = [rank for rank, (is_short, _) in enumerate(words) if is_short]
-    return (None, _describe_shortage(failed, why)) if failed else (logits, None)
-
-
-def _check_digests(digests: Sequence[int], what: str) -> None:
-    if len({*digests}) > 1:
-        raise AgreementError(
-            f"ranks of a chain have run {what} (digests {[*digests]}): the job ends before a wrong answer is stored; "
-            f"please report this"
-        )
-
-
-def _run(
-    loaded: LoadedModel, row: torch.Tensor, cache: SharesCache, keep: torch.Tensor | None
-) -> tuple[torch.Tensor | None, str]:
-    """Run new tokens; return their logits, or None and what this rank had no memory for."""
-    logits, why = None, ""
+    cache = SharesCache(loaded, shares, [len(each) for each in tokens], chain)
+    row = torch.tensor([[token for each in tokens for token in each]], device=loaded.device)
+    ends = torch.tensor([stop - 1 for _, stop in cache.bounds], device=loaded.device)
+    keep = ends if only_last else torch.arange(row.shape[1], device=loaded.device)
+    logits, status, why = None, _DONE, ""
     try:
         with guarded(loaded.tp_group):
             logits = run_model(loaded.model, row, cache, positions=cache.positions, keep=keep)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+    except (RuntimeError, MemoryError, DataError) as error:
+        if not is_spared(error):
             raise
-        why = str(error).splitlines()[0]
+        status, why = _UNREADABLE if isinstance(error, DataError) else _SHORT, str(error)
     # Out of the except block: the error held on to what had been made.
-    if logits is None:
+    if status != _DONE:
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         cache.play_on()
-    return logits, why
-
-
-def _gather_words(chain: Transport, device: torch.device, words: Sequence[int]) -> list[list[int]]:
-    """Give every rank each rank's integers, in rank order; one message from each rank to each."""
-    return [found.tolist() for found in all_gather(chain, torch.tensor(words, dtype=torch.int64, device=device))]
-
-
-def _describe_shortage(ranks: Sequence[int], why: str) -> str:
-    return f"rank {', '.join(map(str, ranks))} of its chain ran out of memory{f' ({why})' if why else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """What became of prompts in a row.
-
-    shares : this rank's of each.
-    logits : of each (prompts, vocab_size), the same on every rank.
-    error : why there are none; the same on every rank, but for what only this one knows.
-    is_short : memory ran out, and may do for some of them.
-    """
-
-    shares: Sequence[Share] = ()
-    logits: torch.Tensor | None = None
-    error: str | None = None
-    is_short: bool = False
+    digest = digest_of(row[0].tolist(), [share.length for share in shares], "shares")
+    sent = torch.tensor([status, digest], dtype=torch.int64, device=loaded.device)
+    words = [each.tolist() for each in all_gather(chain, sent)]
+    if len({digest for _, digest in words}) > 1:
+        raise AgreementError(
+            f"ranks of a chain have run different tokens of prompts that are spread over them (digests "
+            f"{[digest for _, digest in words]}): the job ends before a wrong answer is stored; please report this"
+        )
+    failed = {
+        sort: [rank for rank, (status, _) in enumerate(words) if status == sort] for sort in (_UNREADABLE, _SHORT)
+    }
+    if failed[_UNREADABLE]:
+        raise DataError(share_json(chain, why, failed[_UNREADABLE][0]))
+    if failed[_SHORT]:
+        reason = f" ({why.splitlines()[0]})" if why else ""
+        raise MemoryError(f"rank {', '.join(map(str, failed[_SHORT]))} of its chain ran out of memory{reason}")
+    assert logits is not None, "it came through"
+    return logits
 
 
 @torch.inference_mode()
 def prefill_stored(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
-    document: DocumentShare,
+    document: Share,
     chain: Transport,
     *,
     reserve_tokens: Sequence[int],
@@ -124,7 +122,7 @@ def prefill_stored(
     ----------
     prompts : sequence of sequences of int
         Whole prompts, at least one, each of which begins with the document and goes on.
-    document : DocumentShare
+    document : Share
         This rank's; layers that have not been read are.
     reserve_tokens : sequence of int
         Room for tokens to be decoded after each, in the last share.
@@ -137,11 +135,24 @@ def prefill_stored(
         With this rank's share of each; on all ranks with `error` instead, if some rank could not read its own, or had
         no memory for a prompt by itself. Every one took as long as all of its row.
     """
-    began = time.perf_counter()
+    began, known = time.perf_counter(), document.length
+    assert document.prefix is not None, "it is stored"
     for ids in prompts:
         document.prefix.check(ids)
-    row = _run_row(loaded, prompts, document, chain, reserve_tokens)
-    if row.is_short and len(prompts) > 1:
+    fresh, logits, is_short, why = [ids[known:] for ids in prompts], None, False, document.failure
+    pairs = zip(fresh, reserve_tokens, strict=True)
+    shares = [Share.after(loaded, document, len(new) + reserve) for new, reserve in pairs]
+    if why is None:
+        try:
+            logits = run_shares(loaded, shares, fresh, chain, only_last=True)
+            wait_for_compute(loaded.device)
+        except MemoryError as error:
+            is_short, why = True, f"a question of {len(fresh[0])} tokens about a stored document: {error}"
+        except DataError as error:
+            why = f"{UNREADABLE}: {error}"
+            document.end_loading(why)
+    if is_short and len(prompts) > 1:
+        del shares  # the rows they have room for
         half = len(prompts) // 2
         return [
             prefill
@@ -150,62 +161,22 @@ def prefill_stored(
                 loaded, prompts[some], document, chain, reserve_tokens=reserve_tokens[some], last=last
             )
         ]
-    seconds, logits = time.perf_counter() - began, row.logits if chain.rank == last else None
+    if why is None:
+        document.end_loading()
+        for share, new in zip(shares, fresh, strict=True):
+            share.length += len(new)
+    seconds = time.perf_counter() - began
     return [
         Prefill(
-            share_out_stored(document.tokens, len(ids), chain.size),
+            share_out_stored(known, len(ids), chain.size),
             None,
-            None if logits is None else logits[number].clone(),
+            logits[number].clone() if logits is not None and chain.rank == last else None,
             seconds,
             last=last,
-            error=row.error,
-            known_tokens=document.tokens,
-            share=row.shares[number] if row.shares else None,
+            error=why,
+            known_tokens=known,
+            share=share if why is None else None,
             began_s=began,
         )
-        for number, ids in enumerate(prompts)
+        for number, (ids, share) in enumerate(zip(prompts, shares, strict=True))
     ]
-
-
-def _run_row(
-    loaded: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    document: DocumentShare,
-    chain: Transport,
-    reserve_tokens: Sequence[int],
-) -> _Row:
-    """Run what follows the document in all prompts at once; what failed is gone when this returns."""
-    known = document.tokens
-    fresh = [len(ids) - known for ids in prompts]
-    pairs = zip(fresh, reserve_tokens, strict=True)
-    shares = [Share.after(loaded, document, tokens + reserve) for tokens, reserve in pairs]
-    cache = SharesCache(loaded, shares, fresh, chain)
-    row = torch.tensor([[token for ids in prompts for token in ids[known:]]], device=loaded.device)
-    ends = torch.tensor([stop - 1 for _, stop in cache.bounds], device=loaded.device)
-    logits, why = _run(loaded, row, cache, ends)
-    wait_for_compute(loaded.device)
-    own_failure = _failure_of(document, loaded)
-    digest = digest_of(row[0].tolist(), [known], "stored")
-    words = _gather_words(chain, loaded.device, [logits is None, own_failure is not None, digest])
-    _check_digests([digest for *_, digest in words], "different questions about a stored document")
-    if (reader := next((rank for rank, (_, failed, _) in enumerate(words) if failed), None)) is not None:
-        failure: str = share_json(chain, own_failure, reader)
-        document.give_up(failure)
-        return _Row(error=f"{UNREADABLE}: {failure}")
-    if failed := [rank for rank, (is_short, _, _) in enumerate(words) if is_short]:
-        short = _describe_shortage(failed, why)
-        return _Row(error=f"a question of {fresh[0]} tokens about a stored document: {short}", is_short=True)
-    cache.lengthen()
-    document.end_loading()
-    return _Row(shares, logits)
-
-
-def _failure_of(document: DocumentShare, loaded: LoadedModel) -> str | None:
-    """Say why what is stored could not be read, on this rank or another one of its group; None: it was."""
-    try:
-        with guarded(loaded.tp_group):
-            if document.failure is not None:
-                raise DataError(document.failure)
-    except DataError as error:
-        return str(error)
-    return None

@@ -12,8 +12,8 @@ from typing import Any
 from kvr_mpi.errors import AgreementError, DocumentError
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
-from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
@@ -68,7 +68,7 @@ class ChainRunner:
         self._opened: SharedPrefix | None = None  # the last one that is stored
 
     @property
-    def document(self) -> DocumentShare | None:
+    def document(self) -> Share | None:
         """This rank's rows of the stored document that the chain is at."""
         return self._after_stored.held
 

@@ -13,7 +13,7 @@ from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.kv.cache import held_bytes
-from kvr_mpi.kv.document_share import DocumentShare
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt import Prompt
@@ -58,7 +58,7 @@ class Decoder:
         """Whether all ranks of the chain decode each rank's prompts, from the end of a wave's prefill on."""
         return self._batch.group.waits
 
-    def held(self, shared: Prefill | None = None, document: DocumentShare | None = None) -> Held:
+    def held(self, shared: Prefill | None = None, document: Share | None = None) -> Held:
         """Say what this rank holds, with what more prompts go on from: a shared beginning, or a stored document."""
         group, prefills = self._batch.group, self._batch.prefills
         if isinstance(group, TokenGroup):

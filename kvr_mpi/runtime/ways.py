@@ -15,9 +15,9 @@ from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.cache import WriteLayer
-from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, check_rolling_fits
 from kvr_mpi.prefill.one_prompt import Prefill, prefix_of_cache
@@ -306,7 +306,7 @@ class AfterStored(Way):
 
     Attributes
     ----------
-    held : DocumentShare or None
+    held : Share or None
         This rank's rows of the document that the chain is at.
     """
 
@@ -314,7 +314,7 @@ class AfterStored(Way):
     in_rows = True
     takes_all = True
     memory: ChainMemory
-    held: DocumentShare | None = None
+    held: Share | None = None
 
     def beginning(self, plan: Plan) -> Hashable:
         """Name the document by where it is stored."""
@@ -346,9 +346,7 @@ class AfterStored(Way):
 
     def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
         """Go on to a document; nothing is read before the first question is run."""
-        assert plan.prefix is not None
-        bounds = self._bounds(plan, self.memory.chain.rank)
-        self.held = DocumentShare(self.memory.setup.loaded, plan.prefix, bounds)
+        self.held = self._share(plan, self.memory.chain.rank)
         return None
 
     def leave(self) -> None:
@@ -373,15 +371,14 @@ class AfterStored(Way):
 
     def _rows_bytes(self, plan: Plan) -> list[int]:
         """Bytes of each rank's rows of a document."""
-        shape = self.memory.setup.loaded.shape
-        each = (self._bounds(plan, rank) for rank in range(self.memory.chain.size))
-        return [bounds.elements(shape.layers) * shape.dtype_bytes for bounds in each]
+        return [self._share(plan, rank).bytes_of_rows for rank in range(self.memory.chain.size)]
 
-    def _bounds(self, plan: Plan, rank: int) -> ShareBounds:
-        """Say which of a document's tokens a rank holds."""
+    def _share(self, plan: Plan, rank: int) -> Share:
+        """Make a rank's share of a document, of which nothing is read yet."""
         setup, size, known = self.memory.setup, self.memory.chain.size, plan.known_tokens
         place = Rotation.bringing(size, size - 1, plan.decode_rank).place_of(rank)
         partition = share_out_stored(known, known, size)
         longest_question = max(len(frame.tail) for frame in setup.question_frames.values())
         longest = known + longest_question + setup.longest_answer
-        return ShareBounds(partition.start(place), partition.stop(place), place == size - 1, longest)
+        start, stop = partition.start(place), partition.stop(place)
+        return Share(setup.loaded, start, stop, known, longest, prefix=plan.prefix)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.errors import DataError
-from kvr_mpi.kv.document_share import DocumentShare
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.stored_shares import prefill_stored
@@ -47,7 +47,7 @@ class Numbers:
 class Asked:
     """What a rank has of some questions: its prefills, answers, and bytes held before the first token was decoded."""
 
-    document: DocumentShare
+    document: Share
     prefills: list[Prefill]
     answers: dict[int, list[int]]
     held_bytes: int

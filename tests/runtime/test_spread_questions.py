@@ -13,7 +13,7 @@ import torch
 from made_jobs import answers, with_settings
 from transformers import AutoConfig
 
-from kvr_mpi.kv.document_share import DocumentShare
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.stored_kv import StoredLayer
@@ -59,9 +59,9 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read: dict[str, int] = defaultdict(int)
         self.most_bytes = 0
-        self._held: dict[int, WeakSet[DocumentShare]] = defaultdict(WeakSet)
+        self._held: dict[int, WeakSet[Share]] = defaultdict(WeakSet)
         self._lock = threading.Lock()
-        read, load = StoredLayer.read, DocumentShare.load
+        read, load = StoredLayer.read, Share.prepare
 
         def watched_read(layer: StoredLayer, first: int = 0, last: int | None = None) -> Any:
             if last is not None:  # else how fast files are read here is measured
@@ -69,14 +69,15 @@ class Watch:
                     self.read[layer.keys.data.name] += last - first
             return read(layer, first, last)
 
-        def watched_load(document: DocumentShare, layer_idx: int) -> None:
-            load(document, layer_idx)
+        def watched_load(share: Share, layer_idx: int) -> None:
+            load(share, layer_idx)
             held = self._held[threading.get_ident()]
-            held.add(document)
+            if share.prefix is not None:
+                held.add(share)
             self.most_bytes = max(self.most_bytes, sum(one.bytes for one in held))
 
         monkeypatch.setattr(StoredLayer, "read", watched_read)
-        monkeypatch.setattr(DocumentShare, "load", watched_load)
+        monkeypatch.setattr(Share, "prepare", watched_load)
 
 
 def check_read_once(watch: Watch, run: Path) -> None:
