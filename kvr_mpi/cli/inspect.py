@@ -71,11 +71,11 @@ def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
     from kvr_mpi.errors import printable
     from kvr_mpi.report.table import reason_lines
     from kvr_mpi.store.folder import index_run, read_records
-    from kvr_mpi.store.summary import count_reasons, reason_of
+    from kvr_mpi.store.summary import count_reasons, shorten
 
     index = index_run(path, verify=verify)
     found = [(record.id, record.error) for record in read_records(index, index.ids("error"))]
-    reasons = count_reasons(reason_of(name, error) for name, error in found)
+    reasons = count_reasons((name, shorten(error), 1) for name, error in found)
     if as_json:
         click.echo(json.dumps({"reasons": reasons, "errors": [{"id": name, "error": error} for name, error in found]}))
         return

@@ -38,7 +38,7 @@ from kvr_mpi.report.timeline import TracedRun, read_timelines
 from kvr_mpi.store.folder import index_run, read_records, run_files
 from kvr_mpi.store.outputs import Record, open_file, read_header, read_software
 from kvr_mpi.store.status import read_status
-from kvr_mpi.store.summary import count_reasons, reason_of
+from kvr_mpi.store.summary import count_reasons, shorten
 from kvr_mpi.store.traces import read_traces
 
 # Most of a page; answers are cut where it would be larger.
@@ -268,7 +268,7 @@ def _count(count: int) -> str:
 
 
 def _failures(records: Sequence[Record]) -> str:
-    reasons = count_reasons(reason_of(one.id, one.error) for one in records if one.status == "error")
+    reasons = count_reasons((one.id, shorten(one.error), 1) for one in records if one.status == "error")
     if not reasons:
         return ""
     total = sum(reasons.values())

@@ -31,9 +31,10 @@ def rows_of(index: Index) -> list[str]:
 
 
 def reason_lines(reasons: Mapping[str, int]) -> list[str]:
-    """Why documents failed, a line for each reason with its count, the most frequent first."""
+    """Count failed documents by cause, one line each, the most frequent first, with the message of one of them."""
     width = max((len(str(count)) for count in reasons.values()), default=0)
-    lines = [f"{count:{width}} x {printable(reason, '')}" for reason, count in list(reasons.items())[:MAX_REASONS]]
+    shown = list(reasons.items())[:MAX_REASONS]
+    lines = [f"{n:{width}} x {'such as: ' if n > 1 else ''}{printable(reason, '')}" for reason, n in shown]
     rest = list(reasons.values())[MAX_REASONS:]
     return lines + ([f"{sum(rest)} for {len(rest)} other reasons"] if rest else [])
 

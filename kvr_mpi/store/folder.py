@@ -18,7 +18,7 @@ from kvr_mpi.errors import ConfigError, DataError, MissingError, OutputError
 from kvr_mpi.store.hdf5 import explained, group_in, read_attribute
 from kvr_mpi.store.ledger import ledger_files
 from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, read_header, read_record
-from kvr_mpi.store.summary import Summary, count_reasons, reason_of
+from kvr_mpi.store.summary import Summary, count_reasons, shorten
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, is_ours, order, survey
 
 __all__ = ["RESULTS", "check_fresh", "check_writable", "find_record", "index_run", "read_run", "run_files"]
@@ -62,7 +62,7 @@ class Index:
 
     def summary(self) -> Summary:
         """Count the documents."""
-        reasons = [place.reason for place in self.places.values() if not place.is_done]
+        reasons = [(name, place.reason, 1) for name, place in self.places.items() if not place.is_done]
         return Summary(len(self.places) - len(reasons), len(reasons), count_reasons(reasons))
 
     def by_file(self) -> dict[Path, dict[str, Place]]:
@@ -278,7 +278,7 @@ def list_documents(file: Path) -> list[tuple[str, bool, str]]:
     """Read the id of every document in a file, whether it is done, and why it failed."""
     with open_file(file) as stored:
         return [
-            (name, is_done, "" if is_done else reason_of(name, read_attribute(group, "error", str)))
+            (name, is_done, "" if is_done else shorten(read_attribute(group, "error", str)))
             for group, name, is_done in document_groups(stored)
         ]
 

@@ -35,7 +35,7 @@ class ShardLine:
     crc32 : of the whole file, in hexadecimal digits.
     done, failed : ids of its documents.
     at_s : Unix time.
-    reasons : why those that failed did (see ``summary.reason_of``), in their order.
+    reasons : why those that failed did (see ``summary.shorten``), in their order.
     parts : ids of the parts that other ranks wrote of documents that are done (see ``parts``); those that are not named
         have none.
     """

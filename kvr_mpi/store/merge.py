@@ -32,7 +32,7 @@ from kvr_mpi.store.outputs import (
 from kvr_mpi.store.parts import PARTS, index_parts, open_parts, part_bytes, parts_of, remove_parts
 from kvr_mpi.store.shares import Runs, index_runs, read_header_of
 from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
-from kvr_mpi.store.summary import reason_of
+from kvr_mpi.store.summary import shorten
 from kvr_mpi.store.survey import RESULTS
 
 # Shards larger than this together, or of more documents, are left as they are at the end of a run: copying would double
@@ -236,7 +236,7 @@ def copy_documents(
                             done.append(name)
                             cut |= {name: needs} if needs else {}
                         else:
-                            failed[name] = reason_of(name, record.error)
+                            failed[name] = shorten(record.error)
             except DataError as error:
                 unreadable.append(str(error))
     if unreadable:

@@ -29,7 +29,7 @@ from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
 from kvr_mpi.store.parts import parts_of
 from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
-from kvr_mpi.store.summary import reason_of
+from kvr_mpi.store.summary import shorten
 from kvr_mpi.trace import Recorder
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class ShardWriter:
                         if parts := parts_of(record, tokens):
                             shard.parts[record.id] = parts
                     else:
-                        shard.failed[record.id] = reason_of(record.id, record.error)
+                        shard.failed[record.id] = shorten(record.error)
         finally:
             with contextlib.suppress(_DroppedError):
                 for _ in layers:  # what an error left

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -106,7 +105,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         damaged=tuple(sorted(found.damaged)),
         missing=tuple(sorted(found.missing())),
         unrecorded=tuple(found.unrecorded),
-        reasons=count_reasons(found.reasons().values()),
+        reasons=count_reasons((name, why, 1) for name, why in found.reasons().items()),
         ranks=ranks,
         silent=silent_ranks(ranks),
     )
@@ -120,9 +119,6 @@ def read_all(folders: Sequence[Path]) -> list[Status]:
 
 def add_up(found: Sequence[Status]) -> Status:
     """Sum up the shares of a corpus; they end when the last of them does."""
-    reasons: Counter[str] = Counter()
-    for one in found:
-        reasons.update(one.reasons)
     etas = [one.eta_s for one in found if one.left]
     return Status(
         folder=os.path.commonpath([os.path.abspath(one.folder) for one in found]),
@@ -140,7 +136,7 @@ def add_up(found: Sequence[Status]) -> Status:
         damaged=tuple(f"{one.folder}/{name}" for one in found for name in one.damaged),
         missing=tuple(f"{one.folder}/{name}" for one in found for name in one.missing),
         unrecorded=tuple(f"{one.folder}/{name}" for one in found for name in one.unrecorded),
-        reasons=dict(sorted(reasons.items(), key=lambda one: (-one[1], one[0]))),
+        reasons=count_reasons(("", why, count) for one in found for why, count in one.reasons.items()),
     )
 
 

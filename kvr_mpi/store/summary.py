@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-REASON_CHARS = 160
-# What differs from document to document: what stands in quotes, paths, numbers.
-QUOTED, NUMBER = re.compile(r"'[^']*'|\"[^\"]*\""), re.compile(r"(?<![\w-])\d+(?:[.,]\d+)*(?!\w)")
+REASON_CHARS = 240
+# Words that differ from document to document: those with digits, slashes, quotes or brackets in them.
+PARTICULAR = re.compile(r"""\S*[\d/'"`\[\]{}()]\S*""")
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Documents by status.
 
-    reasons : how many failed for what, the most frequent first.
+    reasons : how many failed by cause, the most frequent first: the message of one of them stands for each.
     """
 
     done: int
@@ -29,15 +29,33 @@ class Summary:
         return self.done + self.failed
 
 
-def reason_of(document_id: str, error: str) -> str:
-    """Say what went wrong as it is said of every document it went wrong with: without names, paths and numbers."""
+def shorten(error: str) -> str:
+    """Cut an error message to one line of at most `REASON_CHARS`."""
     text = " ".join(error[: 8 * REASON_CHARS].split())
-    text = re.sub(rf"(?<!\w){re.escape(document_id)}(?!\w)", "...", text) if document_id else text
-    text = NUMBER.sub("N", QUOTED.sub("...", text))
-    text = " ".join("..." if "/" in word else word for word in text.split())
     return text if len(text) <= REASON_CHARS else text[: REASON_CHARS - 3] + "..."
 
 
-def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
-    """Count them, the most frequent first."""
-    return dict(sorted(Counter(reasons).items(), key=lambda one: (-one[1], one[0])))
+def count_reasons(errors: Iterable[tuple[str, str, int]]) -> dict[str, int]:
+    """Count errors by cause, the most frequent first.
+
+    Parameters
+    ----------
+    errors : iterable of (str, str, int)
+        A document's id, or nothing, its shortened message, and how many documents it stands for.
+
+    Returns
+    -------
+    dict
+        The first message of each cause, and how many documents have it.
+    """
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for document_id, error, count in errors:
+        counts[first.setdefault(_cause_of(document_id, error), error)] += count
+    return dict(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
+
+
+def _cause_of(document_id: str, error: str) -> str:
+    """Reduce a message to what it shares with those of other documents; a message without that stands for itself."""
+    text = re.sub(rf"(?<!\w){re.escape(document_id)}(?!\w)", "", error) if document_id else error
+    return " ".join(PARTICULAR.sub("", text).split()) or error

@@ -169,7 +169,7 @@ def test_status_of_an_array(array: Path, run_kvr: Kvr) -> None:
     ]  # 2 before 10
     whole = "\n".join(lines[11:])
     assert f"{len(done)}: {len(done) - len(failed)} done, {len(failed)} failed, 0 left" in whole
-    assert "share 10 of 12" in whole and f"{len(failed)} x it went wrong" in whole
+    assert "share 10 of 12" in whole and f"{len(failed)} x such as: it went wrong" in whole
     told = json.loads(run_kvr("status", array, "--json").output)
     assert (told["done"], told["failed"], told["left"]) == (len(done) - len(failed), len(failed), 0)
     assert len(told["folders"]) == 11 and "share 10 of 12" in told["missing"][0]
