@@ -40,7 +40,7 @@ class ModelSection(Section):
 
 
 class DocumentsSection(Section):
-    """Which documents."""
+    """The documents that the job reads."""
 
     path: list[Annotated[str, Field(min_length=1)]] = Field(
         min_length=1, description="folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet"
@@ -84,7 +84,7 @@ class DocumentsSection(Section):
 
 
 class PromptSection(Section):
-    """What is asked about each document."""
+    """The prompt for each document."""
 
     template: str = Field(
         "{text}",
@@ -133,7 +133,9 @@ class ParallelSection(Section):
     min_efficiency: float = Field(
         0.5, ge=0, le=1, description="auto: minimum parallel efficiency of a chain, unless that slows the batch down"
     )
-    partition: Literal["equal_time", "even", "table"] = Field("equal_time", description="how a prompt is cut")
+    partition: Literal["equal_time", "even", "table"] = Field(
+        "equal_time", description="slices of equal time, of even length, or from a table"
+    )
     table: str | None = Field(
         None, min_length=1, description="a file written by kvr search, or a folder of them, for partition = 'table'"
     )
@@ -147,7 +149,7 @@ class ParallelSection(Section):
         description="maximum memory per rank for prompts, in addition to the weights; default: all that is free",
     )
     transport: Name = Field(
-        "auto", description="what carries keys and values between ranks; auto: what has been tested to work here"
+        "auto", description="what carries keys and values between ranks; auto: mpi on CPUs, nccl on GPUs"
     )
 
     @field_validator("strategy")
@@ -174,7 +176,7 @@ class ParallelSection(Section):
 
 
 class QuestionsSection(Section):
-    """What is asked of documents whose keys and values are stored: `documents.path` is then the run that has them."""
+    """Questions about the documents of an earlier run with stored keys and values; `documents.path` is that run."""
 
     ask: list[str] | dict[str, str] | str = Field(
         [], description="questions, questions by name, or a file: one per line, or .jsonl with question and id"

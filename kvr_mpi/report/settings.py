@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ReportSettings(BaseModel):
-    """What a job tells of itself beside its results."""
+    """What a job records about itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -37,7 +37,7 @@ from kvr_mpi.topology import in_lane_of, rank_name
 from kvr_mpi.trace import Kind, Recorder, Span
 
 TRACES = "trace"
-# What a job tells of itself beside its results.
+# What a job records about itself.
 PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE = "progress.json", "metrics.prom", "metrics.json"
 HEADER, VERSION = "kvr_trace", 2
 FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.json")
