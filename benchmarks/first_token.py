@@ -444,7 +444,7 @@ def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, sa
 @click.option(
     "--roofline",
     is_flag=True,
-    help="Also measure the peak speed of this processor, and show how close each strategy comes to it.",
+    help="Also measure this processor's peaks (multiply-adds, memory); show how close parts and strategies come.",
 )
 @json_option
 @plot_option

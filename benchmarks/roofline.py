@@ -1,46 +1,58 @@
-"""How near a prefill comes to what the processor can do: its parts beside peaks that are measured, not looked up.
+"""Each part of a prefill as a fraction of what the processor can do: multiply-adds in registers, bytes from memory.
 
-A strategy, or another engine, that reaches nine tenths of the roofline cannot be beaten by more than a ninth, whatever
-is done to it. The roofline here is the time that multiplications alone would take if all of them ran at the best rate
-at which this processor was seen to multiply, on all ranks at once: weights at that of the best product found, and
-attention at that of its kernel without a mask. Nothing else is counted: norms, gates, rotary embeddings, residuals and
-the links between ranks would be free.
+Both peaks are measured by compiled loops (``peaks.cpp``) on all ranks at once. No strategy or engine that multiplies as
+often in float32 takes less time than its multiplications at the first peak. The second is no such bound: what a part
+reads and writes may stay in the caches, and then it exceeds the peak.
 """
 
 from __future__ import annotations
 
+import ctypes
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.kv.attention import attend
 from kvr_mpi.model import LayerShape, LoadedModel
-from kvr_mpi.model.attention_hook import AttentionParams
-from kvr_mpi.model.cpu_attention import attention_kernel
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport import Transport, gather_json, share_json, together
 from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.tuning.compiled_attention import NO_COMPILER, find_compiler, run_compiler
 from kvr_mpi.tuning.cores import pinned
 
 PRODUCTS, ATTENTION, REST = "products with weights", "attention", "everything else"
 # What a profile calls them; what compiled kernels do has no name there, and belongs to the rest.
 WEIGHT_OPERATIONS = {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "mkldnn::_linear_pointwise"}
 ATTENTION_OPERATIONS = {"aten::bmm", "aten::baddbmm"}
+# They read of their first tensor only what they return.
+GATHERS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
 REPEATS = 3
-PEAK_REPEATS = 5
-# Sides of square products, and rows of attention, at which the processor's best rate is looked for.
-SIDES = (1024, 2048)
-ROWS = (1024, 2048)
+PEAK_SOURCE = Path(__file__).with_name("peaks.cpp")
+# Short runs, some of which nothing disturbs; memory that fits no cache.
+PEAK_REPEATS = 40
+STEPS = 1 << 21
+STREAM_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What a rank's processor can do in a second, mean of all ranks, which were all at work."""
+
+    flop_per_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +60,13 @@ class Part:
     """What one kind of operation takes of a prefill on one rank.
 
     flop : multiplications and additions; 0 where none are counted.
-    peak : of them a second, the best that was seen here; 0 where there is none.
+    nbytes : of the tensors that plain torch's operations read and write.
     """
 
     name: str
     flop: float
+    nbytes: float
     seconds: float
-    peak: float
-
-    @property
-    def rate(self) -> float:
-        """Operations a second."""
-        return self.flop / self.seconds if self.seconds else 0.0
-
-    @property
-    def least_s(self) -> float:
-        """Seconds at the peak."""
-        return self.flop / self.peak if self.peak else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,31 +79,13 @@ class Roofline:
     tokens: int
     ranks: int
     seconds: float
+    peaks: Peaks
     parts: tuple[Part, ...]
 
     @property
     def least_s(self) -> float:
-        """Seconds that no way of sharing this prompt among the ranks falls below, with these peaks."""
-        return sum(part.least_s for part in self.parts) / self.ranks
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what a table or file shows."""
-        return {
-            "context_tokens": self.tokens,
-            "ranks": self.ranks,
-            "seconds_alone": self.seconds,
-            "least_s": self.least_s,
-            "parts": [
-                {
-                    "part": part.name,
-                    "gflop": part.flop / 1e9,
-                    "seconds": part.seconds,
-                    "gflop_per_s": part.rate / 1e9,
-                    "peak_gflop_per_s": part.peak / 1e9,
-                }
-                for part in self.parts
-            ],
-        }
+        """Seconds that no way of sharing this prompt's multiplications among the ranks falls below."""
+        return sum(part.flop for part in self.parts) / (self.ranks * self.peaks.flop_per_s)
 
 
 def measure_rooflines(loaded: LoadedModel, world: Transport, contexts: Sequence[int]) -> list[Roofline]:
@@ -110,18 +94,58 @@ def measure_rooflines(loaded: LoadedModel, world: Transport, contexts: Sequence[
     Raises
     ------
     ConfigError
-        On a GPU, whose kernels a profile of this process does not time.
+        On a GPU, whose kernels a profile of this process does not time; of a model that is not in float32, whose
+        multiply-adds are not those that are measured; without a compiler.
     """
-    if loaded.device.type != "cpu":
-        raise ConfigError(f"--roofline needs the model on the CPU; it is on {loaded.device}")
+    if loaded.device.type != "cpu" or loaded.dtype != torch.float32:
+        raise ConfigError(
+            f"--roofline needs the model in float32 on the CPU (--dtype float32 --device cpu); it is in {loaded.dtype} "
+            f"on {loaded.device}"
+        )
     with pinned(world):
-        peaks = _product_peak(loaded, world), _attention_peak(loaded, world)
-        return [_measure(loaded, world, tokens, *peaks) for tokens in contexts]
+        peaks = measure_peaks(world)
+        return [_measure(loaded, world, tokens, peaks) for tokens in contexts]
 
 
-def _measure(
-    loaded: LoadedModel, world: Transport, tokens: int, product_peak: float, attention_peak: float
-) -> Roofline:
+def measure_peaks(world: Transport) -> Peaks:
+    """Measure multiply-adds and reads by as many threads as torch computes with, on all ranks at once."""
+    library, threads = together(world, _compiled_loops), torch.get_num_threads()
+    ones = torch.ones(STREAM_BYTES // 4)
+    mine = [
+        2 * _best_rate(world, lambda: library.multiply_add(STEPS, 1.0, threads)),
+        4 * _best_rate(world, lambda: library.read_ones(ones.data_ptr(), ones.numel(), threads)),
+    ]
+    found = share_json(world, gather_json(world, mine))
+    return Peaks(*(sum(rates) / world.size for rates in zip(*found, strict=True)))
+
+
+def _compiled_loops() -> ctypes.CDLL:
+    compiler = find_compiler()
+    if compiler is None:
+        raise ConfigError(f"--roofline compiles {PEAK_SOURCE.name}: {NO_COMPILER}")
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "peaks.so"
+        if why := run_compiler(compiler, [PEAK_SOURCE], made):
+            raise ConfigError(f"--roofline compiles {PEAK_SOURCE.name}: {why}; CXX names another compiler")
+        library = ctypes.CDLL(str(made))
+    multiply, read = library.multiply_add, library.read_ones
+    multiply.restype, multiply.argtypes = ctypes.c_int64, [ctypes.c_int64, ctypes.c_float, ctypes.c_int64]
+    read.restype, read.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    return library
+
+
+def _best_rate(world: Transport, run: Callable[[], int]) -> float:
+    """Units of work a second in the best of some runs; what disturbs a run only makes it slower."""
+    rates = []
+    for _ in range(PEAK_REPEATS):
+        world.barrier()
+        begin = time.perf_counter()
+        done = run()
+        rates.append(done / (time.perf_counter() - begin))
+    return max(rates)
+
+
+def _measure(loaded: LoadedModel, world: Transport, tokens: int, peaks: Peaks) -> Roofline:
     ids = loaded.shape.sample_ids(tokens, 1, 0)
     partition = Partition((0, tokens))
 
@@ -132,21 +156,42 @@ def _measure(
     prefill()
     seconds = min(prefill() for _ in range(REPEATS))
     spent = _profiled(prefill)
-    with without_kernels(loaded.model):
-        flop = _weight_flop(prefill)
-    products = _part(PRODUCTS, flop, spent[PRODUCTS], product_peak)
-    attention = _part(ATTENTION, attention_flop(loaded, tokens), spent[ATTENTION], attention_peak)
-    rest = Part(REST, 0.0, max(0.0, seconds - products.seconds - attention.seconds), 0.0)
-    mine = [seconds, [(part.flop, part.seconds, part.peak) for part in (products, attention, rest)]]
+    with without_kernels(loaded.model), FlopCounterMode(display=False) as counter, _TrafficMode() as traffic:
+        prefill()
+    flop = {PRODUCTS: _weight_flop(counter), ATTENTION: attention_flop(loaded, tokens), REST: 0.0}
+    spent[REST] = max(0.0, seconds - sum(spent.values()))
+    mine = [seconds, [[name, flop[name], traffic.nbytes[name], spent[name]] for name in flop]]
     slowest = max(share_json(world, gather_json(world, mine)), key=lambda found: found[0])
-    names = (PRODUCTS, ATTENTION, REST)
-    parts = tuple(Part(name, *part) for name, part in zip(names, slowest[1], strict=True))
-    return Roofline(tokens, world.size, slowest[0], parts)
+    return Roofline(tokens, world.size, slowest[0], peaks, tuple(Part(*part) for part in slowest[1]))
 
 
-def _part(name: str, flop: float, seconds: float, peak: float) -> Part:
-    """Make a part; what it reaches itself is a rate at which this processor was seen to multiply, too."""
-    return Part(name, flop, seconds, max(peak, flop / seconds if seconds else 0.0))
+def _part_of(operation: str) -> str:
+    if operation in WEIGHT_OPERATIONS:
+        return PRODUCTS
+    return ATTENTION if "attention" in operation or operation in ATTENTION_OPERATIONS else REST
+
+
+class _TrafficMode(TorchDispatchMode):
+    """Count the bytes of the tensors that operations read and write, by part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = f"aten::{_name(func)}"
+        if not func.is_view and not name.startswith("aten::empty"):
+            read = (result,) if name in GATHERS else (args, kwargs)
+            self.nbytes[_part_of(name)] += sum(_bytes_of(read)) + sum(_bytes_of(result))
+        return result
+
+
+def _bytes_of(tensors: Any) -> Iterator[int]:
+    """Bytes of each tensor: of one that repeats its rows, those that it has in memory."""
+    for each in tree_leaves(tensors):
+        if isinstance(each, torch.Tensor):
+            yield min(each.nbytes, each.untyped_storage().nbytes())
 
 
 def _profiled(run: Callable[[], Any]) -> dict[str, float]:
@@ -155,17 +200,13 @@ def _profiled(run: Callable[[], Any]) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU]) as record:
         run()
     for event in record.key_averages():
-        if event.key in WEIGHT_OPERATIONS:
-            spent[PRODUCTS] += event.self_cpu_time_total / 1e6
-        elif "attention" in event.key or event.key in ATTENTION_OPERATIONS:
-            spent[ATTENTION] += event.self_cpu_time_total / 1e6
+        if (part := _part_of(event.key)) in spent:
+            spent[part] += event.self_cpu_time_total / 1e6
     return spent
 
 
-def _weight_flop(run: Callable[[], Any]) -> float:
-    """Operations of products with weights; the model's own code has to run, whose operations are known."""
-    with FlopCounterMode(display=False) as counter:
-        run()
+def _weight_flop(counter: FlopCounterMode) -> float:
+    """Operations of products with weights."""
     counted = counter.get_flop_counts()["Global"]
     return float(sum(flop for operation, flop in counted.items() if f"aten::{_name(operation)}" in WEIGHT_OPERATIONS))
 
@@ -185,41 +226,3 @@ def attention_flop(loaded: LoadedModel, tokens: int) -> float:
 def _seen(layer: LayerShape, queries: Iterable[int]) -> Iterator[int]:
     """Keys that each query sees; none in a layer that keeps no keys."""
     return (query + 1 - layer.visibility.first_key(query) for query in queries if layer.elements)
-
-
-def _product_peak(loaded: LoadedModel, world: Transport) -> float:
-    """Operations a second of the best square product, on all ranks at once."""
-    rates = []
-    for side in SIDES:
-        left, right = (torch.randn(side, side, dtype=loaded.dtype) for _ in range(2))
-        rates.append(2.0 * side**3 / _fastest(world, partial(torch.mm, left, right)))
-    return max(rates)
-
-
-def _attention_peak(loaded: LoadedModel, world: Transport) -> float:
-    """Operations a second of attention without a mask, by the model's heads, on all ranks at once."""
-    work = workload_of(loaded.model.config, loaded.dtype.itemsize)
-    layer = next((layer for layer in loaded.shape.layers if layer.elements), None)
-    if layer is None:
-        return 0.0
-    rates = []
-    for rows in ROWS:
-        queries = torch.randn(1, work.heads, rows, layer.key_dim, dtype=loaded.dtype)
-        keys = torch.randn(1, work.heads, rows, layer.key_dim, dtype=loaded.dtype)
-        values = torch.randn(1, work.heads, rows, layer.value_dim, dtype=loaded.dtype)
-        for kernel in {None, attention_kernel(loaded.model)}:
-            run = partial(attend, queries, keys, values, AttentionParams(layer.key_dim**-0.5, kernel=kernel))
-            rates.append(work.pair_flop * rows * rows / _fastest(world, run))
-    return max(rates)
-
-
-def _fastest(world: Transport, run: Callable[[], Any]) -> float:
-    """Seconds of the fastest of some runs, on all ranks at once; what disturbs a run only makes it longer."""
-    times = []
-    with torch.inference_mode():
-        for _ in range(PEAK_REPEATS):
-            world.barrier()
-            begin = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begin)
-    return min(times)

@@ -81,24 +81,28 @@ def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: 
 def print_rooflines(rooflines: Sequence[Roofline], found: list[dict[str, Any]], json_file: Path | None) -> None:
     """Show where a prefill's time goes, and how near strategies (of `StrategyRow.as_json`) come to the least."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("tokens", "part", "GFLOP", "seconds", "share", "GFLOP/s", "peak", "of the peak"):
+    for name in ("tokens", "part", "seconds", "share", "GFLOP/s", "of multiply-adds", "GB/s", "of memory"):
         table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
     for one in rooflines:
         for part in one.parts:
-            share = f"{100 * part.seconds / one.seconds:.0f} %"
-            counted = ("", "", "")
-            if part.peak:
-                counted = (f"{part.rate / 1e9:.1f}", f"{part.peak / 1e9:.1f}", f"{100 * part.rate / part.peak:.0f} %")
-            operations = f"{part.flop / 1e9:.0f}" if part.flop else ""
-            table.add_row(str(one.tokens), part.name, operations, f"{part.seconds:.3f}", share, *counted)
-    print("\none rank computing the whole prompt, while all other ranks are busy, too:")
+            cells = [str(one.tokens), part.name, f"{part.seconds:.3f}", f"{100 * part.seconds / one.seconds:.0f} %"]
+            for work, peak in ((part.flop, one.peaks.flop_per_s), (part.nbytes, one.peaks.bytes_per_s)):
+                rate = work / part.seconds if part.seconds else 0.0
+                cells += [f"{rate / 1e9:.1f}", f"{100 * rate / peak:.0f} %"] if rate else ["", ""]
+            table.add_row(*cells)
+    peaks = rooflines[0].peaks
+    print(
+        f"\none rank computing the whole prompt, while all other ranks are busy, too; peak of each rank's processor: "
+        f"{peaks.flop_per_s / 1e9:.1f} GFLOP/s of multiply-adds, {peaks.bytes_per_s / 1e9:.1f} GB/s from memory (what "
+        "stays in caches can exceed it)"
+    )
     Console(width=160, highlight=False, force_terminal=False).print(table)
     for one in rooflines:
         rows = [row for row in found if row["context_tokens"] == one.tokens]
-        said = ", ".join(f"{row['strategy']} {100 * one.least_s / row['ttft_min_s']:.0f} %" for row in rows)
+        reached = ", ".join(f"{row['strategy']} {100 * one.least_s / row['ttft_min_s']:.0f} %" for row in rows)
         print(
-            f"{one.tokens} tokens: at least {one.least_s:.3f} s on {one.ranks} rank(s), all multiplications at peak "
-            f"speed and everything else free; the best runs reach {said} of that speed"
+            f"{one.tokens} tokens: nothing that multiplies as often takes less than {one.least_s:.3f} s on {one.ranks} "
+            f"rank(s); the best runs reach {reached} of that speed"
         )
     least_s = {one.tokens: one.least_s for one in rooflines}
     if json_file is not None:

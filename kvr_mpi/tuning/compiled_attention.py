@@ -13,7 +13,7 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ LIMIT_S = 60.0
 MOST_BYTES = 64 << 20
 FAILED, MOST_NOTE_BYTES = "failed.txt", 4096
 COMPILERS = ("c++", "g++", "clang++")
+NO_COMPILER = f"no compiler found ({', '.join(COMPILERS)}), and CXX is not set"
 # No contraction changes an order of additions; no option gives up NaN.
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
 NOT_COMPILED = "attention is not compiled, so torch's is used"
@@ -79,11 +80,11 @@ def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float 
     return library
 
 
-def _compile(file: Path, say: Say, limit_s: float, environ: Mapping[str, str] = os.environ) -> None:
+def _compile(file: Path, say: Say, limit_s: float) -> None:
     """Compile the kernel into the cache, or say why not; leave a note there if a compiler failed."""
-    compiler = environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
-        say(f"{NOT_COMPILED}: no compiler found ({', '.join(COMPILERS)}), and CXX is not set")
+        say(f"{NOT_COMPILED}: {NO_COMPILER}")
         return
     note = file.parent / FAILED
     if note.exists():
@@ -93,7 +94,7 @@ def _compile(file: Path, say: Say, limit_s: float, environ: Mapping[str, str] = 
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=file.parent))
     try:
-        if why := _run_compiler(compiler, work / file.name, limit_s):
+        if why := run_compiler(compiler, SOURCES, work / file.name, limit_s):
             say(f"{NOT_COMPILED}: {why}")
             with replacing(note) as stream:
                 stream.write(f"{why}\n".encode())
@@ -103,9 +104,14 @@ def _compile(file: Path, say: Say, limit_s: float, environ: Mapping[str, str] = 
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _run_compiler(compiler: str, made: Path, limit_s: float) -> str:
-    """Make the library, with a compiler in a session of its own; say why there is none, nothing if there is."""
-    command = [*compiler.split(), *OPTIONS, *map(str, SOURCES), "-o", str(made)]
+def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the command of a C++ compiler, None if there is none."""
+    return environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: float = LIMIT_S) -> str:
+    """Make a library, with a compiler in a session of its own; return why there is none, nothing if there is."""
+    command = [*compiler.split(), *OPTIONS, *map(str, sources), "-o", str(made)]
     with tempfile.TemporaryFile() as output:
         try:
             process = subprocess.Popen(

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
+import torch
 from models import tiny
 
-from benchmarks.roofline import ATTENTION, PRODUCTS, REST, attention_flop, measure_rooflines
+from benchmarks.roofline import (
+    ATTENTION,
+    PRODUCTS,
+    REST,
+    _compiled_loops,
+    attention_flop,
+    measure_peaks,
+    measure_rooflines,
+)
+from kvr_mpi.errors import KvrError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.transport.local import LocalTransport
 
 TOKENS = 96
+SIDE = 2048
 
 
 def test_every_product_is_counted_once() -> None:
@@ -31,6 +45,41 @@ def test_every_product_is_counted_once() -> None:
     assert attention.flop == 4 * heads * size * pairs
     assert products.seconds > 0 and attention.seconds > 0 and rest.flop == 0
     assert found.seconds > found.least_s > 0
+    weights = 4 * config.num_hidden_layers * (before + after)
+    assert all(part.nbytes > 0 for part in found.parts) and products.nbytes > weights
+
+
+def test_no_library_exceeds_the_peaks() -> None:
+    peaks = measure_peaks(LocalTransport())
+    left, right = torch.randn(2, SIDE, SIDE)
+    ones = torch.ones(64 << 20)
+    products_s, sums_s = (_fastest(run) for run in (lambda: left @ right, ones.sum))
+    assert 2 * SIDE**3 / products_s <= peaks.flop_per_s
+    assert ones.nbytes / sums_s <= 1.5 * peaks.bytes_per_s  # the same memory, which other programs use at other times
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_loops_do_all_of_their_work(threads: int) -> None:
+    loops = _compiled_loops()
+    one, ten = (loops.multiply_add(steps, 1.0, threads) for steps in (1, 10))
+    assert ten == 10 * one == threads * loops.multiply_add(10, 1.0, 1) > 0
+    ones = torch.ones(1 << 20)
+    assert loops.read_ones(ones.data_ptr(), ones.numel(), threads) == ones.numel()
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(KvrError, match="no-such-compiler"):
+        measure_peaks(LocalTransport())
 
 
 def test_keys_out_of_the_window_are_not_counted() -> None:
