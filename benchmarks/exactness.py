@@ -191,7 +191,7 @@ def _chain(ids: Sequence[int], cut: Partition, last: int, loaded: LoadedModel, r
 def _rival(name: str, ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:
     strategy = STRATEGIES[name]
     cut = strategy.cut_evenly(len(ids), rank.size)
-    return strategy.prefill(loaded, ids, cut, rank, lends=False, reserve_tokens=NEW_TOKENS)
+    return strategy.as_published.prefill(loaded, ids, cut, rank, reserve_tokens=NEW_TOKENS)
 
 
 def _with_prefix(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:

@@ -319,7 +319,8 @@ class Trial:
         if self.registered.is_plain:
             return _single_with_all_cores(loaded, world, ids)
         with nullcontext() if lends or self.strategy in OURS else without_kernels(loaded.model):
-            return self.registered.prefill(loaded, ids, self.cut, world, lends=lends)
+            strategy = self.registered if lends else self.registered.as_published
+            return strategy.prefill(loaded, ids, self.cut, world)
 
 
 @dataclass(frozen=True, slots=True)

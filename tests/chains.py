@@ -39,5 +39,5 @@ def rival(
     name: str, loaded: LoadedModel, ids: Sequence[int], ranks: Transport, *, lends: bool = False, **options: Any
 ) -> Prefill:
     """Prefill by a strategy with even slices, as published, or with what jobs have."""
-    strategy = STRATEGIES[name]
-    return strategy.prefill(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, lends=lends, **options)
+    strategy = STRATEGIES[name] if lends else STRATEGIES[name].as_published
+    return strategy.prefill(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, **options)

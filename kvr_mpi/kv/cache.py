@@ -6,7 +6,6 @@ touch transformers' cache classes. No model code is changed, and the model is no
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers.cache_utils import Cache
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena, make_rows
 from kvr_mpi.kv.buffers import LayerBuffers
-from kvr_mpi.kv.clock import Clock, times_without_waits
+from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore, check_retained
 from kvr_mpi.kv.layer import SliceLayer
@@ -111,9 +110,7 @@ class SliceCache(Cache):
         self.keeps_all = self.is_decode_rank and self.share is None
         self.capacity = route.capacity + (reserve_tokens if self.keeps_all else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
-        self._clock = Clock(self.device)
-        self._made: list[tuple[Any, int]] = []  # when each layer's keys were made, and after how many waits
-        self.layer_begins_s: list[float] = []  # the same by the host's clock, for traces
+        self.clock = Clock(self.device) if transfers is None else transfers.clock
         self.prefilling = True
         self.current: SliceLayer | None = None
         self._write_layer = write_layer
@@ -144,11 +141,6 @@ class SliceCache(Cache):
     def length(self) -> int:
         """Tokens held, before the slice is in those before it; 0 if no layer holds anything by token."""
         return next((layer.length for layer in self.layers if layer.shape.elements), 0)
-
-    @property
-    def layer_times_s(self) -> list[float]:
-        """Times when each layer's keys were computed, from the first on, excluding waits; on a GPU only at the end."""
-        return times_without_waits(self._made, self._clock, None if self.transfers is None else self.transfers.waits)
 
     def begin(self) -> None:
         """Post the first layers' receives, before anything is computed."""
@@ -199,9 +191,7 @@ class SliceCache(Cache):
         """Begin a layer: finish those before it, and post receives as far ahead as the transport wants; idempotent."""
         if layer_idx <= self._begun:
             return
-        waits = 0 if self.transfers is None else len(self.transfers.waits)
-        self._made += [(self._clock.now(), waits)] * (layer_idx - self._begun)
-        self.layer_begins_s += [time.perf_counter()] * (layer_idx - self._begun)
+        self.clock.begin_layers(layer_idx - self._begun)
         through = self.layers[max(self._begun, 0) : layer_idx]
         self._begun = layer_idx
         self._leave(through)

@@ -1,13 +1,13 @@
 """When a rank did what, as its device sees it.
 
-A GPU is told what to do long before it does it: between two moments of the host there is what it was told meanwhile,
-not what it did. So on a GPU a moment is an event in its stream, and time is read when the stream has passed it.
+A GPU executes work long after the host has queued it, so the host's clock between two moments measures the queueing. On
+a GPU a moment is therefore an event in its stream, and time is read once the stream has passed it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -17,7 +17,10 @@ Kind = Literal["receive", "send"]
 
 
 class Clock:
-    """Moments of a device, and the time between them.
+    """When a rank began each layer of a prompt, and when it waited, for what.
+
+    On a GPU a wait lasts from the moment at which everything queued before it is done to the moment at which the rank
+    continues: a rank that waits while its GPU still computes costs nothing.
 
     Parameters
     ----------
@@ -27,59 +30,48 @@ class Clock:
 
     def __init__(self, device: torch.device | None) -> None:
         self._is_gpu = device is not None and device.type == "cuda"
+        self._layers: list[tuple[Any, int]] = []  # when each began, and after how many waits
+        self._waits: list[tuple[Kind, Any, Any]] = []
 
     def now(self) -> Any:
-        """Mark where the device has come to with what it was told so far."""
+        """Mark the moment at which the device has done what was queued so far."""
         if not self._is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def seconds(self, first: Any, last: Any) -> float:
-        """Time between two moments; on a GPU its stream must have passed both."""
-        return float(first.elapsed_time(last)) / 1e3 if self._is_gpu else last - first
-
-
-class Waits:
-    """When a rank waited, for what.
-
-    On a GPU: from the moment at which it has done all it was told before the rank waited, to that at which it goes on.
-    A rank that waits while its GPU still computes costs nothing.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self._spans: list[tuple[Kind, Any, Any]] = []
-
-    def __len__(self) -> int:
-        return len(self._spans)
+    def begin_layers(self, count: int) -> None:
+        """Mark the beginning of the next layers; those that keep nothing begin with the one after them."""
+        self._layers += [(self.now(), len(self._waits))] * count
 
     @contextmanager
     def waiting(self, kind: Kind) -> Iterator[None]:
         """Count the block as waiting."""
-        began = self.clock.now()
+        began = self.now()
         yield
-        self._spans.append((kind, began, self.clock.now()))
+        self._waits.append((kind, began, self.now()))
 
-    def seconds(self, kind: Kind | None = None, count: int | None = None) -> float:
-        """Time waited, for one kind or all, in the first `count` waits or all."""
-        spans = self._spans[:count]
-        return sum(self.clock.seconds(began, ended) for of, began, ended in spans if kind in (None, of))
+    def waited_s(self, kind: Kind | None = None, count: int | None = None) -> float:
+        """Time waited, for one kind or all, in the first `count` waits or all; the stream must have passed them."""
+        waits = self._waits[:count]
+        return sum((self._between_s(began, ended) for of, began, ended in waits if kind in (None, of)), 0.0)
 
+    @property
+    def layer_begins_s(self) -> list[float]:
+        """When each layer began, as time.perf_counter; empty on a GPU, which computes on its own."""
+        return [] if self._is_gpu else [moment for moment, _ in self._layers]
 
-def times_without_waits(marks: Sequence[tuple[Any, int]], clock: Clock, waits: Waits | None) -> list[float]:
-    """Seconds from the first of some moments to each of them, excluding wait time.
+    @property
+    def layer_times_s(self) -> list[float]:
+        """Seconds from the beginning of the first layer to that of each, excluding waits."""
+        if not self._layers:
+            return []
+        first, waited_s = self._layers[0][0], [self.waited_s(count=count) for _, count in self._layers]
+        return [
+            self._between_s(first, moment) - (waited - waited_s[0])
+            for (moment, _), waited in zip(self._layers, waited_s, strict=True)
+        ]
 
-    Parameters
-    ----------
-    marks : sequence of (moment, int)
-        And how many waits were over then.
-    """
-    if not marks:
-        return []
-    times, before = [], 0.0 if waits is None else waits.seconds(count=marks[0][1])
-    for moment, count in marks:
-        waited_s = 0.0 if waits is None else waits.seconds(count=count) - before
-        times.append(clock.seconds(marks[0][0], moment) - waited_s)
-    return times
+    def _between_s(self, first: Any, last: Any) -> float:
+        return float(first.elapsed_time(last)) / 1e3 if self._is_gpu else last - first

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.kv.clock import Clock, Kind, Waits
+from kvr_mpi.kv.clock import Clock, Kind
 from kvr_mpi.kv.route import Range, Route
 from kvr_mpi.model.masks import FULL, Visibility
 from kvr_mpi.topology import Rotation
@@ -49,7 +49,7 @@ class PromptTransfers:
                 f"{layers} layers in {segments} segments need message tags up to {largest}, and this MPI allows "
                 f"{transport.tag_ub}: use larger chunks (parallel.chunk_tokens), fewer ranks per chain, or another MPI"
             )
-        self.waits = Waits(Clock(forwarder.device))  # for what is received, and for the link to take what is sent
+        self.clock = Clock(forwarder.device)
         self.sent_bytes = 0  # what is passed on included
         self._recorder = forwarder.recorder
 
@@ -62,7 +62,7 @@ class PromptTransfers:
     def waiting(self, kind: Kind, layer_idx: int = -1, peer: int = -1) -> Iterator[None]:
         """Count the block as waiting: for what a rank of the chain sends, or for the link to take what is sent."""
         began_s = time.perf_counter()
-        with self.waits.waiting(kind):
+        with self.clock.waiting(kind):
             yield
         self._recorder.note("wait" if kind == "receive" else "send wait", began_s, layer=layer_idx, peer=peer)
 

@@ -6,16 +6,29 @@ The self-check before every batch, ``kvr verify``, the sweep of architectures an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.contents import layer_kv
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import Prefill, run_next
 
 KEYS, VALUES = "keys", "values"
+# What a model's code may raise where a chain, or another attention than its own, is not what it expects.
+FAILURES = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    AssertionError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +94,9 @@ def allowed_error(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
 
 
-def error_share(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest difference as a share of the truth's spread; infinite if either holds NaN, or the shapes differ."""
-    if found.shape != truth.shape:
+def error_share(found: torch.Tensor | None, truth: torch.Tensor | None) -> float:
+    """Largest difference as a share of the truth's spread; infinite if either is missing or NaN, or shapes differ."""
+    if found is None or truth is None or found.shape != truth.shape:
         return math.inf
     if not truth.numel():
         return 0.0
@@ -113,3 +126,28 @@ def differences(found: Answer, truth: Answer) -> Iterator[tuple[str, float]]:
 def first_difference(found: Answer, truth: Answer, allowed: float) -> tuple[str, float] | None:
     """Say what differs first by more than is allowed, and by what share of its spread; None if nothing does."""
     return next(((what, share) for what, share in differences(found, truth) if not share <= allowed), None)
+
+
+def why_not_the_same(
+    loaded: LoadedModel, run: Callable[[], Iterable[tuple[str, float]]], others: str = "those of plain transformers"
+) -> str | None:
+    """Run a trial on a few tokens: say why it fails, or what it gives that differs; None if all of it agrees.
+
+    Parameters
+    ----------
+    run : callable
+        Gives what is compared, with its `error_share`.
+    others : str
+        What it is compared with, for the message.
+    """
+    allowed = allowed_error(loaded.dtype)
+    try:
+        wrong = next(((what, share) for what, share in run() if not share <= allowed), None)
+    except ModelError as error:
+        return str(error)
+    except (MemoryError, *FAILURES) as error:
+        return f"{type(error).__name__}: {error}"
+    if wrong is None:
+        return None
+    what, share = wrong
+    return f"{what} differ from {others} by {share:.1e} of their spread (allowed {allowed:.0e})"

@@ -248,8 +248,6 @@ def prefill_by(
         failed = agree(transfers, route.position, route.decode_position, cache.device, digest)
     wait_for_compute(loaded.device)
     seconds = time.perf_counter() - began
-    layer_times_s, waits = cache.layer_times_s, transfers.waits if transfers else None
-    wait_s, send_wait_s = (waits.seconds("receive"), waits.seconds("send")) if waits else (0.0, 0.0)
     cache.finish()
     if own is not None:
         own.close()
@@ -263,17 +261,17 @@ def prefill_by(
         None if failed or cache.share is not None else cache,
         logits if has_logits else None,
         seconds,
-        wait_s=wait_s,
+        wait_s=cache.clock.waited_s("receive"),
         sent_bytes=transfers.sent_bytes if transfers else 0,
         last=rotation.rank_of(route.decode_position),
         error=told,
-        layer_times_s=layer_times_s,
-        send_wait_s=send_wait_s,
+        layer_times_s=cache.clock.layer_times_s,
+        send_wait_s=cache.clock.waited_s("send"),
         strategy=strategy,
         known_tokens=known,
         share=None if failed else cache.share,
         began_s=began,
-        layer_begins_s=cache.layer_begins_s if loaded.device.type == "cpu" else (),
+        layer_begins_s=cache.clock.layer_begins_s,
     )
 
 

@@ -7,8 +7,8 @@ verify``, ``kvr plan`` and ``forecast`` take their strategies from here: a new o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -34,6 +34,8 @@ AUTO = "auto"
 MARGIN = 0.03
 # Tokens of the chunks that are tried where slices do not fit at once, in this order.
 CHUNK_SIZES = (4096, 2048, 1024, 512, 256, 128)
+# Of the few on which a model is proven to run in chunks.
+CHECKED_CHUNK = 2
 
 
 class Forecast(Protocol):
@@ -44,21 +46,14 @@ class Forecast(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a strategy runs, and what that takes; `make` is None for plain transformers on one rank."""
-
-    make: MakeRoute | None
-    seconds: Forecast
-
-
-@dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to prefill a prompt.
 
     name : in jobs, records, tables and plots.
     about : in a few words.
-    ours : as it runs in jobs.
-    published : as its authors have it, without what we lend it; None: that is the same.
+    make : makes its routes, as it runs in jobs; None: plain transformers on one rank.
+    forecast : its time to the first token.
+    published : the strategy as its authors run it, without the cut of the last layer; None: that is the same.
     stretches : slices of each rank.
     has_cuts : whether its slices are searched, measured or looked up; else they are even.
     in_jobs : whether jobs can ask for it.
@@ -68,8 +63,9 @@ class Strategy:
 
     name: str
     about: str
-    ours: Way
-    published: Way | None = None
+    make: MakeRoute | None
+    forecast: Forecast
+    published: Strategy | None = None
     stretches: int = 1
     has_cuts: bool = False
     in_jobs: bool = False
@@ -79,11 +75,12 @@ class Strategy:
     @property
     def is_plain(self) -> bool:
         """Whether one rank does it alone, with plain transformers."""
-        return self.ours.make is None
+        return self.make is None
 
-    def way(self, *, lends: bool) -> Way:
-        """Give it as it runs in jobs, or as published."""
-        return self.ours if lends or self.published is None else self.published
+    @property
+    def as_published(self) -> Strategy:
+        """The strategy as its authors run it."""
+        return self.published or self
 
     def cut_evenly(self, tokens: int, ranks: int, known: int = 0) -> Partition:
         """Cut a prompt into slices of one length, after the tokens that are known already."""
@@ -91,15 +88,14 @@ class Strategy:
 
     def routes(self, partition: Partition, known: int = 0, chunk_tokens: int | None = None) -> list[Route]:
         """Make the route of every position, first slice first."""
-        make = self.ours.make
-        assert make is not None, self.name
+        assert self.make is not None, self.name
         positions = range(partition.size // self.stretches)
-        return [make(partition, position, known, chunk_tokens=chunk_tokens) for position in positions]
+        return [self.make(partition, position, known, chunk_tokens=chunk_tokens) for position in positions]
 
     def seconds(self, costs: Costs, partition: Partition, known: int = 0) -> float:
         """Forecast the time to the first token, in jobs; nobody computes the first `known` tokens."""
         first, *others = partition.lengths
-        return self.ours.seconds(costs.after(known), [first - known, *others])
+        return self.forecast(costs.after(known), [first - known, *others])
 
     def prefill(
         self,
@@ -107,8 +103,6 @@ class Strategy:
         ids: Sequence[int],
         partition: Partition,
         chain: Transport,
-        *,
-        lends: bool = True,
         **options: Unpack[Options],
     ) -> Prefill:
         """Prefill a prompt; every rank of the chain calls this.
@@ -122,10 +116,9 @@ class Strategy:
 
         if why := self.misfit(loaded):
             raise ModelError(why)
-        make = self.way(lends=lends).make
-        if make is None:
+        if self.make is None:
             return prefill_single(loaded.model, ids, loaded.device)
-        return prefill_by(make, loaded, ids, partition, chain, strategy=self.name, **options)
+        return prefill_by(self.make, loaded, ids, partition, chain, strategy=self.name, **options)
 
     def misfit(self, loaded: LoadedModel) -> str | None:
         """Say why a model that runs in chains does not run so; None if it does."""
@@ -145,61 +138,43 @@ class Strategy:
             return None
         return f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only"
 
-    def check(self, loaded: LoadedModel, tokens: int = 12) -> None:
-        """Prove on a few tokens that it gives this model's own logits; chains are proven by `check_chain`, before.
+    def check(self, loaded: LoadedModel, tokens: int = 12, chunk_tokens: int | None = None) -> None:
+        """Prove on a few tokens that it gives this model's own logits, at once or in chunks of so many tokens.
+
+        Chains that compute slices at once are proven by `check_chain`, before.
 
         Raises
         ------
         ModelError
             If the model cannot run so, or the logits differ.
         """
-        if not self.needs_parts:
-            return
-        if why := self.misfit(loaded):
-            raise ModelError(f"parallel.strategy = {self.name!r}: {why}")
-        error, allowed = self._error(loaded, min(tokens, loaded.shape.max_tokens or tokens))
-        if not error <= allowed:
-            raise ModelError(
-                f"{loaded.shape.architecture}: on {tokens} tokens a {self.name} differs from one rank by {error:.1e} "
-                f"of the logits' spread (allowed {allowed:.0e}); use strategy = 'kvr' for this model"
-            )
-
-    def check_chunks(self, loaded: LoadedModel, tokens: int = 12) -> None:
-        """Prove on a few tokens that slices in chunks give this model's own logits.
-
-        Raises
-        ------
-        ModelError
-            If the model cannot run so, or the logits differ.
-        """
-        from kvr_mpi.prefill.self_check import FAILURES
-
-        try:
-            error, allowed = self._error(loaded, min(tokens, loaded.shape.max_tokens or tokens), chunk_tokens=2)
-        except FAILURES as failure:
-            raise ModelError(f"{loaded.shape.architecture} does not run in chunks: {failure}") from failure
-        if not error <= allowed:
-            raise ModelError(
-                f"{loaded.shape.architecture}: on {tokens} tokens slices in chunks differ from one rank by "
-                f"{error:.1e} of the logits' spread (allowed {allowed:.0e}); leave parallel.chunk_tokens out"
-            )
-
-    def _error(self, loaded: LoadedModel, tokens: int, chunk_tokens: int | None = None) -> tuple[float, float]:
-        """Run it on three threads, and tell how far it is from one, and what rounding explains."""
-        from kvr_mpi.prefill.exactness import allowed_error, error_share
+        from kvr_mpi.prefill.exactness import error_share, why_not_the_same
         from kvr_mpi.prefill.one_prompt import prefill_kvr
         from kvr_mpi.transport.local import LocalTransport, run_local
 
-        ids = loaded.shape.sample_ids(tokens)
-        truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
-        cut = self.cut_evenly(tokens, 3)
-        ranks = run_local(
-            3, lambda rank: self.prefill(loaded, ids, cut, rank, chunk_tokens=chunk_tokens).logits, loaded.device
-        )
-        (found,) = (logits for logits in ranks if logits is not None)
-        assert truth is not None
-        error = error_share(found, truth)
-        return error, allowed_error(loaded.dtype)
+        if not self.needs_parts and chunk_tokens is None:
+            return
+        if why := self.misfit(loaded):
+            raise ModelError(f"parallel.strategy = {self.name!r}: {why}")
+        tokens = min(tokens, loaded.shape.max_tokens or tokens)
+        ids, cut = loaded.shape.sample_ids(tokens), self.cut_evenly(tokens, 3)
+
+        def run() -> Iterator[tuple[str, float]]:
+            truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
+            ranks = run_local(
+                3, lambda rank: self.prefill(loaded, ids, cut, rank, chunk_tokens=chunk_tokens).logits, loaded.device
+            )
+            (found,) = (logits for logits in ranks if logits is not None)
+            yield (
+                f"the logits of a {self.name}{'' if chunk_tokens is None else ' in chunks'}",
+                error_share(found, truth),
+            )
+
+        if why := why_not_the_same(loaded, run, "those of one rank"):
+            remedy = (
+                "use strategy = 'kvr' for this model" if chunk_tokens is None else "leave parallel.chunk_tokens out"
+            )
+            raise ModelError(f"{loaded.shape.architecture}: on {tokens} tokens {why}; {remedy}")
 
 
 def _single(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
@@ -216,33 +191,27 @@ def _ring(saves_last_layer: bool) -> Forecast:
     )
 
 
+_TSP_CAUSAL = Strategy(
+    "tsp-causal", "the same without the tokens after a slice", partial(all_gather, is_dense=False), _tsp(False)
+)
+_RING = Strategy("ring", "zigzag ring attention", ring, _ring(False), stretches=2, in_jobs=True)
 STRATEGIES: Mapping[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("single", "plain transformers, one rank", Way(None, _single), in_jobs=True, needs_parts=False),
+        Strategy("single", "plain transformers, one rank", None, _single, in_jobs=True, needs_parts=False),
         Strategy(
             "tsp-dense",
             "even slices, an all-gather in every layer, the whole rectangle computed",
-            Way(partial(all_gather, is_dense=True), _tsp(True)),
+            partial(all_gather, is_dense=True),
+            _tsp(True),
         ),
-        Strategy(
-            "tsp-causal",
-            "the same without the tokens after a slice",
-            Way(partial(all_gather, is_dense=False, saves_last_layer=True), _tsp(False)),
-            published=Way(partial(all_gather, is_dense=False), _tsp(False)),
-        ),
-        Strategy(
-            "ring",
-            "zigzag ring attention",
-            Way(partial(ring, saves_last_layer=True), _ring(True)),
-            published=Way(ring, _ring(False)),
-            stretches=2,
-            in_jobs=True,
-        ),
+        replace(_TSP_CAUSAL, make=partial(all_gather, is_dense=False, saves_last_layer=True), published=_TSP_CAUSAL),
+        replace(_RING, make=partial(ring, saves_last_layer=True), forecast=_ring(True), published=_RING),
         Strategy(
             "kvr",
             "KV-Runahead: uneven slices, keys and values passed down the chain",
-            Way(relay, chain_seconds),
+            relay,
+            chain_seconds,
             has_cuts=True,
             in_jobs=True,
             needs_parts=False,
@@ -304,7 +273,7 @@ def check_takes_chunks(strategy: Strategy, loaded: LoadedModel, chunk_tokens: in
         raise ModelError(
             f"parallel.chunk_tokens = {chunk_tokens}: {strategy.name} cannot use chunks; use strategy = 'kvr'"
         )
-    strategy.check_chunks(loaded)
+    strategy.check(loaded, chunk_tokens=CHECKED_CHUNK)
 
 
 def fastest(seconds: Sequence[float]) -> int:

@@ -7,7 +7,7 @@ shows only in long prompts is compared without running them: rotary embeddings (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from kvr_mpi.model.attention_hook import prepare_model, run_plain
 from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import Answer, allowed_error, error_share, first_difference, follow
+from kvr_mpi.prefill.exactness import FAILURES, Answer, differences, error_share, follow, why_not_the_same
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, run_next
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
 from kvr_mpi.prefill.stored_shares import run_shares
@@ -34,18 +34,6 @@ MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}
 RUNS = 7
 # Decoded after the prompt.
 NEXT_TOKEN = 5
-# What a model's code may raise where a chain, or another attention than its own, is not what it expects.
-FAILURES = (
-    ValueError,
-    TypeError,
-    RuntimeError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    AssertionError,
-)
-
 Say = Callable[[str], None]
 
 
@@ -167,36 +155,30 @@ def _why_refused(loaded: LoadedModel, ids: Sequence[int], why_parts: str | None,
 def _goes_on_from_cache(loaded: LoadedModel, ids: Sequence[int]) -> bool:
     """Whether plain transformers gives the same logits for a prompt in two pieces as for the whole."""
     prepare_model(loaded.model, chain=False)
-    truth = prefill_single(loaded.model, ids, loaded.device).logits
-    assert truth is not None
-    cache, cut = plain_cache(loaded.model), len(ids) // 2
-    try:
+    truth, cut = prefill_single(loaded.model, ids, loaded.device).logits, len(ids) // 2
+
+    def run() -> Iterator[tuple[str, float]]:
+        cache = plain_cache(loaded.model)
         run_plain(loaded.model, torch.tensor([ids[:cut]], device=loaded.device), cache)
         found = run_plain(loaded.model, torch.tensor([ids[cut:]], device=loaded.device), cache)
-    except FAILURES:
-        return False
-    return error_share(found, truth) <= allowed_error(loaded.dtype)
+        yield "the logits", error_share(found, truth)
+
+    return why_not_the_same(loaded, run) is None
 
 
 def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, truth: Answer) -> None:
     """Run a chain of threads, and raise `ModelError` unless it gives the true logits, and what they were made of."""
-    try:
+
+    def run() -> Iterator[tuple[str, float]]:
         prefill = run_local(
             partition.size,
             lambda rank: prefill_kvr(loaded, ids, partition, rank, keeps_all=True, reserve_tokens=1),
             loaded.device,
         )[-1]
-    except (ModelError, *FAILURES) as error:
-        reason = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-        raise ModelError(reason) from error
-    allowed = allowed_error(loaded.dtype)
-    wrong = first_difference(_follow(loaded, prefill), truth, allowed)
-    if wrong is not None:
-        what, share = wrong
-        raise ModelError(
-            f"on {len(ids)} tokens {what} of a chain differ from those of plain transformers by {share:.1e} of their "
-            f"spread (allowed {allowed:.0e})"
-        )
+        return differences(_follow(loaded, prefill), truth)
+
+    if why := why_not_the_same(loaded, run):
+        raise ModelError(f"on {len(ids)} tokens of a chain of {partition.size}, {why}")
 
 
 def _follow(loaded: LoadedModel, prefill: Prefill) -> Answer:
@@ -217,27 +199,21 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
     if reason := why_never_packed(loaded):
         return reason
     prompts = [loaded.shape.sample_ids(many, first=11 * (many + 1)) for many in (7, 4)]
-    device = loaded.device
-    try:
+
+    @torch.inference_mode()
+    def run() -> Iterator[tuple[str, float]]:
         alone = [
             prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=1) for ids in prompts
         ]
         together = prefill_packed(loaded, prompts, reserve_tokens=1, arena=arena)
-        truths, founds = [each.logits for each in alone], [each.logits for each in together]
-        with torch.inference_mode():
-            truths += [run_next(loaded.model, each, torch.tensor([[5]], device=device)) for each in alone]
-        founds += list(decode_packed(loaded, DecodeCache([each.cache for each in together]), [5, 5]))
-    except (ModelError, *FAILURES) as error:
-        return f"{loaded.shape.architecture} does not run packed ({type(error).__name__}: {error})"
-    for truth, found in zip(truths, founds, strict=True):
-        assert truth is not None and found is not None
-        share, allowed = error_share(found, truth), allowed_error(loaded.dtype)
-        if not share <= allowed:
-            return (
-                f"{loaded.shape.architecture}: two small documents together differ from each alone by {share:.1e} of "
-                f"the logits' spread (allowed {allowed:.0e})"
-            )
-    return None
+        founds = [each.logits for each in together]
+        founds += decode_packed(loaded, DecodeCache([each.cache for each in together]), [NEXT_TOKEN] * 2)
+        truths = [each.logits for each in alone]
+        truths += [run_next(loaded.model, each, torch.tensor([[NEXT_TOKEN]], device=loaded.device)) for each in alone]
+        return (("two small documents together", error_share(*pair)) for pair in zip(founds, truths, strict=True))
+
+    why = why_not_the_same(loaded, run, "each alone")
+    return why and f"{loaded.shape.architecture} does not run packed: {why}"
 
 
 def why_not_spread(loaded: LoadedModel) -> str | None:
@@ -257,12 +233,9 @@ def why_not_spread(loaded: LoadedModel) -> str | None:
         assert share is not None, "it stays spread"
         return run_shares(loaded, [share], [token], rank)
 
-    try:
+    def run() -> Iterator[tuple[str, float]]:
         alone = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=1)
         truth, found = _follow(loaded, alone).steps[0], run_local(2, decode, loaded.device)[-1]
-    except (ModelError, MemoryError, *FAILURES) as error:
-        return f"{type(error).__name__}: {error}"
-    share, allowed = error_share(found[0].cpu(), truth), allowed_error(loaded.dtype)
-    if share <= allowed:
-        return None
-    return f"logits of a decoded token differ by {share:.1e} of their spread (allowed {allowed:.0e})"
+        yield "logits of a decoded token", error_share(found[0].cpu(), truth)
+
+    return why_not_the_same(loaded, run, "those of one rank")

@@ -92,7 +92,8 @@ def _strategies(
         for how, partition in cuts.items():
 
             def run(ids: Sequence[int], one: Strategy = one, cut: Partition = partition) -> Prefill:
-                return one.prefill(loaded, ids, cut, world, lends=one.in_jobs, reserve_tokens=NEW_TOKENS)
+                strategy = one if one.in_jobs else one.as_published
+                return strategy.prefill(loaded, ids, cut, world, reserve_tokens=NEW_TOKENS)
 
             name = f"{one.name} {how} {partition}" if how else one.name
             yield name, one.routes(partition)[0].decode_position, run

@@ -249,7 +249,7 @@ class OverChain(Way):
             partition,
             [min(memory.free_bytes)] * memory.chain.size,
             plan.prompt.new_tokens,
-            partial(plan.strategy.ours.make or relay, chunk_tokens=plan.chunk_tokens),
+            partial(plan.strategy.make or relay, chunk_tokens=plan.chunk_tokens),
             is_spread=self.is_sharded,
             drop=memory.planned_drop(plan.prompt, plan.prefix),
         )

@@ -330,7 +330,7 @@ def with_memory(
             return held_bytes + footprint.rolling_bytes(forecast.rolling)
         size = min(ranks, tokens)
         strategy = forecast.strategy(tokens, size)
-        make = strategy.ours.make or relay
+        make = strategy.make or relay
         partition = forecast.cut_for(strategy, tokens, size)
         # The first slice is the longest, one of the end ranks keeps all layers; between them the last but one has most.
         ends = {0, max(0, size - 2), size - 1}

@@ -167,7 +167,7 @@ def _row(
     for one in STRATEGIES.values():
         if one.is_plain or ranks > 1:
             of_its_own = of_chain if one.takes_chunks else costs
-            even_s = one.way(lends=False).seconds(of_its_own, _evenly(tokens, one.stretches * ranks), relay)
+            even_s = one.as_published.forecast(of_its_own, _evenly(tokens, one.stretches * ranks), relay)
             ttft_s |= {one.name + EVEN: even_s, one.name + SEARCHED: searched_s} if one.has_cuts else {one.name: even_s}
     single_s = ttft_s["single"]
     return ForecastRow(
@@ -190,7 +190,7 @@ def _choose(costs: Costs, tokens: int, ranks: int, relay: RelayKind, searched_s:
     """Name what a job would take, with the best slices where it cuts."""
     choices = candidates(AUTO) if ranks > 1 else [KVR]
     seconds = [
-        searched_s if one.has_cuts else one.ours.seconds(costs, _evenly(tokens, one.stretches * ranks), relay)
+        searched_s if one.has_cuts else one.forecast(costs, _evenly(tokens, one.stretches * ranks), relay)
         for one in choices
     ]
     return choices[fastest(seconds)].name

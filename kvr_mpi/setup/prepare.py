@@ -38,7 +38,7 @@ from kvr_mpi.model.shared_heads import shared_bytes
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
-from kvr_mpi.prefill.registry import AUTO, KVR, Strategy, candidates, check_takes_chunks
+from kvr_mpi.prefill.registry import AUTO, CHECKED_CHUNK, KVR, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.preflight.inputs import prompts_of
@@ -362,7 +362,7 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     try:
         if chunked is None or not footprint.takes_chunks:
             return footprint
-        chunked.check_chunks(loaded)
+        chunked.check(loaded, chunk_tokens=CHECKED_CHUNK)
     except ModelError:
         return replace(footprint, takes_chunks=False)
     return footprint

@@ -32,7 +32,7 @@ from benchmarks.catalogue_table import render
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
-from kvr_mpi.prefill.registry import STRATEGIES, Way
+from kvr_mpi.prefill.registry import STRATEGIES
 
 pytestmark = pytest.mark.slow
 TABLE = ROOT / "docs" / "architectures.md"
@@ -115,7 +115,7 @@ def test_a_strategy_may_be_refused_but_not_fail(monkeypatch: pytest.MonkeyPatch)
         raise error
 
     ring = STRATEGIES["ring"]
-    broken = replace(ring, published=Way(fail, ring.ours.seconds))
+    broken = replace(ring, published=replace(ring, make=fail))
     monkeypatch.setattr(exactness, "STRATEGIES", {**STRATEGIES, "ring": broken})
     error: Exception = ModelError("no ring of this model")
     verdict = judge_entry(catalogue()["llama gqa"])

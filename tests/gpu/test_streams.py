@@ -188,7 +188,7 @@ def test_times_are_the_gpus_own(
     """What the host is done with telling a GPU, that has not done it yet: here every event is 1000 s after the last."""
     monkeypatch.setattr(Event, "elapsed_time", lambda self, later: 1e6 * (later.number - self.number))
     if not is_told:
-        monkeypatch.setattr("kvr_mpi.kv.cache.Clock", lambda device: Clock(None))
+        monkeypatch.setattr("kvr_mpi.kv.transfers.Clock", lambda device: Clock(None))
     models = on_gpus(gpus, tiny("llama-gqa"), 2)
 
     def work(ranks: NcclTransport) -> list[float]:

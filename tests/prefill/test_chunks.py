@@ -219,8 +219,8 @@ def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
 
 def test_a_chain_in_chunks_is_forecast_to_run_a_layer_behind() -> None:
     lengths = (2600, 1500)
-    layer_s = KVR.ours.seconds(COSTS, lengths) / COSTS.layers
-    behind_s = KVR.ours.seconds(COSTS.in_chunks(6), lengths) - KVR.ours.seconds(COSTS, lengths)
+    layer_s = KVR.forecast(COSTS, lengths) / COSTS.layers
+    behind_s = KVR.forecast(COSTS.in_chunks(6), lengths) - KVR.forecast(COSTS, lengths)
     assert 0 < behind_s < 1.5 * layer_s
     assert COSTS.in_chunks(1) == COSTS
 

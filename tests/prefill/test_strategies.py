@@ -238,8 +238,8 @@ def test_a_ring_that_answers_wrongly_is_found() -> None:
 
     loaded = tiny("llama-gqa")
     prepare_model(loaded.model, chain=True)
-    wrong = replace(RING, ours=replace(RING.ours, make=attend_to_one_neighbour))
-    with pytest.raises(ModelError, match="a ring differs from one rank by"):
+    wrong = replace(RING, make=attend_to_one_neighbour)
+    with pytest.raises(ModelError, match="ring differ from those of one rank"):
         wrong.check(loaded)
 
 
@@ -250,7 +250,7 @@ def test_a_rings_memory_is_that_of_whole_buffers() -> None:
     decode_rank, other = (footprint.route_bytes(one, reserve_tokens=24) for one in RING.routes(cut))
     computed = footprint.activation_bytes(500)
     assert (decode_rank, other) == (1024 * kv_bytes + computed, 1000 * kv_bytes + computed)
-    make = RING.ours.make
+    make = RING.make
     assert make is not None
     check_fits(footprint, cut, [decode_rank, other], 24, make)
     with pytest.raises(

@@ -133,5 +133,5 @@ def test_a_ring_that_overwrites_what_is_still_seen_does_not_pass_the_check(
     rolling = Rolling(approximation=STREAMING_LLM)
     prove_rolling(loaded, rolling)
     monkeypatch.setattr(Rolling, "rows", property(lambda rolling: rolling.cache_tokens + rolling.step_tokens - 2))
-    with pytest.raises(ModelError, match="a rolling cache differs between steps of 1 and of 5 by"):
+    with pytest.raises(ModelError, match="in steps of 5 instead of 1 differ"):
         prove_rolling(loaded, rolling)
