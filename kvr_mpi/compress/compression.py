@@ -20,9 +20,8 @@ from kvr_mpi.compress.budget import Budget, TokenCounts
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
 from kvr_mpi.compress.planned_drop import PlannedDrop, compressed_layers, planned_drop
 from kvr_mpi.compress.registry import SINKS
-from kvr_mpi.compress.scores import top_tokens, window_scores
+from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
-from kvr_mpi.compress.streaming_llm import recency_scores
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.observation import Retain, WindowQueries
 from kvr_mpi.kv.route import Range

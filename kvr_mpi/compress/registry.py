@@ -1,7 +1,7 @@
-"""The methods, one line each: what they look at, how they share a budget out, and which settings they read.
+"""The methods: how each shares a budget out, one function; what it looks at, and which settings it reads, one entry.
 
-Jobs, ``kvr search --heads`` and the quality bench take their methods from here: a new one is a file with its rule, and
-an entry in `METHODS`. `compression.Compression` applies it.
+Jobs, ``kvr search --heads`` and the quality bench take their methods from here. `compression.Compression` applies them.
+Tokens are chosen by their scores (`scores`), within the counts that a method gives.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # settings are checked without torch
 
 # StreamingLLM's first tokens, as in its paper.
 SINKS = 4
+# PyramidKV's, as in the paper's code and in kvpress.
+PYRAMID_BETA = 20.0
+# Ada-SnapKV's, as in kvpress.
+FLOOR = 0.2
 # (budget, window, profile) to the candidates each head keeps (layers, kv_heads); the same for every text.
 ShareOut = Callable[["Budget", int, "HeadProfile | None"], "TokenCounts"]
 # (scores (kv_heads, candidates), mean count) to the candidates each head of one layer keeps (kv_heads,).
@@ -56,27 +60,55 @@ class Method:
         return self.compete is None and not self.over_layers
 
 
-def _evenly(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
+def evenly(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
+    """Give every head of every layer the same, as StreamingLLM and SnapKV do."""
     return budget.evenly()
 
 
-def _pyramid(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
-    from kvr_mpi.compress.pyramidkv import pyramidkv_counts
+def pyramidkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
+    """Give lower layers more, since attention narrows upwards (PyramidKV, section 4.2).
 
-    return pyramidkv_counts(budget)
+    Counts fall linearly from the first layer to the last, which keeps 1 / `PYRAMID_BETA` of the mean. Where the first
+    layer would keep more than there is, the slope is less, and the mean the same (as in the paper's code).
+    """
+    import numpy as np
+
+    least = budget.each / PYRAMID_BETA
+    most = min(2 * budget.each - least, budget.candidates)
+    line = np.linspace(most, 2 * budget.each - most, budget.layers)
+    return budget.by_weight(line[:, np.newaxis])
 
 
-def _by_profile(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
-    from kvr_mpi.compress.headkv import headkv_counts
+def headkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
+    """Give more to heads that were found to retrieve, or to reason, beforehand (HeadKV).
 
+    Counts are the same for every prompt: those of a profile, beyond the window, scaled to the budget over all heads of
+    the model (`head_profile` says how published scores become a profile). HeadKV's own code repeats keys before it
+    caches them, and so counts its budget for each *query* head: with groups of four, a budget of 128 there is up to 512
+    tokens of a KV head. Here a budget is of KV heads, which is what memory goes by.
+    """
     assert profile is not None, "it is read when the job is set up"
-    return headkv_counts(budget, profile, window)
+    return budget.by_weight((profile.counts - window).clip(0))
 
 
-def _compete(scores: torch.Tensor, each: int) -> torch.Tensor:
-    from kvr_mpi.compress.adakv import adakv_counts
+def adakv_counts(scores: torch.Tensor, each: int, floor: float = FLOOR) -> torch.Tensor:
+    """Let a layer's heads compete for its budget, token by token, by their scores (kv_heads, candidates) (Ada-SnapKV).
 
-    return adakv_counts(scores, each)
+    Heads whose attention is spread over many tokens keep more of them, at the cost of those that look at few. Of
+    `each`, the mean of the heads' counts, the share `floor` (the paper's alpha) is safe in every head: each keeps that
+    many of its own best tokens first, and the rest goes to the best of all heads together, as in kvpress. The paper's
+    code shares everything out by competition, and then moves each head's count towards the floor.
+
+    Returns
+    -------
+    torch.Tensor
+        (kv_heads,), int64; they add up to ``kv_heads * each``.
+    """
+    heads, candidates = scores.shape
+    safe = min(int(floor * each), candidates)
+    best = scores.sort(dim=-1, descending=True, stable=True).values[:, safe:]
+    chosen = best.flatten().argsort(descending=True, stable=True)[: heads * (each - safe)]
+    return safe + (chosen // max(1, candidates - safe)).bincount(minlength=heads)
 
 
 METHODS: Mapping[str, Method] = {
@@ -86,7 +118,7 @@ METHODS: Mapping[str, Method] = {
             "streaming-llm",
             "the first tokens and the most recent ones",
             "arXiv:2309.17453",
-            _evenly,
+            evenly,
             (),
             observes=False,
         ),
@@ -94,14 +126,14 @@ METHODS: Mapping[str, Method] = {
             "snapkv",
             "the tokens that the window attends to most, the same number in every head",
             "arXiv:2404.14469",
-            _evenly,
+            evenly,
             ("window",),
         ),
         Method(
             "pyramidkv",
             "as snapkv, but more in lower layers",
             "arXiv:2406.02069",
-            _pyramid,
+            pyramidkv_counts,
             ("window",),
             over_layers=True,
         ),
@@ -109,15 +141,15 @@ METHODS: Mapping[str, Method] = {
             "ada-snapkv",
             "as snapkv, but the heads of a layer share one budget",
             "arXiv:2407.11550",
-            _evenly,
+            evenly,
             ("window",),
-            compete=_compete,
+            compete=adakv_counts,
         ),
         Method(
             "headkv",
             "as snapkv, but more in heads that retrieve, according to a profile",
             "arXiv:2410.19258",
-            _by_profile,
+            headkv_counts,
             ("window", "profile"),
             over_layers=True,
             needs_profile=True,

@@ -1,4 +1,4 @@
-"""How much the tokens of an observation window attend to each token before it: what most methods choose tokens by.
+"""Scores by which methods choose tokens: how much a window attends to each token before it, or how recent it is.
 
 SnapKV (Li et al. 2024, arXiv:2404.14469, section 4.2): the softmax over all keys a query sees, its mean over the
 window's queries, pooled along the tokens so that neighbours of what is attended to are kept, too. Under grouped-query
@@ -54,6 +54,18 @@ def window_scores(
             total = torch.logaddexp(total, sinks[head])
         means.append(torch.exp(products[..., :start] - total.unsqueeze(-1)).mean(dim=(0, 1)))
     return torch.nn.functional.avg_pool1d(torch.stack(means), kernel, stride=1, padding=kernel // 2)
+
+
+def recency_scores(tokens: int, sinks: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    """Score tokens by how recent they are, the first `sinks` above all others (kv_heads, tokens).
+
+    Attention that has nowhere to go goes to the first tokens, its sinks: without them the rest is weighted wrongly
+    (StreamingLLM, section 3.2). Positions stay those of the prompt, as in kvpress: the paper counts within the cache,
+    so that a text can go on for ever.
+    """
+    scores = torch.arange(tokens, dtype=torch.float64, device=device)
+    scores[:sinks] += tokens
+    return scores.expand(kv_heads, tokens)
 
 
 def top_tokens(scores: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:

@@ -8,15 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvr_mpi.compress.adakv import adakv_counts
 from kvr_mpi.compress.budget import Budget
 from kvr_mpi.compress.head_profile import HeadProfile
-from kvr_mpi.compress.headkv import headkv_counts
-from kvr_mpi.compress.pyramidkv import pyramidkv_counts
-from kvr_mpi.compress.registry import METHODS
-from kvr_mpi.compress.scores import top_tokens, window_scores
+from kvr_mpi.compress.registry import METHODS, adakv_counts, headkv_counts, pyramidkv_counts
+from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
-from kvr_mpi.compress.streaming_llm import recency_scores
 from kvr_mpi.model.attention_hook import AttentionParams
 
 SIZES = st.tuples(st.integers(1, 60), st.integers(0, 60), st.integers(1, 6), st.integers(1, 5))
@@ -79,7 +75,7 @@ def test_shares_are_in_proportion_where_all_have_room() -> None:
 @given(SIZES)
 def test_pyramidkv_falls_from_layer_to_layer_and_keeps_the_mean(sizes: tuple[int, int, int, int]) -> None:
     budget = budget_of(sizes)
-    counts = pyramidkv_counts(budget, 20.0)
+    counts = pyramidkv_counts(budget, 0, None)
     assert counts.sum() == budget.evenly().sum() and counts.max() <= budget.candidates
     means = counts.mean(1)
     assert (np.diff(means) <= 1).all(), "but for rounding"
@@ -87,7 +83,7 @@ def test_pyramidkv_falls_from_layer_to_layer_and_keeps_the_mean(sizes: tuple[int
 
 
 def test_pyramidkvs_last_layer_has_its_share() -> None:
-    counts = pyramidkv_counts(Budget(400, 10_000, 5, 2), 20.0)
+    counts = pyramidkv_counts(Budget(400, 10_000, 5, 2), 0, None)
     assert counts[:, 0].tolist() == [780, 590, 400, 210, 20]
 
 
@@ -112,7 +108,7 @@ def test_adakv_takes_the_best_of_the_layer_above_the_floor(
 
 def test_headkvs_shares_are_the_profiles_beyond_the_window() -> None:
     profile = HeadProfile(np.array([[64.0, 164.0], [264.0, 64.0]]), "made up")
-    assert headkv_counts(Budget(75, 1000, 2, 2), profile, 64).tolist() == [[0, 100], [200, 0]]
+    assert headkv_counts(Budget(75, 1000, 2, 2), 64, profile).tolist() == [[0, 100], [200, 0]]
 
 
 def test_every_method_names_its_paper_and_reads_known_settings() -> None:

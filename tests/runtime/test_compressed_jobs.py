@@ -13,7 +13,7 @@ from constants import Kvr
 from made_jobs import TEXT, answers, last_line, with_settings
 from made_tables import a_table, an_entry, fitting
 
-from kvr_mpi.compress.registry import METHODS, Method, _evenly
+from kvr_mpi.compress.registry import METHODS, Method, evenly
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.tuning.table import save_table
@@ -138,8 +138,8 @@ def test_no_memory_to_compress_is_one_documents_error(
         return torch.full((len(scores),), each, device=scores.device)
 
     about = ("window",)
-    monkeypatch.setitem(METHODS, "demanding", Method("demanding", "", "", _evenly, about, compete=demanding))
-    monkeypatch.setitem(METHODS, "content", Method("content", "", "", _evenly, about))
+    monkeypatch.setitem(METHODS, "demanding", Method("demanding", "", "", evenly, about, compete=demanding))
+    monkeypatch.setitem(METHODS, "content", Method("content", "", "", evenly, about))
     found = {}
     for method in ("demanding", "content"):
         settings = (f"compress.method={method}", *SMALL[1:], f"decode.mode={mode}", f"output.path={tmp_path / method}")
