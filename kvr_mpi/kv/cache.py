@@ -27,7 +27,6 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.transport.base import LAYERS_AHEAD
 
@@ -212,14 +211,10 @@ class SliceCache(Cache):
         is_read = self.is_decode_rank or not self.route.saves_last_layer
         layer = self.layers[layer_idx]
         if layer_idx == self._stop or (layer_idx == self._last and not is_read):
-            if len(self.route.chunks) > 1 or layer.is_complete:
+            is_made = layer.has_all_chunks and (not layer.shape.states or layer.is_sent)
+            if len(self.route.chunks) > 1 or is_made:
                 layer.attended = True  # nothing asks what it would give
                 raise UnreadError
-
-    def observe(self, layer_idx: int, query: torch.Tensor, ranges: Sequence[Range], params: AttentionParams) -> None:
-        """Keep the queries that are in the observation window, if any, out of (1, heads, tokens, dim) for `ranges`."""
-        if self.observation is not None and self.prefilling:
-            self.observation.keep(layer_idx, query, ranges, params)
 
     def settle(self) -> None:
         """Finish the layers that are still open, after the model has returned."""

@@ -20,6 +20,7 @@ from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layout import Pair, SharedRows, Slab
+from kvr_mpi.kv.observation import Observation
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route, in_two_groups
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
@@ -48,6 +49,7 @@ class LayersOwner(Protocol):
     prefilling: bool
     keeps_all: bool
     arena: Arena | None
+    observation: Observation | None
     in_parts: bool
     current: SliceLayer | None
 
@@ -66,9 +68,6 @@ class LayersOwner(Protocol):
 
     def leave_if_done(self, layer_idx: int) -> None:
         """Leave the model where nobody reads on."""
-
-    def observe(self, layer_idx: int, query: torch.Tensor, ranges: Sequence[Range], params: AttentionParams) -> None:
-        """Keep the queries of the observation window, if there is one."""
 
 
 class SliceLayer(CacheLayerMixin):
@@ -152,14 +151,9 @@ class SliceLayer(CacheLayerMixin):
         return self.rows(0, self.length)
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all that the later ranks need of this layer is made, once it is updated."""
-        return self.has_all_chunks
-
-    @property
     def has_all_chunks(self) -> bool:
-        """Whether all tokens of the slice are appended."""
-        return self.chunks_done == len(self.cache.chunks(self.layer_idx))
+        """Whether all tokens of the slice are appended, of a layer that keeps any."""
+        return not self.shape.elements or self.chunks_done == len(self.cache.chunks(self.layer_idx))
 
     def attend(
         self,
@@ -189,7 +183,8 @@ class SliceLayer(CacheLayerMixin):
         if isinstance(layout, HeadStore) and (not layout.is_whole or is_shared):
             part = layout.attend(query.reshape(1, -1, self.fresh, query.shape[-1]), self.length, params)
             return part.finish(params).to(query.dtype).reshape(*query.shape[:-1], layout.shape.value_dim)
-        self.cache.observe(self.layer_idx, query, self.fresh_ranges, params)
+        if self.cache.observation is not None and self.cache.prefilling:
+            self.cache.observation.keep(self.layer_idx, query, self.fresh_ranges, params)
         reads_only_last = self.cache.reads_only_last(self.layer_idx)
         if reads_only_last and not self.has_all_chunks:
             raise UnreadError
@@ -206,14 +201,15 @@ class SliceLayer(CacheLayerMixin):
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> PartialAttention:
         """Attend to the own tokens while the others are on their way, and then to those, step by step as they come."""
-        route = self.cache.route
+        route, layout = self.cache.route, self.layout
+        assert layout is not None, "this rank holds keys and values"
         start = route.owned[0][0]
         if route.is_dense or self.fresh_ranges[0][0] > start:
             if self.segments is not None:  # the first chunk has waited for them, unless nobody reads what it gives
                 self.segments.collect()
             if route.is_dense:
-                return attend_masked(query, *self.rows(0, route.capacity), params, start)
-            *before, own = self.pieces(0, self.length)
+                return attend_masked(query, *layout.rows(0, route.capacity), params, start)
+            *before, own = layout.pieces(0, self.length)
             part = attend_up_to(query, *own, params)
             for rows in before:
                 part = part.merge(attend(query, *rows, params))
@@ -224,7 +220,7 @@ class SliceLayer(CacheLayerMixin):
                 assert self.segments is not None
                 self.segments.wait_for(segment)
             some = query[:, :, step.first_query :]
-            for rows in (piece for bounds in step.ranges for piece in self.pieces(*bounds)):
+            for rows in (piece for bounds in step.ranges for piece in layout.pieces(*bounds)):
                 part = part.merge_after(step.first_query, attend(some, *rows, params))
         return part
 
@@ -276,11 +272,6 @@ class SliceLayer(CacheLayerMixin):
     def head(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that a KV head holds, as views (tokens, dim)."""
         return self.store.head_rows(head, self.length)
-
-    def pieces(self, first: int, last: int) -> list[Pair]:
-        """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim), in order."""
-        assert self.layout is not None, "this rank holds keys and values"
-        return self.layout.pieces(first, last)
 
     def rows(self, first: int, last: int) -> Pair:
         """Keys and values of a range of tokens (1, kv_heads, tokens, head_dim); views, unless some are shared.
@@ -408,24 +399,13 @@ def attend_ranges(
     for first, last in pieces:
         some = query if len(pieces) == 1 else query[:, :, at : at + last - first]
         at += last - first
-        piece = _attend_range(some, first, last, rows, seen, params)
+        keys, values = rows(seen.first_key(first), last)
+        if last - first == 1:
+            piece = attend(some, keys, values, params)
+        elif not seen.sees_all(last) and seen.window is not None:
+            piece = attend_window(some, keys, values, params, seen.window)
+        else:
+            piece = attend_up_to(some, keys, values, params)
         part = piece if part is None else part.join(piece)
     assert part is not None
     return part
-
-
-def _attend_range(
-    query: torch.Tensor,
-    first: int,
-    last: int,
-    rows: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]],
-    seen: Visibility,
-    params: AttentionParams,
-) -> PartialAttention:
-    """Attend from the tokens of a range, all of one chunk if there are chunks, to those they see."""
-    low = seen.first_key(first)
-    if last - first == 1:
-        return attend(query, *rows(low, last), params)
-    if not seen.sees_all(last) and seen.window is not None:
-        return attend_window(query, *rows(low, last), params, seen.window)
-    return attend_up_to(query, *rows(low, last), params)

@@ -34,7 +34,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         self.dtype, self.device = cache.dtype, cache.device
         self._incoming: torch.Tensor | None = None
         self._updated: set[tuple[str, int]] = set()
-        self._is_sent = False
+        self.is_sent = False
         self._noted: list[torch.Tensor] = []
 
     # transformers reads and sets these three: here they wait for what the rank before sends.
@@ -58,11 +58,6 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
     @recurrent_states.setter
     def recurrent_states(self, states: dict[int, torch.Tensor | None]) -> None:
         self._values["recurrent"] = states
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all that the later ranks need of this layer is made: keys and values, and the states after them."""
-        return self._is_sent and (self.fresh > 0 or not self.shape.elements)
 
     @property
     def state_bytes(self) -> int:
@@ -106,9 +101,9 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
     def send_states(self) -> None:
         """Send the states if that has not been done: the layer is through when the next is begun."""
         place = self.cache.route.position
-        if not self._is_sent and self.segments is not None and place < self.cache.route.decode_position:
+        if not self.is_sent and self.segments is not None and place < self.cache.route.decode_position:
             self.segments.send_states(self.packed(), place + 1)
-        self._is_sent = True
+        self.is_sent = True
 
     def packed(self) -> torch.Tensor:
         """Put all states into one message (bytes,)."""
@@ -140,11 +135,11 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         if (
             self.segments is not None
             and self.cache.route.position < self.cache.route.decode_position
-            and not self._is_sent
+            and not self.is_sent
         ):
             nothing = torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device)
             self.segments.send_states(nothing, self.cache.route.position + 1)
-            self._is_sent = True
+            self.is_sent = True
 
     def let_go(self) -> None:
         """Forget everything; what is still being sent is held by the forwarder."""
