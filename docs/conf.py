@@ -1,4 +1,4 @@
-"""The documentation as a site: Sphinx makes it of the Markdown pages as they are (``make docs``)."""
+"""Sphinx configuration: the Markdown pages become a site (``make docs``)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sphinx.application import Sphinx
 
 project = "kvr-mpi"
 extensions = ["myst_parser", "sphinx_external_toc"]
-# Pages hold no directives, since they are read on git hosts as well; which kind each is of stands here.
+# Pages have no directives, so that they read well on git hosts; this file has their order.
 external_toc_path = "docs/_toc.yml"
-# The source folder is the project's, so that links between all pages are links of the site.
+# The source folder is the project's root, so that links between all pages work on the site.
 include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
@@ -24,7 +24,7 @@ include_patterns = [
 exclude_patterns = [".*", "build", "dist", "kvr_mpi", "runs", "tests"]
 source_suffix = {".md": "markdown"}
 nitpicky = True
-smartquotes = False  # `--option` is no dash
+smartquotes = False  # keep `--option` as it is
 highlight_language = "none"
 
 myst_heading_anchors = 4
@@ -35,7 +35,7 @@ html_copy_source = False
 
 
 def keep_names_of_folders(app: Sphinx, page: nodes.document) -> None:
-    """Leave of a link to a folder, which a git host lists, its text: here it is no page."""
+    """Replace links to folders by their text: a git host lists folders, the site has no page for them."""
     for link in list(page.findall(addnodes.pending_xref)):
         if link["reftype"] == "myst" and not link["refdomain"] and link["reftarget"]:
             folder = Path(app.srcdir, link["refdoc"]).parent / link["reftarget"]
@@ -44,5 +44,5 @@ def keep_names_of_folders(app: Sphinx, page: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Add what Sphinx is to do beside its own."""
+    """Register the hook."""
     app.connect("doctree-read", keep_names_of_folders)

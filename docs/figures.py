@@ -1,12 +1,12 @@
-"""The docs' tables and plots, made of stored measurements: ``make docs``.
+"""Writes the docs' tables and plots from stored measurements: ``make docs``.
 
-    python docs/figures.py                               write tables and plots, say which measurements are old
-    python docs/figures.py --check                       write nothing; exit code 1 if a page is not what they make
+    python docs/figures.py                               write tables and plots, name old measurements
+    python docs/figures.py --check                       write nothing; exit code 1 if a page differs
     python docs/figures.py --store first-token bench.json    put rows of ``first-token --json`` in place of earlier ones
 
-``docs/data/NAME.json`` is a measurement: its command, machine, date and commit, the code it measures, and rows. A page
-has its table between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``, with a line below it that says where it comes
-from. What is said in a sentence only (``said``) has to stand on the page word by word.
+``docs/data/NAME.json`` is a measurement: command, machine, date, commit, the code it measures, and rows. A page has the
+table between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``, with its source in the line below. Figures in sentences
+(``said``) must be on the page word by word.
 """
 
 from __future__ import annotations
