@@ -5,8 +5,8 @@
     python docs/figures.py --store first-token bench.json    put rows of ``first-token --json`` in place of earlier ones
 
 ``docs/data/NAME.json`` is a measurement: command, machine, date, commit, the code it measures, and rows. A page has the
-table between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``, with its source in the line below. Figures in sentences
-(``said``) must be on the page word by word.
+table between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``, with its source in the line below. Figures in
+sentences (``said``) must be on the page word by word.
 """
 
 from __future__ import annotations
