@@ -52,6 +52,11 @@ def printable(text: str, keep: str = "\n\t") -> str:
     )
 
 
+def counted(count: int, noun: str) -> str:
+    """Write a count with its noun: ``1 document``, ``2,000 documents``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 class KvrError(Exception):
     """Base of every error with a message meant for the user."""
 

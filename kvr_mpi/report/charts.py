@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from kvr_mpi.duration import duration_text
+from kvr_mpi.errors import counted
 from kvr_mpi.report.style import (
     bytes_text,
     even_token_ticks,
@@ -164,7 +165,7 @@ def draw_waits(run: TracedRun | None) -> Chart:
         f"{percent_text(totals[rank] / busy[rank])} of its prefill time, most of all in layer {layer}"
     )
     note = (
-        f"Over {len(run.timelines)} prompt(s); the stronger the colour, the longer the wait (at most "
+        f"Over {counted(len(run.timelines), 'prompt')}; the stronger the colour, the longer the wait (at most "
         f"{duration_text(most)}). On the right, the total of each rank, and its share of the rank's prefill time."
     )
     return Chart(name, title, drawing, note)
@@ -247,10 +248,10 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
     x, y = Scale(0, tokens, LEFT, WIDTH - RIGHT), Scale(0, seconds, HEIGHT - BOTTOM, TOP)
     drawing.x_axis(x, even_token_ticks(tokens), tokens_text, "prompt tokens")
     drawing.y_axis(y, nice_ticks(0, seconds), plain_number, "seconds to the first token")
-    sizes = sorted({max(1, len(one.slices) - 1) for one in timed}, reverse=True)
+    sizes = sorted({one.ranks for one in timed}, reverse=True)
     colours = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
     for one in timed[:: -(-len(timed) // MOST_DOTS)]:
-        ranks = max(1, len(one.slices) - 1)
+        ranks = one.ranks
         told = f"{one.id}: {one.prompt_tokens:,} tokens on {_ranks(ranks)}, {duration_text(one.ttft_s)}"
         drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colours[ranks], told)
     rate = statistics.median(one.computed_tokens / one.ttft_s for one in timed)
@@ -276,14 +277,14 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
     groups: dict[int, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for one in records:
         if _is_comparable(one):
-            groups[one.prompt_tokens.bit_length()][max(1, len(one.slices) - 1)].append(one)
+            groups[one.prompt_tokens.bit_length()][one.ranks].append(one)
     best = max(groups.values(), key=lambda by_ranks: (len(by_ranks), sum(map(len, by_ranks.values()))), default={})
     if len(best) < 2:
-        sizes = sorted({ranks for by_ranks in groups.values() for ranks in by_ranks})
+        sizes = {one.ranks for one in records if one.ranks}
         told = (
-            f"all prompts ran on {_ranks(sizes[0])}"
+            f"all prompts ran on {_ranks(min(sizes))}"
             if len(sizes) == 1
-            else "prompts of similar length ran on the same number of ranks"
+            else "no two prompts of similar length ran on different numbers of ranks"
         )
         return _missing(
             name,
@@ -345,9 +346,10 @@ def draw_progress(records: Sequence[Record]) -> Chart:
             points += [(at, points[-1][1]), (at, y(number + 1))]
         if len(points) > 1:
             drawing.line(points, colour)
-    title = (
-        f"{len(ends):,} documents finished in {duration_text(span)}, {plain_number(3600 * len(ends) / span)} per hour"
-    )
+    done = len(ends) - len(failed)
+    also = f", {len(failed):,} failed" if failed else ""
+    rate = plain_number(3600 * done / span)
+    title = f"{counted(done, 'document')} answered{also} in {duration_text(span)}: {rate} answers per hour"
     legend = (("ours", "done or failed"), ("wait", "failed")) if failed else ()
     return Chart(name, title, drawing, "By the time their answers were ready.", legend)
 
@@ -355,25 +357,23 @@ def draw_progress(records: Sequence[Record]) -> Chart:
 def draw_memory(run: TracedRun | None) -> Chart:
     """Draw the memory of each rank's process over time."""
     name = "memory"
-    samples = {} if run is None else {rank: sorted(some) for rank, some in run.memory.items() if some}
+    samples = [] if run is None else [(rank, sorted(some)) for rank, some in run.memory if some]
     if run is None or not samples:
         return _missing(name, f"Memory of the ranks: {NO_TRACE}.")
-    began = min(some[0][0] for some in samples.values())
-    span = max(some[-1][0] for some in samples.values()) - began
-    most = max(size for some in samples.values() for _, size in some)
+    began = min(some[0][0] for _, some in samples)
+    span = max(some[-1][0] for _, some in samples) - began
+    most, highest = max((size, rank) for rank, some in samples for _, size in some)
     drawing = Drawing(WIDTH, HEIGHT, "memory of the ranks over time")
     gib = 1 << 30
     x, y = Scale(0, span, LEFT, WIDTH - RIGHT), Scale(0, 1.08 * most / gib, HEIGHT - BOTTOM, TOP)
     drawing.x_axis(x, nice_ticks(0, span, 8), plain_number, "seconds since the job began")
     drawing.y_axis(y, nice_ticks(0, 1.08 * most / gib), plain_number, "GiB per rank")
-    highest = max(samples, key=lambda rank: max(size for _, size in samples[rank]))
-    for rank in [*(rank for rank in samples if rank != highest), highest]:
-        some = samples[rank]
+    for rank, some in sorted(samples, key=lambda one: one[0] == highest):
         some = some[:: max(1, len(some) // MOST_POINTS)]
         colour = "ours" if rank == highest else "rival"
         drawing.line([(x(at - began), y(size / gib)) for at, size in some], colour, width=2 if rank == highest else 1.2)
     title = f"{run.names[highest].capitalize()} used most memory: {bytes_text(most)}"
-    others = (("rival", "the other ranks"),) if len(samples) > 1 else ()
+    others = (("rival", "the other ranks"),) if any(rank != highest for rank, _ in samples) else ()
     return Chart(
         name,
         title,
@@ -384,7 +384,7 @@ def draw_memory(run: TracedRun | None) -> Chart:
 
 
 def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
+    return counted(count, "rank")
 
 
 def _unix(record: Record) -> float:

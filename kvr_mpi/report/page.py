@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.duration import duration_text
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, counted
 from kvr_mpi.report.charts import (
     Chart,
     draw_first_token,
@@ -248,9 +248,9 @@ def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
     if done:
         tiles.append((_count(sum(one.prompt_tokens for one in done)), "prompt tokens"))
         tiles.append((_count(sum(one.new_tokens for one in done)), "new tokens"))
-        ranks = sorted({max(1, len(one.slices) - 1) for one in done})
-        few = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{ranks[0]} to {ranks[-1]}"
-        tiles.append((few, "ranks per prompt"))
+        if ranks := sorted({one.ranks for one in done if one.ranks}):
+            few = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{ranks[0]} to {ranks[-1]}"
+            tiles.append((few, "ranks per prompt"))
         slowest = max(done, key=lambda one: one.ttft_s)
         tiles.append((duration_text(slowest.ttft_s), "slowest first token"))
     kept = [one for one in done if one.retained_bytes]
@@ -277,7 +277,7 @@ def _failures(records: Sequence[Record]) -> str:
         for reason, count in list(reasons.items())[:REASONS]
     )
     more = f'<p class="note">and {len(reasons) - REASONS} other reasons</p>' if len(reasons) > REASONS else ""
-    title = f"{total:,} document(s) failed, {next(iter(reasons.values())):,} of them for one reason"
+    title = f"{counted(total, 'document')} failed, {next(iter(reasons.values())):,} of them for one cause"
     return (
         f'<section id="failures"><h2>{title}</h2><table><thead><tr><th class="n wnum">documents</th><th>why</th></tr>'
         "</thead>"
@@ -296,11 +296,11 @@ def _warnings(run: TracedRun | None) -> list[str]:
             f"so the timelines cannot be trusted. kvr doctor checks the clocks."
         )
     if run.full:
-        lines.append(f"The trace of {run.full} rank(s) is full and ends early.")
+        lines.append(f"The trace of {counted(run.full, 'rank')} is full and ends early.")
     if run.damaged:
         lines.append(f"{plain_number(run.damaged)} damaged lines of the trace are left out.")
     if run.incomplete:
-        lines.append(f"{run.incomplete} prompt(s) were recorded only on some of their ranks, and are left out.")
+        lines.append(f"Only some ranks recorded {counted(run.incomplete, 'prompt')} of their chain: left out.")
     if "cuda" in run.devices:
         lines.append(
             "On GPUs the trace has no layers: kernels run asynchronously, so the rank does not see when a layer is "

@@ -89,6 +89,7 @@ class TracedRun:
     incomplete : prompts that some rank of their chain knows nothing of: the trace was full, or the job killed.
     backwards : transfers that arrived before they were sent, by clocks that should agree.
     names : of the ranks; in tensor-parallel groups with their place there.
+    memory : (rank, samples) of each rank in each job that worked on the run: (time, bytes).
     clock_error_s : to which clocks of several hosts agree; inf: they were not compared.
     """
 
@@ -101,7 +102,7 @@ class TracedRun:
     names: dict[int, str] = field(default_factory=dict)
     full: int = 0
     damaged: int = 0
-    memory: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    memory: list[tuple[int, list[tuple[float, int]]]] = field(default_factory=list)
 
 
 def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
@@ -116,7 +117,7 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
         run.full += trace.is_full
         run.damaged += trace.damaged
         run.clock_error_s = max(run.clock_error_s, trace.clock_error_s)
-        run.memory[header.rank] += trace.memory
+        run.memory.append((header.rank, trace.memory))
         of_prompt: dict[int, list[Span]] = defaultdict(list)
         for span in trace.spans:
             of_prompt[span.prompt].append(span)

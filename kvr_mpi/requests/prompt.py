@@ -31,7 +31,6 @@ SUMS = (
     "new_tokens",
     "ttft_s",
     "wait_s",
-    "decode_s",
     "parts",
     "retained_tokens",
     "retained_bytes",
@@ -137,8 +136,10 @@ def too_little(coverage: float, least: float) -> str:
 
 
 def sum_records(parts: Sequence[Record], past: Mapping[str, Any]) -> dict[str, Any]:
-    """Add records of a document's prompts to what was summed up before: `SUMS`, and their strategies."""
+    """Add records of a document's prompts to what was summed up before: `SUMS`, decoding time, and strategies."""
     found: dict[str, Any] = {name: past.get(name, 0) + sum(getattr(one, name) for one in parts) for name in SUMS}
+    # Parts are decoded side by side, the prompt about their answers after them.
+    found["decode_s"] = past.get("decode_s", 0.0) + max(one.decode_s for one in parts)
     strategies = [*filter(None, [past.get("strategy")]), *(one.strategy for one in parts)]
     return found | {"strategy": "+".join(dict.fromkeys("+".join(strategies).split("+")))}
 

@@ -116,6 +116,7 @@ class Decoder:
                 record = prompt.record(finished.prefill, answer)
                 self._trace.tally.prompt_tokens += prompt.tokens - finished.prefill.known_tokens
                 self._trace.tally.new_tokens += answer.new_tokens
+                self._trace.tally.answers += prompt.is_final and record.status == "done"
                 self._trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
             if not prompt.is_final:
                 self._parts.append((prompt.key, record))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from kvr_mpi.duration import duration_text
+from kvr_mpi.errors import counted
 
 
 @dataclass(slots=True)
@@ -17,6 +18,7 @@ class Tally:
     decode_s: float = 0.0
     prompt_tokens: int = 0  # computed, of prompts that were decoded here
     new_tokens: int = 0
+    answers: int = 0  # documents that were answered
     partly_seen: int = 0  # answers that have not seen all of their document
 
     def add(self, other: Tally) -> None:
@@ -36,14 +38,16 @@ def describe_throughput(
         return
     planned = "" if predicted_s is None else f" (planned: {duration_text(predicted_s)})"
     busy = 100 * total.busy_s / total.phase_s if total.phase_s else 0
+    failed = documents - total.answers
+    also = f", {failed} failed" if failed else ""
     yield (
-        f"{documents} document(s) in {duration_text(seconds)}{planned}: "
-        f"{3600 * documents / seconds:.0f} documents/hour, "
+        f"{counted(total.answers, 'document')} answered{also} in {duration_text(seconds)}{planned}: "
+        f"{3600 * total.answers / seconds:.0f} answers/hour, "
         f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; ranks "
         f"were computing for {busy:.0f} % of their prefill time"
     )
     if total.partly_seen:
         yield (
-            f"{total.partly_seen} of {documents} answers have seen only a part of their document (coverage in every "
-            f"export); prompt.min_coverage makes them errors"
+            f"{total.partly_seen} of {total.answers} answers have seen only a part of their document (coverage in "
+            f"every export); prompt.min_coverage makes them errors"
         )

@@ -32,7 +32,7 @@ class Record:
     columns: str = ""  # of the document's row, those that were asked for: a JSON object, or nothing
     answer: str = ""
     token_ids: tuple[int, ...] = ()
-    slices: tuple[int, ...] = ()
+    slices: tuple[int, ...] = ()  # of the prompt that gave the answer: of a split text the last one
     logprobs: tuple[float, ...] = ()  # of token_ids, if asked for: before temperature, penalties and the like
     top_tokens: tuple[int, ...] = ()  # in each place the likeliest tokens, the first first; flat
     top_logprobs: tuple[float, ...] = ()
@@ -51,7 +51,8 @@ class Record:
     ttft_s: float = 0.0  # from the chain's start on this prompt to its first token
     prefill_tokens_per_s: float = 0.0
     wait_s: float = 0.0  # of ttft_s, the last rank's wait for keys and values
-    decode_s: float = 0.0  # from its first token to its last, the wait for the rest of its wave included
+    decode_s: float = 0.0  # from its first token to its last, the wait for the rest of its wave included; parts of a
+    # split text are decoded side by side, and the longest counts
     parts: int = 1  # prompts it took: more than one if the text was split
     compression: str = ""  # by which keys and values were dropped before decoding; empty: none, the answer is exact
     retained_tokens: float = 0.0  # with it, or a rolling cache that drops tokens: those a KV head kept on average
@@ -80,6 +81,11 @@ class Record:
         text = self.text_tokens or self.prompt_tokens  # files of before have no text_tokens
         kept = min(1.0, self.retained_tokens / self.prompt_tokens) if self.retained_tokens else 1.0
         return kept * text / (text + self.dropped_tokens) if text else 1.0
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks shared its prompt; 0 if it failed, or if its text was split into several prompts."""
+        return max(1, len(self.slices) - 1) if self.status == "done" and self.parts == 1 else 0
 
     @property
     def bytes(self) -> int:

@@ -20,9 +20,9 @@ from made_runs import STAMP, take, write
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError
-from kvr_mpi.report.charts import draw_first_token, draw_progress, draw_speedup
+from kvr_mpi.report.charts import draw_first_token, draw_memory, draw_progress, draw_speedup
 from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers, page_of
-from kvr_mpi.report.timeline import read_timelines
+from kvr_mpi.report.timeline import TracedRun, read_timelines
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, read_traces
 from kvr_mpi.trace import Recorder, Span
@@ -118,12 +118,36 @@ def test_no_document_is_ever_markup(text: str, tmp_path: Path) -> None:
 
 
 def test_parts_decoded_side_by_side_do_not_make_the_run_longer() -> None:
-    """Of a split document `decode_s` is a sum over its parts: it says nothing of when the run began."""
+    """Times of a split document are of several prompts: they say nothing of when the run began."""
     at = [f"2026-01-01T00:0{minute}:00.000+00:00" for minute in (1, 2)]
     short = [done(name, finished_at=one, ttft_s=40.0) for name, one in zip("ab", at, strict=True)]
     split = [short[0], replace(short[1], parts=8, decode_s=5000.0)]
     whole = [short[0], replace(short[1], decode_s=5000.0)]
     assert draw_progress(split).title == draw_progress(short).title != draw_progress(whole).title
+
+
+def test_failed_documents_count_as_failed_only() -> None:
+    at = [f"2026-01-01T00:00:{second:02}.000+00:00" for second in range(10, 40, 3)]
+    answered = [done(f"{number}", finished_at=one, ttft_s=10.0) for number, one in enumerate(at[:4])]
+    failed = [Record(f"{number}", "error", error="empty", finished_at=one) for number, one in enumerate(at[4:], 4)]
+    title = draw_progress([*answered, *failed]).title
+    assert title.startswith("4 documents answered, 6 failed in "), title
+    assert title.endswith("389 answers per hour"), title
+
+
+def test_ranks_per_prompt_are_the_same_all_over_the_page() -> None:
+    """A document that was split says nothing of how many ranks a prompt had: its slices are the last prompt's."""
+    split = done("split", parts=5, slices=(0, 300), prompt_tokens=9000)
+    page = page_with([split, done("a"), done("b")]).decode()
+    assert "<b>2</b><span>ranks per prompt" in page and "all prompts ran on 2 ranks" in page
+    page = page_with([done("a"), done("reused", slices=(0, 900), computed_tokens=10)]).decode()
+    assert "<b>1 and 2</b><span>ranks per prompt" in page and "all prompts ran" not in page
+
+
+def test_memory_is_not_drawn_across_the_gap_between_two_jobs() -> None:
+    run = TracedRun(names={0: "rank 0"}, memory=[(0, [(0.0, 1 << 30), (9.0, 1 << 30)]), (0, [(500.0, 1 << 31)] * 2)])
+    drawing = draw_memory(run).drawing
+    assert str(drawing).count("<polyline") == 2
 
 
 def test_a_page_asks_for_nothing_and_forbids_it(tmp_path: Path) -> None:
@@ -146,7 +170,7 @@ def test_a_page_asks_for_nothing_and_forbids_it(tmp_path: Path) -> None:
 def test_what_a_run_does_not_hold_is_said_in_a_line() -> None:
     page = page_with([Record("bad", "error", error="it is empty", finished_at=STAMP)]).decode()
     assert page.count('class="missing"') == 8 and "report.trace = true" in page
-    assert "1 document(s) failed" in page and "it is empty" in page and "<polyline" not in page
+    assert "1 document failed" in page and "it is empty" in page and "<polyline" not in page
 
 
 def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_tiny_documents_are_packed_and_long_ones_go_over_the_chain(
         run = mpirun(ranks, [kvr_run, *command]) if ranks == 4 else run_here(ranks, command)
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
-        assert "90 document(s) in" in run.stderr and "documents/hour" in run.stderr
+        assert "90 documents answered in" in run.stderr and "answers/hour" in run.stderr
 
 
 @pytest.mark.slow

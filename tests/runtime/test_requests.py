@@ -82,6 +82,7 @@ def test_a_long_document_is_split_and_its_answers_are_read_again(tokenizer: Any)
     record = final.record(prefill(last.tokens), Answer((5,), "end", "length", 1.0))
     assert record.parts == parts + 1 and record.answer == "end" and record.new_tokens == parts + 1
     assert record.ttft_s == pytest.approx(2.0 * (parts + 1))
+    assert record.decode_s == pytest.approx(2.0), "parts are decoded side by side"
 
 
 def test_a_part_that_fails_ends_the_document(tokenizer: Any) -> None:
