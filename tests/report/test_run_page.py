@@ -147,7 +147,7 @@ def test_ranks_per_prompt_are_the_same_all_over_the_page() -> None:
 def test_memory_is_not_drawn_across_the_gap_between_two_jobs() -> None:
     run = TracedRun(names={0: "rank 0"}, memory=[(0, [(0.0, 1 << 30), (9.0, 1 << 30)]), (0, [(500.0, 1 << 31)] * 2)])
     drawing = draw_memory(run).drawing
-    assert str(drawing).count("<polyline") == 2
+    assert str(drawing).count('<polyline class="s-ours"') == 2
 
 
 def test_a_page_asks_for_nothing_and_forbids_it(tmp_path: Path) -> None:
