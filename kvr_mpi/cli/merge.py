@@ -37,6 +37,7 @@ def merge(
     """
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError
+    from kvr_mpi.report.style import bytes_text
     from kvr_mpi.store.lock import Lock
     from kvr_mpi.store.merge import merge_files, merge_runs
     from kvr_mpi.store.shares import find_runs, tell_missing
@@ -61,7 +62,7 @@ def merge(
             result, missing = output, merge_runs(runs, output)
     if shares is not None and len(runs.paths) < shares and not runs.missing:
         missing = (*missing, f"{shares - len(runs.paths)} of {shares} shares")
-    click.echo(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
+    click.echo(f"{result}: {bytes_text(result.stat().st_size)}")
     if missing:
         click.echo(f"kvr: {tell_missing(missing)}", err=True)
     return EXIT_BAD_DATA if missing else EXIT_OK

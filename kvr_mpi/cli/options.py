@@ -20,6 +20,11 @@ set_option = click.option(
     "--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job file."
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Delete the results in the output folder first.")
+resume_option = click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue from the results in the output folder; implied if SLURM has requeued the job that wrote them.",
+)
 transport_option = click.option(
     "--transport",
     type=click.Choice(NAMES),

@@ -34,7 +34,8 @@ COMPARED_RANKS = 128
 @click.option(
     "--hardware",
     metavar="NAME_OR_FILE",
-    help="Speed of a rank: a hardware profile, such as h200, a JSON file, or the hardware of a lookup table.",
+    help="Speed of a rank: a hardware profile, such as h200, a JSON file with the same keys, or a lookup table or a "
+    "folder of them.  [default: the job's parallel.table]",
 )
 @node_options
 @click.option(

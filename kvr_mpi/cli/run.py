@@ -19,6 +19,7 @@ from kvr_mpi.cli.options import (
     job_argument,
     overwrite_option,
     parse_names,
+    resume_option,
     set_option,
 )
 from kvr_mpi.duration import duration_text, parse_duration
@@ -42,11 +43,7 @@ run_options = grouped(
         help="What carries keys and values between ranks; the same as --set parallel.transport=...",
     ),
     overwrite_option,
-    click.option(
-        "--resume",
-        is_flag=True,
-        help="Continue from the results in the output folder; implied if SLURM has requeued the job that wrote them.",
-    ),
+    resume_option,
     extend_option,
     click.option("--retry-failed", is_flag=True, help="When resuming, process documents with error records again."),
     click.option(

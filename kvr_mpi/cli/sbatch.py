@@ -18,6 +18,7 @@ from kvr_mpi.cli.options import (
     extend_option,
     job_argument,
     overwrite_option,
+    resume_option,
     set_option,
 )
 from kvr_mpi.duration import duration_text, parse_duration
@@ -46,7 +47,7 @@ MARGIN, START_S = 1.5, 600.0
     "--time", "limit", metavar="TIME", help="Time limit, in a format that sbatch accepts.  [default: from the forecast]"
 )
 @click.option("--hardware", metavar="NAME_OR_FILE", help="Speed of a rank, as for kvr plan.")
-@click.option("--resume", is_flag=True, help="Continue from the results in the output folder.")
+@resume_option
 @extend_option
 @overwrite_option
 @click.option(

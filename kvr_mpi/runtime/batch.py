@@ -208,7 +208,6 @@ def work_through(
 
 def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[str, Any]:
     """List all documents; `check_job` has seen that they can be had."""
-    check_writable(folder)
     if options.extend and (spec.questions is not None or spec.documents.shard is not None):
         what, why = (
             ("[questions]", "its documents are those of a run")
@@ -219,9 +218,11 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
     if spec.questions is not None:
         stored = scan_stored(spec)
         check_askable(spec, stored)
+        check_writable(folder)
         for line in stored.describe():
             log.line(line)
         return stored.corpus.to_json()
+    check_writable(folder)
     if others := find_others(spec):
         log.line(f"{describe_others(others)}: {name_files(others)}")
     corpus = scan_documents(spec, None if options.overwrite else known_corpus(folder))

@@ -32,7 +32,7 @@ from kvr_mpi.prefill.registry import KVR, Strategy, candidates, choose_chunks, f
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.schedule.placement import Seconds
 from kvr_mpi.tuning.lookup import choose_slices
-from kvr_mpi.tuning.table import FOLDER, Table, load_table, table_files
+from kvr_mpi.tuning.table import Table, holds_tables, load_table, table_files
 
 # Usable share of a profile's memory; the rest is lost to libraries and fragmentation.
 MEMORY_SHARE = 0.95
@@ -236,8 +236,8 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     Parameters
     ----------
     hardware : str or None
-        A shipped profile, a JSON file, or the name of the machine in a table; None: of the one machine there are
-        tables for.
+        A shipped profile, a JSON file with the same keys, a lookup table or a folder of them; None: the tables that
+        the job names (``parallel.table``).
 
     Raises
     ------
@@ -245,17 +245,15 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
         If neither is there, with the choices.
     """
     size = spec.parallel.tensor_parallel
-    tables = _tables(spec, outline) if size == 1 else []  # they are of ranks that have the whole model
-    machines = sorted({table.key.hardware for table in tables})
-    if hardware is None and len(machines) != 1:
-        measured = f"{' or '.join(machines)} (measured, in tables), " if machines else ""
+    given = hardware or spec.parallel.table
+    if given is None:
         raise ConfigError(
-            f"the speed of a rank is unknown: give --hardware {measured}{', '.join(profiles())} (profiles), or a JSON "
-            f"file with the same keys; or measure a table of this model with kvr search"
+            f"the speed of a rank is unknown: give --hardware {', '.join(profiles())} (profiles), a JSON file with the "
+            f"same keys, or a lookup table of this model, which kvr search measures"
         )
-    if hardware in machines or hardware is None:
-        mine = [table for table in tables if table.key.hardware == (hardware or machines[0])]
-        best = min(mine, key=lambda table: (abs(table.key.ranks - ranks), table.key.ranks))
+    if holds_tables(Path(given)):
+        tables = _tables(Path(given), outline, size)
+        best = min(tables, key=lambda table: (abs(table.key.ranks - ranks), table.key.ranks))
         measured = f"measured on {best.entries[-1].provenance.date[:10]}"
         source = f"lookup table for {best.key.ranks} ranks of {best.key.hardware} ({best.key.device}), {measured}"
         source += "; memory unknown"
@@ -263,7 +261,7 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
         if spec.parallel.partition != "table":
             return forecast
         return replace(forecast, cut=lambda tokens, ranks: choose_slices(best, tokens, ranks).partition)
-    profile = load_hardware(hardware)
+    profile = load_hardware(given)
     whole = workload_of(outline.config, outline.dtype.itemsize)
     check_heads(whole, size)
     work, costs = whole.of_group(size), costs_of(whole, profile, tensor_parallel=size)
@@ -354,9 +352,33 @@ def with_memory(
     )
 
 
-def _tables(spec: JobSpec, outline: Outline) -> list[Table]:
-    """Lookup tables for this model and dtype, from the place that the job names."""
-    place = Path(spec.parallel.table or FOLDER)
-    found = [load_table(file) for file in table_files(place)] if place.exists() else []
+def _tables(place: Path, outline: Outline, tensor_parallel: int) -> list[Table]:
+    """Read the lookup tables of one machine for this model and dtype.
+
+    Raises
+    ------
+    ConfigError
+        If there are none, or several machines are in the folder.
+    """
+    if tensor_parallel > 1:
+        raise ConfigError(
+            f"lookup table {str(place)!r}: it is measured on ranks that hold the whole model, and the job has "
+            f"parallel.tensor_parallel = {tensor_parallel}; give a profile: {', '.join(profiles())}"
+        )
+    tables = {file: load_table(file) for file in table_files(place)}
     dtype = str(outline.dtype).removeprefix("torch.")
-    return [table for table in found if table.key.model.fingerprint == outline.fingerprint and table.key.dtype == dtype]
+    fitting = {
+        file: table
+        for file, table in tables.items()
+        if table.key.model.fingerprint == outline.fingerprint and table.key.dtype == dtype
+    }
+    if not fitting:
+        found = " | ".join(f"{file.name}: {table.key.model.name}, {table.key.dtype}" for file, table in tables.items())
+        raise ConfigError(
+            f"lookup table {str(place)!r}: expected one for {outline.name} in {dtype}, found {found or 'none'}; "
+            f"measure it with kvr search, or give a profile: {', '.join(profiles())}"
+        )
+    if len({table.key.hardware for table in fitting.values()}) > 1:
+        found = ", ".join(f"{file} ({table.key.hardware})" for file, table in fitting.items())
+        raise ConfigError(f"lookup tables {str(place)!r} are of several machines: choose one file of {found}")
+    return list(fitting.values())

@@ -7,11 +7,12 @@ of size, every value is checked, and nothing in them is run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,6 @@ from kvr_mpi.partition import Partition
 
 MAX_FILE_BYTES = 8 << 20
 MAX_TOKENS, MAX_RANKS = 1 << 28, 1 << 16
-FOLDER = "tables"
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9.-]{0,79}$"
@@ -261,6 +261,16 @@ def _partial_file(path: Path) -> Iterator[tuple[Path, IO[str]]]:
                 part.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"table {str(path)!r} cannot be written: {error}; choose another --output") from error
+
+
+def holds_tables(path: Path) -> bool:
+    """Whether this is a folder, or a file of JSON that looks like a table."""
+    if not path.is_file():
+        return path.is_dir()
+    with suppress(OSError, ValueError, RecursionError), path.open("rb") as stream:
+        found = json.loads(stream.read(MAX_FILE_BYTES))
+        return isinstance(found, dict) and "entries" in found
+    return False
 
 
 def table_files(path: Path) -> Iterable[Path]:

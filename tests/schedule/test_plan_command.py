@@ -123,7 +123,7 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     def planned(*more: str) -> Result:
         return CliRunner().invoke(plan_command, [str(job), "--ranks", "4", "--json", *more])
 
-    found = json.loads(planned("--hardware", "mine").stdout)
+    found = json.loads(planned("--hardware", "tables/mine-4.json").stdout)
     assert found["costs"].startswith("lookup table for 4 ranks of mine")
     documents = {document["id"]: document for document in found["documents"]}
     assert documents["doc-08.txt"]["ranks"] == 4 and documents["doc-08.txt"]["memory_bytes"] is None
@@ -131,13 +131,18 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     assert documents["doc-00.txt"]["ttft_s"] == pytest.approx(expected, rel=0.05)
     settings = ("ranks_per_chain=4", "partition=table", "table=tables/mine-4.json")
     as_set = [word for setting in settings for word in ("--set", f"parallel.{setting}")]
-    by_table = json.loads(planned("--hardware", "mine", *as_set).stdout)["documents"]
+    by_table = json.loads(planned(*as_set).stdout)["documents"]
     cut = next(document for document in by_table if document["id"] == "doc-08.txt")
     assert tuple(cut["slices"]) == choose_slices(a_table(ranks=4), cut["tokens"], 4).partition.bounds
-    ambiguous = planned()
-    assert isinstance(ambiguous.exception, ConfigError) and "mine or other (measured" in str(ambiguous.exception)
+    assert "the speed of a rank is unknown" in str(planned().exception), "tables that nobody named are not read"
+    for place, words in (
+        ("tables", ["mine-4.json (mine)", "other-2.json (other)"]),
+        ("tables/foreign-mine-2.json", ["models/Tiny"]),
+    ):
+        refused = planned("--hardware", place)
+        assert isinstance(refused.exception, ConfigError) and all(word in str(refused.exception) for word in words)
     (tmp_path / "tables" / "other-2.json").unlink()
-    assert json.loads(planned().stdout)["costs"] == found["costs"], "the only machine there are tables for"
+    assert json.loads(planned("--hardware", "tables").stdout)["costs"] == found["costs"], "the only machine there"
 
 
 @pytest.mark.parametrize(

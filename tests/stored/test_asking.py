@@ -344,6 +344,7 @@ def test_a_run_without_keys_and_values_cannot_be_asked(
     assert run_here(1, [job]).returncode == 0
     asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
     assert asked.returncode == 78 and "output.kv = true" in asked.stderr
+    assert not (tmp_path / "asked").exists(), "a refused job leaves no folder"
 
 
 def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(
