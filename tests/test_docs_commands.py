@@ -1,10 +1,11 @@
-"""Commands on the pages are commands: each is parsed by the program it names, with its options and their values."""
+"""Commands on the pages are parsed by the program they name; job files on them are valid jobs."""
 
 from __future__ import annotations
 
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from constants import ROOT
 from benchmarks.__main__ import BENCHMARKS
 from kvr_mpi.cli import COMMANDS, group
 from kvr_mpi.cli.run import run
+from kvr_mpi.job import JobSpec
+from kvr_mpi.job.combinations import check_combinations
 
 PAGES = [
     ROOT / "README.md",
@@ -109,3 +112,20 @@ def test_commands_are_found_and_mistakes_in_them_too(tmp_path: Path) -> None:
     for program, arguments in commands_of(page):
         with pytest.raises((click.UsageError, AssertionError)):
             check(program, arguments)
+
+
+JOBS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^```toml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("text", JOBS)
+def test_jobs_of_the_pages_are_valid(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "minutes.schema.json").write_text('{"type": "object", "properties": {"date": {"type": "string"}}}')
+    monkeypatch.chdir(tmp_path)
+    job = {"model": {"path": "model"}, "documents": {"path": "corpus"}, "output": {"path": "runs"}}
+    for section, settings in tomllib.loads(text).items():
+        job[section] = settings if isinstance(settings, list) else job.get(section, {}) | settings
+    check_combinations(JobSpec.model_validate(job))
