@@ -121,8 +121,8 @@ class Group(Generic[K]):
         finally:
             cache.step_back(length)
 
-    def forget_rows(self, *, is_short: bool = False) -> None:
-        """Let go of what was made for rows of prompts that have changed, or, since memory is short, of all."""
+    def forget_rows(self) -> None:
+        """Let go of what was made for rows of prompts, since these change, or memory is short."""
 
 
 class Alone(Group[K]):
@@ -160,7 +160,7 @@ class Alone(Group[K]):
         with guarded(self.loaded.tp_group):
             return self._run(documents)
 
-    def forget_rows(self, *, is_short: bool = False) -> None:
+    def forget_rows(self) -> None:
         """Let go of the caches of rows."""
         self._packs.clear()
 

@@ -97,6 +97,8 @@ class HeadGroup(Group[K]):
         self._packs: dict[tuple[Running[K], ...], DecodeCache] = {}
         self._merging: Merge | None = None
         self._meetings = 0  # of all ranks, in a step so far
+        # Which ranks had no memory for a step: made once, since then there may be none.
+        self._is_short = torch.zeros(ranks.size, dtype=torch.int64, device=loaded.device)
         self.counts = np.zeros((len(loaded.shape.layers), 0, 0), dtype=np.int64)
         self.owners: list[Owners] = []
 
@@ -139,32 +141,36 @@ class HeadGroup(Group[K]):
         Tensor
             Logits (prompts, vocab_size); if all prompts take the likeliest token, that of each (prompts,).
         """
-        members, logits = tuple(documents), None
+        members, logits, found = tuple(documents), None, None
         self._meetings = 0
         try:
             if members not in self._packs:
                 self._packs[members] = DecodeCache([each.prefill.cache for each in documents], self._merging)
             logits = decode_packed(self._part, self._packs[members], [each.last_token for each in documents])
+            found = self._likeliest(logits) if self._is_greedy else self._among_all(logits)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
         # Out of the except block: the error held on to what had been made.
-        if logits is None:
+        if found is None:
             self._play_on(len(documents))
-        found, short = (
-            self._likeliest(logits, len(documents)) if self._is_greedy else self._gather(logits, len(documents))
-        )
-        if short:
+        self._is_short.zero_()[self.ranks.rank] = found is None
+        self.ranks.all_reduce(self._is_short)
+        if short := self._is_short.nonzero().flatten().tolist():
             if logits is not None:
                 self._packs[members].take_back()
             raise MemoryError(f"rank {', '.join(map(str, short))} of its chain ran out of memory")
-        return found
+        assert found is not None, "it came through"
+        self.ranks.all_reduce(found)  # what each rank gives is zero in the others'
+        if not self._is_greedy:
+            return found
+        return found[found[..., 0].argmax(0), torch.arange(len(documents), device=found.device), 1].long()
 
     def choose(self, documents: Sequence[Running[K]], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt, by what `run` returned."""
         return logits.tolist() if self._is_greedy else super().choose(documents, logits)
 
-    def forget_rows(self, *, is_short: bool = False) -> None:
+    def forget_rows(self) -> None:
         """Let go of the caches of rows."""
         self._packs.clear()
 
@@ -231,41 +237,24 @@ class HeadGroup(Group[K]):
         for meet in (of_layer * len(self.loaded.shape.layers))[self._meetings :]:
             meet()
 
-    def _likeliest(self, logits: torch.Tensor | None, documents: int) -> tuple[torch.Tensor, list[int]]:
-        """Find the likeliest tokens (prompts,) of all ranks' shares of the vocabulary: of equals the first, as argmax.
-
-        Parameters
-        ----------
-        logits : Tensor or None
-            This rank's share (prompts, share); None if it had no memory for that.
+    def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Give the likeliest tokens of this rank's share (prompts, share) of the vocabulary: of equals the first.
 
         Returns
         -------
-        Tensor, list of int
-            The tokens, and the ranks that had no memory.
+        Tensor
+            (ranks, prompts, 2), float64: of this rank their logits, and the tokens.
         """
-        found = torch.zeros(self.ranks.size, documents + 1, 2, dtype=torch.float64, device=self.loaded.device)
-        own = found[self.ranks.rank]
-        if logits is None:
-            own[-1] = 1
-        else:
-            values, places = logits.max(-1)
-            own[:-1, 0], own[:-1, 1] = values, places + self._share[0]
-        self.ranks.all_reduce(found)  # every other rank's part of this one is zero
-        short = found[:, -1, 0].nonzero().flatten().tolist()
-        return found[found[:, :-1, 0].argmax(0), torch.arange(documents, device=found.device), 1].long(), short
+        found = torch.zeros(self.ranks.size, len(logits), 2, dtype=torch.float64, device=logits.device)
+        values, places = logits.max(-1)
+        found[self.ranks.rank, :, 0], found[self.ranks.rank, :, 1] = values, places + self._share[0]
+        return found
 
-    def _gather(self, logits: torch.Tensor | None, documents: int) -> tuple[torch.Tensor, list[int]]:
-        """Put all shares together (prompts, vocab_size); parameters and what else it returns as `_likeliest`."""
-        size, vocabulary = self.ranks.size, self.loaded.model.lm_head.out_features
-        flat = torch.zeros(documents * vocabulary + size, device=self.loaded.device)
-        rows = flat[:-size].view(documents, vocabulary)
-        if logits is None:
-            flat[self.ranks.rank - size] = 1
-        else:
-            rows[:, self._share[0] : self._share[1]] = logits
-        self.ranks.all_reduce(flat)
-        return rows, flat[-size:].nonzero().flatten().tolist()
+    def _among_all(self, logits: torch.Tensor) -> torch.Tensor:
+        """Put logits (prompts, share) where they are in those of the whole vocabulary (prompts, vocab_size)."""
+        found = torch.zeros(len(logits), self.loaded.model.lm_head.out_features, device=logits.device)
+        found[:, self._share[0] : self._share[1]] = logits
+        return found
 
     @property
     def _share(self) -> tuple[int, int]:

@@ -226,14 +226,14 @@ def test_ranks_that_share_heads_go_on_when_memory_runs_out_on_one(place: str, do
 
 
 class RunOut(TorchFunctionMode):
-    """Let this thread's memory run out once, where attention of all ranks is merged for the `due`-th time."""
+    """Let this thread's memory run out once, when a function is called for the `due`-th time with such arguments."""
 
-    def __init__(self, due: int) -> None:
+    def __init__(self, due: int, func: Any, first: Any = None) -> None:
         super().__init__()
-        self.left = due
+        self.left, self.func, self.first = due, func, first
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.amax:  # of the ranks' log-sum-exps: they have met for it
+        if func is self.func and self.first in (None, args[0]):
             self.left -= 1
             if not self.left:
                 raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
@@ -253,7 +253,8 @@ def test_ranks_that_have_met_do_not_meet_again_when_memory_for_what_they_found_r
         config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
         batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=group)
         found: dict[int, Finished[int]] = {}
-        with RunOut(due if chain.rank == 1 else 0):
+        # Of the ranks' log-sum-exps, for which they have met.
+        with RunOut(due if chain.rank == 1 else 0, torch.Tensor.amax):
             for wave in ((0,), (1,), (0, 1)):  # those by themselves are divided by tokens
                 for number in wave if chain.rank == 0 else ():
                     ids = prompt(lengths[number])
@@ -268,6 +269,26 @@ def test_ranks_that_have_met_do_not_meet_again_when_memory_for_what_they_found_r
 
     first, second = run_local(2, work)
     assert written(first) == truths and not second
+
+
+@pytest.mark.parametrize("config", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_ranks_go_on_when_there_is_no_memory_on_one_to_put_what_all_found_together(config: dict[str, Any]) -> None:
+    """In halves, with the same answers: it is known to all before they tell each other what they found."""
+    loaded, documents = ready(), 4
+    ask = Asking([OwnGeneration()] * documents, config)
+    truths = written(ask("alone", loaded, 1))
+    func, first = (torch.zeros, documents) if config else (torch.Tensor.max, None)
+    left: list[int] = []
+
+    def work(chain: Transport) -> dict[int, Finished[int]]:
+        with RunOut(2 if chain.rank == 1 else 0, func, first) as memory:
+            found = ask.answer("heads", loaded, chain)
+        left.append(memory.left)
+        return found
+
+    ranks = run_local(2, work)
+    assert written({key: one for rank in ranks for key, one in rank.items()}) == truths
+    assert max(left) <= 0
 
 
 def test_ranks_that_would_run_different_tokens_end_the_job() -> None:
