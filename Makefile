@@ -50,7 +50,7 @@ help:
 	@echo "make test-gpu  what only a GPU can show, on one or more of them; writes a report to send in (half an hour; ARGS=--help)"
 	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
 	@echo "make bench NAME=first-token ARGS=\"--contexts 4k\"  a benchmark, on RANKS=$(RANKS) where it uses ranks; without NAME lists them"
-	@echo "make docs      the docs as a site, in build/docs, with the pages that are written from the code and from measurements"
+	@echo "make docs      the docs as a site, in build/docs; first writes tables from the code and from measurements"
 	@echo "make clean     remove the environment and all results"
 
 install: $(stamp)

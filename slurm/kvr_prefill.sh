@@ -6,7 +6,7 @@
 #
 # One rank for each GPU, or for a few cores. Options on sbatch's command line win over the lines below; what the site needs
 # everywhere goes into slurm/site.sh. `kvr sbatch JOB.toml` fills nodes, ranks and time in from the plan.
-# Stopped before it is done, the job is queued again and goes on where it was (slurm/README.md).
+# A job that stops early is requeued and resumes (slurm/README.md).
 #SBATCH --job-name=kvr
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=2

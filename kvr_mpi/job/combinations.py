@@ -1,4 +1,4 @@
-"""Which settings of a job can be combined, and why not: the table that refusals, the docs page and the tests go by.
+"""Which settings of a job can be combined, and why not: the table for refusals, docs and tests.
 
 A setting is named as it is written: ``section.key`` stands for any value but the default, ``section.key = value`` for
 that value, ``[section]`` for a section that is there. What a model is (`MODELS`) is named in words.
