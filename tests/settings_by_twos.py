@@ -57,6 +57,7 @@ ASKED: dict[str, Job] = {
     "questions-sharded": {**QUESTIONS, "questions.sharded": True},
     "questions-compressed": {**QUESTIONS, "documents.path": "{compressed}"},
     "split": {"prompt.too_long": "split", "prompt.max_tokens": 250},
+    "coverage": {"prompt.min_coverage": 0.01},
     "requests": {"documents.path": "{requests}", "documents.format": "openai-batch", "prompt.template": None},
     "compress": SMALL,
     "observed": OBSERVED,

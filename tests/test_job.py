@@ -50,6 +50,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     keep = "tail"
     reduce_template = "Sum up these: {text}"
     max_tokens = 2048
+    min_coverage = 0.9
     [generation]
     do_sample = true
     temperature = 0.7
