@@ -35,6 +35,8 @@ Chunks = Sequence[Sequence[Range]]
 WriteLayer = Callable[[tuple[torch.Tensor, torch.Tensor] | None], None]
 # Layers a rank holds until they are sent, before it waits for the link.
 LAYERS_HELD = 8
+# Layers whose buffers the decode rank has beside that which computes, where a layer is compressed when it is through.
+COMPRESSED_AHEAD = 1
 
 
 class SliceCache(Cache):
@@ -116,6 +118,8 @@ class SliceCache(Cache):
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
         self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
+        if self._retain is not None:
+            self._layers_ahead = min(self._layers_ahead, COMPRESSED_AHEAD)
         layers = [
             StateLayer(self, idx, layer) if layer.states else SliceLayer(self, idx, layer)
             for idx, layer in enumerate(shape.layers)

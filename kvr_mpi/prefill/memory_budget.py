@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
-from kvr_mpi.kv.cache import LAYERS_HELD
+from kvr_mpi.kv.cache import COMPRESSED_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import MakeRoute, Route
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
@@ -119,7 +119,8 @@ class Footprint:
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
         if is_spread or not is_decode_rank or (drop is None and not self.admits):
             return needs
-        in_flight = min(len(layers), 2 + LAYERS_AHEAD) * layers[0] * tokens * self.shape.dtype_bytes
+        ahead = LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD
+        in_flight = min(len(layers), 2 + ahead) * layers[0] * tokens * self.shape.dtype_bytes
         if drop is None:
             return needs + in_flight
         return needs - drop.kv_bytes + in_flight + int(self.heap_share * drop.choosing_bytes)

@@ -15,12 +15,11 @@ from kvr_mpi.compress.compression import Compression, open_compression
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, PartitionError
-from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.cache import COMPRESSED_AHEAD, SliceCache
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.prefill.registry import STRATEGIES
-from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 TOKENS, TEXT = 90, (10, 75)
@@ -170,7 +169,7 @@ def test_what_is_dropped_is_dropped_before_the_next_layers(ranks: int) -> None:
     cache = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), cut, rank, **options))[-1].cache
     whole = tokens * loaded.shape.kv_bytes_per_token
     assert len(held) == 16 and cache.held_bytes == compression.size_of(cache).kv_bytes < whole / 10
-    assert max(held) <= cache.held_bytes + (2 + LAYERS_AHEAD) * whole / 16 < whole / 2
+    assert max(held) <= cache.held_bytes + (1 + COMPRESSED_AHEAD) * whole / 16 < whole / 2
 
 
 @pytest.mark.parametrize("bounds, known", [((0, 30, 60, 90), 0), ((0, 85, 88, 90), 0), ((0, 40, 60, 90), 38)])
