@@ -37,5 +37,11 @@ COMMANDS: dict[str, str] = {
     "bench": "in a clone of the repository, run `python -m benchmarks first-token`, `corpus` or `fairkv`.",
     "simulate": "use `kvr plan --tokens 64k --model MODEL --hardware h200 --ranks 8`; in a clone of the repository, "
     "`python -m benchmarks forecast`, `paper` and `fairkv-placement` do the rest.",
+    "run --transport": "Use --set parallel.transport=NAME.",
+    "ask --transport": "Use --set parallel.transport=NAME.",
+    "ask --model": "Use --set model.path=PATH.",
+    "ask --max-new-tokens": "Use --set generation.max_new_tokens=NUMBER.",
+    "ask --reuse": "Use --set questions.reuse=never.",
+    "ask --sharded": "Use --set questions.sharded=true.",
     "verify --architectures": "in a clone of the repository, run `python -m benchmarks architectures`.",
 }

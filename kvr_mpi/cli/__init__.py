@@ -16,32 +16,49 @@ import click
 from kvr_mpi import __version__, removed
 from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 
-# Subcommand: (module, function in it, help line for the list).
-COMMANDS = {
-    "init": ("kvr_mpi.cli.init", "init", "Write a job file: which documents, which model, what to ask."),
-    "demo": ("kvr_mpi.cli.demo", "demo", "Summarise eight documents that come with kvr-mpi, with a small real model."),
-    "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
-    "ask": ("kvr_mpi.cli.ask", "ask", "Ask stored documents new questions, without prefilling them again."),
-    "plan": ("kvr_mpi.cli.plan", "plan", "Show which documents would run on which chains, when, and why."),
-    "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
-    "doctor": ("kvr_mpi.cli.doctor", "doctor", "Check the machine: launcher, cores, GPUs, links, files, SLURM."),
-    "search": (
-        "kvr_mpi.cli.search",
-        "search",
-        "Measure the best slices on this machine, or what KV heads keep; write a table.",
-    ),
-    "verify": ("kvr_mpi.cli.verify", "verify", "Check that every strategy gives the same results as one process."),
-    "status": (
-        "kvr_mpi.cli.status",
-        "status",
-        "Show the progress of a run: done, failed, left, and its ranks.",
-    ),
-    "report": ("kvr_mpi.cli.report", "report", "Write an HTML page about a run: where the time went, and the answers."),
-    "merge": ("kvr_mpi.cli.merge", "merge", "Merge the shards of a run into one HDF5 file, verifying every checksum."),
-    "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show the contents of a result file, or one of its documents."),
-    "export": ("kvr_mpi.cli.export", "export", "Export answers as JSON lines, CSV or Parquet, or keys and values."),
-    "prune": ("kvr_mpi.cli.prune", "prune", "Remove stored keys and values: by document, age or size."),
+# Subcommands as `kvr --help` groups them: (module, function in it, help line for the list).
+GROUPS = {
+    "To begin with": {
+        "demo": (
+            "kvr_mpi.cli.demo",
+            "demo",
+            "Summarise eight documents that come with kvr-mpi, with a small real model.",
+        ),
+        "init": ("kvr_mpi.cli.init", "init", "Write a job file: which documents, which model, what to ask."),
+        "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
+        "status": ("kvr_mpi.cli.status", "status", "Show the progress of a run: done, failed, left, and its ranks."),
+        "export": ("kvr_mpi.cli.export", "export", "Export answers as JSON lines, CSV or Parquet, or keys and values."),
+    },
+    "Every week": {
+        "doctor": ("kvr_mpi.cli.doctor", "doctor", "Check the machine: launcher, cores, GPUs, links, files, SLURM."),
+        "plan": ("kvr_mpi.cli.plan", "plan", "Show which documents would run on which chains, when, and why."),
+        "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
+        "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show the contents of a result file, or one of its documents."),
+        "ask": ("kvr_mpi.cli.ask", "ask", "Ask stored documents new questions, without prefilling them again."),
+        "merge": (
+            "kvr_mpi.cli.merge",
+            "merge",
+            "Merge the shards of a run into one HDF5 file, verifying every checksum.",
+        ),
+    },
+    "Now and then": {
+        "report": (
+            "kvr_mpi.cli.report",
+            "report",
+            "Write an HTML page about a run: where the time went, and the answers.",
+        ),
+        "verify": ("kvr_mpi.cli.verify", "verify", "Check that every strategy gives the same results as one process."),
+        "search": (
+            "kvr_mpi.cli.search",
+            "search",
+            "Measure the best slices on this machine, or what KV heads keep; write a table.",
+        ),
+        "prune": ("kvr_mpi.cli.prune", "prune", "Remove stored keys and values: by document, age or size."),
+    },
 }
+COMMANDS = {name: found for group in GROUPS.values() for name, found in group.items()}
+# Those that a launcher starts on every rank although one process does all of the work: the first rank's.
+ON_FIRST_RANK = ("demo", "init", "plan", "sbatch", "status", "inspect")
 
 
 class LazyGroup(click.Group):
@@ -64,7 +81,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a subcommand; the error about an unknown one names similar ones."""
         try:
-            return super().resolve_command(ctx, args)
+            found = super().resolve_command(ctx, args)
         except click.UsageError as error:
             if args[0] in removed.COMMANDS:
                 raise click.UsageError(f"kvr {args[0]} was removed: {removed.COMMANDS[args[0]]}", ctx) from error
@@ -72,11 +89,16 @@ class LazyGroup(click.Group):
             if not near:
                 raise
             raise click.UsageError(f"{error.message} Did you mean {' or '.join(map(repr, near))}?", ctx) from error
+        if found[0] in ON_FIRST_RANK and _rank() > 0:
+            ctx.exit()
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the subcommands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), text) for name, (_, _, text) in commands.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -105,8 +127,21 @@ def kvr_run() -> NoReturn:
     _main(run, "kvr-run")
 
 
+def _rank() -> int:
+    """Return which of the processes this is that a launcher has started."""
+    from kvr_mpi.transport.mpi import launched_rank
+
+    return launched_rank(os.environ)
+
+
 def _main(command: click.Command, name: str) -> NoReturn:
-    """Run a command; user errors become one message and their exit code."""
+    """Run a command; user errors become one message and their exit code.
+
+    Of several ranks, the first one shows help and wrong arguments, which all of them were given.
+    """
+    is_first = _rank() == 0
+    if not is_first and {"-h", "--help", "--version"}.intersection(sys.argv[1:]):
+        sys.exit(0)
     try:
         code = command.main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()  # here, where a reader that has gone is no surprise, and not as the interpreter ends
@@ -115,13 +150,15 @@ def _main(command: click.Command, name: str) -> NoReturn:
     except click.NoSuchOption as error:
         asked = f"{error.ctx.info_name if error.ctx else name} {error.option_name}".replace("kvr-run", "run")
         instead = removed.COMMANDS.get(asked)
-        (error if instead is None else click.UsageError(f"kvr {asked} was removed: {instead}", error.ctx)).show()
+        if is_first:
+            (error if instead is None else click.UsageError(f"kvr {asked} was removed: {instead}", error.ctx)).show()
         code = EXIT_USAGE
     except click.ClickException as error:
-        error.show()
+        if is_first:
+            error.show()
         code = EXIT_USAGE
     except KvrError as error:
-        click.echo(f"{name}: {error}", err=True)
+        click.echo(f"Error: {error}", err=True)
         code = error.exit_code
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -34,20 +34,6 @@ if TYPE_CHECKING:
     help="Ask about this document only; may be repeated.  [default: all documents]",
 )
 @click.option("-o", "--output", metavar="FOLDER", help="Folder for the answers.  [default: RUN-answers, beside RUN]")
-@click.option("--model", help="Where the model that computed the keys and values is now, if it has been moved.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Maximum length of an answer.  [default: 128]")
-@click.option(
-    "--reuse",
-    type=click.Choice(["always", "never"]),
-    default="always",
-    show_default=True,
-    help="Whether to load stored keys and values; never: prefill the documents again.",
-)
-@click.option(
-    "--sharded",
-    is_flag=True,
-    help="Spread the keys and values of each document over the ranks, for documents too large for one rank.",
-)
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -64,9 +50,14 @@ def ask(**given: Any) -> int:
     one record for each document and question, in a separate folder: kvr inspect, export and status read them. The
     number of ranks may differ from that of the run that stored the keys and values. A job file with a section
     [questions] does the same under kvr-run. Exit codes are those of kvr run.
+
+    \b
+    --set generation.max_new_tokens=500   longer answers (default: 128)
+    --set questions.sharded=true          documents too large for one rank: spread each over the ranks
+    --set questions.reuse=never           prefill the documents again
+    --set model.path=FOLDER               the model has been moved
     """  # noqa: D301
-    wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output", "model")}
-    wishes |= {name: given.pop(name) for name in ("max_new_tokens", "reuse", "sharded", "dry_run")}
+    wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output", "dry_run")}
     if wishes["dry_run"]:
         from kvr_mpi.stored.asking import complete_questions
 
@@ -90,22 +81,15 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
         raise DataError(f"{runs[0]}: no result file (*.h5) found; expected the output folder of a run")
     with open_file(files[-1]) as stored:
         made_by = read_header(stored).model
-    questions: dict[str, Any] = {
-        "ask": _named(wishes["questions"], wishes["file"]),
-        "reuse": wishes["reuse"],
-        "sharded": wishes["sharded"],
-    }
+    questions: dict[str, Any] = {"ask": _named(wishes["questions"], wishes["file"])}
     if wishes["documents"]:
         questions["documents"] = list(wishes["documents"])
     raw: dict[str, Any] = {
-        "model": {"path": wishes["model"] or made_by["name"]}
-        | ({} if "adapter" not in made_by else {"adapter": made_by["adapter"]}),
+        "model": {"path": made_by["name"]} | ({} if "adapter" not in made_by else {"adapter": made_by["adapter"]}),
         "documents": {"path": list(map(str, runs))},
         "questions": questions,
         "output": {"path": wishes["output"] or answers_folder(runs[0])},
     }
-    if wishes["max_new_tokens"] is not None:
-        raw["generation"] = {"max_new_tokens": wishes["max_new_tokens"]}
     return make_job(raw, Path("kvr ask"), settings)
 
 

@@ -88,7 +88,7 @@ def export(
         written = [name for name, _ in export_kv(index, index.ids("done"), kv, overwrite=overwrite)]
         click.echo(f"{kv}: keys and values of {len(written)} document(s)")
     if missing:
-        click.echo(f"kvr: {tell_missing(missing)}", err=True)
+        click.echo(f"Warning: {tell_missing(missing)}", err=True)
     return EXIT_BAD_DATA if missing else EXIT_OK
 
 

@@ -64,5 +64,5 @@ def merge(
         missing = (*missing, f"{shares - len(runs.paths)} of {shares} shares")
     click.echo(f"{result}: {bytes_text(result.stat().st_size)}")
     if missing:
-        click.echo(f"kvr: {tell_missing(missing)}", err=True)
+        click.echo(f"Warning: {tell_missing(missing)}", err=True)
     return EXIT_BAD_DATA if missing else EXIT_OK

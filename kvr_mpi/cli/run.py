@@ -24,7 +24,6 @@ from kvr_mpi.cli.options import (
 )
 from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.runtime.options import STOP_SIGNALS, RunOptions
-from kvr_mpi.transport.choose import NAMES
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
@@ -37,11 +36,6 @@ LoadJob = Callable[[Sequence[str]], "tuple[JobSpec, dict[str, str]]"]
 # What every command has that runs a job.
 run_options = grouped(
     set_option,
-    click.option(
-        "--transport",
-        type=click.Choice(NAMES),
-        help="What carries keys and values between ranks; the same as --set parallel.transport=...",
-    ),
     overwrite_option,
     resume_option,
     extend_option,
@@ -103,8 +97,7 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     load : callable
         Given settings, makes the job, and says of each of its settings where it is from; called on one rank.
     """
-    transport, shows_config = given.pop("transport"), given.pop("show_config")
-    settings = (*given.pop("settings"), *([] if transport is None else [f"parallel.transport={transport}"]))
+    shows_config, settings = given.pop("show_config"), given.pop("settings")
     options = RunOptions(**{**given, "stop_signals": tuple(parse_names(given["stop_signals"]))})
     check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume or options.extend)
     from kvr_mpi.cli.launch import guarded

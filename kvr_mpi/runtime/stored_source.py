@@ -241,7 +241,7 @@ def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> S
     elif kv.tokens is None:
         why = "its stored keys and values have no token ids, or not all tokens; prefill it again"
     elif kv.compression and is_sharded:
-        why = f"it is compressed ({kv.compression}), which needs one rank; leave --sharded out"
+        why = f"it is compressed ({kv.compression}), which needs one rank; leave questions.sharded out"
     if why is not None or kv.tokens is None:
         return StoredDocument(name, file, error=f"{name} cannot be asked about: {why}", is_askable=False)
     return StoredDocument(name, file, kv.tokens.text[1], size, seal, None, kv.compression)

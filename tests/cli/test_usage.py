@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click import Context
@@ -119,6 +120,28 @@ def test_the_shells_are_told_how(kvr: Path) -> None:
         assert f"_KVR_COMPLETE={shell}_complete" in done.stdout
         if shell == "bash":
             subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
+
+
+# Under a launcher
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["plan", "nowhere.toml"], EXIT_CONFIG, "nowhere.toml"),
+        (["inspect", "nowhere.h5"], EXIT_CONFIG, "nowhere.h5"),
+        (["plan", "--vanished"], EXIT_USAGE, "No such option"),
+        (["verify", "--vanished"], EXIT_USAGE, "No such option"),
+        (["vanished"], EXIT_USAGE, "No such command"),
+        (["run", "--help"], EXIT_OK, "Usage: kvr run"),
+        (["--help"], EXIT_OK, "Usage: kvr"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_several_ranks_print_once(arguments: list[str], code: int, words: str, kvr: Path, mpirun: Any) -> None:
+    run = mpirun(2, [kvr, *arguments])
+    assert (run.stdout + run.stderr).count(words) == 1, run.stdout + run.stderr
+    assert run.returncode == code
 
 
 # Ctrl-C

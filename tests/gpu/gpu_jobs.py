@@ -104,7 +104,8 @@ def stored_is_asked(given: Given) -> Figures:
     run, answers = job.parent / "alone", list[Answers]()
     for reuse in ("always", "never"):
         output = job.parent / f"answers-{reuse}"
-        words = ["kvr", "ask", str(run), "-q", "w3 w1 w4", "--reuse", reuse, "--max-new-tokens", str(NEW_TOKENS)]
+        words = ["kvr", "ask", str(run), "-q", "w3 w1 w4", "--set", f"questions.reuse={reuse}"]
+        words += ["--set", f"generation.max_new_tokens={NEW_TOKENS}"]
         settings = [f"model.device={given.kind}", "model.dtype=float32"]
         launch(1, *words, "--output", str(output), *_set(settings), timeout_s=90)
         answers.append(answers_of(output))

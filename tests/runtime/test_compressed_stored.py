@@ -189,7 +189,7 @@ def test_what_takes_whole_keys_refuses_them_by_name(
     refused = ask(stored, "questions.sharded=true", "questions.reuse=always")
     assert refused.returncode == 0, refused.stderr
     found = {record.document: record for record in read_run(tmp_path / "asked")}
-    assert found["doc-0.txt"].status == "done" and "leave --sharded out" in found["doc-4.txt"].error
+    assert found["doc-0.txt"].status == "done" and "leave questions.sharded out" in found["doc-4.txt"].error
     again = run_here(1, [job, *with_settings(f"documents.reuse={stored}", f"output.path={tmp_path / 'again'}")])
     assert again.returncode == 0 and "with one of 1 stored prompts" in again.stderr
 

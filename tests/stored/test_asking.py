@@ -372,11 +372,11 @@ def test_kvr_ask_says_what_it_would_do_and_does_it(
     run: Path, tmp_path: Path, run_kvr: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvr_mpi.transport.mpi.connect", LocalTransport)
-    command = ("ask", run, "-q", "Who?", "-q", "Why?", "--doc", "doc-3.txt", "--reuse", "always")
+    command = ("ask", run, "-q", "Who?", "-q", "Why?", "--doc", "doc-3.txt")
     code, out, err = run_kvr(*command, "--dry-run")
     assert code == 0 and err == "" and "doc-3.txt" in out and "1 document(s) will be loaded" in out
     assert not (tmp_path / "out-answers").exists()
-    code, out, err = run_kvr(*command, "--max-new-tokens", "5")
+    code, out, err = run_kvr(*command, "--set", "generation.max_new_tokens=5")
     assert code == 0, err
     found = records(tmp_path / "out-answers")
     assert set(found) == {"doc-3.txt#q1", "doc-3.txt#q2"} and found["doc-3.txt#q2"].new_tokens == 5
@@ -387,6 +387,6 @@ def test_kvr_ask_says_what_it_would_do_and_does_it(
 
 @pytest.mark.slow
 def test_kvr_ask_under_mpirun(run: Path, tmp_path: Path, mpirun: Any, kvr: Path) -> None:
-    asked = mpirun(3, [kvr, "ask", run, "-q", "Who?", "--reuse", "always", "-o", tmp_path / "answers"])
+    asked = mpirun(3, [kvr, "ask", run, "-q", "Who?", "-o", tmp_path / "answers"])
     assert asked.returncode == 0, asked.stderr
     assert len(records(tmp_path / "answers")) == 5

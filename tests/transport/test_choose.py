@@ -114,6 +114,6 @@ def test_a_job_file_names_its_transport(mpirun: Any, kvr_run: Path, tiny_model_d
     run = mpirun(2, [kvr_run, job])
     assert run.returncode == 0, run.stderr
     assert "transport: staged: as requested" in run.stderr + run.stdout
-    refused = mpirun(2, [kvr_run, job, "--overwrite", "--transport", "nccl"])
+    refused = mpirun(2, [kvr_run, job, "--overwrite", "--set", "parallel.transport=nccl"])
     assert refused.returncode == 69
     assert "transport 'nccl' moves GPU memory" in refused.stderr + refused.stdout
