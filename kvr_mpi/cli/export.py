@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     type=click.Choice(["jsonl", "csv", "parquet", "openai-batch"]),
     default="jsonl",
     show_default=True,
-    help="Output format; openai-batch: responses to the requests of a job with documents.format = 'openai-batch'.",
+    help="Output format; csv: answers, errors, and what the job asked for; openai-batch: "
+    "responses to the requests of a job with documents.format = 'openai-batch'.",
 )
 @click.option(
     "-o",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     type=click.Path(file_okay=False, path_type=Path),
     help="Instead, write keys and values into this folder, one safetensors file per document.",
 )
+@click.option("--all-fields", is_flag=True, help="With --format csv: all fields of the records.")
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @click.option(
     "--status",
@@ -58,6 +60,7 @@ def export(
     output: Path | None,
     errors: Path | None,
     kv: Path | None,
+    all_fields: bool,
     overwrite: bool,
     status: str | None,
     verify: bool,
@@ -75,13 +78,15 @@ def export(
         raise click.UsageError("--kv FOLDER writes keys and values, -o FILE writes answers: give only one")
     if output is None and kv is None and kind == "parquet":
         raise click.UsageError("Parquet is a binary format: name a file with -o FILE")
+    if all_fields and kind != "csv":
+        raise click.UsageError(f"--all-fields is for --format csv: {kind} always has all fields")
     if errors is not None and (kind != "openai-batch" or output is None or errors.absolute() == output.absolute()):
         raise click.UsageError("--errors FILE needs --format openai-batch and -o ANOTHER_FILE")
     for target in filter(None, (output, errors)):
         check_file(target, overwrite=overwrite, reads=paths)
     index, missing = index_runs(find_runs(paths), verify=verify)
     if kv is None:
-        _write(index, kind, (output, errors), status)
+        _write(index, kind, (output, errors), status, all_fields=all_fields)
     else:
         from kvr_mpi.store.tensors import export_kv
 
@@ -92,16 +97,20 @@ def export(
     return EXIT_BAD_DATA if missing else EXIT_OK
 
 
-def _write(index: Index, kind: str, targets: tuple[Path | None, Path | None], status: str | None) -> None:
+def _write(
+    index: Index, kind: str, targets: tuple[Path | None, Path | None], status: str | None, *, all_fields: bool
+) -> None:
     from contextlib import ExitStack
 
     from kvr_mpi.disk import replacing
     from kvr_mpi.store.batch_responses import write_responses
-    from kvr_mpi.store.export import write_export
+    from kvr_mpi.store.export import asked_fields, write_export
     from kvr_mpi.store.folder import read_columns, read_model, read_records
 
     records = read_records(index, index.ids(status))
     output, errors = targets
+    is_plain = kind == "csv" and not all_fields
+    chosen = asked_fields(read_records(index, index.ids(status))) if is_plain else ()
     with ExitStack() as files:
         if output is not None:  # else it is standard output, whose reader may be gone
             files.enter_context(writing(output))
@@ -110,4 +119,4 @@ def _write(index: Index, kind: str, targets: tuple[Path | None, Path | None], st
         if kind == "openai-batch":
             write_responses(records, stream, failed, read_model(index))
         else:
-            write_export(records, kind, stream, read_columns(index))
+            write_export(records, kind, stream, read_columns(index), chosen)

@@ -64,7 +64,7 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
     if index.gone:
         click.echo(f"lost      {index.gone} document(s) in the ledger and in no file: needs --resume")
     click.echo()
-    print_summary(summary, rows, path)
+    print_summary(summary, rows, path, by_inspect=True)
 
 
 def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
@@ -81,7 +81,7 @@ def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
         return
     for name, error in found:
         click.echo(f"{printable(name, '')}: {printable(' '.join(error.split()), '')}")
-    click.echo("\n".join([f"\n{len(found)} error(s)", *(f"  {line}" for line in reason_lines(reasons))]).lstrip("\n"))
+    click.echo("\n".join([f"\n{len(found)} failed", *(f"  {line}" for line in reason_lines(reasons))]).lstrip("\n"))
 
 
 def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> None:
@@ -113,8 +113,9 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
         if name in ASKED_FOR and name in DATASETS:
             there = record.as_json()[name]
             click.echo(f"{name:21} {len(there)}, shown by --json" if there else "", nl=bool(there))
-        elif name not in ("answer", "token_ids") and (value or name not in ASKED_FOR):
-            click.echo(f"{name:21} {printable(str(value))}")
+        elif name not in ("answer", "token_ids") and value:
+            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+            click.echo(f"{name:21} {printable(shown)}")
     if found.compression:
         mean = sum(kept) / len(kept)
         click.echo(f"{'kv':21} {len(layers)} layers, compressed: {mean:.0f} tokens per KV head on average")

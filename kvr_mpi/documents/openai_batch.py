@@ -101,7 +101,9 @@ def _check_envelope(row: Mapping[str, Any]) -> None:
         if value is not None and not any(value == one and type(value) is type(one) for one in values):
             if isinstance(value, float) and value in values:  # 0.0
                 continue
-            raise DocumentError(f"body.{name} is {value!r}: only {values[0]!r} is supported yet")
+            raise DocumentError(
+                f"body.{name} is {str(value)[:80]}: not supported; remove it from the body, or set it to {values[0]}"
+            )
 
 
 def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:

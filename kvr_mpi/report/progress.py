@@ -215,5 +215,5 @@ def wants_bar(choice: str, launched: bool) -> bool:
 def _times_of(record: Record) -> str:
     """Say how long a document took; parts of a split one are decoded side by side, so their times add up to nothing."""
     if record.parts > 1:
-        return f"{record.parts} prompts prefilled in {record.ttft_s:.2f} s, {record.new_tokens} written"
-    return f"first token {record.ttft_s:.2f} s, {record.new_tokens} written {record.decode_s:.2f} s later"
+        return f"{record.parts} prompts: prefill {record.ttft_s:.2f} s, {record.new_tokens} tokens generated"
+    return f"first token {record.ttft_s:.2f} s, {record.new_tokens} tokens generated in {record.decode_s:.2f} s"

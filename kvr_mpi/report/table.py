@@ -63,7 +63,7 @@ def command(program: str | None = None) -> str:
     return shlex.quote(str(beside))
 
 
-def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> None:
+def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_inspect: bool = False) -> None:
     """Print what became of documents, and how to look into the result.
 
     Parameters
@@ -73,6 +73,8 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> Non
     rows : iterable of Record
         Those to show, see `rows_of`.
     result : Path
+    by_inspect : bool
+        Whether ``kvr inspect`` prints it, which then need not be named.
     """
     columns = shutil.get_terminal_size((140, 24)).columns
     # Open MPI gives its ranks a terminal of their own even where the output goes to a file: no colours, ever.
@@ -101,8 +103,9 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> Non
         hints.insert(1, f"{kvr} inspect {where} --errors")
     if example:
         hints.insert(1, f"{kvr} inspect {where} {shlex.quote(example)}")
+    hints = hints[by_inspect:]
     lines += [
-        f"\n{summary.done} done, {summary.failed} error(s). Results: {result}",
+        f"\n{summary.done} done, {summary.failed} failed. Results: {result}",
         *(f"{'' if number else 'See the results:':<16}  {hint}" for number, hint in enumerate(hints)),
     ]
     for line in lines:

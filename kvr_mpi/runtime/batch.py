@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.documents import Corpus, scan_corpus
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError, OutputError, exit_line
+from kvr_mpi.errors import (
+    EXIT_BAD_DATA,
+    EXIT_OK,
+    EXIT_STOPPED,
+    ConfigError,
+    CorpusError,
+    OutputError,
+    counted,
+    exit_line,
+)
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device
 from kvr_mpi.model.rope import depends_on_length
@@ -301,7 +310,7 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     folder = Path(spec.output.path)
     if left:
         run.close()
-        log.line(exit_line(EXIT_STOPPED, f"{left} document(s) left: {stop.reason}"))
+        log.line(exit_line(EXIT_STOPPED, f"{counted(left, 'document')} left: {stop.reason}"))
         return EXIT_STOPPED
     run.check(anew=True)  # merging replaces files: never in another folder
     result = merge_run(folder, lambda: stop.heard or stop.is_over, log.line)
@@ -318,5 +327,7 @@ def conclusion(spec: JobSpec, done: int, failed: int) -> tuple[int, str]:
     """Return the exit code of a job that is through, and its last line."""
     allowed = spec.output.failures_allowed(done + failed)
     code = EXIT_BAD_DATA if failed > allowed else EXIT_OK
-    records = f"{failed} of {done + failed} document(s) failed, output.max_failed = {spec.output.max_failed!r}"
-    return code, exit_line(code, f"{records} allows {allowed}" if failed else f"all {done} document(s)")
+    if not failed:
+        return code, exit_line(code, meaning=f"finished; {counted(done, 'document')} answered")
+    of = counted(done + failed, "document")
+    return code, exit_line(code, meaning=f"finished; {failed} of {of} failed (allowed: {allowed}, output.max_failed)")

@@ -11,8 +11,10 @@ from typing import BinaryIO
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.store.outputs import ARRAYS, REALS, Record
+from kvr_mpi.store.record import ASKED_FOR, DATASETS
 
 BATCH_ROWS = 1024
+ASKED_ABOUT = ("document", "question")
 
 
 def _write_jsonl(records: Iterable[Record], stream: BinaryIO) -> None:
@@ -21,11 +23,26 @@ def _write_jsonl(records: Iterable[Record], stream: BinaryIO) -> None:
         stream.write(json.dumps(record.as_json(), ensure_ascii=False).encode() + b"\n")
 
 
-def _write_csv(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str]) -> None:
-    """Write a header and one row per document; lists are space-separated."""
+def asked_fields(records: Iterable[Record]) -> tuple[str, ...]:
+    """Name the fields of a plain table: the answer, and those that a job asked for, in the order of a record."""
+    always, asked = (
+        ("id", "status", "error", "answer"),
+        [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in DATASETS)],
+    )
+    found: set[str] = set()
+    for record in records:
+        found.update(name for name in asked if getattr(record, name))
+    return tuple(spec.name for spec in fields(Record) if spec.name in found or spec.name in always)
+
+
+def _write_csv(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str], chosen: Sequence[str]) -> None:
+    """Write a header and one row per document, with these fields or all; lists are space-separated."""
     # No file of its own, which would close the stream, and complain when it goes if a reader has gone before.
     text = codecs.getwriter("utf-8")(stream)
-    writer = csv.DictWriter(text, _names(columns), lineterminator="\n", quoting=csv.QUOTE_ALL)
+    names = [
+        name for name in _names(columns) if name.startswith("columns.") or name in (*chosen, "coverage") or not chosen
+    ]
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writeheader()
     for record in records:
         row = _row(record, columns)
@@ -72,9 +89,21 @@ def _row(record: Record, columns: Sequence[str]) -> dict[str, object]:
     return row
 
 
-def write_export(records: Iterable[Record], kind: str, stream: BinaryIO, columns: Sequence[str] = ()) -> None:
-    """Write documents as ``jsonl``, ``csv`` or ``parquet``; `columns` are those of their rows that tables have."""
+def write_export(
+    records: Iterable[Record], kind: str, stream: BinaryIO, columns: Sequence[str] = (), chosen: Sequence[str] = ()
+) -> None:
+    """Write documents as ``jsonl``, ``csv`` or ``parquet``.
+
+    Parameters
+    ----------
+    columns : sequence of str
+        Those of the documents' rows that tables have.
+    chosen : sequence of str
+        Fields of a record that CSV has beside the coverage (see `asked_fields`); none: all of them.
+    """
     if kind == "jsonl":
         _write_jsonl(records, stream)
+    elif kind == "csv":
+        _write_csv(records, stream, columns, chosen)
     else:
-        {"csv": _write_csv, "parquet": _write_parquet}[kind](records, stream, columns)
+        _write_parquet(records, stream, columns)

@@ -29,7 +29,7 @@ from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.products import PREPACKED, find_products, give_products, narrow_weights
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
-from kvr_mpi.tuning.identity import processor_key, processor_name
+from kvr_mpi.tuning.identity import processor_key
 from kvr_mpi.tuning.pieces import (
     TURNS_ROWS,
     Compute,
@@ -104,7 +104,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         is_known = known is not None and known.is_final
         if not is_known:
             again = "" if known is None else " again, since other programs ran when it was measured"
-            say(f"measuring kernels for this model on this processor{again}: some seconds")
+            say(f"choosing CPU kernels (measuring{again}, some seconds)")
         mine, share = together(world, partial(_known_or_measured, known, pieces))
         views = share_json(world, gather_json(world, [socket.gethostname(), mine, share]))
         here = [(found, share) for host, found, share in views if host == socket.gethostname()]
@@ -117,7 +117,9 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         tries = 1 if known is None else known.tries + 1
         _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
     give_products(loaded.model, ways, products, narrowed)
-    say(_describe(ways, kernel_bytes(loaded.model), "from earlier measurements" if is_known else "measured"))
+    copied = kernel_bytes(loaded.model)
+    more = f", {copied / 1e9:.2f} GB extra memory" if copied else ""
+    say(f"CPU kernels: {'cached choice' if is_known else 'measured'}{more}")
 
 
 def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:
@@ -302,16 +304,6 @@ def _keep(file: Path, kept: _Kept, say: Say) -> None:
         if isinstance(error, FileExistsError) and file.parent.is_dir():
             return  # another host is writing it
         say(f"kernel measurements are not kept: {file} cannot be written ({error.strerror or error})")
-
-
-def _describe(ways: Mapping[str, Ways], copied: int, how: str) -> str:
-    """Say in a line what is computed how."""
-    parts = []
-    for name, taken in sorted(ways.items()):
-        runs = [f"{way} at {count}" for way, count in zip(taken, ROWS, strict=True) if way != PLAIN]
-        parts.append(f"{name} {taken[0] if len(set(taken)) == 1 else ', '.join(runs)}")
-    more = f"; {copied / 1e9:.2f} GB more" if copied else ""
-    return f"kernels for {processor_name()}, {how}: {'; '.join(parts) or 'all plain'}{more}"
 
 
 def is_same(truth: torch.Tensor, found: torch.Tensor) -> bool:

@@ -86,6 +86,20 @@ def test_csv_is_read_by_pandas_with_answers_intact(result: Path) -> None:
     assert frame["prompt_tokens"].dtype == "int64" and frame["ttft_s"].dtype == "float64"
 
 
+def test_csv_has_answers_and_what_was_asked_for(tmp_path: Path, run_kvr: Kvr) -> None:
+    plain = write_run(tmp_path / "plain", [Record("a", "done", answer="yes", slices=(0, 5)), Record("b", "error")])
+    header = run_kvr("export", plain, "--format", "csv")[1].splitlines()[0]
+    assert header == '"id","status","error","answer","coverage"'
+    scored = Record("a#q", "done", document="a", question="Why?", scores='[{"text": "x"}]')
+    asked = write_run(tmp_path / "asked", [Record("0", "error", error="empty"), scored])
+    frame = read_csv(run_kvr("export", asked, "--format", "csv")[1].encode())
+    assert list(frame.columns) == ["id", "status", "document", "question", "error", "answer", "scores", "coverage"]
+    assert list(frame["question"]) == ["", "Why?"] and list(frame["scores"]) == ["", scored.scores]
+    whole = read_csv(run_kvr("export", plain, "--format", "csv", "--all-fields")[1].encode())
+    assert list(whole.columns) == TABLE_COLUMNS
+    assert run_kvr("export", plain, "--format", "jsonl", "--all-fields")[0] == EXIT_USAGE
+
+
 @settings(max_examples=25)
 @given(answers=st.lists(ANSWER, min_size=1, max_size=6), kind=st.sampled_from(["jsonl", "csv", "parquet"]))
 @example(answers=[NASTY, "", "\r"], kind="csv")
@@ -155,7 +169,7 @@ def test_a_folder_exports_the_same_as_its_merged_file(run_folder: Path, kind: st
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_the_file_has_what_standard_output_would(result: Path, kvr: Path, tmp_path: Path, kind: str) -> None:
     target = tmp_path / "answers.txt"
-    command: list[str | Path] = [kvr, "export", result, "--format", kind]
+    command: list[str | Path] = [kvr, "export", result, "--format", kind, *["--all-fields"] * (kind == "csv")]
     to_output = subprocess.run(command, capture_output=True, timeout=300, check=True)
     to_file = subprocess.run([*command, "-o", target], capture_output=True, timeout=300, check=True)
     assert to_output.stdout == target.read_bytes() == exported(result, kind)

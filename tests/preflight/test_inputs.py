@@ -44,7 +44,7 @@ def test_rows_with_fields_go_through_a_job_and_out_again(
     from transformers import AutoTokenizer
 
     run = run_here(2, [rows_job])
-    assert run.returncode == EXIT_BAD_DATA and "2 done, 1 error(s)" in run.stdout, run.stderr
+    assert run.returncode == EXIT_BAD_DATA and "2 done, 1 failed" in run.stdout, run.stderr
     found = {record.id: record for record in read_run(tmp_path / "out")}
     assert "the field 'title', used in the template, is missing" in found["b"].error
     assert found["b"].passed == {"label": "no title"} and found["c"].passed == {"title": "Harbours"}

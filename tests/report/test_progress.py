@@ -52,7 +52,8 @@ def test_a_line_for_every_document_with_all_that_matters() -> None:
     assert len(lines) == 3
     for number, line in enumerate(lines):
         pattern = (
-            rf"{STAMP}\] {number + 1}/4 doc-{number}: {900 + number} tokens, first token 1\.23 s, 7 written .* \| "
+            rf"{STAMP}\] {number + 1}/4 doc-{number}: {900 + number} tokens, first token 1\.23 s, "
+            rf"7 tokens generated in .* \| "
             rf"elapsed (.*), left (.*), wall time left (.*)\n"
         )
         match = re.fullmatch(pattern, line)
@@ -65,9 +66,9 @@ def test_a_line_for_every_document_with_all_that_matters() -> None:
 def test_a_split_document_has_no_sum_of_times_that_ran_side_by_side() -> None:
     record = done("book", prompt_tokens=9000, ttft_s=46.0, decode_s=204.41, new_tokens=192, parts=8)
     (line,) = report_lines([(record, 5)], Clock(), 57)
-    assert "9000 tokens, 8 prompts prefilled in 46.00 s, 192 written |" in line and "204" not in line
+    assert "9000 tokens, 8 prompts: prefill 46.00 s, 192 tokens generated |" in line and "204" not in line
     (line,) = report_lines([(replace(record, parts=1), 5)], Clock(), 57)
-    assert "first token 46.00 s, 192 written 204.41 s later |" in line
+    assert "first token 46.00 s, 192 tokens generated in 204.41 s |" in line
 
 
 def test_without_a_deadline_there_is_no_wall_time() -> None:

@@ -56,7 +56,7 @@ def test_the_table_shows_each_document_and_counts_them(capsys: pytest.CaptureFix
     assert "2628" in rows["minutes.md"] and "The council met." in rows["minutes.md"]
     assert "3 prompts" in rows["book.txt"]
     assert "error: not UTF-8" in rows["broken.txt"]
-    assert "2 done, 1 error(s). Results: runs/x/results.h5" in out
+    assert "2 done, 1 failed. Results: runs/x/results.h5" in out
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_ROWS, MAX_ROWS + 1, MAX_ROWS + 25])
@@ -64,7 +64,7 @@ def test_the_table_is_cut_and_says_by_how_much(capsys: pytest.CaptureFixture[str
     show([done(f"doc-{n:03d}") for n in range(count)], Path("results.h5"))
     out = capsys.readouterr().out
     assert len(re.findall(r"doc-\d+", out.partition("See the results")[0])) == min(count, MAX_ROWS)
-    assert f"{count} done, 0 error(s)" in out
+    assert f"{count} done, 0 failed" in out
     assert (f"... and {count - MAX_ROWS} more" in out) == (count > MAX_ROWS) == ("... and" in out)
 
 
@@ -131,7 +131,7 @@ def test_errors_come_first_and_are_counted_by_reason(capsys: pytest.CaptureFixtu
     rows = out.splitlines()[1 : MAX_ROWS + 1]
     assert all("error: " in row for row in rows[:31]) and all("doc-" in row for row in rows[31:])
     assert f"30 x such as: {errors[0]}" in out and " 1 x not UTF-8" in out and "--errors" in out
-    assert out.index("30 x") < out.index(" 1 x") < out.index("50 done, 31 error(s)")
+    assert out.index("30 x") < out.index(" 1 x") < out.index("50 done, 31 failed")
 
 
 def test_only_the_most_frequent_reasons_are_shown() -> None:

@@ -39,11 +39,8 @@ def test_bad_documents_are_records_and_the_rest_is_done(job: Path, tmp_path: Pat
     assert "duplicate id 'a/b c'" in errors["a/b c#2"]
     for error in errors.values():
         assert error.split()[0] in run.stderr
-    assert "6 done, 5 error(s)" in run.stdout
-    assert last_line(run.stderr) == (
-        "exit code 65: done, but some documents have error records; 5 of 11 document(s) failed, output.max_failed = 0 "
-        "allows 0"
-    )
+    assert "6 done, 5 failed" in run.stdout
+    assert last_line(run.stderr) == ("exit code 65: finished; 5 of 11 documents failed (allowed: 0, output.max_failed)")
 
 
 @pytest.mark.slow
@@ -64,11 +61,11 @@ def test_failures_may_be_allowed(job: Path, tmp_path: Path, run_here: Any) -> No
         run = run_here(1, [job, "--resume", "--set", f"output.max_failed={allowed}"])
         assert run.returncode == code, (allowed, run.stderr)
         assert last_line(run.stderr).startswith(f"exit code {code}: done")
-        assert "2 of 7 document(s) failed" in last_line(run.stderr)
+        assert "2 of 7 documents failed" in last_line(run.stderr)
     for name in ("empty-1.txt", "empty-2.txt"):
         (corpus / name).unlink()
     run = run_here(1, [job, "--overwrite"])
-    assert run.returncode == 0 and last_line(run.stderr) == "exit code 0: done; all 5 document(s)"
+    assert run.returncode == 0 and last_line(run.stderr) == "exit code 0: finished; 5 documents answered"
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def found_in(folder: Path) -> dict[str, Record]:
 
 def test_every_request_is_answered_as_it_asks(batch_job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr) -> None:
     run = run_here(2, [batch_job])
-    assert run.returncode == EXIT_BAD_DATA and "8 done, 4 error(s)" in run.stdout, run.stderr
+    assert run.returncode == EXIT_BAD_DATA and "8 done, 4 failed" in run.stdout, run.stderr
     found = found_in(tmp_path / "out")
     greedy = found["greedy"].token_ids
     assert len(greedy) == 8 and found["as-the-job"].token_ids == found["narrow"].token_ids == greedy
@@ -207,7 +207,7 @@ def test_a_thousand_requests_twenty_of_them_bad_and_a_kill(
     assert 0 < len(before) < 1000
 
     resumed = mpirun(2, [*command, "--resume"])
-    assert resumed.returncode == EXIT_BAD_DATA and "980 done, 20 error(s)" in resumed.stdout, resumed.stderr
+    assert resumed.returncode == EXIT_BAD_DATA and "980 done, 20 failed" in resumed.stdout, resumed.stderr
     after = found_in(out)
     assert len(after) == 1000 and all(after[name] == record for name, record in before.items())
     answers, errors = tmp_path / "answers.jsonl", tmp_path / "errors.jsonl"

@@ -67,7 +67,7 @@ def test_parts_settings_of_rows_and_bad_documents(job: Path, tmp_path: Path, run
         out = tmp_path / mode
         settings = (*SMALL, *split, f"output.path={out}", f"decode.mode={mode}")
         done = run_here(2, [job, *with_settings(*settings)])
-        assert done.returncode == 65 and last_line(done.stderr).count("1 of 7 document(s) failed"), done.stderr
+        assert done.returncode == 65 and last_line(done.stderr).count("1 of 7 documents failed"), done.stderr
         found[mode] = {record.id: (record.token_ids, record.parts, record.error) for record in read_run(out)}
     assert found["data-parallel"] == found["head-parallel"]
     assert found["head-parallel"]["long.txt"][1] > 2 and found["head-parallel"]["empty.txt"][2]

@@ -58,7 +58,7 @@ def test_no_more_records_are_read_than_are_shown(
         done = run_here(1, [job, *more])
         assert done.returncode == 65, done.stderr
         assert 0 < len(read) <= MAX_ROWS
-        assert f"{COUNT - failed} done, {failed} error(s). Results: {tmp_path / 'out'}\n" in done.stdout
+        assert f"{COUNT - failed} done, {failed} failed. Results: {tmp_path / 'out'}\n" in done.stdout
         rows = done.stdout.splitlines()[1 : MAX_ROWS + 1]
         assert all("error: " in row for row in rows[:failed]) and not any("error: " in row for row in rows[failed:])
         assert f"... and {COUNT - MAX_ROWS} more" in done.stdout and f"{failed} x " in done.stdout
@@ -86,4 +86,4 @@ def test_a_merge_at_the_end_of_a_run_can_be_stopped(tmp_path: Path) -> None:
 def test_an_empty_share_ends_well(job: Path, tmp_path: Path, run_here: Any) -> None:
     done = run_here(1, [job, "--set", "documents.limit=1", "--set", "documents.shard=1/2"])
     assert done.returncode == 0, done.stderr
-    assert "0 done, 0 error(s)" in done.stdout
+    assert "0 done, 0 failed" in done.stdout

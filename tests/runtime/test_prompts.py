@@ -78,7 +78,7 @@ def test_answers_are_those_of_each_prompt_alone(
     for way, (ranks, settings) in ways.items():
         options = with_settings(*settings, f"output.path={tmp_path / way}")
         run = run_here(ranks, [prompts, *options])
-        assert run.returncode == EXIT_OK and "15 done, 0 error(s)" in run.stdout, (way, run.stderr)
+        assert run.returncode == EXIT_OK and "15 done, 0 failed" in run.stdout, (way, run.stderr)
         found = found_in(tmp_path / way)
         assert {name: record.token_ids for name, record in found.items()} == {
             name: record.token_ids for name, record in truth.items()
@@ -175,7 +175,7 @@ def test_fields_chat_templates_and_long_documents(job: Path, tmp_path: Path, run
         settings = (f"documents.path={file}", f"prompt.too_long={choice}", f"output.path={tmp_path / choice}")
         path = with_prompts(job, prompts)
         run = run_here(2, [path, *with_settings(*settings)])
-        assert run.returncode == EXIT_BAD_DATA and "6 done, 3 error(s)" in run.stdout, run.stderr
+        assert run.returncode == EXIT_BAD_DATA and "6 done, 3 failed" in run.stdout, run.stderr
         found = found_in(tmp_path / choice)
         assert all("the field 'title'" in found[f"none#{name}"].error for name in prompts)
         assert all(found[f"none#{name}"].document == "none" for name in prompts)

@@ -46,7 +46,7 @@ def test_each_phase_has_its_line_before_it_begins(
         "is valid; starting 2 rank(s)",
         "reading the documents",
         "loading ",
-        "measuring kernels",
+        "choosing CPU kernels",
         "checking with a few tokens",
         "computing the instructions",
         "measuring the speed",

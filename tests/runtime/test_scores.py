@@ -36,7 +36,7 @@ def test_continuations_of_a_list(scoring: Path, tmp_path: Path, run_here: Any, r
     for ranks in (1, 3):
         out = tmp_path / str(ranks)
         run = run_here(ranks, [scoring, *with_settings(SCORED, f"output.path={out}")])
-        assert run.returncode == EXIT_OK and "5 done, 0 error(s)" in run.stdout, run.stderr
+        assert run.returncode == EXIT_OK and "5 done, 0 failed" in run.stdout, run.stderr
         found[ranks] = found_in(out)
     for name, record in found[1].items():
         assert record.answer == "" and record.new_tokens == 0 and record.status == "done"

@@ -297,7 +297,7 @@ def test_bad_documents_stop_nothing(job: Path, tmp_path: Path, run_here: Any) ->
     (tmp_path / "corpus" / "empty.txt").write_text("")
     (tmp_path / "corpus" / "short.txt").write_text("a")
     done = run_here(3, [job, *options(*SHARDED, "prompt.template={text}", "prompt.chat_template=false")])
-    assert done.returncode == 65 and last_line(done.stderr).count("2 of 7 document(s) failed")
+    assert done.returncode == 65 and last_line(done.stderr).count("2 of 7 documents failed")
     found = records(tmp_path / "out")
     assert [record.status for record in found.values()] == ["done"] * 5 + ["error"] * 2
     assert "tokens cannot be spread over 3 ranks" in found["short.txt"].error

@@ -91,7 +91,7 @@ def test_the_demo_on_two_nodes(cluster: Cluster, tmp_path: Path, mpi: str, reque
     log = log_of(tmp_path, job)
     assert f"launched by srun --mpi={mpi}" in log
     assert ("Open MPI" if mpi == "pmix" else "MPICH") in log
-    assert f"{limit} done, 0 error(s)" in log
+    assert f"{limit} done, 0 failed" in log
     for record in records(tmp_path / "out").values():
         assert record.status == "done" and len(record.token_ids) == 8
 

@@ -188,7 +188,7 @@ def test_failed_documents_are_shown_alone(array: Path, kvr: Path, run_kvr: Kvr) 
     folder = array / f"share-5-of-{COUNT}"
     done = subprocess.run([kvr, "inspect", folder, "--errors"], capture_output=True, text=True, timeout=300, check=True)
     assert "doc-05: it went wrong" in done.stdout and "doc-17" not in done.stdout
-    assert "1 error(s)\n  1 x it went wrong" in done.stdout
+    assert "1 failed\n  1 x it went wrong" in done.stdout
     told = json.loads(run_kvr("inspect", folder, "--errors", "--json").output)
     assert told == {"reasons": {"it went wrong": 1}, "errors": [{"id": "doc-05", "error": "it went wrong"}]}
     assert "1 x it went wrong" in run_kvr("status", folder).output
@@ -196,4 +196,4 @@ def test_failed_documents_are_shown_alone(array: Path, kvr: Path, run_kvr: Kvr) 
 
 def test_no_failed_documents_are_none(tmp_path: Path, run_kvr: Kvr) -> None:
     write(tmp_path, "0000", [record("a")])
-    assert run_kvr("inspect", tmp_path, "--errors").output == "0 error(s)\n"
+    assert run_kvr("inspect", tmp_path, "--errors").output == "0 failed\n"

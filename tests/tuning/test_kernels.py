@@ -120,7 +120,7 @@ def test_measured_for_real_a_chain_equals_plain_transformers(
     truth = single(loaded, prompt(60)).logits
     assert truth is not None
     said = choose(loaded, tmp_path)
-    assert said[-1].startswith("kernels for ") and "measured" in said[-1]
+    assert said[-1].startswith("CPU kernels: ") and "measured" in said[-1]
     torch.testing.assert_close(chain(loaded, prompt(60), (0, 31, 60)).logits, truth, atol=1e-4, rtol=0)
     (file,) = (tmp_path / "kernels").iterdir()
     kept = json.loads(file.read_text())
@@ -264,7 +264,7 @@ def test_ranks_of_a_host_take_the_same_ways_if_one_does_not_see_what_was_kept(
     said: list[str] = []
     forget_kernels(loaded.model)
     run_local(2, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
-    assert len({line for line in said if line.startswith("kernels for")}) == 1
+    assert len({line for line in said if line.startswith("CPU kernels: ")}) == 1
 
 
 @needs_onednn
