@@ -328,6 +328,6 @@ def conclusion(spec: JobSpec, done: int, failed: int) -> tuple[int, str]:
     allowed = spec.output.failures_allowed(done + failed)
     code = EXIT_BAD_DATA if failed > allowed else EXIT_OK
     if not failed:
-        return code, exit_line(code, meaning=f"finished; {counted(done, 'document')} answered")
+        return code, exit_line(code, meaning=f"done; {counted(done, 'document')} answered")
     of = counted(done + failed, "document")
-    return code, exit_line(code, meaning=f"finished; {failed} of {of} failed (allowed: {allowed}, output.max_failed)")
+    return code, exit_line(code, meaning=f"done; {failed} of {of} failed (allowed: {allowed}, output.max_failed)")

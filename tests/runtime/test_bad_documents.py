@@ -40,7 +40,7 @@ def test_bad_documents_are_records_and_the_rest_is_done(job: Path, tmp_path: Pat
     for error in errors.values():
         assert error.split()[0] in run.stderr
     assert "6 done, 5 failed" in run.stdout
-    assert last_line(run.stderr) == ("exit code 65: finished; 5 of 11 documents failed (allowed: 0, output.max_failed)")
+    assert last_line(run.stderr) == ("exit code 65: done; 5 of 11 documents failed (allowed: 0, output.max_failed)")
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_failures_may_be_allowed(job: Path, tmp_path: Path, run_here: Any) -> No
     for name in ("empty-1.txt", "empty-2.txt"):
         (corpus / name).unlink()
     run = run_here(1, [job, "--overwrite"])
-    assert run.returncode == 0 and last_line(run.stderr) == "exit code 0: finished; 5 documents answered"
+    assert run.returncode == 0 and last_line(run.stderr) == "exit code 0: done; 5 documents answered"
 
 
 @pytest.mark.slow
