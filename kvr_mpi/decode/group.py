@@ -17,7 +17,9 @@ import torch
 
 from kvr_mpi.decode.samples import Samples
 from kvr_mpi.decode.sampling import DecodeSequence
+from kvr_mpi.kv.cache import held_bytes
 from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
@@ -120,6 +122,10 @@ class Group(Generic[K]):
             return run_model(self.loaded.model, row, cache, keep=torch.arange(len(ids), device=self.loaded.device))
         finally:
             cache.step_back(length)
+
+    def held_bytes(self, prefills: Sequence[Prefill], document: Share | None = None) -> int:
+        """Memory of what this rank has of prompts, and of a document held besides; what is shared counts once."""
+        return held_bytes([each.cache for each in prefills if each.cache is not None and not each.is_plain])
 
     def forget_rows(self) -> None:
         """Let go of what was made for rows of prompts, since these change, or memory is short."""

@@ -83,7 +83,7 @@ class TokenGroup(Group[K]):
         return self._run([prefill], [ids])
 
     def held_bytes(self, prefills: Sequence[Prefill], document: Share | None = None) -> int:
-        """Memory that this rank's shares take, with a document that is held besides; each document counts once."""
+        """Memory of this rank's shares, and of a document that is held besides; each document counts once."""
         shares = [prefill.share for prefill in prefills if prefill.share is not None]
         documents = {share.document for share in shares} | {document}
         return sum(share.bytes for share in shares) + sum(one.bytes for one in documents if one is not None)

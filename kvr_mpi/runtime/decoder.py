@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.group import Group
-from kvr_mpi.decode.token_parallel import TokenGroup
-from kvr_mpi.kv.cache import held_bytes
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -60,11 +58,8 @@ class Decoder:
 
     def held(self, shared: Prefill | None = None, document: Share | None = None) -> Held:
         """Say what this rank holds, with what more prompts go on from: a shared beginning, or a stored document."""
-        group, prefills = self._batch.group, self._batch.prefills
-        if isinstance(group, TokenGroup):
-            return Held(self._batch.running, group.held_bytes(prefills, document))
-        held = [each for each in (*prefills, shared) if each is not None and each.cache is not None]
-        return Held(self._batch.running, held_bytes([each.cache for each in held if not each.is_plain]))
+        prefills = [*self._batch.prefills, *([] if shared is None else [shared])]
+        return Held(self._batch.running, self._batch.group.held_bytes(prefills, document))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
         """Take in a prompt after its prefill; all ranks that hold a share of it call this."""
