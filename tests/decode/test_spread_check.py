@@ -31,5 +31,5 @@ def test_models_that_count_positions_by_their_cache_are_refused(name: str) -> No
     shape = probe_shape(config, torch.float32)
     loaded = LoadedModel(model, None, shape, "tiny", "tiny", torch.float32, torch.device("cpu"))
     prepare_model(model, chain=True)
-    with pytest.raises(ConfigError, match=r"cannot be spread over ranks: logits of a decoded token differ by"):
+    with pytest.raises(ConfigError, match=r"cannot be spread over ranks: logits of a decoded token differ"):
         check_shareable(loaded)
