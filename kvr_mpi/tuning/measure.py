@@ -156,17 +156,11 @@ def _costs(
 
 def _fixed_seconds(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
     """Time of the model's head, and the least a layer takes: both from a prompt of one token, the slowest rank's."""
-    layers, ids = len(loaded.shape.layers), loaded.shape.sample_ids(1)
-
-    def fastest(stop_after: int | None) -> float:
-        times = []
-        for _ in range(REPEATS):
-            world.barrier()
-            times.append(prefill_kvr(loaded, ids, Partition((0, 1)), LocalTransport(), stop_after=stop_after).seconds)
-        return min(times)
-
-    fastest(None)
-    whole_s, body_s, first_s = fastest(None), fastest(layers), fastest(1)
+    layers = len(loaded.shape.layers)
+    whole_s, body_s, first_s = (
+        _prefill_seconds(loaded, world, Partition((0, 1)), LocalTransport(), stop_after)
+        for stop_after in (None, layers, 1)
+    )
     floor_s = max(0.0, (body_s - first_s) / max(1, layers - 1))
     found = [max(0.0, whole_s - body_s - floor_s), floor_s]  # the last layer's rest is in the difference
     everyone = share_json(world, gather_json(world, found))
@@ -187,7 +181,8 @@ LAYERS = 3
 # Tokens of the slice, and of the prefix: enough to keep the device busy. A GPU has done 768 tokens before it has been
 # told of them all, and what it takes for a pair of tokens would seem to be a multiple of the truth.
 PROBES = {"cpu": (768, 3072), "cuda": (8192, 16384)}
-REPEATS = 5
+# A time is measured until its three fastest runs differ by no more than this, or so many times.
+AGREE_WITHIN, MOST_RUNS = 1.02, 6
 # Ranks that differ by less than this are the same machine, and the difference is noise.
 SAME_WITHIN = 1.25
 
@@ -235,15 +230,37 @@ def _layer_seconds(
     loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, layers: int
 ) -> float:
     """Time of one whole layer: from the first layer's keys to those of the layer `layers` after it."""
-    ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
-
-    def fastest(stop_after: int | None) -> float:
-        times = []
-        for _ in range(REPEATS + 1):
-            transport.barrier()
-            times.append(prefill_kvr(loaded, ids, partition, chain, stop_after=stop_after).seconds)
-        return min(times[1:])  # what disturbs a run only ever makes it longer
-
     if layers == 0:  # a model of one layer
-        return fastest(None)
-    return max(fastest(1 + layers) - fastest(1), 1e-9) / layers
+        return _prefill_seconds(loaded, transport, partition, chain, None)
+    more_s, first_s = (
+        _prefill_seconds(loaded, transport, partition, chain, stop_after) for stop_after in (1 + layers, 1)
+    )
+    return max(more_s - first_s, 1e-9) / layers
+
+
+def _prefill_seconds(
+    loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, stop_after: int | None
+) -> float:
+    """Time of a prefill, while every other rank runs the same."""
+    ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
+    return fastest(transport, lambda: prefill_kvr(loaded, ids, partition, chain, stop_after=stop_after).seconds)
+
+
+def fastest(transport: Transport, run: Callable[[], float]) -> float:
+    """Return the least of what some runs take; all ranks run at once, until each has three fastest that agree.
+
+    What disturbs a run, the first one's cold caches among it, only makes it longer.
+
+    Parameters
+    ----------
+    run : callable
+        Returns its seconds.
+    """
+    times = list[float]()
+    transport.barrier()
+    for _ in range(MOST_RUNS):
+        times = sorted([*times, run()])
+        agree = len(times) > 2 and times[2] <= AGREE_WITHIN * times[0]
+        if all(share_json(transport, gather_json(transport, agree))):
+            break
+    return times[0]

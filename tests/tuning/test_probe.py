@@ -10,7 +10,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import measure
-from kvr_mpi.tuning.measure import measure_rates
+from kvr_mpi.tuning.measure import MOST_RUNS, fastest, measure_rates
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "falcon-mqa"])
@@ -29,6 +29,23 @@ def test_ranks_agree_on_the_rates() -> None:
     prepare_model(loaded.model, chain=True)
     first, second = run_local(2, lambda rank: measure_rates(loaded, rank))
     assert first == second and len(first) == 2
+
+
+@pytest.mark.parametrize(
+    "ranks, least, runs",
+    [
+        ([[2.0, 1.0, 1.01, 1.02, 0.5]], [1.0], 4),
+        ([[1.0, 1.0, 1.0, 1.5, 0.5], [3.0, 2.0, 2.0, 2.0, 1.0]], [1.0, 2.0], 4),
+        ([[float(2 * MOST_RUNS - run) for run in range(2 * MOST_RUNS)]], [MOST_RUNS + 1.0], MOST_RUNS),
+    ],
+)
+def test_ranks_measure_until_all_have_three_runs_that_agree(
+    ranks: list[list[float]], least: list[float], runs: int
+) -> None:
+    done = [iter(times) for times in ranks]
+    found = run_local(len(ranks), lambda rank: fastest(rank, lambda: next(done[rank.rank])))
+    assert found == least
+    assert [len(times) - len(list(left)) for times, left in zip(ranks, done, strict=True)] == [runs] * len(ranks)
 
 
 def test_the_pretended_chain_has_sent_everything() -> None:
