@@ -12,7 +12,7 @@ from kvr_mpi.errors import KvrError
 if TYPE_CHECKING:
     from kvr_mpi.api.chain import Chain, ChainPrefill
     from kvr_mpi.api.jobs import RunOutcome, plan, run, simulate
-    from kvr_mpi.api.results import DocumentKV, Results, open_results
+    from kvr_mpi.store.results import DocumentKV, Results, open_results
 
 __version__ = "0.1.0"
 
@@ -32,15 +32,15 @@ __all__ = [
 
 # Where each name is, that is not here already.
 _HOMES = {
-    "Chain": "chain",
-    "ChainPrefill": "chain",
-    "DocumentKV": "results",
-    "Results": "results",
-    "RunOutcome": "jobs",
-    "open_results": "results",
-    "plan": "jobs",
-    "run": "jobs",
-    "simulate": "jobs",
+    "Chain": "api.chain",
+    "ChainPrefill": "api.chain",
+    "DocumentKV": "store.results",
+    "Results": "store.results",
+    "RunOutcome": "api.jobs",
+    "open_results": "store.results",
+    "plan": "api.jobs",
+    "run": "api.jobs",
+    "simulate": "api.jobs",
 }
 
 
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.api.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.api.ranks import joined_ranks
-from kvr_mpi.api.results import Results, open_results
 from kvr_mpi.cli.environment import is_offline, read_environment
 from kvr_mpi.cli.run import run_on
 from kvr_mpi.errors import EXIT_OK, ConfigError
@@ -18,6 +17,7 @@ from kvr_mpi.job.combinations import check_combinations
 from kvr_mpi.runtime.options import RunOptions
 from kvr_mpi.schedule.simulate import HARDWARE, ForecastRow, look_out
 from kvr_mpi.schedule.simulate import simulate as forecast
+from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.transport import on_root, share_json
 
 if TYPE_CHECKING:

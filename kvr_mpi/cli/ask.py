@@ -68,19 +68,12 @@ def ask(**given: Any) -> int:
 
 def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str, str]]:
     """Turn the arguments into a job."""
-    from kvr_mpi.errors import DataError
     from kvr_mpi.job import make_job
-    from kvr_mpi.store.folder import run_files
-    from kvr_mpi.store.outputs import open_file, read_header
-    from kvr_mpi.store.shares import find_runs
+    from kvr_mpi.store.shares import find_runs, read_header_of
     from kvr_mpi.store.targets import answers_folder
 
     runs: tuple[Path, ...] = wishes["runs"]
-    files = run_files(find_runs(runs).paths[0])
-    if not files:
-        raise DataError(f"{runs[0]}: no result file (*.h5) found; expected the output folder of a run")
-    with open_file(files[-1]) as stored:
-        made_by = read_header(stored).model
+    made_by = read_header_of(find_runs(runs).paths[:1]).model
     questions: dict[str, Any] = {"ask": _named(wishes["questions"], wishes["file"])}
     if wishes["documents"]:
         questions["documents"] = list(wishes["documents"])

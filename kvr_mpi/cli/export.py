@@ -12,7 +12,7 @@ from kvr_mpi.cli.options import command
 from kvr_mpi.cli.writing import writing
 
 if TYPE_CHECKING:
-    from kvr_mpi.store.folder import Index
+    from kvr_mpi.store.results import Results
 
 
 @command()
@@ -71,7 +71,8 @@ def export(
     them become one table. If shares are missing, they are listed, and the exit code is 65.
     """
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK
-    from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
+    from kvr_mpi.store.results import open_results
+    from kvr_mpi.store.shares import tell_missing
     from kvr_mpi.store.targets import check_file
 
     if kv is not None and output is not None:
@@ -84,39 +85,38 @@ def export(
         raise click.UsageError("--errors FILE needs --format openai-batch and -o ANOTHER_FILE")
     for target in filter(None, (output, errors)):
         check_file(target, overwrite=overwrite, reads=paths)
-    index, missing = index_runs(find_runs(paths), verify=verify)
+    results = open_results(*paths, verify=verify, partial=True)
     if kv is None:
-        _write(index, kind, (output, errors), status, all_fields=all_fields)
+        _write(results, kind, (output, errors), status, all_fields=all_fields)
     else:
         from kvr_mpi.store.tensors import export_kv
 
-        written = [name for name, _ in export_kv(index, index.ids("done"), kv, overwrite=overwrite)]
+        written = [name for name, _ in export_kv(results.index, results.ids("done"), kv, overwrite=overwrite)]
         click.echo(f"{kv}: keys and values of {len(written)} document(s)")
-    if missing:
-        click.echo(f"Warning: {tell_missing(missing)}", err=True)
-    return EXIT_BAD_DATA if missing else EXIT_OK
+    if results.missing:
+        click.echo(f"Warning: {tell_missing(results.missing)}", err=True)
+    return EXIT_BAD_DATA if results.missing else EXIT_OK
 
 
 def _write(
-    index: Index, kind: str, targets: tuple[Path | None, Path | None], status: str | None, *, all_fields: bool
+    results: Results, kind: str, targets: tuple[Path | None, Path | None], status: str | None, *, all_fields: bool
 ) -> None:
     from contextlib import ExitStack
 
     from kvr_mpi.disk import replacing
     from kvr_mpi.store.batch_responses import write_responses
     from kvr_mpi.store.export import asked_fields, write_export
-    from kvr_mpi.store.folder import read_columns, read_model, read_records
 
-    records = read_records(index, index.ids(status))
+    records = results.records(status)
     output, errors = targets
     is_plain = kind == "csv" and not all_fields
-    chosen = asked_fields(read_records(index, index.ids(status))) if is_plain else ()
+    chosen = asked_fields(results.records(status)) if is_plain else ()
     with ExitStack() as files:
         if output is not None:  # else it is standard output, whose reader may be gone
             files.enter_context(writing(output))
         stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
         failed = stream if errors is None else files.enter_context(replacing(errors))
         if kind == "openai-batch":
-            write_responses(records, stream, failed, read_model(index))
+            write_responses(records, stream, failed, str(results.header.model["name"]))
         else:
-            write_export(records, kind, stream, read_columns(index), chosen)
+            write_export(records, kind, stream, results.columns, chosen)

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     help="Verify all checksums first: of whole files if the folder's ledgers have them, or else of records.",
 )
 def inspect(path: Path, document: str | None, as_json: bool, errors: bool, verify: bool) -> None:
-    """Show the contents of FILE (a result file or the output folder of a run), or one DOCUMENT in it."""
+    """Show the contents of FILE, or one DOCUMENT in it.
+
+    FILE is a result file, the output folder of a run, or a folder of such folders (the shares of an array).
+    """
     if document is not None and errors:
         raise click.UsageError("--errors lists all documents that failed: leave DOCUMENT out")
     if document is not None:
@@ -38,18 +41,21 @@ def inspect(path: Path, document: str | None, as_json: bool, errors: bool, verif
 
 def _show_run(path: Path, as_json: bool, verify: bool) -> None:
     from kvr_mpi.report.table import print_summary, rows_of
-    from kvr_mpi.store.folder import check_index, index_run, read_records, run_files
-    from kvr_mpi.store.outputs import open_file, read_header, read_software
+    from kvr_mpi.store.folder import read_records
+    from kvr_mpi.store.results import open_results
 
-    index = index_run(path, verify=verify)
-    if verify:
-        check_index(index)
-    with open_file(run_files(path)[-1]) as stored:
-        header, versions = read_header(stored), read_software(stored)
+    results = open_results(path, verify=verify, partial=True)
+    index, header, versions = results.index, results.header, results.software
     summary = index.summary()
     if as_json:
         about = {"model": header.model, "identity": header.identity, "software": versions}
-        counts = {"done": summary.done, "errors": summary.failed, "lost": index.gone, "reasons": summary.reasons}
+        counts = {
+            "done": summary.done,
+            "errors": summary.failed,
+            "lost": index.gone,
+            "missing": results.missing,
+            "reasons": summary.reasons,
+        }
         click.echo(json.dumps({**about, **counts, "documents": index.ids()}))
         return
     rows = list(read_records(index, rows_of(index)))
@@ -61,8 +67,8 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
         click.echo(f"compress  {', '.join(f'{name} {value}' for name, value in told if value is not None)}")
     if cache := header.identity.get("cache"):
         click.echo(f"cache     {cache}")
-    if index.gone:
-        click.echo(f"lost      {index.gone} document(s) in the ledger and in no file: needs --resume")
+    for line in results.missing:
+        click.echo(f"missing   {line}")
     click.echo()
     print_summary(summary, rows, path, by_inspect=True)
 
@@ -70,11 +76,11 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
 def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
     from kvr_mpi.errors import printable
     from kvr_mpi.report.table import reason_lines
-    from kvr_mpi.store.folder import index_run, read_records
+    from kvr_mpi.store.results import open_results
     from kvr_mpi.store.summary import count_reasons, shorten
 
-    index = index_run(path, verify=verify)
-    found = [(record.id, record.error) for record in read_records(index, index.ids("error"))]
+    results = open_results(path, verify=verify, partial=True)
+    found = [(record.id, record.error) for record in results.records("error")]
     reasons = count_reasons((name, shorten(error), 1) for name, error in found)
     if as_json:
         click.echo(json.dumps({"reasons": reasons, "errors": [{"id": name, "error": error} for name, error in found]}))
@@ -86,13 +92,12 @@ def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
 
 def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> None:
     from kvr_mpi.errors import printable
-    from kvr_mpi.store.folder import find_record
-    from kvr_mpi.store.outputs import open_file
-    from kvr_mpi.store.parts import open_document
     from kvr_mpi.store.record import ASKED_FOR, DATASETS
+    from kvr_mpi.store.results import open_results
 
-    file, key = find_record(path, document, verify=verify)
-    with open_file(file) as stored, open_document(stored, key) as (record, found):
+    results = open_results(path, verify=verify, partial=True)
+    place = results.place(document)
+    with results.open(document) as (record, found):
         if verify:
             found.check()
         layers = [
@@ -122,7 +127,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
     elif layers:
         first = layers[0]
         click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {first['dtype']}")
-    click.echo(f"{'group':21} {file}:/documents/{key}")
+    click.echo(f"{'group':21} {place.file}:/documents/{place.key}")
     if record.status == "done":
         click.echo("\n" + printable(_told_whole(record).replace("\r\n", "\n")))
 

@@ -35,8 +35,9 @@ from kvr_mpi.report.charts import (
 from kvr_mpi.report.style import COLOURS, bytes_text, plain_number, ramp
 from kvr_mpi.report.svg import escaped
 from kvr_mpi.report.timeline import TracedRun, read_timelines
-from kvr_mpi.store.folder import index_run, read_records, run_files
-from kvr_mpi.store.outputs import Record, open_file, read_header, read_software
+from kvr_mpi.store.folder import run_files
+from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.status import read_status
 from kvr_mpi.store.summary import count_reasons, shorten
 from kvr_mpi.store.traces import read_traces
@@ -83,10 +84,8 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     records: list[Record] = []
     model, software = "nothing is stored yet", f"{len(traces)} traces"
     if run_files(path) or not traces:  # of a job that was killed early there may be traces only
-        index = index_run(path)
-        records = list(read_records(index, index.ids()))
-        with open_file(run_files(path)[-1]) as stored:
-            about, versions = read_header(stored).model, read_software(stored)
+        results = open_results(path, verify=False, partial=True)
+        records, about, versions = list(results), results.header.model, results.software
         model = f"{about['name']} ({about['architecture']}, {about['dtype']})"
         software = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("kvr_mpi", "torch"))
     rates = [(trace.header.token_s, trace.header.pair_s) for trace in traces if trace.header.token_s]

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.disk import PART, create
-from kvr_mpi.errors import ConfigError, DataError, MissingError, OutputError
+from kvr_mpi.errors import DataError, MissingError, OutputError
 from kvr_mpi.store.hdf5 import explained, group_in, read_attribute
 from kvr_mpi.store.ledger import ledger_files
-from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, read_header, read_record
+from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, read_record
 from kvr_mpi.store.summary import Summary, count_reasons, shorten
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, is_ours, order, survey
 
-__all__ = ["RESULTS", "check_fresh", "check_writable", "find_record", "index_run", "read_run", "run_files"]
+__all__ = ["RESULTS", "check_fresh", "check_writable", "index_run", "read_run", "run_files"]
 
 OPEN_FILES = 64
 
@@ -125,38 +125,6 @@ def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
             yield record
 
 
-def read_columns(index: Index) -> list[str]:
-    """Name the columns of rows that the runs' jobs passed on to their records.
-
-    Raises
-    ------
-    DataError
-        If a file's header cannot be read.
-    """
-    found: dict[str, None] = {}
-    for file in index.by_file():
-        with open_file(file) as stored:
-            columns = read_header(stored).identity.get("columns", [])
-        if not isinstance(columns, list):
-            raise DataError(f"{file}: its header names {columns!r} as columns; expected a list")
-        found |= dict.fromkeys(map(str, columns))
-    return list(found)
-
-
-def read_model(index: Index) -> str:
-    """Name the model of the runs, by the first file.
-
-    Raises
-    ------
-    DataError
-        If its header cannot be read.
-    """
-    for file in index.by_file():
-        with open_file(file) as stored:
-            return str(read_header(stored).model["name"])
-    return ""
-
-
 def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False) -> Index:
     """Say where each document is.
 
@@ -207,19 +175,6 @@ def _damaged(found: Survey, places: Container[str]) -> Iterator[DamagedFile]:
         line = found.ledger.shards[name][-1]
         lost = tuple(each for each in (*line.done, *line.failed) if each not in places)
         yield DamagedFile(found.folder / name, why, lost)
-
-
-def check_index(index: Index) -> None:
-    """Read all records of files that no ledger tells of.
-
-    Raises
-    ------
-    DataError
-        If one is damaged.
-    """
-    files = set(index.unrecorded)
-    for _ in read_records(index, sorted(name for name, place in index.places.items() if place.file in files)):
-        pass
 
 
 def join_indexes(indexes: Iterable[Index]) -> Index:
@@ -281,23 +236,6 @@ def list_documents(file: Path) -> list[tuple[str, bool, str]]:
             (name, is_done, "" if is_done else shorten(read_attribute(group, "error", str)))
             for group, name, is_done in document_groups(stored)
         ]
-
-
-def find_record(path: Path, document_id: str, *, verify: bool = False) -> tuple[Path, str]:
-    """Return the file and group name of one document.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such document; the message names some that there are.
-    """
-    places = index_run(path, verify=verify).places
-    if document_id not in places:
-        some = ", ".join(sorted(places)[:8])
-        raise ConfigError(
-            f"{path} has no document {document_id!r}; it has {len(places)}: {some}{' ...' if len(places) > 8 else ''}"
-        )
-    return places[document_id].file, places[document_id].key
 
 
 def check_writable(folder: Path) -> None:

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 import kvr_mpi
 from kvr_mpi import KvrError
 from kvr_mpi.api.jobs import read_job
-from kvr_mpi.api.results import DocumentKV
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, OutputError
+from kvr_mpi.store.results import DocumentKV
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.transport.local import LocalTransport, run_local
 

@@ -149,3 +149,15 @@ def test_a_share_of_nothing_is_not_missing(tmp_path: Path) -> None:
 
 def test_errors_are_one_family() -> None:
     assert issubclass(ConfigError, kvr_mpi.KvrError) and issubclass(DataError, kvr_mpi.KvrError)
+
+
+def test_records_that_no_ledger_lists_are_verified_when_they_are_opened(folder: Path, tmp_path: Path) -> None:
+    (shard,) = folder.glob("shard-*.h5")
+    alone = tmp_path / "alone.h5"
+    shutil.copy(shard, alone)
+    assert len(open_results(alone)) == 9
+    with h5py.File(alone, "r+") as file:
+        file["documents/a"].attrs["new_tokens"] = 12345
+    assert len(open_results(alone, verify=False)) == 9
+    with pytest.raises(DataError, match="damaged"):
+        open_results(alone)

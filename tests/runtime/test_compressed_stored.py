@@ -17,7 +17,6 @@ from made_jobs import with_settings
 from transformers import GenerationConfig
 
 from benchmarks.kept import choose_kept, keep_only
-from kvr_mpi.api.results import open_results
 from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.decode.batch import DecodeBatch
@@ -31,6 +30,7 @@ from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import check_record, open_file
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import StoredPiece
 from kvr_mpi.transport.local import LocalTransport
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from made_jobs import answers, with_settings
 
-from kvr_mpi.api.results import open_results
 from kvr_mpi.store.folder import index_run, read_run
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import check_record, open_file
 from kvr_mpi.store.parts import PARTS
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shares import read_run_header
 from kvr_mpi.store.stored_kv import StoredPiece
 

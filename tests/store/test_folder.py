@@ -23,8 +23,8 @@ from made_runs import HEADER, record, result_files, resume, write
 
 import kvr_mpi.store.merge as merge_module
 from kvr_mpi.disk import PART
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, ConfigError, DataError, OutputError
-from kvr_mpi.store.folder import RESULTS, check_fresh, find_record, read_run, run_files
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError, OutputError
+from kvr_mpi.store.folder import RESULTS, check_fresh, read_run, run_files
 from kvr_mpi.store.merge import merge_files, merge_run, merge_runs
 from kvr_mpi.store.outputs import Record, open_file, read_header
 from kvr_mpi.store.shares import Runs
@@ -115,15 +115,6 @@ def test_a_run_that_has_stored_nothing_yet_is_not_called_something_else(tmp_path
     (tmp_path / "ledger-0000.jsonl").touch()
     with pytest.raises(DataError, match="no document is stored yet; see `kvr status"):
         list(read_run(tmp_path))
-
-
-def test_find_record_names_some_that_exist(tmp_path: Path) -> None:
-    write(tmp_path, "0000", [record(f"doc-{n:02d}") for n in range(12)])
-    file, key = find_record(tmp_path, "doc-03")
-    assert file in run_files(tmp_path) and key == "doc-03"
-    with pytest.raises(ConfigError, match=r"'doc-99'.* 12: doc-00, doc-01") as caught:
-        find_record(tmp_path, "doc-99")
-    assert caught.value.exit_code == EXIT_CONFIG
 
 
 # Merging

@@ -101,6 +101,17 @@ def test_missing_shares_are_named(array: Path, tmp_path: Path, run_kvr: Kvr) -> 
     assert run_kvr("export", array / f"share-4-of-{COUNT}").return_value == EXIT_OK  # one was asked for
 
 
+def test_inspect_shows_shares_as_one_run(array: Path, run_kvr: Kvr) -> None:
+    assert json.loads(run_kvr("inspect", array, "--json").stdout)["documents"] == sorted(NAMES)
+    document = json.loads(run_kvr("inspect", array, NAMES[3], "--json").stdout)
+    assert document["id"] == NAMES[3]
+    shutil.rmtree(array / f"share-3-of-{COUNT}")
+    told = json.loads(run_kvr("inspect", array, "--json").stdout)
+    assert len(told["missing"]) == 1 and "share 3 of 12" in told["missing"][0]
+    assert set(told["documents"]) == {*NAMES} - {*NAMES[3::COUNT]}
+    assert "share 3 of 12" in run_kvr("inspect", array).stdout
+
+
 def test_shares_are_known_by_what_they_did_or_else_by_name(array: Path, run_kvr: Kvr) -> None:
     (array / f"share-7-of-{COUNT}").rename(array / "renamed")
     assert run_kvr("export", array).stderr == ""

@@ -22,7 +22,7 @@ from made_runs import stored_layers
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.arrays import type_name
-from kvr_mpi.store.folder import RESULTS, find_record, read_run
+from kvr_mpi.store.folder import RESULTS, read_run
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_run
@@ -42,6 +42,7 @@ from kvr_mpi.store.outputs import (
     write_record,
 )
 from kvr_mpi.store.record import ASKED_FOR, DATASETS
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shards import ShardWriter
 
 pytestmark = pytest.mark.quick
@@ -405,9 +406,8 @@ def test_absent_layers_are_skipped_and_the_others_keep_their_numbers(present: li
 
 def test_a_record_without_layers_has_none(tmp_path: Path) -> None:
     write_shard(tmp_path, Record("a", "done"), [])
-    file, key = find_record(tmp_path, "a")
-    with open_file(file) as stored:
-        assert stored_layers(stored["documents"][key]) == {}
+    with open_results(tmp_path).open("a") as (found, kv):
+        assert found.id == "a" and not kv.layers
 
 
 @pytest.mark.parametrize("data", [np.zeros((4, 2, 8), int), np.zeros((4, 2, 8), "V8"), np.zeros((4, 2, 8), complex)])

@@ -1,31 +1,34 @@
-"""Stored results for Python: records, tables, keys and values; each held against its checksum when it is read.
+"""The reader of stored results, for Python and the commands: records, tables, keys and values.
 
-Stands behind everything else, where ``kvr export`` and ``kvr inspect`` do.
+Each record is compared with its checksum when it is read.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, DataError
-from kvr_mpi.store.folder import Index, read_records
+from kvr_mpi.store.folder import Index, Place, read_records, run_files
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file
+from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file, read_software
 from kvr_mpi.store.parts import open_document
 from kvr_mpi.store.run import wanted_documents
 from kvr_mpi.store.shares import find_runs, index_runs, read_header_of, tell_missing
-from kvr_mpi.store.stored_kv import KeysValues
+from kvr_mpi.store.stored_kv import KeysValues, StoredKV
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas
     import torch
     import transformers
+
+NAMED = 3  # ids in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +78,23 @@ class Results:
     header : what all answers depend on, and the model's name, architecture and dtype.
     missing : shares and documents that should be here and are not, in words; only `partial` lets any through.
     left : of a run alone, documents that it was begun with and has no record of; None if that is not known.
+    index : where each document is.
     """
 
     paths: tuple[Path, ...]
     header: Header
     missing: tuple[str, ...]
     left: int | None
-    _index: Index = field(repr=False)
+    index: Index = field(repr=False)
 
     def __len__(self) -> int:
-        return len(self._index.places)
+        return len(self.index.places)
 
     def __iter__(self) -> Iterator[Record]:
         return self.records()
 
     def __contains__(self, document_id: object) -> bool:
-        return document_id in self._index.places
+        return document_id in self.index.places
 
     def __getitem__(self, document_id: str) -> Record:
         """Read one document.
@@ -102,22 +106,42 @@ class Results:
         DataError
             If it is not what was written.
         """
-        self._check_id(document_id)
-        (record,) = read_records(self._index, [document_id])
+        self.place(document_id)
+        (record,) = read_records(self.index, [document_id])
         return record
 
     def __str__(self) -> str:
-        found = self._index.summary()
+        found = self.index.summary()
         where = str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} runs"
         left = f", {self.left} left" if self.left else ""
         gone = f"; {tell_missing(self.missing)}" if self.missing else ""
         return f"{found.done} done, {found.failed} failed{left} in {where}{gone}"
 
+    @property
+    def software(self) -> dict[str, str]:
+        """Versions that the newest file was made with."""
+        with open_file([file for path in self.paths for file in run_files(path)][-1]) as stored:
+            return read_software(stored)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the documents' rows that the jobs passed on to their records.
+
+        Raises
+        ------
+        DataError
+            If the header does not name them as a list.
+        """
+        columns = self.header.identity.get("columns", [])
+        if not isinstance(columns, list):
+            raise DataError(f"{self.paths[0]}: its header names {columns!r} as columns; expected a list")
+        return list(map(str, columns))
+
     def ids(self, status: str | None = None) -> list[str]:
         """Ids in order, of all documents or of those that are ``done`` or ended in ``error``."""
         if status is not None and status not in STATUSES:
             raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
-        return self._index.ids(status)
+        return self.index.ids(status)
 
     def records(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> Iterator[Record]:
         """Read documents, in the order of their ids.
@@ -134,7 +158,7 @@ class Results:
         DataError
             If one is not what was written; those before it are sound.
         """
-        found = read_records(self._index, self.ids(status))
+        found = read_records(self.index, self.ids(status))
         return found if where is None else filter(where, found)
 
     def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
@@ -169,13 +193,7 @@ class Results:
         DataError
             If anything is not what was written.
         """
-        self._check_id(document_id)
-        place = self._index.places[document_id]
-        with open_file(place.file) as stored, open_document(stored, place.key) as (record, kv):
-            if record.id != document_id:
-                raise DataError(
-                    f"{place.file}: /documents/{place.key} is not the document {document_id!r} of the ledger"
-                )
+        with self.open(document_id) as (_, kv):
             refuse_compressed(kv.compression, document_id, "Results.kv()")
             if not kv.layers:
                 raise ConfigError(
@@ -191,13 +209,41 @@ class Results:
             read, known = {number: kv.read(number) for number in sorted(wanted)}, kv.tokens
         return DocumentKV(read, None if known is None else tuple(known.ids), None if known is None else known.text)
 
-    def _check_id(self, document_id: str) -> None:
-        places = self._index.places
+    @contextmanager
+    def open(self, document_id: str) -> Iterator[tuple[Record, StoredKV]]:
+        """Give a document's record, and its keys and values to read in pieces, for as long as the block takes.
+
+        Raises
+        ------
+        ConfigError
+            If there is none of this id.
+        DataError
+            If it is not what was written.
+        """
+        place = self.place(document_id)
+        with open_file(place.file) as stored, open_document(stored, place.key) as (record, kv):
+            if record.id != document_id:
+                raise DataError(
+                    f"{place.file}: /documents/{place.key} is not the document {document_id!r} of the ledger"
+                )
+            yield record, kv
+
+    def place(self, document_id: str) -> Place:
+        """Say which file and group a document is in.
+
+        Raises
+        ------
+        ConfigError
+            If there is none of this id; the message names those most like it.
+        """
+        places = self.index.places
         if document_id not in places:
-            close = difflib.get_close_matches(str(document_id), places, 3) or sorted(places)[:3]
+            close = difflib.get_close_matches(str(document_id), places, NAMED)
+            some = [*dict.fromkeys([*close, *sorted(places)])][:NAMED]
             raise ConfigError(
-                f"no document {document_id!r} in {self}; the nearest of {len(places)}: {', '.join(map(repr, close))}"
+                f"no document {document_id!r} in {self}; it has, for example, {', '.join(map(repr, some))}"
             )
+        return places[document_id]
 
 
 def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool = False) -> Results:
@@ -209,8 +255,8 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
         A result file, the output folder of a run (also while it runs: `Results.left`), or a folder of such folders
         (the shares of an array); several make one.
     verify : bool
-        Hold files against the checksums in the folder's ledgers first, which reads all of them, keys and values too;
-        records, keys and values are always held against their own when they are read.
+        First compare whole files, keys and values too, with the checksums in the folder's ledgers, and read the records
+        of files that no ledger lists; records, keys and values are always compared with their own when they are read.
     partial : bool
         Take what is there, though shares or documents are missing (`Results.missing` names them).
 
@@ -224,6 +270,10 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
         raise ConfigError("open_results() needs at least one path: a result file or the output folder of a run")
     runs = find_runs([Path(path) for path in paths])
     index, missing = index_runs(runs, verify=verify)
+    if verify:  # no ledger has a checksum of these files, so their records are read
+        unknown = set(index.unrecorded)
+        for _ in read_records(index, sorted(name for name, place in index.places.items() if place.file in unknown)):
+            pass
     if missing and not partial:
         raise DataError(f"{tell_missing(missing)}; partial=True opens what is there")
     wanted = wanted_documents(runs.paths[0]) if len(runs.paths) == 1 and runs.paths[0].is_dir() else None
