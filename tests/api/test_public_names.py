@@ -28,7 +28,21 @@ METHODS = {
     "Chain": {"close", "decode_rank", "encode", "generate", "prefill", "rank", "size", "tokenizer"},
     "ChainPrefill": {"bounds", "decode_rank", "ids", "logits", "seconds"},
     "DocumentKV": {"layers", "numpy", "text", "to_cache", "token_ids", "tokens"},
-    "Results": {"header", "ids", "kv", "left", "missing", "paths", "records", "to_pandas"},
+    "Results": {
+        "columns",
+        "header",
+        "ids",
+        "index",
+        "kv",
+        "left",
+        "missing",
+        "open",
+        "paths",
+        "place",
+        "records",
+        "software",
+        "to_pandas",
+    },
     "RunOutcome": {"exit_code", "folder", "is_complete", "open"},
 }
 
