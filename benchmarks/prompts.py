@@ -34,7 +34,7 @@ path = "{output}"
 {prompts}
 """
 # What the end of a run says, as `describe_throughput` has it.
-RATE = re.compile(r"([0-9]+) document\(s\) in .*: ([0-9]+) documents/hour")
+RATE = re.compile(r"([0-9,]+) documents? answered.* in .*: ([0-9]+) answers/hour")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -79,4 +79,4 @@ def run(options: argparse.Namespace, folder: Path, name: str, count: int) -> flo
     told = RATE.search(done.stderr)
     if done.returncode or told is None:
         raise SystemExit(done.stderr)
-    return 3600 * int(told[1]) / int(told[2])
+    return 3600 * int(told[1].replace(",", "")) / int(told[2])

@@ -75,8 +75,7 @@ def test_questions_are_asked_with_the_adapter_of_the_run(job: Path, adapter: Pat
     writer.write(Record("a", "done"))
     writer.close()
     asked = {"runs": (tmp_path / "out",), "questions": ("Who?",), "file": None, "documents": (), "output": None}
-    wishes = {**asked, "model": None, "max_new_tokens": None, "reuse": "always", "sharded": False}
-    spec, _ = _make_job(wishes, ())
+    spec, _ = _make_job(asked, ())
     assert (spec.model.path, spec.model.adapter) == ("base", str(adapter))
 
 
