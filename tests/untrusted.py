@@ -55,4 +55,4 @@ def assert_bad_data(outcome: tuple[int, str, str], path: Path) -> None:
     code, out, err = outcome
     assert code == EXIT_BAD_DATA
     assert "Traceback" not in err and SECRET not in out + err
-    assert len(err.splitlines()) == 1 and err.startswith("kvr: ") and path.name in err
+    assert len(err.splitlines()) == 1 and err.startswith("Error: ") and path.name in err

@@ -111,7 +111,7 @@ def test_no_document_is_begun_that_would_not_end(job: Any, tmp_path: Path, mpiru
     for limit in ("0", "0:10"):  # over before it begins, and meant so; and less than is kept for writing
         run = mpirun(2, [kvr_run, path, "--time-limit", limit])
         assert run.returncode == 75, run.stderr
-        assert "the time limit is near" in run.stderr and "4 document(s) left" in run.stderr
+        assert "the time limit is near" in run.stderr and "4 documents left" in run.stderr
         assert not (tmp_path / "job" / "results.h5").exists()
     env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
     again = mpirun(2, [kvr_run, path, "--overwrite"], env=env)  # as SLURM repeats the command
