@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvr_mpi.doctor.facts import RankFacts, group_ranks
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
+from kvr_mpi.model.devices import REMEDY
 
 GIB = 2**30
 AMPERE = (8, 0)
@@ -133,11 +134,6 @@ def _no_gpu(one: RankFacts) -> Finding:
     if device.driver and not device.built:
         text = f"{one.host} has an NVIDIA driver, but torch {one.versions['torch']} is built without CUDA"
         return warn("devices", text, "install the torch build for your GPUs (pytorch.org, 'Get started')")
-    if device.driver:
-        text = f"{one.host} has an NVIDIA driver, torch is built for CUDA {device.built}, but sees no GPU"
-        return warn(
-            "devices",
-            text,
-            "check `nvidia-smi`: the driver may be too old for this CUDA version, or no GPU was allocated",
-        )
+    if device.unusable:
+        return fail("devices", f"{one.host}: {device.unusable}", REMEDY)
     return ok("devices", f"no GPU; torch {one.versions['torch']} computes on the CPU cores")

@@ -9,11 +9,11 @@ import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from kvr_mpi.doctor.deadlines import within
+from kvr_mpi.model.devices import NVIDIA_DRIVER, explain_unusable_gpu
 from kvr_mpi.topology import device_index
 from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
 
@@ -28,6 +28,7 @@ class DeviceFacts:
 
     built: str = ""  # the CUDA that torch was built with; empty: none
     driver: bool = False  # the machine has an NVIDIA driver
+    unusable: str = ""  # why jobs stop here, with torch's reason
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     allocator: str = ""  # PYTORCH_CUDA_ALLOC_CONF
     count: int = 0
@@ -89,7 +90,8 @@ def look_at_device(local_rank: int, environ: Mapping[str, str]) -> DeviceFacts:
         free, total = (0, 0) if index is None else torch.cuda.mem_get_info(index)
         return DeviceFacts(
             built=torch.version.cuda or "",
-            driver=Path("/proc/driver/nvidia/version").exists(),
+            driver=NVIDIA_DRIVER.exists(),
+            unusable=explain_unusable_gpu(environ),
             visible=environ.get("CUDA_VISIBLE_DEVICES"),
             allocator=environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF", ""),
             count=count,

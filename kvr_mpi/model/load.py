@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
+from kvr_mpi.model.devices import choose_device
 from kvr_mpi.model.shape import BUILDING, ModelShape, probe_shape
 from kvr_mpi.model.source import explained, fingerprint_of, locate
 from kvr_mpi.model.tensor_parallel import Part, check_part, join_group, part_config, part_of, sliced_weights
 from kvr_mpi.model.tp_group import TensorParallelGroup
-from kvr_mpi.topology import device_index
 
 if TYPE_CHECKING:
     import torch
@@ -202,29 +202,3 @@ def load_outline(
         chosen = _dtype_of(config, dtype)
         shape = probe_shape(config, chosen)
     return Outline(config, tokenizer, shape, path, fingerprint_of(source, config), chosen)
-
-
-def choose_device(name: str, index: int) -> torch.device:
-    """Say where a rank's model goes: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-
-    Parameters
-    ----------
-    index : int
-        This rank's number on its host.
-
-    Raises
-    ------
-    ModelError
-        If a GPU is asked for and there is none.
-    """
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError(
-            "model.device = 'cuda', but this rank sees no GPU; use 'auto' or 'cpu', or request GPUs for the job"
-        )
-    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        device = torch.device("cuda", device_index(index, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")

@@ -11,11 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvr_mpi.cli.environment import tell_libraries
+from kvr_mpi.doctor.facts import look_at_device
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import attention
 from kvr_mpi.kv.arena import RowMemory
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.model import LayerShape, choose_device
+from kvr_mpi.model import LayerShape, choose_device, devices
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.prefill import one_prompt
@@ -98,6 +99,38 @@ def test_fewer_gpus_than_ranks_are_shared_and_none_is_refused(monkeypatch: pytes
     assert choose_device("auto", 3) == CPU
     with pytest.raises(ModelError, match="this rank sees no GPU; use 'auto' or 'cpu', or request GPUs"):
         choose_device("cuda", 0)
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_gpu_that_torch_cannot_use_stops_the_job(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12040).")
+
+    monkeypatch.setattr(devices, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ModelError, match=r"CUDA 13\.0.*too old \(found version 12040\).*--index-url"):
+        choose_device(name, 0)
+    assert choose_device("cpu", 0) == CPU
+    facts = look_at_device(0, {})
+    assert "too old (found version 12040)" in facts.unusable and not facts.error
+
+
+@pytest.mark.parametrize(
+    "hides", [{"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}, "no driver", "no CUDA"]
+)
+def test_cpus_are_expected_without_a_driver_or_cuda_and_if_the_gpus_are_hidden(
+    hides: dict[str, str] | str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "NVIDIA_DRIVER", tmp_path / "none" if hides == "no driver" else tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", None if hides == "no CUDA" else "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for variable, value in hides.items() if isinstance(hides, dict) else ():
+        monkeypatch.setenv(variable, value)
+    assert choose_device("auto", 0) == CPU
 
 
 def test_kernels_are_loaded_when_cuda_starts_unless_the_user_says_otherwise() -> None:

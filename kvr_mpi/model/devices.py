@@ -1,0 +1,71 @@
+"""Where a rank's model goes, and why torch cannot use the GPUs that a machine has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.topology import device_index
+
+if TYPE_CHECKING:
+    import torch
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+REMEDY = (
+    "request GPUs for the job, or install a torch for the CUDA version in `nvidia-smi`, e.g. `pip install torch "
+    "--index-url https://download.pytorch.org/whl/cu126`; model.device = 'cpu' runs on the CPU cores"
+)
+
+
+def choose_device(name: str, index: int) -> torch.device:
+    """Choose where a rank's model goes: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+
+    Parameters
+    ----------
+    index : int
+        This rank's number on its host.
+
+    Raises
+    ------
+    ModelError
+        If a GPU is asked for and there is none. Also for ``auto`` if torch cannot use the GPUs of this machine: a job
+        on its CPU cores would be about 100 times slower.
+    """
+    import torch
+
+    if name != "cpu" and (reason := explain_unusable_gpu()):
+        raise ModelError(f"model.device = {name!r}: {reason}; {REMEDY}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            "model.device = 'cuda', but this rank sees no GPU; use 'auto' or 'cpu', or request GPUs for the job"
+        )
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        device = torch.device("cuda", device_index(index, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def explain_unusable_gpu(environ: Mapping[str, str] = os.environ) -> str:
+    """Say why torch finds no GPU although the machine has a driver and torch is built for CUDA.
+
+    Returns
+    -------
+    str
+        With torch's own reason. Empty if torch finds a GPU, and where CPUs are expected: without a driver, with a torch
+        that is built without CUDA, and if ``CUDA_VISIBLE_DEVICES`` hides all GPUs.
+    """
+    import torch
+
+    is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    if is_hidden or not NVIDIA_DRIVER.exists() or not torch.version.cuda or torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "torch.cuda.is_available() is False"
+    except (RuntimeError, AssertionError) as error:  # an old driver, a GPU in a bad state, none allocated
+        reason = " ".join(str(error).split()).rstrip(".")
+    return f"there is an NVIDIA driver and torch is built for CUDA {torch.version.cuda}, but finds no GPU: {reason}"
