@@ -20,7 +20,8 @@ def findings_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     for one in report["findings"]:
         assert {"check", "status", "found", "remedy"} <= one.keys()
         assert (one["status"] == "ok") == (not one["remedy"]), one
-    return {one["check"]: one for one in report["findings"]}
+    # A check may warn after its first finding: of a link slower than the others, on a loaded machine.
+    return {one["check"]: one for one in reversed(report["findings"])}
 
 
 @pytest.mark.slow
