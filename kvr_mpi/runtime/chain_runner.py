@@ -102,7 +102,10 @@ class ChainRunner:
         known, window = prefix.tokens if prefix else 0, self._setup.window_of(prompt)
         is_compressed = prefix is not None and prefix.heads is not None  # one rank has what each head kept
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
-            return Plan(self._alone, prompt, prefix, decode_rank)
+            alone = Plan(self._alone, prompt, prefix, decode_rank)
+            may_be_cut = self.chain.size == 1 and not is_compressed and self._setup.rolling is None
+            if not may_be_cut or self.why_too_large(alone) is None:
+                return alone  # otherwise it may fit in chunks, as plans count
         if self._is_stored_document(prefix):
             return Plan(self._after_stored, prompt, prefix, decode_rank)
         drop = self._memory.planned_drop(prompt, prefix)

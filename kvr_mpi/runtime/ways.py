@@ -244,6 +244,8 @@ class OverChain(Way):
         """Count every rank's slice."""
         memory, partition = self.memory, plan.partition
         assert partition is not None
+        if max(self.needs(plan)) <= min(memory.free_bytes):  # what is known already need not be computed
+            return
         check_fits(
             memory.footprint,
             partition,
