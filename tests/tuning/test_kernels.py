@@ -15,7 +15,7 @@ from models import prompt, tiny
 
 from kvr_mpi.model.kernels import BOUNDS, PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of, way_for
 from kvr_mpi.model.narrow_product import NARROW
-from kvr_mpi.model.products import MULTIPLY, PREPACKED, Product, find_products
+from kvr_mpi.model.products import MULTIPLY, PREPACKED, Product, find_products, give_products
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -128,10 +128,25 @@ def test_measured_for_real_a_chain_equals_plain_transformers(
     assert all(gain > 0 for ways in kept["gains"].values() for row in ways.values() for gain in row)
 
 
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The ways of each shape that every rank has taken, in the order of the calls."""
+    found: list[dict[str, Any]] = []
+
+    def give(model: Any, ways: Any, *more: Any) -> None:
+        found.append(dict(ways))
+        give_products(model, ways, *more)
+
+    monkeypatch.setattr(kernels, "give_products", give)
+    return found
+
+
 @needs_onednn
-def test_it_is_measured_once_for_a_machine_and_a_model(loaded: Any, gains: list[int], tmp_path: Path) -> None:
+def test_it_is_measured_once_for_a_machine_and_a_model(
+    loaded: Any, gains: list[int], chosen: list[dict[str, Any]], tmp_path: Path
+) -> None:
     first, second = choose(loaded, tmp_path), choose(loaded, tmp_path)
-    assert len(gains) == 1
+    assert len(gains) == 1 and chosen[0] == chosen[1]
     assert first[-1].replace("measured", "cached choice") == second[-1]
     threads = torch.get_num_threads()
     try:
@@ -233,7 +248,9 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
 
 
 @needs_onednn
-def test_ranks_of_a_host_take_the_same_ways(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_host_take_the_same_ways(
+    loaded: Any, chosen: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = iter((1.0, 1.2, 3.0))
 
     def measure(pieces: Any) -> Any:
@@ -243,7 +260,8 @@ def test_ranks_of_a_host_take_the_same_ways(loaded: Any, tmp_path: Path, monkeyp
     monkeypatch.setattr(kernels, "measure_gains", measure)
     said: list[str] = []
     run_local(3, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
-    assert list(ranks) == [] and len(set(said)) == 2 and all(kernels_of(loaded.model))
+    assert list(ranks) == [] and len(set(said)) == 2
+    assert chosen[0] and chosen == [chosen[0]] * 3 and all(PREPACKED in ways for ways in chosen[0].values())
     (file,) = (tmp_path / "kernels").iterdir()
     kept = json.loads(file.read_text())["gains"]
     assert {gain for ways in kept.values() for row in ways.values() for gain in row} == {1.2}
@@ -251,7 +269,7 @@ def test_ranks_of_a_host_take_the_same_ways(loaded: Any, tmp_path: Path, monkeyp
 
 @needs_onednn
 def test_ranks_of_a_host_take_the_same_ways_if_one_does_not_see_what_was_kept(
-    loaded: Any, gains: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: Any, gains: list[int], chosen: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "QUIET_SHARE", float("inf"))
     choose(loaded, tmp_path)
@@ -265,6 +283,7 @@ def test_ranks_of_a_host_take_the_same_ways_if_one_does_not_see_what_was_kept(
     forget_kernels(loaded.model)
     run_local(2, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
     assert len({line for line in said if line.startswith("CPU kernels: ")}) == 1
+    assert len(chosen) > 1 and chosen[-1] == chosen[-2]
 
 
 @needs_onednn
