@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvr_mpi.job import JobSpec, load_job
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 
 
 def answers(folder: Path) -> dict[str, tuple[int, ...]]:
-    return {record.id: record.token_ids for record in read_run(folder)}
+    return {record.id: record.token_ids for record in open_results(folder)}
 
 
 def with_settings(*settings: str) -> list[str]:

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from kvr_mpi.store.export import write_export
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Header, Record
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import KeysValues
 
@@ -56,5 +56,5 @@ def write_run(folder: Path, records: Sequence[Record], layers: Sequence[KeysValu
 
 def exported(path: Path, kind: str) -> bytes:
     stream = io.BytesIO()
-    write_export(read_run(path), kind, stream)
+    write_export(open_results(path), kind, stream)
     return stream.getvalue()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from kvr_mpi.errors import EXIT_BAD_DATA
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import Header, Record, document_groups, open_file, read_header, read_software
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import CachedTokens
 
@@ -41,7 +41,7 @@ def write_good(folder: Path) -> Path:
 
 def read_everything(path: Path) -> list[Record]:
     """Read all that the package can read of a file."""
-    records = list(read_run(path))
+    records = list(open_results(path))
     with open_file(path) as file:
         read_header(file)
         read_software(file)

@@ -21,7 +21,7 @@ from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, re
 from kvr_mpi.store.summary import Summary, count_reasons, shorten
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, is_ours, order, survey
 
-__all__ = ["RESULTS", "check_fresh", "check_writable", "index_run", "read_run", "run_files"]
+__all__ = ["RESULTS", "check_fresh", "check_writable", "index_run", "run_files"]
 
 OPEN_FILES = 64
 
@@ -87,18 +87,6 @@ def run_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     return [path / name for name in sorted(os.listdir(path), key=order) if is_ours(name) and (path / name).is_file()]
-
-
-def read_run(path: Path, *, verify: bool = True) -> Iterator[Record]:
-    """Yield every document of a file or a run's folder once, in the order of their ids.
-
-    Raises
-    ------
-    DataError
-        If there is nothing to read, or a file is damaged or foreign.
-    """
-    index = index_run(path, verify=verify)
-    yield from read_records(index, index.ids())
 
 
 def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:

@@ -16,7 +16,7 @@ import pytest
 from constants import ROOT, TESTS
 
 from benchmarks.hosts import Host, Shaper, hosts, run_mpi, shape, why_not
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 
 pytestmark = pytest.mark.long
 
@@ -182,7 +182,7 @@ def test_a_job_runs_on_two_hosts(tiny_model_dir: Path, tmp_path: Path, kvr_run: 
         with hosts(2) as group:
             run = run_mpi(group, [kvr_run, tmp_path / "job.toml", "--overwrite", "--set", way], timeout_s=120)
         assert run.returncode == 0, run.stdout
-        found[way] = {record.id: record.token_ids for record in read_run(tmp_path / "out")}
+        found[way] = {record.id: record.token_ids for record in open_results(tmp_path / "out")}
     assert all(answers == found["parallel.strategy=single"] and len(answers) == 24 for answers in found.values())
 
 

@@ -12,7 +12,7 @@ from constants import ROOT, SMOLLM, Kvr
 
 from kvr_mpi.cli.shipped import find_shipped
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 
 # As short as it can be, which is still the real model: through the environment, as a user would.
 SHORT = {"KVR_DOCUMENTS__LIMIT": "1", "KVR_GENERATION__MAX_NEW_TOKENS": "2", "KVR_PARALLEL__PARTITION": "even"}
@@ -65,5 +65,5 @@ def test_a_wheel_runs_it(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert f"{venv}/share/kvr-mpi/jobs/demo.toml" in done.stderr and "2 rank(s)" in done.stderr
-    (record,) = read_run(tmp_path / "work" / "runs" / "demo")
+    (record,) = open_results(tmp_path / "work" / "runs" / "demo")
     assert record.status == "done" and len(record.token_ids) == 2 and len(record.slices) == 3

@@ -19,9 +19,9 @@ from shown_runs import COLUMNS, HEADER, NASTY, example_records, exported, write_
 
 import kvr_mpi.store.export as export_module
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import REALS, Record
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shards import ShardWriter
 
 # Fields of the documents' own rows are columns by themselves: none here.
@@ -199,10 +199,10 @@ def test_an_existing_output_file_is_kept_unless_told_otherwise(result: Path, tmp
 
 
 def test_the_input_is_not_overwritten_by_its_own_export(result: Path, run_kvr: Kvr) -> None:
-    records = list(read_run(result))
+    records = list(open_results(result))
     code, _, err = run_kvr("export", result, "-o", result, "--overwrite")
     assert code in (EXIT_CONFIG, EXIT_USAGE) and err
-    assert list(read_run(result)) == records
+    assert list(open_results(result)) == records
 
 
 @pytest.mark.parametrize("place", ["absent/answers.jsonl", "file/answers.jsonl", "file/deep/answers.jsonl"])

@@ -13,8 +13,8 @@ from made_runs import HEADER, NAMES, record, take, write
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError, OutputError
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.lock import read_lock
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.status import read_status
 
@@ -116,4 +116,4 @@ def test_merge_makes_one_file(tmp_path: Path) -> None:
         runner.invoke(group, ["merge", str(folder), "-o", str(target)], catch_exceptions=False)
     assert runner.invoke(group, ["merge", str(folder)], catch_exceptions=False).exit_code == 0
     assert [file.name for file in folder.glob("*.h5")] == ["results.h5"]
-    assert list(read_run(target)) == list(read_run(folder)) == [record(name) for name in "abc"]
+    assert list(open_results(target)) == list(open_results(folder)) == [record(name) for name in "abc"]

@@ -21,8 +21,9 @@ from constants import MPI_ENVIRONMENT
 from disturb import ranks_of
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, DataError, KvrError
-from kvr_mpi.store.folder import read_records, read_run
+from kvr_mpi.store.folder import read_records
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shares import find_runs, index_runs
 
 LAUNCHER = Path(sys.executable).parent / "mpirun"
@@ -159,7 +160,7 @@ class Place:
             mode, output = MODES[name], self.folder / key
             code, log = self.run(self.write_job(mode, corpus), mode, output)
             assert code == EXIT_OK, log
-            self.references[key] = {(record.id, record.document_sha256): record for record in read_run(output)}
+            self.references[key] = {(record.id, record.document_sha256): record for record in open_results(output)}
         return self.references[key]
 
 
@@ -211,7 +212,7 @@ def run_case(seed: int, place: Place, scratch: Path) -> str:
         assert f"exit code {code}: " in log, f"{story}\nno reason\n{log[-4000:]}"
         assert code in (EXIT_OK, EXIT_BAD_DATA, EXIT_CONFIG), f"{story}\n{log[-4000:]}"
         try:
-            records += read_run(output)
+            records += open_results(output)
         except KvrError:
             assert code in (EXIT_CONFIG, EXIT_BAD_DATA), f"{story}\n{log[-4000:]}"
     if mode.parts > 1 and all(code in (EXIT_OK, EXIT_BAD_DATA) for code in codes):

@@ -25,8 +25,8 @@ import kvr_mpi.store.status as status
 from kvr_mpi.cli import group
 from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.errors import KvrError
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.merge import merge_files
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.survey import RESULTS
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import load_table, save_table
@@ -169,7 +169,7 @@ def resume_folder(file: Path) -> None:
     """Go on with a run: what counts as done can be read, and is right."""
     folder = file.parent
     done, failed, _ = resume(folder)
-    found = {record.id: record.as_json() for record in read_run(folder)} if done or failed else {}
+    found = {record.id: record.as_json() for record in open_results(folder)} if done or failed else {}
     check_records(found, folder)
     assert found.keys() >= done | failed, "what counts as done is not there"
 

@@ -72,9 +72,9 @@ def make_job(given: Given, name: str) -> Path:
 
 def answers_of(folder: Path) -> Answers:
     """Token ids of each answer, by its id."""
-    from kvr_mpi.store.folder import read_run
+    from kvr_mpi.store.results import open_results
 
-    return {record.id: record.token_ids for record in read_run(folder)}
+    return {record.id: record.token_ids for record in open_results(folder)}
 
 
 def groups_answer_alike(given: Given) -> Figures:

@@ -11,8 +11,8 @@ import torch
 from made_runs import HEADER, record
 from pretended_cuda import Event, GpuTensor, PretendedCuda
 
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shards import ShardWriter
 
 GPU = torch.device("cuda", 3)
@@ -50,4 +50,4 @@ def test_layers_are_copied_in_the_order_of_the_stream_and_waited_for_where_they_
     writer.close()
     assert copies == [True] * 4 and waits == ["kvr-shards-0000"] * 2
     assert devices == [("kvr-shards-0000", GPU)] * 2 and not gpus.faults
-    assert [each.id for each in read_run(tmp_path)] == ["a"]
+    assert [each.id for each in open_results(tmp_path)] == ["a"]

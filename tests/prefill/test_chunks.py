@@ -24,7 +24,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, _Ledger, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, choose_chunks
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NEW_TOKENS = 8
@@ -253,7 +253,7 @@ def test_jobs_run_in_chunks_and_answer_the_same(
 
     # Where memory is short chunks are chosen, and the documents are answered instead of refused.
     footprint = footprint_of(tf.AutoConfig.from_pretrained(tiny_model_dir), torch.float32)
-    cuts = [Partition(record.slices) for record in read_run(tmp_path / "auto") if len(record.slices) == 3]
+    cuts = [Partition(record.slices) for record in open_results(tmp_path / "auto") if len(record.slices) == 3]
     needs = {
         size: max(footprint.route_bytes(one, reserve_tokens=6) for cut in cuts for one in KVR.routes(cut, 0, size))
         for size in (None, 128)

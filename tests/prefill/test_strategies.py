@@ -28,7 +28,7 @@ from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
 from kvr_mpi.prefill.registry import KVR, MARGIN, STRATEGIES, candidates, fastest
 from kvr_mpi.prefill.routes import ring
 from kvr_mpi.prefill.verify import verify
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning.table import Rates, save_table
 
@@ -64,7 +64,7 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Callable[[Sequence[int]], Path]
 def expected(job: Callable[..., Path], tmp_path: Path, run_here: Any) -> dict[str, tuple[int, ...]]:
     run = run_here(2, [job(LENGTHS), *with_settings(f"output.path={tmp_path / 'chains'}")])
     assert run.returncode == 0, run.stderr
-    assert {record.strategy for record in read_run(tmp_path / "chains")} == {"kvr"}
+    assert {record.strategy for record in open_results(tmp_path / "chains")} == {"kvr"}
     return answers(tmp_path / "chains")
 
 
@@ -77,7 +77,7 @@ def test_rings_answer_what_chains_answer(job: Any, expected: Any, tmp_path: Path
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
         rings = 0
-        for record in read_run(tmp_path / "job"):
+        for record in open_results(tmp_path / "job"):
             slices = len(record.slices) - 1
             assert record.strategy == ("kvr" if slices == 1 else "ring"), "a prompt on one rank is a chain of one"
             assert slices == 1 or slices % 2 == 0
@@ -102,7 +102,7 @@ def test_rings_over_real_ranks_keep_the_same_keys_and_values(
     run = mpirun(ranks, [kvr_run, path, *with_settings(*settings, "parallel.strategy=ring")])
     assert one.returncode == run.returncode == 0, run.stderr
     assert answers(tmp_path / "job") == answers(tmp_path / "one")
-    assert "ring" in {record.strategy for record in read_run(tmp_path / "job")}
+    assert "ring" in {record.strategy for record in open_results(tmp_path / "job")}
     with h5py.File(tmp_path / "one" / "results.h5") as alone, h5py.File(tmp_path / "job" / "results.h5") as ring:
         kept = {group.attrs["id"]: group for group in alone["documents"].values()}
         for group in ring["documents"].values():
@@ -123,7 +123,7 @@ def test_rings_split_and_reduce(job: Any, tmp_path: Path, run_here: Any) -> None
         found[strategy] = answers(folder)
     assert found["ring"] == found["kvr"]
     # The parts went round; the prompt about their answers is short, and one rank's.
-    (record,) = (record for record in read_run(tmp_path / "ring") if record.parts > 1)
+    (record,) = (record for record in open_results(tmp_path / "ring") if record.parts > 1)
     assert record.strategy in ("ring", "ring+kvr")
 
 
@@ -158,7 +158,7 @@ def test_auto_takes_what_a_table_forecasts_to_be_faster(
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
         assert f"strategy = 'auto', on chains of 2 ranks: {chosen} (forecast for 506 tokens: kvr " in run.stderr
-        assert {record.strategy for record in read_run(tmp_path / "job") if len(record.slices) > 2} == {chosen}
+        assert {record.strategy for record in open_results(tmp_path / "job") if len(record.slices) > 2} == {chosen}
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_auto_measures_where_there_is_no_table(job: Any, expected: Any, tmp_path
         run = run_here(ranks, [path, "--overwrite", *with_settings(*settings)])
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
-        used = {record.strategy for record in read_run(tmp_path / "job") if len(record.slices) > 2}
+        used = {record.strategy for record in open_results(tmp_path / "job") if len(record.slices) > 2}
         said = [line for line in run.stderr.splitlines() if "strategy = 'auto', on chains of" in line]
         assert used <= {"kvr", "ring"} and (ranks == 1 or not used or said)
         assert ranks != 2 or (

@@ -14,7 +14,7 @@ from made_jobs import TEXT, with_settings
 
 from kvr_mpi.documents.prompts import PromptText, encode_text
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 
 ROWS = [
     {"id": "a", "text": TEXT, "title": "Ferries {text} {{x}}", "label": {"gold": ["yes", None]}},
@@ -45,7 +45,7 @@ def test_rows_with_fields_go_through_a_job_and_out_again(
 
     run = run_here(2, [rows_job])
     assert run.returncode == EXIT_BAD_DATA and "2 done, 1 failed" in run.stdout, run.stderr
-    found = {record.id: record for record in read_run(tmp_path / "out")}
+    found = {record.id: record for record in open_results(tmp_path / "out")}
     assert "the field 'title', used in the template, is missing" in found["b"].error
     assert found["b"].passed == {"label": "no title"} and found["c"].passed == {"title": "Harbours"}
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_jobs import TEXT, last_line
 
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
 
@@ -25,7 +25,7 @@ def test_bad_documents_are_records_and_the_rest_is_done(job: Path, tmp_path: Pat
     )
     run = mpirun(2, [kvr_run, job])
     assert run.returncode == 65, run.stderr
-    records = {record.id: record for record in read_run(tmp_path / "out")}
+    records = {record.id: record for record in open_results(tmp_path / "out")}
     errors = {name: record.error for name, record in records.items() if record.status == "error"}
     assert {name for name, record in records.items() if record.status == "done"} == {
         *(f"doc-{number}.txt" for number in range(5)),
@@ -75,7 +75,7 @@ def test_pipes_and_devices_in_a_corpus_are_records(job: Path, tmp_path: Path, mp
     (tmp_path / "corpus" / "ids.jsonl").write_text('{"id": {"a": 1}, "text": "x"}\n{"id": "a\u202eb", "text": "x"}\n')
     run = mpirun(2, [kvr_run, job, "--set", "documents.path=" + str(tmp_path / "corpus" / "**")])
     assert run.returncode == 65, run.stderr
-    errors = {record.id: record.error for record in read_run(tmp_path / "out") if record.status == "error"}
+    errors = {record.id: record.error for record in open_results(tmp_path / "out") if record.status == "error"}
     assert set(errors) == {"pipe.txt", "zero.jsonl", "ids.jsonl:1", "a\\u202eb"}
     assert "a named pipe" in errors["pipe.txt"] and "a device" in errors["zero.jsonl"]
     assert "\u202e" not in run.stderr + run.stdout

@@ -15,7 +15,7 @@ import pytest
 from constants import TESTS
 from made_jobs import TEXT, answers, with_settings
 
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_what_all_prompts_begin_with_is_computed_once(job: Any, tmp_path: Path, 
         run = run_here(ranks, [path, "--overwrite", *with_settings(template, f"parallel.partition={partition}")])
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
-        slices = [record.slices for record in read_run(tmp_path / "job")]
+        slices = [record.slices for record in open_results(tmp_path / "job")]
         assert all(bounds[0] == 0 for bounds in slices) and max(len(bounds) for bounds in slices) == ranks + 1
 
 
@@ -127,12 +127,12 @@ def test_a_requeued_job_goes_on_with_its_own_runs_alone(
     assert run_here(1, [path, *with_settings(f"output.path={out['old']}")]).returncode == 0
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert run_here(1, [path, *with_settings(f"output.path={out['own']}"), "--overwrite"]).returncode == 0
-    before = {name: list(read_run(folder)) for name, folder in out.items()}
+    before = {name: list(open_results(folder)) for name, folder in out.items()}
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for folder in out.values():
         assert run_here(1, [path, *with_settings(f"output.path={folder}"), "--overwrite"]).returncode == 0
-    assert list(read_run(out["own"])) == before["own"]
-    assert all(one != two for one, two in zip(read_run(out["old"]), before["old"], strict=True)), "they were old"
+    assert list(open_results(out["own"])) == before["own"]
+    assert all(one != two for one, two in zip(open_results(out["old"]), before["old"], strict=True)), "they were old"
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     assert run_here(1, [path, *with_settings(f"output.path={out['own']}")]).returncode == 78
 

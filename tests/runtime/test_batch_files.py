@@ -17,8 +17,8 @@ from constants import MPI_ENVIRONMENT, Kvr
 from made_jobs import TEXT, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
 
@@ -63,7 +63,7 @@ def batch_job(job: Path, tmp_path: Path) -> Path:
 
 
 def found_in(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in read_run(folder)}
+    return {record.id: record for record in open_results(folder)}
 
 
 def test_every_request_is_answered_as_it_asks(batch_job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr) -> None:
@@ -147,7 +147,7 @@ def test_conversations_and_the_same_words_in_a_template(job: Path, tmp_path: Pat
     (tmp_path / "a.txt").write_text(TEXT)
     same = ("prompt.template=Sum up:\n{text}", "prompt.system=Be brief.", f"documents.path={tmp_path / 'a.txt'}")
     assert run_here(2, [job, *with_settings(*same)]).returncode == EXIT_OK
-    (other,) = read_run(tmp_path / "out")
+    (other,) = open_results(tmp_path / "out")
     assert found["good"].token_ids == other.token_ids and found["good"].prompt_sha256 == other.prompt_sha256
 
 

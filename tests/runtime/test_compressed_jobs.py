@@ -14,8 +14,8 @@ from made_jobs import TEXT, answers, last_line, with_settings
 from made_tables import a_table, an_entry, fitting
 
 from kvr_mpi.compress.registry import METHODS, Method, evenly
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 from kvr_mpi.tuning.table import save_table
 
 SMALL = ("compress.method=ada-snapkv", "compress.budget=64", "compress.window=16")
@@ -30,7 +30,7 @@ def compressed(job: Path, tmp_path: Path, run_here: Any) -> Any:
         folder = tmp_path / f"out-{ranks}-{abs(hash(settings))}"
         done = run_here(ranks, [job, *with_settings(f"output.path={folder}", *settings)])
         assert done.returncode == 0, done.stderr
-        return {record.id: record for record in read_run(folder)}
+        return {record.id: record for record in open_results(folder)}
 
     return run
 
@@ -145,7 +145,7 @@ def test_no_memory_to_compress_is_one_documents_error(
         settings = (f"compress.method={method}", *SMALL[1:], f"decode.mode={mode}", f"output.path={tmp_path / method}")
         done = run_here(2, [job, *with_settings(*settings)])
         assert done.returncode == (65 if method == "demanding" else 0), done.stderr
-        found[method] = {record.id: record for record in read_run(tmp_path / method)}
+        found[method] = {record.id: record for record in open_results(tmp_path / method)}
     failed = {name for name, record in found["demanding"].items() if record.status == "error"}
     assert failed == {"doc-3.txt", "doc-4.txt"}
     for name, record in found["demanding"].items():
@@ -164,5 +164,5 @@ def test_a_row_may_ask_for_more_new_tokens_than_the_job(job: Path, tmp_path: Pat
     told = (f"documents.path={tmp_path / 'requests.jsonl'}", "documents.format=openai-batch")
     done = run_here(1, [job, *with_settings(*SMALL, *told)])
     assert done.returncode == 0, done.stderr
-    (found,) = read_run(tmp_path / "out")
+    (found,) = open_results(tmp_path / "out")
     assert found.compression and len(found.token_ids) == 20

@@ -26,7 +26,6 @@ from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, run_next
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import check_record, open_file
@@ -111,7 +110,7 @@ def test_a_stored_cache_answers_as_the_one_in_memory_did(
     done = ask(stored)
     assert done.returncode == 0, done.stderr
     assert re.search(r"4 document\(s\) are compressed \(ada-snapkv: budget 64, ", done.stderr)
-    found = {record.document: record for record in read_run(tmp_path / "asked")}
+    found = {record.document: record for record in open_results(tmp_path / "asked")}
     for name in ("doc-2.txt", "doc-4.txt"):
         record, kv = open_document(stored, name)
         assert kv.tokens is not None and kv.compression == record.compression != ""
@@ -170,7 +169,7 @@ def test_damage_is_named_and_never_answered_from(stored: Path, ask: Any, tmp_pat
             DAMAGES[name](file["documents/doc-4.txt/kv"])
         done = ask(stored, "questions.documents=['doc-3.txt', 'doc-4.txt']")
         assert done.returncode == 0, done.stderr
-        found = {record.document: record for record in read_run(tmp_path / "asked")}
+        found = {record.document: record for record in open_results(tmp_path / "asked")}
         assert (found["doc-3.txt"].status, found["doc-4.txt"].status) == ("done", "error")
         assert "damaged" in found["doc-4.txt"].error and found["doc-4.txt"].answer == ""
 
@@ -188,7 +187,7 @@ def test_what_takes_whole_keys_refuses_them_by_name(
     assert re.search(r"kv +3 layers, compressed: \d+ tokens per KV head on average", shown), shown
     refused = ask(stored, "questions.sharded=true", "questions.reuse=always")
     assert refused.returncode == 0, refused.stderr
-    found = {record.document: record for record in read_run(tmp_path / "asked")}
+    found = {record.document: record for record in open_results(tmp_path / "asked")}
     assert found["doc-0.txt"].status == "done" and "leave questions.sharded out" in found["doc-4.txt"].error
     again = run_here(1, [job, *with_settings(f"documents.reuse={stored}", f"output.path={tmp_path / 'again'}")])
     assert again.returncode == 0 and "with one of 1 stored prompts" in again.stderr
@@ -198,10 +197,10 @@ def test_what_takes_whole_keys_refuses_them_by_name(
 def test_what_is_compressed_again_and_what_never_is(stored: Path, ask: Any, tmp_path: Path) -> None:
     """On more ranks the answers are the same; prefilled again, they are those of the whole text."""
     assert ask(stored).returncode == 0
-    wanted = {record.id: record.token_ids for record in read_run(tmp_path / "asked")}
+    wanted = {record.id: record.token_ids for record in open_results(tmp_path / "asked")}
     assert ask(stored, ranks=3).returncode == 0
-    assert {record.id: record.token_ids for record in read_run(tmp_path / "asked")} == wanted
+    assert {record.id: record.token_ids for record in open_results(tmp_path / "asked")} == wanted
     assert ask(stored, "questions.reuse=never", ranks=2).returncode == 0
-    whole = list(read_run(tmp_path / "asked"))
+    whole = list(open_results(tmp_path / "asked"))
     assert all(record.compression == "" for record in whole)
     assert {record.id: record.token_ids for record in whole} != wanted

@@ -12,8 +12,8 @@ import pytest
 from constants import TESTS
 from made_jobs import TEXT, answers, last_line, with_settings
 
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
 
@@ -30,7 +30,7 @@ def answered(job: Path, tmp_path: Path, run_here: Any) -> Any:
         folder = tmp_path / f"out-{ranks}-{abs(hash(settings))}"
         done = run_here(ranks, [job, *with_settings(f"output.path={folder}", *settings)])
         assert done.returncode == 0, done.stderr
-        return {record.id: record for record in read_run(folder)}, done.stderr
+        return {record.id: record for record in open_results(folder)}, done.stderr
 
     return run
 
@@ -68,7 +68,7 @@ def test_parts_settings_of_rows_and_bad_documents(job: Path, tmp_path: Path, run
         settings = (*SMALL, *split, f"output.path={out}", f"decode.mode={mode}")
         done = run_here(2, [job, *with_settings(*settings)])
         assert done.returncode == 65 and last_line(done.stderr).count("1 of 7 documents failed"), done.stderr
-        found[mode] = {record.id: (record.token_ids, record.parts, record.error) for record in read_run(out)}
+        found[mode] = {record.id: (record.token_ids, record.parts, record.error) for record in open_results(out)}
     assert found["data-parallel"] == found["head-parallel"]
     assert found["head-parallel"]["long.txt"][1] > 2 and found["head-parallel"]["empty.txt"][2]
 
@@ -92,7 +92,7 @@ def test_requests_with_settings_of_their_own(job: Path, tmp_path: Path, run_here
         told = (f"documents.path={path}", "documents.format=openai-batch", f"output.path={tmp_path / mode}")
         done = run_here(2, [job, *with_settings(*told, f"decode.mode={mode}")])
         assert done.returncode == 0, done.stderr
-        found.append({record.id: record.token_ids for record in read_run(tmp_path / mode)})
+        found.append({record.id: record.token_ids for record in open_results(tmp_path / mode)})
     assert found[0] == found[1]
     assert all(len(found[0][str(at)]) == 3 + at for at in range(4)) and len(found[0]["more"]) == 3
 

@@ -19,7 +19,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import run_local
 
 FACTS: list[dict[str, str]] = json.loads((ROOT / "tests" / "demo_facts.json").read_text())
@@ -77,7 +77,7 @@ def test_the_demo_runs_with_less_of_it(tmp_path: Path, mpirun: Any, kvr_run: Pat
     settings += [f"output.path={tmp_path}", "generation.max_new_tokens=12"]
     run = mpirun(2, [kvr_run, ROOT / "jobs" / "demo.toml", *(p for s in settings for p in ("--set", s))], cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    records = list(read_run(tmp_path))
+    records = list(open_results(tmp_path))
     assert len(records) == 2
     for record in records:
         assert 300 < record.prompt_tokens <= 400  # cut between words
@@ -90,7 +90,7 @@ def test_prefill_only_job_runs(tmp_path: Path, mpirun: Any, kvr_run: Path) -> No
     options = ["--set", "documents.limit=1", "--set", f"output.path={tmp_path}", "--set", "prompt.max_tokens=300"]
     run = mpirun(2, [kvr_run, ROOT / "jobs" / "prefill-only.toml", *options], cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    (record,) = read_run(tmp_path)
+    (record,) = open_results(tmp_path)
     assert record.prompt_tokens == 300 and record.dropped_tokens > 0 and record.answer == ""
 
 
@@ -99,5 +99,5 @@ def test_summarize_job_splits_long_documents(tmp_path: Path, mpirun: Any, kvr_ru
     settings = ["documents.limit=1", f"output.path={tmp_path}", "prompt.max_tokens=900", "generation.max_new_tokens=32"]
     run = mpirun(2, [kvr_run, ROOT / "jobs" / "summarize.toml", *(p for s in settings for p in ("--set", s))], cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    (record,) = read_run(tmp_path)
+    (record,) = open_results(tmp_path)
     assert record.status == "done" and record.parts >= 3 and record.answer.strip()

@@ -12,9 +12,9 @@ from made_runs import record, result_files, write
 import kvr_mpi.store.folder as folder_module
 import kvr_mpi.store.merge as merge_module
 from kvr_mpi.report.table import MAX_ROWS
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.ledger import read_ledger
 from kvr_mpi.store.merge import merge_run
+from kvr_mpi.store.results import open_results
 
 COUNT = MAX_ROWS + 25
 
@@ -79,7 +79,7 @@ def test_a_merge_at_the_end_of_a_run_can_be_stopped(tmp_path: Path) -> None:
 
     assert merge_run(tmp_path, should_stop) == tmp_path
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    assert [each.id for each in read_run(tmp_path)] == [*"abcde"]
+    assert [each.id for each in open_results(tmp_path)] == [*"abcde"]
     assert merge_run(tmp_path) == tmp_path / "results.h5"
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.architectures import catalogue
 from benchmarks.tiny import shrink
 from kvr_mpi.model.shape import VOCABULARIES
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 
 ENTRIES = catalogue()
 # Answers that are made to end; states first; one group of experts; a rule that is no attention.
@@ -50,7 +50,7 @@ DONE, ERRORS, REFUSED = 0, 65, 78
 
 
 def answers(folder: Path) -> dict[str, tuple[int, ...]]:
-    return {record.id: record.token_ids for record in read_run(folder) if record.status == "done"}
+    return {record.id: record.token_ids for record in open_results(folder) if record.status == "done"}
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from made_jobs import TEXT
 
 from kvr_mpi.cli.status import status
 from kvr_mpi.store import run as store_run
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
 
 
 def records(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in read_run(folder)}
+    return {record.id: record for record in open_results(folder)}
 
 
 def launch(run_here: Any, job: Path, *words: str) -> Any:

@@ -17,15 +17,15 @@ from made_jobs import TEXT, with_settings
 
 from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 
 CLOSE = 2e-4  # float32, of slices that are cut elsewhere
 WANTED = ("generation.logprobs=true", "generation.top_logprobs=3")
 
 
 def found_in(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in read_run(folder)}
+    return {record.id: record for record in open_results(folder)}
 
 
 def run_job(run_here: Any, ranks: int, job: Path, out: Path, *settings: str) -> dict[str, Record]:
@@ -97,7 +97,7 @@ def test_what_is_stored_is_guarded_and_exported(job: Path, tmp_path: Path, run_h
     assert [float(cell) for cell in cells["logprobs"].split()] == list(record.logprobs)
     whole = tmp_path / "whole.h5"
     assert run_kvr("merge", tmp_path / "out", "-o", whole)[0] == EXIT_OK
-    assert next(iter(read_run(whole))) == record
+    assert next(iter(open_results(whole))) == record
 
 
 def test_a_batch_file_asks_for_them(job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr) -> None:

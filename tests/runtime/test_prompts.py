@@ -18,8 +18,8 @@ from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.ways import AfterShared, Alone, ChainMemory
 from kvr_mpi.runtime.worker import ChainWorker
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 
 PROMPTS = {
     "who": "Read this: {text} Who saw the second boat?",
@@ -37,7 +37,7 @@ def with_prompts(job: Path, prompts: dict[str, str], name: str = "prompts.toml",
 
 
 def found_in(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in read_run(folder)}
+    return {record.id: record for record in open_results(folder)}
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def alone(job: Path, tmp_path: Path, run_here: Any) -> Any:
             out = tmp_path / f"alone-{name}"
             options = with_settings(*settings, f"prompt.template={template}", f"output.path={out}")
             assert run_here(1, [job, *options]).returncode == EXIT_OK
-            found |= {f"{record.id}#{name}": record for record in read_run(out)}
+            found |= {f"{record.id}#{name}": record for record in open_results(out)}
         return found
 
     return run

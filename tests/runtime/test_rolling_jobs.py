@@ -16,8 +16,8 @@ from made_jobs import TEXT, answers, last_line, with_settings
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 
 ROLLING = ("cache.kind=rolling", "cache.tokens=40", "cache.step_tokens=16")
 APPROXIMATE = ("cache.kind=streaming-llm", *ROLLING[1:])
@@ -32,7 +32,7 @@ def run(job: Path, tmp_path: Path, run_here: Any) -> Callable[..., dict[str, Rec
         words = with_settings(f"output.path={folder}", *settings)
         done = run_here(ranks, [job, *words])
         assert done.returncode == 0, done.stderr
-        return {record.id: record for record in read_run(folder)}
+        return {record.id: record for record in open_results(folder)}
 
     return launch
 
@@ -97,7 +97,7 @@ def test_memory_for_prompts_is_that_of_the_cache(run: Any, job: Path) -> None:
 def test_too_little_memory_is_an_error_record(job: Path, tmp_path: Path, run_here: Any) -> None:
     done = run_here(1, [job, *with_settings(*APPROXIMATE, "parallel.memory_gib=0.00001")])
     assert done.returncode == 65
-    for record in read_run(tmp_path / "out"):
+    for record in open_results(tmp_path / "out"):
         assert record.error.startswith("a rolling cache of 40 + 16 tokens") and "cache.tokens" in record.error
 
 

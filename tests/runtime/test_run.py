@@ -11,7 +11,7 @@ import pytest
 from made_jobs import TEXT, answers, with_settings
 
 from kvr_mpi.documents.prompts import PromptText, encode_text
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 
 
 @pytest.mark.long
@@ -42,12 +42,12 @@ def test_existing_results_are_refused_resumed_or_deleted(
 ) -> None:
     first = mpirun(2, [kvr_run, job, "--set", "documents.shard=0/2"])
     assert first.returncode == 0, first.stderr
-    before = {record.id: record for record in read_run(tmp_path / "out")}
+    before = {record.id: record for record in open_results(tmp_path / "out")}
 
     refused = run_here(2, [job])
     assert refused.returncode == 78
     assert "--resume" in refused.stderr and "--overwrite" in refused.stderr
-    assert {record.id: record for record in read_run(tmp_path / "out")} == before
+    assert {record.id: record for record in open_results(tmp_path / "out")} == before
 
     changed = run_here(2, [job, "--resume", "--set", "generation.max_new_tokens=9"])
     assert changed.returncode == 78
@@ -60,7 +60,7 @@ def test_existing_results_are_refused_resumed_or_deleted(
     resumed = mpirun(1, [kvr_run, job, "--resume"])  # on another number of ranks
     assert resumed.returncode == 0, resumed.stderr
     assert "3 of them already done" in resumed.stderr
-    after = {record.id: record for record in read_run(tmp_path / "out")}
+    after = {record.id: record for record in open_results(tmp_path / "out")}
     assert len(after) == 5
     assert all(after[name] == record for name, record in before.items())
 
@@ -100,7 +100,7 @@ def test_braces_in_documents_are_text(job: Path, tmp_path: Path, run_here: Any, 
     settings = [f"documents.path={corpus}", "prompt.template=As {{json}}: {text}", "prompt.chat_template=false"]
     run = run_here(2, [job, *(part for setting in settings for part in ("--set", setting))])
     assert run.returncode == 0, run.stderr
-    (record,) = read_run(tmp_path / "out")
+    (record,) = open_results(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     text = encode_text(tokenizer, "Mind {question} and {{text}} and {text}.")
     ids = [*tokenizer("As {json}: ")["input_ids"], *text]
@@ -130,7 +130,7 @@ def test_too_long_is_truncated_or_split(job: Path, tmp_path: Path, run_here: Any
         folder = tmp_path / choice
         run = run_here(2, [job, "--set", f"prompt.too_long={choice}", "--set", f"output.path={folder}"])
         assert run.returncode == 0, run.stderr
-        record = next(record for record in read_run(folder) if record.id == "long.txt")
+        record = next(record for record in open_results(folder) if record.id == "long.txt")
         assert record.status == "done" and record.new_tokens == 8 * record.parts
         assert (record.parts == 1) if parts == 1 else (record.parts >= parts)
         assert (record.dropped_tokens > 0) == (choice == "truncate")
@@ -156,5 +156,5 @@ def test_prompts_shorter_than_the_chain(job: Path, tmp_path: Path, run_here: Any
     settings.append(f"documents.path={corpus}")
     run = run_here(4, [job, *(part for setting in settings for part in ("--set", setting))])
     assert run.returncode == 0, run.stderr
-    (record,) = read_run(tmp_path / "short")
+    (record,) = open_results(tmp_path / "short")
     assert record.prompt_tokens < 4 and record.slices == (0, record.prompt_tokens) and record.new_tokens == 8

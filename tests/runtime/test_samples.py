@@ -11,8 +11,8 @@ from constants import Kvr
 from made_jobs import TEXT, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
 
@@ -21,7 +21,7 @@ THREE = (*WARM, "generation.n=3")
 
 
 def found_in(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in read_run(folder)}
+    return {record.id: record for record in open_results(folder)}
 
 
 def run_job(run_here: Any, ranks: int, job: Path, out: Path, *settings: str) -> dict[str, Record]:

@@ -28,9 +28,9 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.setup import prepare
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.outputs import Record, open_file
+from kvr_mpi.store.results import open_results
 
 RANKS = 2
 LIMIT_S = 300  # of one job, which takes a second: one that hangs is to fail, and not the module's whole run
@@ -99,7 +99,7 @@ class Bench:
             done = within_limit(lambda: self.launch(ranks, arguments))
         found = Outcome(done.returncode, done.stderr)
         if out.exists() and list(out.glob("*.h5")):
-            found.records = {record.id: record for record in read_run(out)}
+            found.records = {record.id: record for record in open_results(out)}
             found.kept = keys_and_values(out / "results.h5")
         return found
 

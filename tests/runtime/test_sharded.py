@@ -12,7 +12,6 @@ from made_jobs import last_line
 from made_runs import stored_layers
 
 from kvr_mpi import open_results
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import Record, check_record, open_file, read_record
 from kvr_mpi.store.parts import PARTS, index_parts, parts_of
@@ -25,7 +24,7 @@ def options(*settings: str) -> list[str]:
 
 
 def records(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in read_run(folder)}
+    return {record.id: record for record in open_results(folder)}
 
 
 def stored(folder: Path) -> dict[str, Any]:
@@ -128,8 +127,8 @@ def test_what_every_rank_wrote_of_its_own_is_read_as_one(
     own = f"output.kv={kv}", SHARDED[1]
     assert run_here(3, [job, *options(*own)]).returncode == 0
     files = sorted((out / PARTS).glob("shard-*.h5"))
-    cut = {record.id for record in read_run(out) if len(record.slices) > 2}  # others are too short for a chain
-    assert len(files) >= 2 and len(cut) >= 2 and {record.document for record in read_run(out / PARTS)} == cut
+    cut = {record.id for record in open_results(out) if len(record.slices) > 2}  # others are too short for a chain
+    assert len(files) >= 2 and len(cut) >= 2 and {record.document for record in open_results(out / PARTS)} == cut
     for file in files:
         with open_file(file) as parts:
             for group in parts["documents"].values():

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import StoredLayer
 
 NEW_TOKENS = 6
@@ -82,7 +82,7 @@ class Watch:
 
 def check_read_once(watch: Watch, run: Path) -> None:
     """Of every layer of every document each token up to the end of the text was read once, whatever was asked."""
-    texts = {record.id: record for record in read_run(run) if record.id in DOCUMENTS}
+    texts = {record.id: record for record in open_results(run) if record.id in DOCUMENTS}
     found: dict[str, set[int]] = defaultdict(set)
     for name, tokens in watch.read.items():
         found[name.split("/")[2]].add(tokens)
@@ -100,7 +100,7 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
     asking, asked = ask_job(tmp_path, tiny_model_dir, run), tmp_path / "asked"
     whole = run_here(1, [asking, *with_settings("questions.sharded=false")])
     assert whole.returncode == 0, whole.stderr
-    wanted, found = answers(asked), list(read_run(asked))
+    wanted, found = answers(asked), list(open_results(asked))
     assert len(wanted) == len(DOCUMENTS) * len(QUESTIONS)
     with monkeypatch.context() as patched:
         watch = Watch(patched)
@@ -108,7 +108,7 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
         roomy = watch.most_bytes
         check_read_once(watch, run)
     assert answers(asked) == wanted
-    assert all(0 < record.computed_tokens < 40 for record in read_run(asked))
+    assert all(0 < record.computed_tokens < 40 for record in open_results(asked))
     longest, fresh = max(one.prompt_tokens for one in found), [one.computed_tokens for one in found]
     config = AutoConfig.from_pretrained(tiny_model_dir)
     each = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 from made_jobs import answers, with_settings
 
-from kvr_mpi.store.folder import index_run, read_run
+from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_files
@@ -54,7 +54,7 @@ def asked(job: Path, tmp_path: Path, run_here: Any) -> Callable[..., dict[str, t
         done = run_here(ranks, [path, *with_settings(f"documents.path={of}", f"output.path={folder}", *settings)])
         assert done.returncode == code, done.stderr
         if not any("reuse" in setting for setting in settings):
-            assert all(one.computed_tokens < 64 for one in read_run(folder)), "the documents are loaded"
+            assert all(one.computed_tokens < 64 for one in open_results(folder)), "the documents are loaded"
         return answers(folder)
 
     return run
@@ -156,7 +156,7 @@ def test_a_damaged_piece_is_an_error_record_on_all_ranks(stored: Run, asked: Any
         keys[5] = np.asarray(keys[5]) + 1
     found = asked(2, pieces, GROUPS, "questions.reuse=always", code=65)
     (folder,) = tmp_path.glob("asked-pieces-*")
-    records = {record.id: record for record in read_run(folder)}
+    records = {record.id: record for record in open_results(folder)}
     bad = [record for record in records.values() if record.document == "doc-2.txt"]
     assert len(bad) == 2 and all("cannot read what is stored" in record.error for record in bad)
     assert len(records) == 8 and len([record for record in records.values() if record.status == "done"]) == 6
@@ -202,7 +202,7 @@ def test_heads_of_a_group_keep_what_those_of_one_process_keep(
             if layer.rows is not None and like.rows is not None:
                 assert layer.rows.counts == like.rows.counts
                 assert np.array_equal(layer.rows.positions, like.rows.positions)
-    for one, other in zip(read_run(groups), read_run(alone), strict=True):
+    for one, other in zip(open_results(groups), open_results(alone), strict=True):
         assert (one.retained_tokens, one.retained_bytes) == (other.retained_tokens, other.retained_bytes)
     assert asked(2, groups, GROUPS) == asked(1, groups) == asked(1, alone)
 
@@ -214,5 +214,5 @@ def test_groups_go_on_from_what_any_other_stored(stored: Run, job: Path, tmp_pat
     for number, run in enumerate((alone, groups)):
         again = stored(4, GROUPS, f"documents.reuse={run}", name=f"again-{number}")
         assert answers(again) == answers(alone)
-        reused = [record.id for record in read_run(again) if record.computed_tokens < record.prompt_tokens]
-        assert reused == [record.id for record in read_run(alone) if record.prompt_tokens > 256] != []
+        reused = [record.id for record in open_results(again) if record.computed_tokens < record.prompt_tokens]
+        assert reused == [record.id for record in open_results(alone) if record.prompt_tokens > 256] != []

@@ -19,7 +19,7 @@ from kvr_mpi.report.page import RunFacts, make_page
 from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.planning import plan_job
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.traces import read_traces, trace_files
 
 SMALL_VOCABULARY = True
@@ -36,7 +36,7 @@ def answered(job: Path, tmp_path: Path, run_here: Any) -> Callable[..., tuple[di
         folder = tmp_path / f"out-{ranks}-{abs(hash(settings))}"
         done = run_here(ranks, [job, *with_settings(f"output.path={folder}", TOKENS, *settings)])
         assert done.returncode == 0, done.stderr
-        records = list(read_run(folder))
+        records = list(open_results(folder))
         assert len({record.id for record in records}) == len(records) == 6
         return answers(folder), done.stderr
 
@@ -60,7 +60,7 @@ def test_no_memory_on_one_rank_is_an_error_record(
     """The longest document finds none on the second rank of the first group: the others are answered as ever."""
     alone, folder = tmp_path / "out-alone", tmp_path / "out-failing"
     assert run_here(1, [job, *with_settings(f"output.path={alone}")]).returncode == 0
-    wanted = {record.id: record for record in read_run(alone)}
+    wanted = {record.id: record for record in open_results(alone)}
     longest = max(wanted.values(), key=lambda record: record.prompt_tokens)
 
     def no_memory(model: Any, ids: torch.Tensor, cache: SliceCache, **options: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_no_memory_on_one_rank_is_an_error_record(
     monkeypatch.setattr("kvr_mpi.prefill.one_prompt.run_model", no_memory)
     done = run_here(4, [job, *with_settings(f"output.path={folder}", "parallel.tensor_parallel=2")])
     assert done.returncode == 65, done.stderr
-    found = {record.id: record for record in read_run(folder)}
+    found = {record.id: record for record in open_results(folder)}
     assert found.keys() == wanted.keys()
     assert "ran out of memory" in (found.pop(longest.id).error or "")
     assert all(record.token_ids == wanted[name].token_ids for name, record in found.items())
@@ -134,6 +134,6 @@ def test_every_rank_is_in_the_trace_with_its_group(job: Path, tmp_path: Path, ru
         for lane in timeline.lanes:  # keys and values of other heads are no rank's concern
             peers = {span.peer for span in lane.spans if span.kind in ("send", "receive", "wait")}
             assert peers <= {(lane.rank + 2) % 4}
-    page = make_page(RunFacts("a run", "tiny", "kvr_mpi 0"), list(read_run(folder)), run, (0.0, 0.0)).decode()
+    page = make_page(RunFacts("a run", "tiny", "kvr_mpi 0"), list(open_results(folder)), run, (0.0, 0.0)).decode()
     assert "rank 3 (group 1.1)" in page
     assert "rank 2 (group 1.0)" in trace_files(folder)[2].read_text()

@@ -12,7 +12,7 @@ import pytest
 from made_jobs import answers, with_settings
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.traces import RankTrace, TraceHeader, TraceWriter, read_traces, trace_files
 from kvr_mpi.trace import Recorder, Span
 
@@ -37,7 +37,7 @@ def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(job: Path, tm
     assert answers(tmp_path / "out") == answers(tmp_path / "plain")
     traces = list(read_traces(tmp_path / "out"))
     assert [(trace.header.rank, trace.header.size, trace.header.session) for trace in traces] == [(0, 2, 1), (1, 2, 1)]
-    records = {record.id: record for record in read_run(tmp_path / "out")}
+    records = {record.id: record for record in open_results(tmp_path / "out")}
     for trace in traces:
         assert trace.has_ended and not trace.is_full and not trace.damaged and trace.clock_error_s < 60
         assert trace.memory and of_kind(trace, "write", "decode")

@@ -19,13 +19,13 @@ from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.batch import run_job
 from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.setup.job_setup import Machine
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.lock import this_process
+from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import run_local
 
 
 def answers(folder: Path) -> dict[str, tuple[int, ...]]:
-    return {record.id: record.token_ids for record in read_run(folder) if record.status == "done"}
+    return {record.id: record.token_ids for record in open_results(folder) if record.status == "done"}
 
 
 @pytest.mark.long
@@ -34,7 +34,7 @@ def test_a_planned_job_gives_the_same_answers(
 ) -> None:
     planned = mpirun(4, [kvr_run, job])
     assert planned.returncode == 65, planned.stderr
-    records = {record.id: record for record in read_run(tmp_path / "out")}
+    records = {record.id: record for record in open_results(tmp_path / "out")}
     errors = {name for name, record in records.items() if record.status == "error"}
     assert errors == {"empty.txt", "too-long.txt"}
     ranks = {name: len(record.slices) - 1 for name, record in records.items() if name not in errors}
@@ -81,7 +81,7 @@ def test_models_of_all_kinds_are_planned_up_to_their_longest_prompts(
     run = run_here(2, [job, *options(*settings)])
     assert run.returncode == 0, run.stderr
     assert "(planned: " in run.stderr
-    records = list(read_run(tmp_path / "out"))
+    records = list(open_results(tmp_path / "out"))
     longest = probe_shape(AutoConfig.from_pretrained(tmp_path / "model"), torch.float32).max_tokens
     assert longest is not None and max(record.prompt_tokens for record in records) == longest - 8, "its longest prompt"
     alone = options(*settings, *ALONE, f"output.path={tmp_path / 'single'}")
@@ -117,7 +117,7 @@ def test_documents_without_room_are_refused_and_the_rest_is_done(
     run = partial(run_job, spec, RunOptions(), environment)
     codes = run_local(2, lambda rank: run(rank, Log(rank.rank, rank.size, io.StringIO())))
     assert codes == [65, 65]
-    records = {record.id: record for record in read_run(tmp_path / "out")}
+    records = {record.id: record for record in open_results(tmp_path / "out")}
     assert {name for name, record in records.items() if record.status == "error"} == {"doc-08.txt"}
     error = records["doc-08.txt"].error
     assert "tokens do not fit into the memory of a chain of up to 2 rank(s)" in error

@@ -25,8 +25,8 @@ from kvr_mpi.prefill.memory_budget import GIB, check_fits, footprint_of, ranks_t
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.setup import host_memory as memory
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import run_local
 
 # Models without windows, softcaps or sinks, whose attention is one kernel.
@@ -137,7 +137,7 @@ def test_a_job_with_compression_runs_what_would_not_fit_without(
     def run(name: str, *some: str) -> dict[str, Record]:
         told = (f"model.path={model}", f"output.path={tmp_path / name}", *some)
         assert run_here(2, [job, *with_settings(*told)]).returncode == (0 if name == "truth" else 65)
-        return {record.id: record for record in read_run(tmp_path / name)}
+        return {record.id: record for record in open_results(tmp_path / name)}
 
     truth = run("truth", *compress)["fits.txt"]
     footprint = footprint_of(config, torch.float32)

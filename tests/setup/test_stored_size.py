@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvr_mpi.setup.stored_size as stored_size
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 
 KV = ["--set", "output.kv=true"]
 Usage = namedtuple("Usage", "total used free")
@@ -22,7 +22,7 @@ def test_the_forecast_is_what_is_written(job: Path, tmp_path: Path, run_here: An
     told = re.search(r"of 5 document\(s\): about ([\d.]+) KiB; [\d.]+ [GT]iB are free", run.stderr)
     assert told is not None, run.stderr
     # 3 layers, 2 heads of 8 elements, keys and values, float32; of the last token there are none.
-    tokens = sum(record.prompt_tokens + record.new_tokens for record in read_run(tmp_path / "out"))
+    tokens = sum(record.prompt_tokens + record.new_tokens for record in open_results(tmp_path / "out"))
     assert float(told[1]) == pytest.approx(tokens * 3 * 2 * 8 * 2 * 4 / 1024, rel=0.05)
 
 

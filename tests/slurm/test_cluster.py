@@ -27,9 +27,9 @@ PAIR = ("--nodes=2", "--ntasks-per-node=1")
 
 def records(folder: Path) -> dict[str, Any]:
     """What a run has stored, having seen that no document is there twice."""
-    from kvr_mpi.store.folder import read_run
+    from kvr_mpi.store.results import open_results
 
-    found = list(read_run(folder))
+    found = list(open_results(folder))
     assert len(found) == len({record.id for record in found})
     return {record.id: record for record in found}
 

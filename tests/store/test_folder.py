@@ -24,9 +24,10 @@ from made_runs import HEADER, record, result_files, resume, write
 import kvr_mpi.store.merge as merge_module
 from kvr_mpi.disk import PART
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError, OutputError
-from kvr_mpi.store.folder import RESULTS, check_fresh, read_run, run_files
+from kvr_mpi.store.folder import RESULTS, check_fresh, run_files
 from kvr_mpi.store.merge import merge_files, merge_run, merge_runs
 from kvr_mpi.store.outputs import Record, open_file, read_header
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shares import Runs
 
 
@@ -57,7 +58,7 @@ def test_done_beats_error_and_later_beats_earlier(tmp_path: Path) -> None:
         [record("done first", "error"), record("failed twice", "error", "new"), record("late", "error")],
     )
     write(tmp_path, "0002", [record("late"), record("twice", answer="new")])
-    got = list(read_run(tmp_path))
+    got = list(open_results(tmp_path))
     assert len(got) == 4
     by_id = {each.id: each for each in got}
     assert by_id["done first"] == record("done first")
@@ -85,9 +86,9 @@ def test_each_id_once_before_and_after_a_merge(
         for each in records:
             if each.status == "done" or wanted.get(each.id, each).status == "error":
                 wanted[each.id] = each
-    assert list(read_run(folder)) == [wanted[name] for name in sorted(wanted)]
+    assert list(open_results(folder)) == [wanted[name] for name in sorted(wanted)]
     merge_run(folder)
-    assert list(read_run(folder)) == [wanted[name] for name in sorted(wanted)]
+    assert list(open_results(folder)) == [wanted[name] for name in sorted(wanted)]
 
 
 @pytest.mark.parametrize(
@@ -101,20 +102,20 @@ def test_each_id_once_before_and_after_a_merge(
 )
 def test_documents_come_in_the_order_of_their_ids(tmp_path: Path, names: list[str]) -> None:
     write(tmp_path, "0000", [record(name) for name in reversed(names)])
-    assert [each.id for each in read_run(tmp_path)] == sorted(names)
+    assert [each.id for each in open_results(tmp_path)] == sorted(names)
 
 
 def test_reading_a_folder_without_results_is_bad_data(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no results here")
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(DataError, match="no result file|expected a result file"):
-            list(read_run(path))
+            list(open_results(path))
 
 
 def test_a_run_that_has_stored_nothing_yet_is_not_called_something_else(tmp_path: Path) -> None:
     (tmp_path / "ledger-0000.jsonl").touch()
     with pytest.raises(DataError, match="no document is stored yet; see `kvr status"):
-        list(read_run(tmp_path))
+        list(open_results(tmp_path))
 
 
 # Merging
@@ -123,12 +124,12 @@ def test_a_run_that_has_stored_nothing_yet_is_not_called_something_else(tmp_path
 def test_a_merge_keeps_records_and_bits_and_removes_the_shards(tmp_path: Path) -> None:
     write(tmp_path, "0000", [record("a"), record("x/y.txt")], kv=True)
     write(tmp_path, "0001", [record("b", "error"), record("..")], kv=True)
-    records, arrays = list(read_run(tmp_path)), raw(tmp_path)
+    records, arrays = list(open_results(tmp_path)), raw(tmp_path)
     assert len(arrays) == 4 * 2 + 4 * 2 * 3 + 4, "tokens, slices; keys, values, digests of two layers; whose"
     result = merge_run(tmp_path)
     assert result == tmp_path / RESULTS
     assert result_files(tmp_path) == [RESULTS]
-    assert list(read_run(result)) == list(read_run(tmp_path)) == records
+    assert list(open_results(result)) == list(open_results(tmp_path)) == records
     assert raw(result) == arrays
     with open_file(result) as stored:
         assert read_header(stored) == HEADER
@@ -148,7 +149,7 @@ def test_merging_adds_later_shards_to_earlier_results(tmp_path: Path) -> None:
     write(tmp_path, "0000", [record("b"), record("c")])
     merge_run(tmp_path)
     assert result_files(tmp_path) == [RESULTS]
-    assert list(read_run(tmp_path)) == [record("a"), record("b"), record("c")]
+    assert list(open_results(tmp_path)) == [record("a"), record("b"), record("c")]
 
 
 def test_a_crash_between_merging_and_removing_counts_each_document_once(tmp_path: Path) -> None:
@@ -156,18 +157,18 @@ def test_a_crash_between_merging_and_removing_counts_each_document_once(tmp_path
     folder.mkdir()
     write(folder, "0000", [record("a"), record("b", "error")], kv=True)
     write(folder, "0001", [record("b"), record("c", "error")], kv=True)
-    records = list(read_run(folder))
+    records = list(open_results(folder))
     shutil.copytree(folder, kept)
     merge_run(folder)
     arrays = raw(folder)
     for shard in kept.glob("*.h5"):
         shutil.copy2(shard, folder)
     assert len(run_files(folder)) == 3
-    assert list(read_run(folder)) == records
+    assert list(open_results(folder)) == records
     assert resume(folder)[:2] == ({"a", "b"}, {"c"})
     merge_run(folder)
     assert result_files(folder) == [RESULTS]
-    assert list(read_run(folder)) == records and raw(folder) == arrays
+    assert list(open_results(folder)) == records and raw(folder) == arrays
 
 
 def test_an_interrupted_merge_can_be_done_again(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_an_interrupted_merge_can_be_done_again(tmp_path: Path) -> None:
     (tmp_path / f"{RESULTS}{PART}").write_bytes(b"\x89HDF\r\n\x1a\n")
     merge_run(tmp_path)
     assert result_files(tmp_path) == [RESULTS]
-    assert list(read_run(tmp_path)) == [record("a")]
+    assert list(open_results(tmp_path)) == [record("a")]
 
 
 def test_large_runs_are_left_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +186,7 @@ def test_large_runs_are_left_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
     files = run_files(tmp_path)
     assert merge_run(tmp_path) == tmp_path
     assert run_files(tmp_path) == files
-    assert list(read_run(tmp_path)) == [record("a"), record("b")]
+    assert list(open_results(tmp_path)) == [record("a"), record("b")]
 
 
 def test_merging_an_empty_folder_makes_no_file(tmp_path: Path) -> None:
@@ -209,9 +210,9 @@ def test_a_merge_into_another_file_leaves_the_run_as_it_is(tmp_path: Path) -> No
     target = tmp_path / "all.h5"
     assert merge_runs(Runs((folder,)), target) == ()
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-    assert list(read_run(target)) == list(read_run(folder)) and raw(target) == raw(folder)
+    assert list(open_results(target)) == list(open_results(folder)) and raw(target) == raw(folder)
     assert merge_files(folder, keep_shards=True) == folder / RESULTS
-    assert len(run_files(folder)) == 3 and list(read_run(folder)) == list(read_run(target))
+    assert len(run_files(folder)) == 3 and list(open_results(folder)) == list(open_results(target))
 
 
 @pytest.mark.parametrize("offset", [0.3, 0.6, 0.95])
@@ -231,7 +232,7 @@ def test_foreign_files_are_no_results(tmp_path: Path) -> None:
     write(tmp_path, "0000", [record("a")])
     with h5py.File(tmp_path / "measurements.h5", "w") as file:
         file["measurements"] = np.arange(10.0)
-    assert list(read_run(tmp_path)) == [record("a")]
+    assert list(open_results(tmp_path)) == [record("a")]
     merge_run(tmp_path)
     assert result_files(tmp_path) == ["measurements.h5", RESULTS]
 
@@ -241,7 +242,7 @@ def test_no_room_for_a_merged_file_leaves_the_shards(tmp_path: Path) -> None:
     (tmp_path / f"{RESULTS}{PART}").mkdir()  # in the way, as a full disk would be
     with pytest.raises(OutputError, match="cannot be written"):
         merge_files(tmp_path)
-    assert list(read_run(tmp_path)) == [record("a")]
+    assert list(open_results(tmp_path)) == [record("a")]
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -255,7 +256,7 @@ def test_a_full_disk_at_the_end_of_a_run_leaves_its_shards_as_the_results(tmp_pa
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     assert len(said) == 1 and os.strerror(errno.EFBIG) in said[0] and len(said[0].splitlines()) == 1
     assert f"kvr merge {tmp_path}" in said[0]
-    assert merge_run(tmp_path) == tmp_path / RESULTS and len(list(read_run(tmp_path))) == 3 * shards
+    assert merge_run(tmp_path) == tmp_path / RESULTS and len(list(open_results(tmp_path))) == 3 * shards
 
 
 @contextmanager
@@ -281,7 +282,7 @@ def test_a_lost_shard_is_no_reason_to_forget_its_documents(tmp_path: Path, run_k
     assert {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".lock")} == before
     code, _, err = run_kvr("merge", folder, "-o", tmp_path / "all.h5")
     assert code == EXIT_BAD_DATA and "lost 3 document(s)" in err
-    assert [each.id for each in read_run(tmp_path / "all.h5")] == ["0-a", "0-b", "0-c"]
+    assert [each.id for each in open_results(tmp_path / "all.h5")] == ["0-a", "0-b", "0-c"]
     code, out, _ = run_kvr("inspect", folder)
     assert code == EXIT_OK and "lost 3 document(s)" in out
 

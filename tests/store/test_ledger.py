@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from made_runs import HEADER, corpus_of, record, result_files, resume, write
 
 from kvr_mpi.disk import PART
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.ledger import LedgerWriter, ShardLine, read_ledger, seal, unseal
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shards import ShardWriter
 
 Damage = Callable[[bytes, int], bytes]
@@ -58,17 +58,17 @@ def copied(source: Path, target: Path) -> Path:
 def damaged_everywhere(source: Path, tmp_path: Path, name: str, damage: Damage, step: int) -> None:
     """Damage a file at every `step`-th byte; afterwards what is done can be read, and the rest is known to be left."""
     content = (source / name).read_bytes()
-    before = {each.id: each for each in read_run(source)}
+    before = {each.id: each for each in open_results(source)}
     for at in range(0, len(content), step):
         folder = copied(source, tmp_path / "run")
         (folder / name).write_bytes(damage(content, at))
         done, failed, said = resume(folder)
         assert not failed and {*"abc"} >= done >= {*"abc"} - {"b"}
         assert done == {*"abc"} or said, "what was lost must be said"
-        assert {each.id: each for each in read_run(folder)} == {name: before[name] for name in done}
+        assert {each.id: each for each in open_results(folder)} == {name: before[name] for name in done}
         # Done again, it is there once.
         write(folder, "0009", [record(each) for each in {*"abc"} - done])
-        assert {each.id: each for each in read_run(folder)} == before
+        assert {each.id: each for each in open_results(folder)} == before
         assert resume(folder)[0] == {*"abc"}
 
 

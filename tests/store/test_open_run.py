@@ -14,9 +14,10 @@ from made_runs import HEADER, IDENTITY, NAMES, corpus_of, record, result_files, 
 from kvr_mpi.disk import PART, RUN_FILE
 from kvr_mpi.documents import scan_corpus
 from kvr_mpi.errors import DataError, OutputError
-from kvr_mpi.store.folder import RESULTS, read_run
+from kvr_mpi.store.folder import RESULTS
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import SCHEMA_VERSION, Header
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.run import known_corpus
 
 
@@ -48,7 +49,7 @@ def test_an_existing_run_is_refused_without_a_flag(tmp_path: Path) -> None:
     begin(tmp_path, record("a"))
     with pytest.raises(OutputError, match=r"--resume.*--overwrite") as caught:
         take(tmp_path, mode="new")
-    assert str(tmp_path) in str(caught.value) and list(read_run(tmp_path)) == [record("a")]
+    assert str(tmp_path) in str(caught.value) and list(open_results(tmp_path)) == [record("a")]
     take(tmp_path).close()  # and the refused one does not hold it
 
 
@@ -76,7 +77,7 @@ def test_failed_documents_stay_unless_they_are_to_be_tried_again(tmp_path: Path)
         merge_run(tmp_path)
     write(tmp_path, "0000", [record("b"), record("d", "error", "again")])
     assert resume(tmp_path)[:2] == ({"a", "b", "dir/c", ".."}, {"d"})
-    found = {each.id: each for each in read_run(tmp_path)}
+    found = {each.id: each for each in open_results(tmp_path)}
     assert found["d"].answer == "again" and found["b"].status == "done"
 
 
@@ -149,7 +150,7 @@ def test_another_identity_is_refused_by_name(tmp_path: Path, key: str, value: An
     with pytest.raises(OutputError, match=shown) as caught:
         take(tmp_path, header=Header({**IDENTITY, key: value}, HEADER.model))
     assert not any(f"{name} was" in str(caught.value) for name in {*IDENTITY} - {key})
-    assert list(read_run(tmp_path)) == [record("a")]
+    assert list(open_results(tmp_path)) == [record("a")]
 
 
 def test_json_of_the_identity_is_the_same_identity(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_clocks_that_jump_change_nothing(tmp_path: Path) -> None:
     for number, file in enumerate(sorted(tmp_path.iterdir())):
         os.utime(file, (10**9 * (number % 3), 4 * 10**9 - 10**9 * (number % 3)))
     assert resume(tmp_path)[:2] == ({"a", "c"}, {"b"})
-    assert {each.id: each.answer for each in read_run(tmp_path)}["b"] == "newer"
+    assert {each.id: each.answer for each in open_results(tmp_path)}["b"] == "newer"
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

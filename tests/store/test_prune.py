@@ -12,8 +12,9 @@ from made_runs import HEADER, record, result_files, resume, take
 
 from kvr_mpi.cli.prune import parse_size
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
-from kvr_mpi.store.folder import index_run, read_run
+from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.prune import choose_pruned, list_stored
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import CachedTokens
 
@@ -54,14 +55,14 @@ def run(tmp_path: Path) -> Path:
     ],
 )
 def test_what_is_named_goes_and_records_stay(run: Path, run_kvr: Any, arguments: list[str], left: str) -> None:
-    before, size = list(read_run(run)), sum(file.stat().st_size for file in run.glob("*.h5"))
+    before, size = list(open_results(run)), sum(file.stat().st_size for file in run.glob("*.h5"))
     files = result_files(run)
     code, out, err = run_kvr("prune", run, *arguments, "--dry-run")
     assert code == EXIT_OK and err == "" and "would be removed" in out and kept(run) == set("abcd")
     code, out, err = run_kvr("prune", run, *arguments)
     assert code == EXIT_OK and err == "", err
     assert f"of {4 - len(left)} document(s) removed" in out and f"{len(left)} document(s) keep theirs" in out
-    assert kept(run) == set(left) and list(read_run(run)) == before and result_files(run) == files
+    assert kept(run) == set(left) and list(open_results(run)) == before and result_files(run) == files
     smaller = sum(file.stat().st_size for file in run.glob("*.h5"))
     assert size - smaller >= (4 - len(left)) * 400 * 4 * 16 * 4 * 2
     assert run_kvr("inspect", run)[0] == run_kvr("export", run)[0] == EXIT_OK

@@ -19,8 +19,9 @@ from made_runs import HEADER, record, result_files, resume, stored_layers, write
 import kvr_mpi.store.shards as shards_module
 from kvr_mpi.disk import PART
 from kvr_mpi.errors import DataError, OutputError, WriteError, exit_line
-from kvr_mpi.store.folder import read_run, run_files
+from kvr_mpi.store.folder import run_files
 from kvr_mpi.store.ledger import crc32_of, read_ledger
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shards import ShardWriter
 
 pytestmark = pytest.mark.quick
@@ -41,10 +42,10 @@ def test_nothing_has_its_name_before_flush_and_all_of_it_after(tmp_path: Path) -
     wait_for(lambda: result_files(tmp_path))
     assert result_files(tmp_path) == [f"shard-0000-0000-00000.h5{PART}"]
     with pytest.raises(DataError, match="no result file"):
-        list(read_run(tmp_path))
+        list(open_results(tmp_path))
     writer.flush()
     assert result_files(tmp_path) == ["shard-0000-0000-00000.h5"]
-    assert list(read_run(tmp_path)) == [record("a"), record("b")]
+    assert list(open_results(tmp_path)) == [record("a"), record("b")]
     writer.close()
 
 
@@ -78,7 +79,7 @@ def test_a_shard_closes_by_itself_at_its_limits(
         writer.write(record(name))
         # No flush, and no call after the last: what is written must be there all the same.
         wait_for(lambda count=number: len(run_files(tmp_path)) == count)  # type: ignore[misc]
-    assert [each.id for each in read_run(tmp_path)] == ["a", "b", "c"]
+    assert [each.id for each in open_results(tmp_path)] == ["a", "b", "c"]
     writer.close()
 
 
@@ -94,7 +95,7 @@ def test_a_young_job_makes_its_first_documents_durable_sooner(tmp_path: Path, mo
     wait_for(lambda: writer._shard is not None)
     assert writer._shard is not None and 100 < writer._shard.due_s - time.monotonic() < 1000  # a tenth of its age
     writer.close()
-    assert [each.id for each in read_run(tmp_path)] == ["a", "b"]
+    assert [each.id for each in open_results(tmp_path)] == ["a", "b"]
 
 
 def test_writers_side_by_side_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_writers_side_by_side_do_not_disturb_each_other(tmp_path: Path) -> None:
                 writer.flush()
     for writer in writers:
         writer.close()
-    assert [each.id for each in read_run(tmp_path)] == sorted(f"{c}-{s}" for c in range(4) for s in range(5))
+    assert [each.id for each in open_results(tmp_path)] == sorted(f"{c}-{s}" for c in range(4) for s in range(5))
     assert list(tmp_path.glob(f"*{PART}")) == []
 
 
@@ -117,7 +118,7 @@ def test_a_new_writer_of_the_same_name_overwrites_nothing(tmp_path: Path) -> Non
     (tmp_path / f"shard-0000-0000-00002.h5{PART}").write_bytes(b"of another")
     write(tmp_path, "0000", [record("c")])
     assert len(before) == 2 and all(file.read_bytes() == content for file, content in before.items())
-    assert [each.id for each in read_run(tmp_path)] == ["a", "b", "c"]
+    assert [each.id for each in open_results(tmp_path)] == ["a", "b", "c"]
 
 
 def test_a_document_whose_layers_cannot_be_had_is_forgotten(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_document_whose_layers_cannot_be_had_is_forgotten(tmp_path: Path) -> N
             writer.write(record(name), layers())
         writer.write(record(name))  # the writer goes on, and the document can be written after all
     writer.close()
-    assert list(read_run(tmp_path)) == [record("a"), record("b")]
+    assert list(open_results(tmp_path)) == [record("a"), record("b")]
     assert resume(tmp_path)[0] == {"a", "b"}
 
 
@@ -177,13 +178,13 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest
         writer.write(record(name), [layer, layer, None, layer, layer])
     writer.close()
     assert max(seen) <= 3 * 8192 and writer._waiting_bytes == 0
-    assert [each.id for each in read_run(tmp_path)] == list("abcdef")
+    assert [each.id for each in open_results(tmp_path)] == list("abcdef")
 
 
 def test_one_document_larger_than_the_bound_gets_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "IN_FLIGHT_BYTES", 100)
     write(tmp_path, "0000", [record("a"), record("b")], kv=True)
-    assert [each.id for each in read_run(tmp_path)] == ["a", "b"]
+    assert [each.id for each in open_results(tmp_path)] == ["a", "b"]
 
 
 def test_a_document_written_twice_is_a_bug_that_is_said(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_a_full_disk_is_said_and_what_was_durable_stays(
     with pytest.raises(OutputError):
         writer.close()
     assert written and list(folder.glob(f"*{PART}")) == []
-    assert [each.id for each in read_run(folder)] == written
+    assert [each.id for each in open_results(folder)] == written
     run_files(folder)[0].unlink()  # somebody makes room
     write(folder, "0000", [record("again")])
-    assert [each.id for each in read_run(folder)] == [*written[1:], "again"]
+    assert [each.id for each in open_results(folder)] == [*written[1:], "again"]

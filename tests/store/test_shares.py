@@ -21,9 +21,9 @@ from made_runs import HEADER, corpus_of, record, take, write
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_USAGE, DataError
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.outputs import Header
+from kvr_mpi.store.results import open_results
 
 COUNT = 12
 NAMES = [f"doc-{n:02d}" for n in range(30)]
@@ -97,7 +97,7 @@ def test_missing_shares_are_named(array: Path, tmp_path: Path, run_kvr: Kvr) -> 
         for word in ("share 3 of 12", "share 11 of 12", f"share-5-of-{COUNT} has no results yet"):
             assert word in told.stderr
         assert "share 4 of" not in told.stderr and len(told.stderr.splitlines()) == 1
-    assert {each.id for each in read_run(tmp_path / "all.h5")} == left
+    assert {each.id for each in open_results(tmp_path / "all.h5")} == left
     assert run_kvr("export", array / f"share-4-of-{COUNT}").return_value == EXIT_OK  # one was asked for
 
 
@@ -130,7 +130,7 @@ def test_merging_shares(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
     before = {path: path.read_bytes() for path in array.rglob("*.h5")}
     found = run_kvr("merge", array, "-o", tmp_path / "all.h5")
     assert found.return_value == EXIT_OK and found.stderr == ""
-    assert [each.id for each in read_run(tmp_path / "all.h5")] == NAMES
+    assert [each.id for each in open_results(tmp_path / "all.h5")] == NAMES
     assert {path: path.read_bytes() for path in array.rglob("*.h5")} == before
 
 
@@ -141,7 +141,7 @@ def test_a_gathered_file_does_not_hide_the_shares(array: Path, run_kvr: Kvr) -> 
     for command in (["export", array], ["merge", array, "-o", gathered, "--overwrite"]):
         told = run_kvr(*command)
         assert told.return_value == EXIT_BAD_DATA and "share 3 of 12" in told.stderr
-    assert {each.id for each in read_run(gathered)} == {name for n, name in enumerate(NAMES) if n % COUNT != 3}
+    assert {each.id for each in open_results(gathered)} == {name for n, name in enumerate(NAMES) if n % COUNT != 3}
     take(share, mode="new", corpus=corpus_of(NAMES), share=slice(3, None, COUNT)).close()
     write(share, "0000", [record(name, answer="anew") for name in NAMES[3::COUNT]])
     found = {row["id"]: row["answer"] for row in map(json.loads, run_kvr("export", array).stdout.splitlines())}

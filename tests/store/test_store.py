@@ -22,7 +22,7 @@ from made_runs import stored_layers
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.arrays import type_name
-from kvr_mpi.store.folder import RESULTS, read_run
+from kvr_mpi.store.folder import RESULTS
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_run
@@ -155,7 +155,7 @@ def test_records_side_by_side_in_a_file_stay_apart(
     for record in records:
         writer.write(record)
     writer.flush()
-    got = {record.id: record.as_dict() for record in read_run(folder)}
+    got = {record.id: record.as_dict() for record in open_results(folder)}
     assert set(got) == {record.id for record in records}
     assert all(same(got[record.id], as_stored(record)) for record in records)
 
@@ -182,14 +182,14 @@ def test_what_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) 
 def test_long_texts_come_back_even_after_a_merge(tmp_path: Path) -> None:
     record = Record("long", "error", error="e" * 200_000, answer="ä" * 300_000, strategy="s" * 70_000)
     write_shard(tmp_path, record, [])
-    assert list(read_run(tmp_path)) == [record]
+    assert list(open_results(tmp_path)) == [record]
     merge_run(tmp_path)
-    assert list(read_run(tmp_path / RESULTS)) == [record]
+    assert list(open_results(tmp_path / RESULTS)) == [record]
 
 
 def test_as_dict_is_plain_json(tmp_path: Path) -> None:
     record = Record("a", "done", token_ids=(1, 2), slices=(0, 5), ttft_s=0.5)
-    (got,) = read_run(write_shard(tmp_path, record, []))
+    (got,) = open_results(write_shard(tmp_path, record, []))
     # Values read from HDF5 are numpy's; JSON would refuse those.
     assert json.loads(json.dumps(got.as_dict())) == record.as_dict()
 
@@ -225,7 +225,7 @@ def test_ids_that_look_alike_are_two_documents(tmp_path: Path) -> None:
     for name in (composed, decomposed, "CAFE", "cafe"):
         writer.write(Record(name, "done", answer=name))
     writer.flush()
-    assert {record.id: record.answer for record in read_run(tmp_path)} == {
+    assert {record.id: record.answer for record in open_results(tmp_path)} == {
         name: name for name in (composed, decomposed, "CAFE", "cafe")
     }
 
@@ -238,7 +238,7 @@ def test_whatever_id_the_corpus_lets_through_can_be_stored(tmp_path: Path, name:
     folder = tmp_path / "run"
     folder.mkdir()
     write_shard(folder, Record(document.id, "error", error=document.error or ""), [])
-    (record,) = read_run(folder)
+    (record,) = open_results(folder)
     assert record.id == document.id and record.error == (document.error or "")
 
 

@@ -10,7 +10,7 @@ from constants import Kvr
 from made_runs import corpus_of, record, take, write
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, OutputError
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.targets import answers_folder, check_file, check_output_folder
 
 
@@ -123,7 +123,7 @@ def test_a_file_is_replaced_only_if_asked(run: Path, tmp_path: Path, run_kvr: Kv
         assert run_kvr(*command, "--overwrite")[0] == EXIT_OK and target.read_bytes() != b"a document"
     for path in (run, run, next(run.glob("*.h5"))):  # the run's own page
         assert run_kvr("report", path)[0] == EXIT_OK
-    assert [each.id for each in read_run(run)] == [*"abcd"]
+    assert [each.id for each in open_results(run)] == [*"abcd"]
 
 
 def test_what_is_read_is_never_replaced(run: Path, tmp_path: Path, run_kvr: Kvr) -> None:

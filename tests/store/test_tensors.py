@@ -14,8 +14,8 @@ from made_runs import record, stored_layers, take, write
 from safetensors import safe_open
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import key_of, open_file, read_header
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.tensors import file_name
 
 
@@ -43,7 +43,7 @@ def test_what_goes_out_is_what_is_stored(run: Path, tmp_path: Path, run_kvr: Any
         }
         assert stored.get_tensor("layer_002.keys").dtype == torch.float16
         assert stored.get_tensor("token_ids").tolist() == [7, 8, 9, 5]
-    known = {one.id: one for one in read_run(run)}
+    known = {one.id: one for one in open_results(run)}
     with open_file(run / "shard-0001-0000-00000.h5") as stored:
         header = read_header(stored)
         for file in files:

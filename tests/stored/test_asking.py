@@ -15,8 +15,9 @@ import transformers as tf
 from constants import SMOLLM
 from made_jobs import TEXT, last_line
 
-from kvr_mpi.store.folder import read_run, run_files
+from kvr_mpi.store.folder import run_files
 from kvr_mpi.store.outputs import Record, open_file, read_header, start_file, write_record
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.transport.local import LocalTransport
 
@@ -52,7 +53,7 @@ def ask_job(folder: Path, model: Path | str, run: Path, name: str = "asked", mor
 
 
 def records(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in read_run(folder)}
+    return {record.id: record for record in open_results(folder)}
 
 
 def check_answers(asked: Path, fresh: dict[str, Path]) -> None:
@@ -215,7 +216,7 @@ def test_a_file_that_cannot_be_opened_is_named_for_each_of_its_documents_and_the
     monkeypatch.setattr("kvr_mpi.store.merge.MERGE_MAX_BYTES", 0)
     assert run_here(2, [job, *options("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
     *_, last = run_files(tmp_path / "out")
-    gone = {record.id for record in read_run(last)}
+    gone = {record.id for record in open_results(last)}
     assert len(run_files(tmp_path / "out")) > 1 and gone
     last.write_bytes(last.read_bytes()[:-5000])
     asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
@@ -234,7 +235,7 @@ def test_documents_that_a_run_has_lost_are_not_passed_over(
     monkeypatch.setattr("kvr_mpi.store.merge.MERGE_MAX_BYTES", 0)
     assert run_here(2, [job, *options("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
     first, *others = run_files(tmp_path / "out")
-    left = sorted(record.id for record in read_run(first))
+    left = sorted(record.id for record in open_results(first))
     for file in others:
         file.unlink()
     asking = ask_job(tmp_path, tiny_model_dir, tmp_path / "out")

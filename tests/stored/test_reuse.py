@@ -10,8 +10,8 @@ import h5py
 import pytest
 from made_jobs import TEXT
 
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.reuse import hash_blocks
 
@@ -23,7 +23,7 @@ def options(*settings: str) -> list[str]:
 
 
 def records(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in read_run(folder)}
+    return {record.id: record for record in open_results(folder)}
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvr_mpi.cli.search import search
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job
 from kvr_mpi.partition import Partition
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.results import open_results
 from kvr_mpi.tuning.grid import grid_search
 from kvr_mpi.tuning.table import Table, load_table, save_table
 from kvr_mpi.tuning.tabulate import check_contexts
@@ -184,7 +184,7 @@ def test_a_job_is_cut_by_its_table(
     run = mpirun(2, [kvr_run, job])
     assert run.returncode == 0, run.stderr
     assert "times as fast (other kernels, versions or processors)" in run.stderr, "the table is of a slower machine"
-    records = {record.id: record for record in read_run(tmp_path / "out")}
+    records = {record.id: record for record in open_results(tmp_path / "out")}
     inside = [record for record in records.values() if record.prompt_tokens <= 160]
     assert len(records) == 3 and 0 < len(inside) < 3
     assert min(record.prompt_tokens for record in inside) >= 128, "long enough to be cut at all"
