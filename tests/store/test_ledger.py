@@ -65,7 +65,7 @@ def damaged_everywhere(source: Path, tmp_path: Path, name: str, damage: Damage, 
         done, failed, said = resume(folder)
         assert not failed and {*"abc"} >= done >= {*"abc"} - {"b"}
         assert done == {*"abc"} or said, "what was lost must be said"
-        assert {each.id: each for each in open_results(folder)} == {name: before[name] for name in done}
+        assert {each.id: each for each in open_results(folder, partial=True)} == {name: before[name] for name in done}
         # Done again, it is there once.
         write(folder, "0009", [record(each) for each in {*"abc"} - done])
         assert {each.id: each for each in open_results(folder)} == before
