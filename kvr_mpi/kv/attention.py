@@ -189,6 +189,11 @@ def _has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def name_attention(device: torch.device) -> str:
+    """Say which attention a GPU has for 16-bit rows; what flash attention does not take goes the other ways."""
+    return "flash, FlexAttention, plain" if _has_flash(device) else "FlexAttention, plain"
+
+
 def _attend_flash(
     query: torch.Tensor,
     keys: torch.Tensor,

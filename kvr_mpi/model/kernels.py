@@ -42,6 +42,7 @@ class Kernel(Protocol):
 
     slot: str
     nbytes: int  # memory it takes beside the module's own
+    ways: Ways
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Compute what the slot is for."""
@@ -86,6 +87,14 @@ def forget_kernels(model: torch.nn.Module) -> bool:
     for module in model.modules():
         _KERNELS.pop(module, None)
     return found
+
+
+def name_ways(model: torch.nn.Module) -> str:
+    """Say which ways a model's attention and its linear layers may go: those of its kernels, beside plain torch."""
+    found = {"attention": {PLAIN}, "products": {PLAIN}}
+    for kernel in kernels_of(model).values():
+        found["attention" if kernel.slot == ATTENTION_SLOT else "products"].update(kernel.ways)
+    return "; ".join(f"{what}: {', '.join(sorted(ways))}" for what, ways in found.items())
 
 
 @contextmanager

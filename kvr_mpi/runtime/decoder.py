@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.group import Group
@@ -42,6 +43,7 @@ class Decoder:
         self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group[Prompt] | None = None
     ) -> None:
         self._compression, self._batch = setup.compression, setup.open_decode_batch(group)
+        self._kernels = setup.kernels
         self._decodes = setup.spec.generation.max_new_tokens > 0  # anything after the first logits
         self._sink, self._stop, self._trace = sink, stop, trace
         self._parts: list[tuple[str, Record]] = []
@@ -108,7 +110,7 @@ class Decoder:
             if answer is None:
                 record = prompt.error_record(finished.error or "unknown")
             else:
-                record = prompt.record(finished.prefill, answer)
+                record = replace(prompt.record(finished.prefill, answer), kernels=self._kernels)
                 self._trace.tally.prompt_tokens += prompt.tokens - finished.prefill.known_tokens
                 self._trace.tally.new_tokens += answer.new_tokens
                 self._trace.tally.answers += prompt.is_final and record.status == "done"

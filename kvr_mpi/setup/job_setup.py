@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.compress.compression import Compression
@@ -20,11 +21,13 @@ from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.documents.prompts import Frame, PromptText, encode_text
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.arena import Arena, pages_for
+from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
+from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import passed_columns, prompts_of
@@ -113,6 +116,17 @@ class JobSetup:
             self.spec.generation.score_column,
             self.spec.generation.seed,
         )
+
+    @property
+    def kernels(self) -> str:
+        """What answers that may depend on it were computed with: hardware, type, ways; of float32 on CPUs nothing."""
+        model, dtype = self.loaded.model, str(self.loaded.dtype).removeprefix("torch.")
+        device = model.device
+        if device.type == "cuda":
+            return f"{torch.cuda.get_device_name(device)}, {dtype}; attention: {name_attention(device)}"
+        if self.loaded.dtype == torch.float32:
+            return ""
+        return f"CPU {torch.backends.cpu.get_cpu_capability()}, {dtype}; {name_ways(model)}"
 
     @property
     def longest_answer(self) -> int:

@@ -24,6 +24,8 @@
         retained_tokens, retained_bytes    what compression has left
         cache            of a rolling cache: what it held, and whether that
                          is exact
+        kernels          hardware, dtype and kernels that the answer may
+                         depend on; absent for float32 on CPUs
         answer_bytes, answer_tokens, kv_bytes, kv_sha256    what to read
         record_sha256    of all of these, answer, token_ids and slices
       answer             text (UTF-8), one element

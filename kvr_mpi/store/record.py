@@ -17,7 +17,17 @@ REALS = ("logprobs", "top_logprobs")
 TEXTS = ("answer", "token_texts", "scores", "samples")
 DATASETS = (*ARRAYS, *TEXTS)
 # Not written where they are empty.
-ASKED_FOR = ("logprobs", "top_tokens", "top_logprobs", "token_texts", "scores", "samples", "cache", "text_tokens")
+ASKED_FOR = (
+    "logprobs",
+    "top_tokens",
+    "top_logprobs",
+    "token_texts",
+    "scores",
+    "samples",
+    "cache",
+    "text_tokens",
+    "kernels",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,7 @@ class Record:
     retained_tokens: float = 0.0  # with it, or a rolling cache that drops tokens: those a KV head kept on average
     retained_bytes: int = 0  # and keys and values of all layers
     cache: str = ""  # a rolling one, and if the answer is exact with it; empty: it held all tokens
+    kernels: str = ""  # it may depend on: GPU or processor, dtype, ways; empty: float32 on CPUs, where it does not
     finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def as_dict(self) -> dict[str, Any]:
