@@ -7,9 +7,10 @@ from typing import Any
 
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.adapter import merge_adapter
+from kvr_mpi.model.source import locate
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
-from kvr_mpi.transport import Transport, host_by_host
+from kvr_mpi.transport import Transport, host_by_host, together
 from kvr_mpi.tuning.kernels import choose_kernels
 
 
@@ -38,7 +39,8 @@ def load_on_all(
     **arguments
         Of `load_model`.
     """
-    loaded = host_by_host(world, lambda: merge_adapter(load_model(path, tp_group=tp_group, **arguments), adapter))
+    host_by_host(world, lambda: locate(path, True, False, arguments["cache_dir"]))  # a GGUF file is converted once
+    loaded = together(world, lambda: merge_adapter(load_model(path, tp_group=tp_group, **arguments), adapter))
     keep_heap()
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.kv.attention import attend
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -77,7 +76,8 @@ def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> l
     layer = _attending_layer(loaded)
     if library is None or layer is None:
         return []
-    heads, draw = workload_of(loaded.model.config, 4).heads, torch.Generator().manual_seed(KEYS)
+    heads = getattr(loaded.model.config.get_text_config(), "num_attention_heads", layer.num_kv_heads)
+    draw = torch.Generator().manual_seed(KEYS)
     per_cache = KEYS * layer.num_kv_heads * (layer.key_dim + layer.value_dim) * loaded.dtype.itemsize
     caches = [
         [

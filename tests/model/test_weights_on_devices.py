@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from models import tiny
 
 from kvr_mpi.cli.launch import default_dtype
 from kvr_mpi.model import LoadedModel, load, load_model
+from kvr_mpi.model.source import ModelSource
 from kvr_mpi.setup import loading
 from kvr_mpi.transport.local import run_local
 
@@ -43,20 +43,21 @@ def test_gpus_are_timed_in_the_model_s_own_dtype(monkeypatch: pytest.MonkeyPatch
     assert default_dtype("auto") == "auto" and default_dtype("cpu") == "float32"
 
 
-def test_one_rank_of_a_host_reads_before_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has read is in the host's memory when the others ask for it."""
-    told: list[str] = []
-    truth = tiny("llama-gqa")
+def test_ranks_load_at_once_what_one_of_a_host_has_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that loaded one after another would start as many times later as there are ranks on a host."""
+    told, all_here, truth = list[str](), threading.Barrier(3, timeout=60), tiny("llama-gqa")
+
+    def convert(*_: Any) -> ModelSource:
+        told.append(threading.current_thread().name)
+        return ModelSource("model")
 
     def load(path: str, **arguments: Any) -> LoadedModel:
-        name = threading.current_thread().name
-        told.append(f"{name} begins")
-        if name == "rank 0":
-            time.sleep(0.2)
-        told.append(f"{name} ends")
+        assert len(told) == 3, "its files are there before any rank reads them"
+        all_here.wait()
         return truth
 
+    monkeypatch.setattr(loading, "locate", convert)
     monkeypatch.setattr(loading, "load_model", load)
     monkeypatch.setattr(loading, "keep_heap", lambda: None)
     found = run_local(3, lambda rank: loading.load_on_all(rank, "model", kernels="plain", cache_dir=tmp_path))
-    assert found == [truth] * 3 and told[:2] == ["rank 0 begins", "rank 0 ends"] and len(told) == 6
+    assert found == [truth] * 3 and told[0] == "rank 0"
