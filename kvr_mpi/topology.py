@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, counted
 
 T = TypeVar("T")
 
@@ -46,7 +46,8 @@ class Topology:
         """Refuse chains that cannot be."""
         if not 1 <= self.tensor_parallel <= self.ranks_per_chain <= self.ranks:
             raise ConfigError(
-                f"chains of {self.ranks_per_chain} rank(s) with tensor-parallel groups of {self.tensor_parallel}, on "
+                f"chains of {counted(self.ranks_per_chain, 'rank')} with tensor-parallel groups of "
+                f"{self.tensor_parallel}, on "
                 f"{self.ranks}: "
                 f"expected 1 <= tensor_parallel <= ranks of a chain <= all ranks"
             )

@@ -88,8 +88,8 @@ choose_mpi_type() {
 }
 
 record() {
-    echo "$(date +'%F %T') job $(job_name) on ${SLURM_JOB_NUM_NODES:-?} node(s) ${SLURM_JOB_NODELIST:-?}, ${SLURM_NTASKS:-?}" \
-        "rank(s), ${SLURM_CPUS_PER_TASK:-?} core(s) each, restarted ${SLURM_RESTART_COUNT:-0} time(s)"
+    echo "$(date +'%F %T') job $(job_name) on ${SLURM_JOB_NUM_NODES:-?} nodes ${SLURM_JOB_NODELIST:-?}, ${SLURM_NTASKS:-?}" \
+        "tasks, ${SLURM_CPUS_PER_TASK:-?} cores each, restarts: ${SLURM_RESTART_COUNT:-0}"
     "${within[@]}" python3 --version
     echo "$library; $(srun --version); launched by ${KVR_LAUNCHER:-srun --mpi=$mpi_type}"
     if is_number "${SLURM_JOB_END_TIME:-}"; then
@@ -108,7 +108,7 @@ spent() {
         if is_number "$count" && is_number "$of"; then cores=$((cores + count * of)); fi
     done
     awk -v s="$SECONDS" -v nodes="${SLURM_JOB_NUM_NODES:-1}" -v gpus="${SLURM_GPUS_ON_NODE:-0}" -v cores="$cores" -v now="$(date +'%F %T')" \
-        'BEGIN { printf "%s used %d s of %d node(s): %.3g node hours, %.3g GPU hours, %.3g core hours\n", now, s, nodes,
+        'BEGIN { printf "%s used %d s on %d nodes: %.3g node hours, %.3g GPU hours, %.3g core hours\n", now, s, nodes,
                  s * nodes / 3600, s * nodes * gpus / 3600, s * cores / 3600 }'
 }
 trap spent EXIT

@@ -10,6 +10,7 @@ import click
 
 from kvr_mpi.cli.options import command
 from kvr_mpi.cli.writing import writing
+from kvr_mpi.errors import counted
 
 if TYPE_CHECKING:
     from kvr_mpi.store.results import Results
@@ -92,7 +93,7 @@ def export(
         from kvr_mpi.store.tensors import export_kv
 
         written = [name for name, _ in export_kv(results.index, results.ids("done"), kv, overwrite=overwrite)]
-        click.echo(f"{kv}: keys and values of {len(written)} document(s)")
+        click.echo(f"{kv}: keys and values of {counted(len(written), 'document')}")
     if results.missing:
         click.echo(f"Warning: {tell_missing(results.missing)}", err=True)
     return EXIT_BAD_DATA if results.missing else EXIT_OK

@@ -11,6 +11,7 @@ import click
 
 from kvr_mpi.cli.allocation import allocation_of, node_options
 from kvr_mpi.cli.options import command, parse_numbers, set_option
+from kvr_mpi.errors import counted
 
 if TYPE_CHECKING:
     from kvr_mpi.schedule.forecast import Forecast
@@ -115,7 +116,7 @@ def plan(
     _print_summary(made)
     if made.decoding is not None:
         click.echo(str(made.decoding))
-    click.echo(f"the plan takes {nodes.hours(found.makespan_s)} on {nodes.nodes} node(s)")
+    click.echo(f"the plan takes {nodes.hours(found.makespan_s)} on {counted(nodes.nodes, 'node')}")
 
 
 def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: int, *, as_json: bool) -> None:
@@ -261,7 +262,7 @@ def _print_summary(made: PlannedJob) -> None:
         click.echo(line)
     errors = sum(place.tokens == 0 for place in found.placements)
     if errors:
-        click.echo(f"{errors} document(s) cannot be read or are too long, and will have error records")
+        click.echo(f"{counted(errors, 'document')} cannot be read or are too long, and will have error records")
     others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kvr_mpi.cli.options import command
+from kvr_mpi.errors import counted
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -78,6 +79,6 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     size, left = sum(one.bytes for one in gone), sum(one.bytes for one in stored) - sum(one.bytes for one in gone)
     verb = "would be removed" if dry_run else "removed"
     click.echo(
-        f"{folder}: keys and values of {len(gone)} document(s) {verb}, {size / 1e6:.1f} MB; "
-        f"{len(stored) - len(gone)} document(s) keep theirs, {left / 1e6:.1f} MB"
+        f"{folder}: keys and values of {counted(len(gone), 'document')} {verb}, {size / 1e6:.1f} MB; "
+        f"{counted(len(stored) - len(gone), 'document')} keep theirs, {left / 1e6:.1f} MB"
     )

@@ -22,6 +22,7 @@ from kvr_mpi.cli.options import (
     set_option,
 )
 from kvr_mpi.duration import duration_text, parse_duration
+from kvr_mpi.errors import counted
 
 SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
 # Options of sbatch that an array shares with the job that gathers its results.
@@ -146,7 +147,7 @@ def sbatch(
         limit_s = parse_duration(limit_text)
         most = nodes.hours(limit_s * (array or 1))
         click.echo(
-            f"at most {most}: the time limit of {duration_text(limit_s)} on {nodes.nodes} node(s)"
+            f"at most {most}: the time limit of {duration_text(limit_s)} on {counted(nodes.nodes, 'node')}"
             f"{f' for each of {array} shares' if array else ''}",
             err=True,
         )

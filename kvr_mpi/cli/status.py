@@ -12,6 +12,7 @@ import click
 
 from kvr_mpi.cli.options import command
 from kvr_mpi.duration import duration_text
+from kvr_mpi.errors import counted
 
 if TYPE_CHECKING:
     from kvr_mpi.store.status import Status
@@ -63,7 +64,7 @@ def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
         click.echo(json.dumps({**whole.as_json(), "missing": runs.missing, "folders": each}))
         return whole.alive
     for one in found:
-        silent = f", {len(one.silent)} rank(s) SILENT" if one.silent else ""
+        silent = f", {counted(len(one.silent), 'rank')} SILENT" if one.silent else ""
         click.echo(f"{one.folder}: {'running' if one.alive else 'not running'}, {_documents(one)}{silent}")
     _show(
         [

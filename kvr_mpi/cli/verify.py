@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from kvr_mpi.cli.options import command, model_options, parse_numbers, transport_option
+from kvr_mpi.errors import counted
 
 EXIT_DIFFERS = 1
 
@@ -76,7 +77,7 @@ def verify(
                 f"{finding.logits_error:.1e}, keys and values {finding.kv_error:.1e} of their spread (allowed "
                 f"{finding.allowed:.1e}), greedy tokens {'the same' if finding.same_tokens else 'DIFFERENT'}"
             )
-        log.root(f"{count - failed} of {count} hold on {world.size} rank(s)")
+        log.root(f"{count - failed} of {count} hold on {counted(world.size, 'rank')}")
         return EXIT_DIFFERS if failed else 0
 
     return guarded(world, work)

@@ -22,7 +22,7 @@ from kvr_mpi.compress.planned_drop import PlannedDrop, compressed_layers, planne
 from kvr_mpi.compress.registry import SINKS
 from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.kv.observation import Retain, WindowQueries
 from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
@@ -72,7 +72,7 @@ class Compression:
 
     def describe(self) -> str:
         """Say in a few words what is done."""
-        return f"{self.settings}; {len(self.layers)} layer(s) of {self.kv_heads} KV head(s)"
+        return f"{self.settings}; {counted(len(self.layers), 'layer')} of {counted(self.kv_heads, 'KV head')}"
 
     def window_of(self, tokens: int, text: Range) -> Range | None:
         """Say before which tokens of a prompt is chosen, and after which all are kept.

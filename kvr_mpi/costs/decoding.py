@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvr_mpi.costs.layer_costs import Costs
+from kvr_mpi.errors import counted
 from kvr_mpi.transport.collectives import SMALL_BYTES
 
 # Sums a layer ends in, after attention and after the MLP; and those that choose a step's tokens and tell them.
@@ -115,7 +116,8 @@ def choose_decoding(costs: DecodeCosts, wave: Wave, efficiency: float) -> Decode
     apart_s, shared_s = costs.data_parallel_s(wave), costs.head_parallel_s(wave, efficiency)
     gain = apart_s / shared_s
     why = (
-        f"for {wave.documents} document(s) on {wave.ranks} ranks, {wave.kept_tokens:.0f} tokens kept of each, a step "
+        f"for {counted(wave.documents, 'document')} on {wave.ranks} ranks, {wave.kept_tokens:.0f} tokens kept of "
+        f"each, a step "
         f"is forecast to take {1e3 * apart_s:.3g} ms data-parallel, {1e3 * shared_s:.3g} ms head-parallel"
     )
     if gain >= LEAST_GAIN:

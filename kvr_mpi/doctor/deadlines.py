@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvr_mpi.doctor.findings import ranks_text
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport import Request, Transport, gather_json
 from kvr_mpi.transport.base import FixedTag
@@ -71,9 +72,9 @@ def meet(transport: Transport, timeout_s: float) -> None:
         try:
             wait_for(arrival, max(0.0, ends - time.monotonic()), asleep=True)
         except SilentError:
-            missing.append(str(rank))
+            missing.append(rank)
     if missing:
-        raise SilentError(f"rank(s) {', '.join(missing)} did not answer within {timeout_s:.0f} s")
+        raise SilentError(f"{ranks_text(missing)} did not answer within {timeout_s:.0f} s")
     for request in [transport.isend(token, rank, FixedTag.MEETING) for rank in others]:
         wait_for(request, timeout_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvr_mpi.doctor.facts import RankFacts, group_ranks
-from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
+from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, ranks_text, some, warn
 from kvr_mpi.model.devices import REMEDY
 
 GIB = 2**30
@@ -26,10 +26,7 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
         return [_no_gpu(facts[0])]
     blind = [one for one in facts if not one.device.count]
     if blind:
-        text = (
-            f"rank(s) {number_ranges([one.rank for one in blind])} see no GPU, although the others do (first: "
-            f"{blind[0].host})"
-        )
+        text = f"{ranks_text([one.rank for one in blind])} see no GPU, although the others do (first: {blind[0].host})"
         return [fail(check, text, "request a GPU for every task (`--gpus-per-task=1`), or start fewer ranks per host")]
     taken = group_ranks(facts, lambda one: f"{one.host} {one.device.uuid or one.device.index}")
     shared = [ranks for ranks in taken.values() if len(ranks) > 1]
@@ -53,7 +50,7 @@ def check_allocator(facts: Sequence[RankFacts]) -> list[Finding]:
     users = [one.rank for one in facts if "expandable_segments:true" in one.device.allocator.lower().replace(" ", "")]
     if not users:
         return []
-    text = f"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True on rank(s) {number_ranges(users)}"
+    text = f"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True on {ranks_text(users)}"
     return [
         warn(
             "allocator",
@@ -71,7 +68,7 @@ def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
     kinds = group_ranks(on_gpu, lambda one: f"{one.device.name} ({one.device.total_bytes / GIB:.0f} GiB)")
     findings = []
     if len(kinds) > 1:
-        text = some([f"{kind}: rank(s) {_numbers(ranks)}" for kind, ranks in kinds.items()])
+        text = some([f"{kind}: {_ranks(ranks)}" for kind, ranks in kinds.items()])
         remedy = (
             "slices are matched to the speed of each rank, but a prompt has to fit into the smallest memory; "
             "`--constraint` or `--gres=gpu:TYPE` requests GPUs of one kind"
@@ -81,23 +78,21 @@ def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
         findings.append(
             warn(
                 "devices",
-                f"rank(s) {_numbers(old)}: {old[0].device.name} is older than Ampere, so it has no flash attention and "
+                f"{_ranks(old)}: {old[0].device.name} is older than Ampere, so it has no flash attention and "
                 f"no bfloat16",
                 'use newer GPUs, or model.dtype = "float16" or "float32"',
             )
         )
     if used := [one for one in on_gpu if one.device.free_bytes < FREE_SHARE * one.device.total_bytes]:
         first = used[0].device
-        text = f"rank(s) {_numbers(used)}: other processes use the GPU, {first.free_bytes / GIB:.1f} of "
+        text = f"{_ranks(used)}: other processes use the GPU, {first.free_bytes / GIB:.1f} of "
         text += f"{first.total_bytes / GIB:.1f} GiB are free"
         findings.append(
             warn("devices", text, "check `nvidia-smi`; a job plans with the memory that is free when it begins")
         )
     if parts := [one for one in on_gpu if " MIG " in f" {one.device.name} "]:
         remedy = 'use whole GPUs for chains, or parallel.transport = "staged"'
-        text = (
-            f"rank(s) {_numbers(parts)} use part of a GPU (MIG), which other ranks cannot reach over NCCL or CUDA IPC"
-        )
+        text = f"{_ranks(parts)}: part of a GPU (MIG), which other ranks cannot reach over NCCL or CUDA IPC"
         findings.append(warn("devices", text, remedy))
     return findings + _check_software(on_gpu)
 
@@ -105,23 +100,21 @@ def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
 def _check_software(on_gpu: Sequence[RankFacts]) -> list[Finding]:
     findings = []
     if without := [one for one in on_gpu if not one.device.has_nccl]:
-        text = f"rank(s) {_numbers(without)}: this torch is built without NCCL"
+        text = f"{_ranks(without)}: this torch is built without NCCL"
         findings.append(warn("devices", text, "install the torch build for your GPUs, or use the transport 'staged'"))
     if indirect := [one for one in on_gpu if not one.device.loads_directly]:
-        text = (
-            f"rank(s) {_numbers(indirect)}: weights are loaded through host memory, since accelerate is not installed"
-        )
+        text = f"{_ranks(indirect)}: weights are loaded through host memory, since accelerate is not installed"
         findings.append(warn("devices", text, 'pip install "accelerate>=1.0": they are read straight to the GPU'))
     if lazy := [one for one in on_gpu if one.device.module_loading.upper() == "LAZY"]:
-        text = f"rank(s) {_numbers(lazy)}: CUDA_MODULE_LOADING=LAZY: loading a kernel has to wait for NCCL transfers"
+        text = f"{_ranks(lazy)}: CUDA_MODULE_LOADING=LAZY: loading a kernel has to wait for NCCL transfers"
         findings.append(
             warn("devices", text, "unset it: kvr-mpi then makes CUDA load all kernels at the start (EAGER)")
         )
     return findings
 
 
-def _numbers(facts: Sequence[RankFacts]) -> str:
-    return number_ranges([one.rank for one in facts])
+def _ranks(facts: Sequence[RankFacts]) -> str:
+    return ranks_text([one.rank for one in facts])
 
 
 def _no_gpu(one: RankFacts) -> Finding:

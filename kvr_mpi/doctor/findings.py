@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK, printable
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK, counted, printable
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -69,7 +69,7 @@ def to_lines(findings: Sequence[Finding]) -> list[str]:
         if one.remedy:
             lines.append(f"{'':{6 + width}}  remedy: {_one_line(one.remedy)}")
     counts = {status: sum(one.status == status for one in findings) for status in ("ok", "warn", "fail")}
-    lines.append(f"{counts['ok']} ok, {counts['warn']} warning(s), {counts['fail']} failed")
+    lines.append(f"{counts['ok']} ok, {counted(counts['warn'], 'warning')}, {counts['fail']} failed")
     return lines
 
 
@@ -87,6 +87,11 @@ def number_ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Name ranks: ``rank 1``, ``ranks 0-3, 8``."""
+    return f"rank{'s' * (len(set(numbers)) != 1)} {number_ranges(numbers)}"
 
 
 def some(names: Sequence[str], most: int = 4) -> str:

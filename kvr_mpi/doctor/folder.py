@@ -16,6 +16,7 @@ import numpy as np
 from kvr_mpi.doctor.deadlines import gather_tried, within
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
+from kvr_mpi.errors import counted
 from kvr_mpi.store.hdf5 import create_hdf5, hdf5_build, open_hdf5, write_dataset
 from kvr_mpi.transport import Transport, share_json
 
@@ -160,4 +161,4 @@ def judge_tokens(path: Path, token: str, tried: Sequence[dict[str, Any]], facts:
             fail("shared folder", text, "choose a folder on a file system that all hosts share, and give its full path")
         ]
     hosts = len({one.host for one in facts})
-    return [ok("shared folder", f"the same on all {hosts} host(s)" if hosts > 1 else "one host")]
+    return [ok("shared folder", f"the same on all {counted(hosts, 'host')}" if hosts > 1 else "one host")]

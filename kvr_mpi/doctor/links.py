@@ -13,6 +13,7 @@ import torch
 from kvr_mpi.doctor.deadlines import wait_for, within
 from kvr_mpi.doctor.facts import RankFacts, group_hosts
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
+from kvr_mpi.errors import counted
 from kvr_mpi.topology import place_in_group
 from kvr_mpi.transport import Request, Transport
 from kvr_mpi.transport.links import Effort, measure_links, measure_skews
@@ -158,7 +159,8 @@ def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], memory
     def describe(good: Sequence[Measured]) -> str:
         slowest, latest = min(good, key=lambda link: link.speed), max(good, key=lambda link: link.latency)
         return (
-            f"{len(good)} link(s) from {memory} memory: {statistics.median(one.speed for one in good):.2f} GB/s "
+            f"{counted(len(good), 'link')} from {memory} memory: {statistics.median(one.speed for one in good):.2f} "
+            f"GB/s "
             f"(slowest {slowest.speed:.2f}, {slowest.name}), {statistics.median(one.latency for one in good):.1f} us "
             f"(longest {latest.latency:.1f}, {latest.name}); checksums compared"
         )
@@ -170,7 +172,7 @@ def check_layout(ranks: int, tensor_parallel: int) -> list[Finding]:
     """Refuse a number of ranks that groups do not divide."""
     if ranks % tensor_parallel == 0:
         return []
-    text = f"{ranks} rank(s) cannot be divided into tensor-parallel groups of {tensor_parallel}"
+    text = f"{counted(ranks, 'rank')} cannot be divided into tensor-parallel groups of {tensor_parallel}"
     return [
         fail(
             "tensor-parallel",
@@ -189,7 +191,7 @@ def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: i
         prompt_s = (2 * LAYERS + 1) * PROMPT_TOKENS * STATE_BYTES / slowest.speed / 1e9
         token_s = (2 * LAYERS + 1) * latest.latency / 1e6
         return (
-            f"{len(good)} tensor-parallel group(s) of {size} ranks: sums of long tensors at "
+            f"{counted(len(good), 'tensor-parallel group')} of {size} ranks: sums of long tensors at "
             f"{statistics.median(one.speed for one in good):.2f} GB/s (slowest {slowest.speed:.2f}, {slowest.name}), "
             f"of one token in {statistics.median(one.latency for one in good):.0f} us (longest {latest.latency:.0f}, "
             f"{latest.name}); sums compared. Forecast for Llama 3.1 70B: {prompt_s:.2f} s for {PROMPT_TOKENS} prompt "
@@ -198,7 +200,7 @@ def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: i
 
     findings = _judge("tensor-parallel", groups, describe)
     if across := [one.name for one in groups if one.crosses]:
-        text = f"{len(across)} tensor-parallel group(s) span several hosts, so sums go over the network: {some(across)}"
+        text = f"{counted(len(across), 'group')} on several hosts, so sums go over the network: {some(across)}"
         remedy = f"start a multiple of {size} ranks on each host, numbered block-wise"
         findings.append(warn("tensor-parallel", text, remedy))
     return findings

@@ -10,8 +10,9 @@ from functools import partial
 from packaging.requirements import Requirement
 
 from kvr_mpi.doctor.facts import RankFacts, group_hosts, group_ranks
-from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
+from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, ranks_text, some, warn
 from kvr_mpi.duration import duration_text
+from kvr_mpi.errors import counted
 
 BINDING = (
     "bind ranks to cores: `mpirun -bind-to core` (MPICH), `mpirun --bind-to core` (Open MPI), `srun --cpu-bind=cores`"
@@ -46,7 +47,7 @@ def check_launcher(facts: Sequence[RankFacts], launched: tuple[str, int] | None)
             )
         ]
     text = (
-        f"{size} rank(s) started by {started}; {mpi.library} (MPI {mpi.standard}), {mpi.thread_level}, "
+        f"{counted(size, 'rank')} started by {started}; {mpi.library} (MPI {mpi.standard}), {mpi.thread_level}, "
         f"mpi4py {facts[0].versions['mpi4py']}"
     )
     if launched and launched[1] != size:
@@ -54,7 +55,7 @@ def check_launcher(facts: Sequence[RankFacts], launched: tuple[str, int] | None)
         return [fail("launcher", f"{text}; but {launched[1]} ranks were intended", remedy)]
     libraries = group_ranks(facts, lambda one: one.mpi.library if one.mpi else "none")
     if len(libraries) > 1:
-        shown = [f"{name} on rank(s) {number_ranges([one.rank for one in ranks])}" for name, ranks in libraries.items()]
+        shown = [f"{name} on {ranks_text([one.rank for one in ranks])}" for name, ranks in libraries.items()]
         return [fail("launcher", f"ranks load different MPIs: {some(shown)}", "use one environment on all hosts")]
     if mpi.thread_level != "THREAD_MULTIPLE":
         remedy = "use an MPI built with thread support: without it, a rank cannot compute and transfer at the same time"
@@ -68,7 +69,7 @@ def check_hosts(facts: Sequence[RankFacts]) -> list[Finding]:
         f"{len(ranks)} on {host} ({_cores_text([len(one.cores) for one in ranks])} per rank)"
         for host, ranks in group_hosts(facts).items()
     ]
-    return [ok("ranks", f"{len(facts)} rank(s): {some(hosts, 8)}")]
+    return [ok("ranks", f"{counted(len(facts), 'rank')}: {some(hosts, 8)}")]
 
 
 def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
@@ -130,8 +131,8 @@ def check_slurm(environ: Mapping[str, str], size: int | None, hosts: int | None,
     findings += _check_size(environ, size, hosts) + _check_end(environ.get("SLURM_JOB_END_TIME", ""), now_s)
     restarts = _number(environ, "SLURM_RESTART_COUNT")
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or _number(environ, "SLURM_NTASKS")
-    text = f"job {environ['SLURM_JOB_ID']}, {'?' if tasks is None else tasks} task(s)"
-    return [ok("slurm", f"{text}, restarted {restarts} time(s)" if restarts else text), *findings]
+    text = f"job {environ['SLURM_JOB_ID']}, {'an unknown number of tasks' if tasks is None else counted(tasks, 'task')}"
+    return [ok("slurm", f"{text}, restarted {counted(restarts, 'time')}" if restarts else text), *findings]
 
 
 def required_ranges() -> dict[str, str]:
@@ -151,7 +152,7 @@ def check_versions(facts: Sequence[RankFacts], ranges: dict[str, str]) -> list[F
     for name in versions:
         groups = group_ranks(facts, partial(_version, name))
         if len(groups) > 1:
-            shown = [f"{version} on rank(s) {number_ranges([r.rank for r in rs])}" for version, rs in groups.items()]
+            shown = [f"{version} on {ranks_text([r.rank for r in rs])}" for version, rs in groups.items()]
             findings.append(warn("versions", f"{name} differs: {some(shown)}", "use one environment on all hosts"))
     return [ok("versions", ", ".join(f"{name} {version}" for name, version in versions.items())), *findings]
 
@@ -170,11 +171,11 @@ def _check_size(environ: Mapping[str, str], size: int | None, hosts: int | None)
     name = "SLURM_STEP_NUM_TASKS" if _number(environ, "SLURM_STEP_NUM_TASKS") == size else "SLURM_NTASKS"
     tasks = _number(environ, name)
     if None not in (tasks, size) and tasks != size:
-        text = f"{name}={tasks}, but there are {size} rank(s)"
+        text = f"{name}={tasks}, but there are {size} ranks"
         findings.append(warn("slurm tasks", text, "omit -n for srun or mpirun, or request as many tasks as you start"))
     nodes = _number(environ, "SLURM_JOB_NUM_NODES")
     if None not in (nodes, hosts) and nodes != hosts:
-        text = f"the job has {nodes} node(s), the ranks are on {hosts}"
+        text = f"the job has {nodes} nodes, the ranks are on {hosts}"
         findings.append(warn("slurm nodes", text, "spread the ranks (`--ntasks-per-node`), or request fewer nodes"))
     return findings
 

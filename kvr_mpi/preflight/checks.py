@@ -16,7 +16,7 @@ from typing import Any
 
 from kvr_mpi.documents import SUFFIXES, describe_types, find_files, first_rows, is_table, other_files
 from kvr_mpi.documents.templates import check_system, parse_template
-from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError
+from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError, counted
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
@@ -92,7 +92,8 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     if not divides(group, size):
         fitting = [each for each in range(1, size + 1) if divides(each, size)]
         raise ConfigError(
-            f"parallel.tensor_parallel = {group}: chains of {size} rank(s) cannot be divided into tensor-parallel "
+            f"parallel.tensor_parallel = {group}: chains of {counted(size, 'rank')} cannot be divided into "
+            f"tensor-parallel "
             f"groups of {group}; "
             f"choose one of {fitting}, or start chains x groups x {group} ranks"
         )
@@ -143,7 +144,8 @@ def _check_table(spec: JobSpec, ranks: int) -> None:
         return
     found = " | ".join(f"{file.name} is for {table.key.ranks} ranks" for file, table in tables[:8])
     raise ConfigError(
-        f"parallel.table = {str(path)!r} has no table for chains of {size} rank(s): {found}. Start as many ranks as a "
+        f"parallel.table = {str(path)!r} has no table for chains of {size} ranks: {found}. Start as many "
+        f"ranks as a "
         f"table is for, or create one with kvr search"
     )
 
@@ -168,7 +170,8 @@ def _check_copies(spec: JobSpec, ranks: int) -> None:
     size = min(wanted, ranks) if isinstance(wanted, int) else ranks
     if copies is not None and copies > size:
         raise ConfigError(
-            f"decode.copies = {copies} is more than the {size} rank(s) of a chain; leave it out: the default of one "
+            f"decode.copies = {copies} is more than the {counted(size, 'rank')} of a chain; leave it out: the "
+            f"default of one "
             f"copy fewer than ranks already balances them if heads are split in proportion"
         )
 
@@ -334,7 +337,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         hint = f"; is it documents.format = {others[0]!r}?" if others else ""
         raise CorpusError(
             f"documents.{key} = {getattr(documents, key)!r}: no {NOUNS[documents.format]} in the first rows of "
-            f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more file(s)' if len(files) > 1 else ''}; "
+            f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more' if len(files) > 1 else ''}; "
             f"the fields are {', '.join(sorted(names)[:20])}{hint}"
         )
 
@@ -358,7 +361,7 @@ def find_others(spec: JobSpec) -> list[str]:
 
 def describe_others(files: Sequence[str]) -> str:
     """Count such files by type."""
-    return f"no document is read from {len(files)} file(s) of other types ({describe_types(files)})"
+    return f"no document is read from {counted(len(files), 'file')} of other types ({describe_types(files)})"
 
 
 def name_files(files: Sequence[str]) -> str:

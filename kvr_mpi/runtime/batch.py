@@ -92,7 +92,6 @@ def _run(
 ) -> int:
     folder, machine = Path(spec.output.path), environment.machine
     topology = together(world, lambda: lay_out(spec, world.size))
-    log.root("reading the documents")
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     links, reason = open_transport(world, spec.parallel.transport, device)

@@ -15,7 +15,7 @@ import numpy as np
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.head_profile import Counts, similarities
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.errors import ConfigError, CorpusError, DocumentError
+from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
@@ -48,7 +48,8 @@ class HeadSample:
         raw, centred = similarities(self.counts) if len(self.documents) > 1 else ([], [])
         return {
             "counts": self.counts.mean(0).tolist(),
-            "source": f"{setup.loaded.name}, {compression.settings}, mean of {len(self.documents)} document(s)",
+            "source": f"{setup.loaded.name}, {compression.settings}, mean of "
+            f"{counted(len(self.documents), 'document')}",
             "model": setup.loaded.fingerprint,
             "name": setup.loaded.name,
             "compress": compression.identity,
@@ -98,7 +99,7 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
         say(f"{document.id}: {sum(prompt.tokens for prompt in prompts)} tokens")
     if not names:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out[:5])
-        raise CorpusError(f"none of {len(left_out)} document(s) is long enough to show how much heads keep: {why}")
+        raise CorpusError(f"none of {counted(len(left_out), 'document')} is long enough to show what heads keep: {why}")
     return setup, HeadSample(names, np.stack(counts), left_out)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvr_mpi.documents import MAX_ID_CHARS, Asked, Corpus, CorpusFile, Document, Entry
 from kvr_mpi.documents.questions import answer_id, check_length, parse_answer_id
-from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError
+from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.style import bytes_text
@@ -71,14 +71,14 @@ class StoredCorpus:
         good = [one for one in self.documents if one.error is None]
         lines = [tell_missing(self.missing)] if self.missing else []
         if self.left_out:
-            lines.append(f"{self.left_out} document(s) of the run have error records, and are skipped")
+            lines.append(f"skipped: {counted(self.left_out, 'document')} with error records")
         if not self.loads:
-            return [*lines, f"{len(good)} document(s) will be prefilled again"]
+            return [*lines, f"{counted(len(good), 'document')} will be prefilled again"]
         size = bytes_text(sum(one.bytes for one in good))
-        lines.append(f"{len(good)} document(s) will be loaded: {size} of keys and values")
+        lines.append(f"{counted(len(good), 'document')} will be loaded: {size} of keys and values")
         if methods := [one.compression for one in good if one.compression]:
             lines.append(
-                f"{len(methods)} document(s) are compressed ({'; '.join(sorted(set(methods)))}); reuse = 'never' "
+                f"compressed: {counted(len(methods), 'document')} ({'; '.join(sorted(set(methods)))}); reuse = 'never' "
                 f"prefills them without compression"
             )
         return lines

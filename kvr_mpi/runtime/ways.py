@@ -12,7 +12,7 @@ from functools import partial
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.errors import DocumentError
+from kvr_mpi.errors import DocumentError, counted
 from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -331,7 +331,8 @@ class AfterStored(Way):
         needs = max(rows) + memory.footprint.activation_bytes(plan.row_tokens)
         if needs > free:
             raise DocumentError(
-                f"a stored prompt of {plan.known_tokens} tokens over {size} rank(s): each needs {needs / GIB:.2f} GiB "
+                f"a stored prompt of {plan.known_tokens} tokens over {counted(size, 'rank')}: each needs "
+                f"{needs / GIB:.2f} GiB "
                 f"in addition to the weights, but has {free / GIB:.2f} GiB; use more ranks"
             )
 

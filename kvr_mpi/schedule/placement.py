@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths, fixed_plans, moldable_plans
 
 # Factor by which a batch may end later than possible for the sake of efficient chains.
@@ -184,7 +184,7 @@ def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
     """Say what would be enough for a document that fits on no chain."""
     enough = next((more for more in (ranks << power for power in range(1, 11)) if fits(tokens, more)), None)
     advice = f"start {enough} ranks" if enough else "more ranks do not help: it needs more memory on each rank"
-    return f"{tokens} tokens do not fit into the memory of a chain of up to {ranks} rank(s); {advice}"
+    return f"{tokens} tokens do not fit into the memory of a chain of up to {counted(ranks, 'rank')}; {advice}"
 
 
 def _lay_out(
@@ -290,7 +290,8 @@ def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Secon
 def _microseconds(found: float, tokens: int, length: int) -> int:
     if not (math.isfinite(found) and found >= 0):
         raise ConfigError(
-            f"predicted time of {tokens} tokens on {length} rank(s) is {found} s; expected a finite number of at least "
+            f"predicted time of {tokens} tokens on {counted(length, 'rank')} is {found} s; expected a finite number "
+            f"of at least "
             f"0: check the rates or the hardware profile"
         )
     return min(max(1, round(found * 1e6)), NEVER - 1)

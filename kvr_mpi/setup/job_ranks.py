@@ -14,6 +14,7 @@ from statistics import median
 
 import torch
 
+from kvr_mpi.errors import counted
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.prefill.failure import is_out_of_memory
@@ -97,16 +98,14 @@ def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
     where = ""
     if max(across) > 1:
         where = (
-            f"; warning: {sum(hosts > 1 for hosts in across)} rank(s) are in tensor-parallel groups that span several "
-            f"hosts, so these "
-            f"sums go over the network: start a multiple of {ranks.tp_group.size} ranks on each host, numbered "
-            f"block-wise"
+            f"; warning: {counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on several "
+            f"hosts, so these sums go over the network: start a multiple of {ranks.tp_group.size} ranks on each host, "
+            f"numbered block-wise"
         )
     say(
         f"tensor-parallel groups of {ranks.tp_group.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} KV "
-        f"head(s) per layer: "
-        f"sums were measured to take {prompt_ms:.1f} ms for {TIMED_TOKENS} prompt tokens, and {token_ms:.1f} ms per "
-        f"decoded token{where}"
+        f"heads per layer: sums were measured to take {prompt_ms:.1f} ms for {TIMED_TOKENS} prompt tokens, and "
+        f"{token_ms:.1f} ms per decoded token{where}"
     )
 
 

@@ -12,7 +12,7 @@ from kvr_mpi.decode.placing import placement_of
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
-from kvr_mpi.errors import ConfigError, CorpusError
+from kvr_mpi.errors import ConfigError, CorpusError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import why_not_heads
 from kvr_mpi.kv.rolling import check_held, rolling_of
@@ -119,7 +119,8 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
     """
     if len(made.texts) < count:
         raise ConfigError(
-            f"{count} shares of {len(made.texts)} document(s): some shares would be empty; choose {len(made.texts)} or "
+            f"{count} shares of {counted(len(made.texts), 'document')}: some shares would be empty; choose "
+            f"{len(made.texts)} or "
             f"fewer"
         )
     shares = [made.texts[number::count] for number in range(count)]

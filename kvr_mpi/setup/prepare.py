@@ -21,7 +21,7 @@ from kvr_mpi.decode.sampling import ends_of, make_generation_config
 from kvr_mpi.decode.token_parallel import check_shareable
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import ConfigError, ModelError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import PROMPTS, check_model_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
@@ -199,16 +199,18 @@ def _conversion(path: str, cache_dir: Path) -> str:
 
 def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:
     """Say in a line what is loaded, and on what."""
-    unit = "rank(s)" if loaded.tp_group is None else f"tensor-parallel group(s) of {loaded.tp_group.size} ranks"
-    chains = f"{Topology(lane.size, chain.size).chains} chain(s) of {chain.size} {unit}"
+    unit = counted(chain.size, "rank" if loaded.tp_group is None else "tensor-parallel group")
+    chains = f"{counted(Topology(lane.size, chain.size).chains, 'chain')} of {unit}"
+    if loaded.tp_group is not None:
+        chains += f" of {loaded.tp_group.size} ranks"
     if spec.planned:
-        chains = f"{lane.size} rank(s) in chains as planned"
+        chains = f"{counted(lane.size, 'rank')} in chains as planned"
     copied = kernel_bytes(loaded.model)
-    weights = f", weights rearranged for it ({copied / 1e9:.2f} GB more)" if copied else ""
+    weights = f", CPU kernels ({copied / 1e9:.2f} GB more)" if copied else ""
     return (
         f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}{weights}; {chains}, "
-        f"{torch.get_num_threads()} thread(s) per rank; "
+        f"{counted(torch.get_num_threads(), 'thread')} per rank; "
         f"{loaded.shape.kv_bytes_per_token / 1024:.0f} KiB of keys and values per token"
     )
 
@@ -218,7 +220,6 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     if spec.parallel.strategy == "single":
         prepare_model(loaded.model, chain=False)
     else:
-        say("checking with a few tokens that chains give the same logits as the model itself")
         loaded = check_chain(loaded, say=say)
         for line in describe_portable(loaded):
             say(line)

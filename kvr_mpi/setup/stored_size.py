@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import encode_text
-from kvr_mpi.errors import OutputError
+from kvr_mpi.errors import OutputError, counted
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.setup.job_setup import JobSetup
 
@@ -63,7 +63,7 @@ def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], fold
             f"output.path {str(folder)!r}: {error.strerror}; it existed when this job began. Restore it, and continue "
             f"with --resume"
         ) from None
-    text = f"keys and values of {len(todo)} document(s): about {bytes_text(size)}; {bytes_text(free)} are free"
+    text = f"keys and values of {counted(len(todo), 'document')}: about {bytes_text(size)}; {bytes_text(free)} are free"
     if size > DOUBT * free:
         raise OutputError(
             f"output.path {str(folder)!r}: not enough space for this job: {text} (quotas are not checked). Choose "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.disk import PART, create
-from kvr_mpi.errors import DataError, MissingError, OutputError
+from kvr_mpi.errors import DataError, MissingError, OutputError, counted
 from kvr_mpi.store.hdf5 import explained, group_in, read_attribute
 from kvr_mpi.store.ledger import ledger_files
 from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, read_record
@@ -257,6 +257,7 @@ def check_fresh(folder: Path) -> None:
     files = run_files(folder)
     if files:
         raise OutputError(
-            f"output.path {str(folder)!r} holds {len(files)} result file(s) of an earlier run; add --resume to "
+            f"output.path {str(folder)!r} holds {counted(len(files), 'result file')} of an earlier run; add --resume "
+            f"to "
             f"continue that run, --overwrite to delete the files, or choose another folder (--set output.path=...)"
         )

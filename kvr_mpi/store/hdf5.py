@@ -220,8 +220,8 @@ def dataset_in(group: h5py.Group, name: str, kinds: str, ndims: tuple[int, ...])
     dataset = h5py.Dataset(item)
     if dataset.dtype.kind not in kinds or dataset.ndim not in ndims:
         raise DataError(
-            f"{_path(group, name)} has the type {dataset.dtype} {dataset.shape}; expected {ndims} dimension(s) of "
-            f"{kinds!r}"
+            f"{_path(group, name)} has the type {dataset.dtype} {dataset.shape}; expected {ndims} "
+            f"dimensions of {kinds!r}"
         )
     return dataset
 

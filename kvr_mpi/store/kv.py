@@ -30,7 +30,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, counted
 from kvr_mpi.store.arrays import digest_of, open_array, where, write_array
 from kvr_mpi.store.hdf5 import (
     attribute_names,
@@ -156,7 +156,8 @@ def _open(kv: h5py.Group) -> StoredPiece:
     compression = read_attribute(kv, "compression", str) if "compression" in attribute_names(kv) else ""
     if bool(compression) != bool(rows) or (rows and (tokens is None or tokens.first or longest != len(tokens.ids))):
         raise DataError(
-            f"{where(kv)} says {compression or 'no compression'!r}, has {len(rows)} layer(s) whose heads keep their "
+            f"{where(kv)} says {compression or 'no compression'!r}, has {counted(len(rows), 'layer')} whose heads "
+            f"keep their "
             f"own tokens, up to token {longest}: these do not match"
         )
     heads = _read_heads(kv, (layer.kv_heads for layer in layers))

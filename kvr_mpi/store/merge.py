@@ -15,7 +15,7 @@ from pathlib import Path
 import h5py
 
 from kvr_mpi.disk import PART, truncate
-from kvr_mpi.errors import DataError, OutputError
+from kvr_mpi.errors import DataError, OutputError, counted
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.kv import open_kv
@@ -128,7 +128,8 @@ def merge_files(folder: Path, *, keep_shards: bool = False, should_stop: Callabl
     index = index_run(folder, verify=True)
     if index.gone:
         raise DataError(
-            f"{folder} has lost {index.gone} document(s) listed in its ledger, so nothing was merged; `kvr-run "
+            f"{folder} has lost {counted(index.gone, 'document')} listed in its ledger, so nothing was merged; "
+            f"`kvr-run "
             f"JOB.toml --resume` processes them again, and `kvr merge {folder} -o FILE` merges the others"
         )
     if files != [result] or index.unrecorded:

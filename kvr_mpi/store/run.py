@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 from kvr_mpi.disk import PART, RUN_FILE, read_regular, replacing
 from kvr_mpi.documents import Corpus, numbers_of
-from kvr_mpi.errors import DataError, ForeignError, OutputError
+from kvr_mpi.errors import DataError, ForeignError, OutputError, counted
 from kvr_mpi.store.folder import check_fresh, check_writable, clear_results, list_documents
 from kvr_mpi.store.hdf5 import open_hdf5
 from kvr_mpi.store.kv import open_kv
@@ -243,9 +243,7 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
     for name, line in found.missing().items():
         if name not in found.damaged:
             count = len(line.done) + len(line.failed)
-            say(
-                f"{folder / name} is gone; its {count} document(s) are processed again unless they are stored elsewhere"
-            )
+            say(f"{folder / name} is gone: {counted(count, 'document')} to process again, unless stored elsewhere")
     return found
 
 
@@ -259,7 +257,7 @@ def _without_parts(run: Survey, header: Header, done: set[str], say: Say) -> set
     found = incomplete(run.folder, done, there, run.sound)
     if found:
         say(
-            f"{len(found)} document(s) lack keys and values from some rank, and are processed again: "
+            f"processing {counted(len(found), 'document')} again, without keys and values from some rank: "
             f"{_some(sorted(found))}"
         )
     return found
@@ -305,7 +303,7 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
     line = ShardLine(name, *sizes, done, list(failed), time.time(), list(failed.values()), parts)
     LedgerWriter(found.folder, "adopted").record(line)
     found.sound[name] = line
-    say(f"{file} was not in the ledger; it was read, and its {len(documents)} document(s) were added")
+    say(f"{file} was not in the ledger; it was read: {counted(len(documents), 'document')} added")
 
 
 def _set_aside(file: Path) -> Path:
@@ -383,7 +381,7 @@ def _check_job(
     if others := recorded - wanted - gone:
         before = ALL if stored is None else share_of(stored[0])
         raise OutputError(
-            f"cannot resume {folder}: it has {len(others)} document(s) that this job does not process "
+            f"cannot resume {folder}: it has {counted(len(others), 'document')} that this job does not process "
             f"({_some(sorted(others))}); it was begun with {_share_text(before)}, this job has {_share_text(share)}: "
             f"restore that, or choose another output.path"
         )

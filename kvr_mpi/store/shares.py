@@ -11,7 +11,7 @@ from typing import Any
 
 from kvr_mpi.disk import LEDGER_NAME, LOCK_NAME, RUN_FILE
 from kvr_mpi.documents import Corpus
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, counted
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
 from kvr_mpi.store.outputs import Header, open_file, read_header
 from kvr_mpi.store.parts import PARTS
@@ -84,9 +84,9 @@ def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False
             continue
         index = index_run(path, verify=verify, passes_damaged=passes_damaged)
         if index.gone:
-            missing.append(f"{path} has lost {index.gone} document(s) listed in its ledger: needs --resume")
+            missing.append(f"{path} has lost {counted(index.gone, 'document')} listed in its ledger: needs --resume")
         elif wanted is not None and (left := len(wanted - index.places.keys())):
-            missing.append(f"{path} has {left} of {len(wanted)} document(s) left: needs --resume")
+            missing.append(f"{path} has {left} of {counted(len(wanted), 'document')} left: needs --resume")
         indexes.append(index)
     if not indexes:
         raise DataError(f"no results: {'; '.join(missing)}")

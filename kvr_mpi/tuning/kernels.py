@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import AttentionLibrary, CpuAttention
-from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel, kernel_bytes
+from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.products import PREPACKED, find_products, give_products, narrow_weights
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
@@ -117,9 +117,6 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         tries = 1 if known is None else known.tries + 1
         _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
     give_products(loaded.model, ways, products, narrowed)
-    copied = kernel_bytes(loaded.model)
-    more = f", {copied / 1e9:.2f} GB extra memory" if copied else ""
-    say(f"CPU kernels: {'cached choice' if is_known else 'measured'}{more}")
 
 
 def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.grid import interpolate
 from kvr_mpi.tuning.table import Entry, Key, Table, load_table, table_files
@@ -62,7 +62,7 @@ def choose_slices(table: Table, tokens: int, ranks: int | None = None) -> Choice
 def describe_range(table: Table) -> str:
     """Say for what a table was searched."""
     lengths = [entry.context_tokens for entry in table.entries]
-    return f"{len(lengths)} length(s) from {lengths[0]} to {lengths[-1]} tokens on {table.key.ranks} ranks"
+    return f"{counted(len(lengths), 'length')} from {lengths[0]} to {lengths[-1]} tokens on {table.key.ranks} ranks"
 
 
 def _correction(table: Table, tokens: int) -> float:

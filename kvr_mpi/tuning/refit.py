@@ -17,7 +17,7 @@ import numpy as np
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds, equal_time_lengths
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, counted
 from kvr_mpi.partition import Partition
 from kvr_mpi.tuning.measure import Observation, Run
 
@@ -260,7 +260,7 @@ def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Ob
             f"{split}: {MAX_HICCUPS} runs gave no valid times (the last: {seen.ttft_s} s, busy {_list(seen.busy_s)} "
             f"s); expected positive seconds: check the ranks' clocks with kvr doctor, and search again"
         )
-    say(f"  {split} is consistently slow: using the fastest of {len(numbers)} run(s)")
+    say(f"  {split} is consistently slow: using the fastest of {counted(len(numbers), 'run')}")
     return min(numbers, key=lambda seen: seen.ttft_s), MAX_HICCUPS
 
 

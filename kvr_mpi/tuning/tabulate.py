@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.grid import grid_search
 from kvr_mpi.tuning.measure import Observation, Run
@@ -164,5 +164,5 @@ def describe(entry: Entry) -> str:
         return f"{entry.partition}, predicted {entry.predicted_ttft_s:.3f} s, not run"
     return (
         f"{entry.partition} with {entry.ttft_s:.3f} s, predicted {entry.predicted_ttft_s:.3f} s "
-        f"({100 * (entry.ttft_s / entry.predicted_ttft_s - 1):+.1f} %), after {entry.runs} run(s)"
+        f"({100 * (entry.ttft_s / entry.predicted_ttft_s - 1):+.1f} %), after {counted(entry.runs, 'run')}"
     )

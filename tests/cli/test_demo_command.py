@@ -64,6 +64,6 @@ def test_a_wheel_runs_it(tmp_path: Path) -> None:
         [venv / "bin" / "kvr", "demo"], cwd=tmp_path / "work", env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert f"{venv}/share/kvr-mpi/jobs/demo.toml" in done.stderr and "2 rank(s)" in done.stderr
+    assert f"{venv}/share/kvr-mpi/jobs/demo.toml" in done.stderr and "2 ranks" in done.stderr
     (record,) = open_results(tmp_path / "work" / "runs" / "demo")
     assert record.status == "done" and len(record.token_ids) == 2 and len(record.slices) == 3

@@ -66,7 +66,7 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
     [
         ([], EXIT_CONFIG, "no [compress]"),
         (with_settings("compress.method=snapkv", "compress.budget=64"), EXIT_CONFIG, "method = 'snapkv'"),
-        ([*METHOD, *with_settings("compress.budget=500")], EXIT_CONFIG, "none of 4 document(s)"),
+        ([*METHOD, *with_settings("compress.budget=500")], EXIT_CONFIG, "none of 4 documents"),
         ([*METHOD, "--heads", "nowhere/heads.json"], EXIT_CONFIG, "there is no folder nowhere"),
         ([*METHOD, "--heads", "README.md"], EXIT_CONFIG, "README.md exists; choose another file, or --replace it"),
     ],

@@ -39,7 +39,7 @@ def test_what_is_launched_does_not_get_less() -> None:
 def test_the_choice_follows_the_sums_and_says_why() -> None:
     fast, slow = choose_decoding(COSTS, WAVE, 0.98), choose_decoding(replace(COSTS, link_latency_s=1e-3), WAVE, 0.98)
     assert (fast.mode, slow.mode) == ("head-parallel", "data-parallel")
-    assert str(slow).startswith("decode.mode = 'auto': data-parallel, since for 8 document(s) on 2 ranks, 512 tokens")
+    assert str(slow).startswith("decode.mode = 'auto': data-parallel, since for 8 documents on 2 ranks, 512 tokens")
     assert "65 ms data-parallel" in str(slow) and "ms head-parallel" in str(slow)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from constants import TESTS
 
+from kvr_mpi.errors import counted
+
 PROGRAMS = TESTS / "programs"
 
 
@@ -31,7 +33,7 @@ def test_doctor_under_mpirun(size: int, mpirun: Any, kvr: Path, tmp_path: Path) 
     run = mpirun(size, [kvr, "doctor", "--json", "--output-dir", tmp_path, "--try-transfers", tried])
     assert run.returncode == 0, run.stdout + run.stderr
     found = findings_of(run)
-    assert f"{size} rank(s) started by" in found["launcher"]["found"]
+    assert f"{counted(size, 'rank')} started by" in found["launcher"]["found"]
     chain = found["links"]["measured"]
     assert [(link["source"], link["dest"]) for link in chain] == [(at, at + 1) for at in range(size - 1)]
     assert all(link["latency_us"] > 0 and link["gigabytes_per_s"] > 0 and link["intact"] for link in chain)
@@ -79,7 +81,7 @@ def test_a_launcher_that_does_not_match(environ: dict[str, str], kvr: Path, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "where", "check", "words"),
-    [("hangs", "links", "links", "rank(s) 1"), ("killed", "clocks", "ranks", "rank(s) 1")],
+    [("hangs", "links", "links", "rank 1"), ("killed", "clocks", "ranks", "rank 1")],
 )
 def test_a_lost_rank_is_named_and_ends_all(how: str, where: str, check: str, words: str, mpirun: Any) -> None:
     run = mpirun(3, [sys.executable, PROGRAMS / "doctor_lost_rank.py", how, where, "4"])

@@ -23,7 +23,7 @@ def test_devices() -> None:
     assert "ranks 0-1 on node1" in only(devices.check_devices(same)).found
     assert statuses(devices.check_devices(same)) == ["fail"]
     assert statuses(devices.check_devices(same, share_gpu=True)) == ["ok"]
-    assert "rank(s) 1 see no GPU" in only(devices.check_devices([place(0, device=GPU), place(1)])).found
+    assert "rank 1: no GPU, although" in only(devices.check_devices([place(0, device=GPU), place(1)])).found
     broken = place(1, device=DeviceFacts(error="TimeoutError: asking torch"))
     assert only(devices.check_devices([place(0, device=GPU), broken])).status == "fail"
 
@@ -50,13 +50,13 @@ ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30
     [
         (
             replace(ABLE, name="A100", total_bytes=40 << 30, free_bytes=40 << 30),
-            "H200 (80 GiB): rank(s) 0, A100 (40 GiB)",
+            "H200 (80 GiB): rank 0, A100 (40 GiB)",
         ),
-        (replace(ABLE, capability=(7, 0)), "rank(s) 1: H200 is older than Ampere"),
-        (replace(ABLE, free_bytes=20 << 30), "rank(s) 1: other processes use the GPU, 20.0 of 80.0 GiB are free"),
-        (replace(ABLE, has_nccl=False), "rank(s) 1: this torch is built without NCCL"),
-        (replace(ABLE, module_loading="lazy"), "rank(s) 1: CUDA_MODULE_LOADING=LAZY"),
-        (replace(ABLE, loads_directly=False), "rank(s) 1: weights are loaded through host memory"),
+        (replace(ABLE, capability=(7, 0)), "rank 1: H200 is older than Ampere"),
+        (replace(ABLE, free_bytes=20 << 30), "rank 1: other processes use the GPU, 20.0 of 80.0 GiB are free"),
+        (replace(ABLE, has_nccl=False), "rank 1: this torch is built without NCCL"),
+        (replace(ABLE, module_loading="lazy"), "rank 1: CUDA_MODULE_LOADING=LAZY"),
+        (replace(ABLE, loads_directly=False), "rank 1: weights are loaded through host memory"),
     ],
 )
 def test_what_a_gpu_cannot_do(second: DeviceFacts, words: str) -> None:

@@ -30,7 +30,7 @@ def test_shared_folder(tmp_path: Path) -> None:
 
     apart = False
     (tmp_path / "runs").mkdir()
-    assert "the same on all 3 host(s)" in only(run_local(3, work)[0]).found
+    assert "the same on all 3 hosts" in only(run_local(3, work)[0]).found
     (tmp_path / "elsewhere").mkdir()
     apart = True
     found = only(run_local(3, work)[0])

@@ -70,7 +70,7 @@ def test_silence_ends() -> None:
             return str(error)
         return ""
 
-    assert "rank(s) 1 did not answer" in run_local(3, meeting)[0]
+    assert "rank 1 did not answer" in run_local(3, meeting)[0]
 
 
 def test_links_are_compared_with_their_kind() -> None:

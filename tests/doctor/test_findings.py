@@ -23,7 +23,7 @@ def test_reports() -> None:
     lines = to_lines(findings)
     assert lines[0].split() == ["ok", "clocks", "one"]
     assert "remedy: make room" in lines[2]
-    assert lines[-1] == "1 ok, 0 warning(s), 1 failed"
+    assert lines[-1] == "1 ok, 0 warnings, 1 failed"
     assert all(line.isprintable() for line in lines)
 
 

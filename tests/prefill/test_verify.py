@@ -25,7 +25,7 @@ from kvr_mpi.transport.local import run_local
 def test_verify_holds_on_three_ranks(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
     run = mpirun(3, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "7,61"])
     assert run.returncode == 0, run.stderr
-    assert "24 of 24 hold on 3 rank(s)" in run.stderr
+    assert "24 of 24 hold on 3 ranks" in run.stderr
     assert "480 tokens, ring" in run.stderr, "the model's context less 32 tokens is always checked"
 
 

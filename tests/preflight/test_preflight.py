@@ -142,7 +142,7 @@ def test_a_table_for_other_chains_is_refused(job: Path, tmp_path: Path, ranks: i
     check(job, *settings)
     check(job, *settings, "parallel.ranks_per_chain=2", ranks=4)
     told = refusal(job, *settings, ranks=ranks)
-    assert f"chains of {ranks} rank(s)" in told and "is for 2 ranks" in told
+    assert f"chains of {ranks} ranks" in told and "is for 2 ranks" in told
 
 
 def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
             "compress.profile = 'nowhere.json': no such file",
         ),
         (("decode.mode=auto", "decode.profile=nowhere.json"), "decode.profile = 'nowhere.json': no such file"),
-        (("decode.mode=auto", "decode.copies=3"), "decode.copies = 3 is more than the 2 rank(s) of a chain"),
+        (("decode.mode=auto", "decode.copies=3"), "decode.copies = 3 is more than the 2 ranks of a chain"),
     ],
 )
 def test_profiles_and_copies_of_heads(job: Path, settings: tuple[str, ...], expected: str) -> None:

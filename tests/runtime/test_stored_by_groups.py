@@ -141,7 +141,7 @@ def test_a_job_that_lacks_some_heads_does_their_documents_again(stored: Run, job
     lost.unlink()
     settings = with_settings(f"output.path={pieces}", "output.kv=true")
     done = run_here(1, [job, *settings, "--resume"])
-    assert done.returncode == 0 and "lack keys and values from some rank" in done.stderr, done.stderr
+    assert done.returncode == 0 and "without keys and values from some rank" in done.stderr, done.stderr
     assert_alike(pieces, alone)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from made_jobs import answers, spec_of, with_settings
 
-from kvr_mpi.errors import ConfigError, KvrError
+from kvr_mpi.errors import ConfigError, KvrError, counted
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.preflight.checks import check_job, lay_out
@@ -50,7 +50,7 @@ def test_groups_of_two_ranks_give_the_answers_of_one_process(answered: Any, grou
     wanted, _ = answered(1)
     found, log = answered(2 * groups, "parallel.tensor_parallel=2")
     assert found == wanted and all(len(tokens) == 32 for tokens in found.values())
-    assert f"1 chain(s) of {groups} tensor-parallel group(s) of 2 ranks" in log
+    assert f"1 chain of {counted(groups, 'tensor-parallel group')} of 2 ranks" in log
 
 
 @pytest.mark.slow

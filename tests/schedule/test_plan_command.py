@@ -34,7 +34,7 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     ):
         assert words in shown.stdout, shown.stdout
     assert sum("doc-" in line for line in shown.stdout.splitlines()) <= 3
-    assert "2 document(s) cannot be read or are too long" in shown.stdout
+    assert "2 documents cannot be read or are too long" in shown.stdout
 
     found = json.loads(CliRunner().invoke(plan_command, [*command, "--json"], catch_exceptions=False).stdout)
     documents = {document["id"]: document for document in found["documents"]}
@@ -61,10 +61,10 @@ def test_how_ranks_would_decode_is_said_where_the_job_leaves_it_open(job: Path) 
 
     found = decoding()
     assert found["mode"] == "data-parallel", "a tiny model's step is the launching of kernels, and sums come on top"
-    assert "14 document(s) on 4 ranks" in found["why"] and "ms head-parallel" in found["why"]
+    assert "14 documents on 4 ranks" in found["why"] and "ms head-parallel" in found["why"]
     assert "output.kv = 'sharded'" in decoding("output.kv=sharded")["why"]
     shown = CliRunner().invoke(plan_command, [word for word in command if word != "--json"], catch_exceptions=False)
-    assert shown.stdout.count("decode.mode = 'auto': data-parallel, since for 14 document(s)") == 1
+    assert shown.stdout.count("decode.mode = 'auto': data-parallel, since for 14 documents") == 1
 
 
 @pytest.mark.slow

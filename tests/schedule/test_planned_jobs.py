@@ -40,7 +40,7 @@ def test_a_planned_job_gives_the_same_answers(
     ranks = {name: len(record.slices) - 1 for name, record in records.items() if name not in errors}
     assert ranks["doc-08.txt"] > 1 and ranks["doc-00.txt"] == 1, ranks
     assert "predicted" in planned.stderr and "lower bound" in planned.stderr
-    assert "14 document(s) in" in planned.stderr and "(planned: " in planned.stderr
+    assert "14 documents in" in planned.stderr and "(planned: " in planned.stderr
     assert f"12 done, {len(errors)} failed" in planned.stdout
 
     for name, count, settings in (
@@ -120,5 +120,5 @@ def test_documents_without_room_are_refused_and_the_rest_is_done(
     records = {record.id: record for record in open_results(tmp_path / "out")}
     assert {name for name, record in records.items() if record.status == "error"} == {"doc-08.txt"}
     error = records["doc-08.txt"].error
-    assert "tokens do not fit into the memory of a chain of up to 2 rank(s)" in error
+    assert "tokens do not fit into the memory of a chain of up to 2 ranks" in error
     assert "9 done, 1 failed" in capsys.readouterr().out

@@ -47,14 +47,14 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
-    assert f"at most {most}: the time limit of {minutes[1]} min on 2 node(s) for each of 3 shares" in err
+    assert f"at most {most}: the time limit of {minutes[1]} min on 2 nodes for each of 3 shares" in err
     assert "afterany" not in run_kvr("sbatch", job, *words, "--no-gather")[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--array", "7"], "7 shares of 6 document(s): some shares would be empty"),
+        (["--array", "7"], "7 shares of 6 documents: some shares would be empty"),
         (["--array", "2", "--set", "documents.shard=0/2"], "remove documents.shard from the job"),
         (["--sbatch=--array=0-3"], "use --array N"),
     ],
@@ -95,4 +95,4 @@ def test_a_log_ends_with_what_was_used(cores: str, nodes: str, gpus: str, hours:
     }
     script = f"is_number() {{ [[ ${{1:-}} =~ ^[0-9]+$ ]]; }}\n{spent}\nSECONDS=3600; spent"
     said = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=True)
-    assert said.stdout.rstrip().endswith(f"of {nodes} node(s): {hours}") and said.stderr == ""
+    assert said.stdout.rstrip().endswith(f"on {nodes} nodes: {hours}") and said.stderr == ""

@@ -172,7 +172,7 @@ def test_a_job_told_to_stop_is_queued_again_and_completes(
     assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
     assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
     log = log_of(tmp_path, number)
-    assert log.count("restarted 0 time(s)") == log.count("restarted 1 time(s)") == 1
+    assert log.count("restarts: 0") == log.count("restarts: 1") == 1
     assert f"{done} of them already done" in log
 
 

@@ -278,13 +278,13 @@ def test_a_lost_shard_is_no_reason_to_forget_its_documents(tmp_path: Path, run_k
     (folder / "shard-0000-0001-00000.h5").unlink()
     before = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".lock")}
     code, _, err = run_kvr("merge", folder)
-    assert code == EXIT_BAD_DATA and "lost 3 document(s)" in err
+    assert code == EXIT_BAD_DATA and "lost 3 documents" in err
     assert {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".lock")} == before
     code, _, err = run_kvr("merge", folder, "-o", tmp_path / "all.h5")
-    assert code == EXIT_BAD_DATA and "lost 3 document(s)" in err
+    assert code == EXIT_BAD_DATA and "lost 3 documents" in err
     assert [each.id for each in open_results(tmp_path / "all.h5")] == ["0-a", "0-b", "0-c"]
     code, out, _ = run_kvr("inspect", folder)
-    assert code == EXIT_OK and "lost 3 document(s)" in out
+    assert code == EXIT_OK and "lost 3 documents" in out
 
 
 def test_a_merge_with_a_damaged_shard_removes_nothing(tmp_path: Path) -> None:

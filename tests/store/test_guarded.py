@@ -158,7 +158,7 @@ def test_what_a_ledger_knows_and_no_file_has_is_named(new: Path, run_kvr: Kvr) -
     write(new, "0001", [record("c"), record("d")])
     (new / "shard-0001-0001-00000.h5").unlink()
     code, out, err = run_kvr("export", new)
-    assert code == EXIT_BAD_DATA and "lost 2 document(s)" in err and len(out.splitlines()) == 2
+    assert code == EXIT_BAD_DATA and "lost 2 documents" in err and len(out.splitlines()) == 2
 
 
 # Merging what cannot be read

@@ -125,7 +125,7 @@ def test_a_crash_before_a_recorded_shard_has_its_name(three_shards: Path, tmp_pa
     done, _, said = resume(folder)
     assert done == ({*"abc"} if is_whole else {"a", "b"})
     assert ([*folder.glob(shard)] != []) == is_whole and not [*folder.glob(f"*{PART}")]
-    assert is_whole or any("is gone; its 1 document(s)" in line for line in said)
+    assert is_whole or any("is gone: 1 document" in line for line in said)
 
 
 def test_a_shard_that_is_gone_is_done_again(three_shards: Path, tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_parts_that_are_gone_altogether_are_made_again(tmp_path: Path, monkeypat
     assert resume(tmp_path, header=header)[0] == {"a"}
     shutil.rmtree(tmp_path / PARTS)
     done, _, said = resume(tmp_path, header=header)
-    assert done == set() and "lack keys and values from some rank" in " ".join(said)
+    assert done == set() and "without keys and values from some rank" in " ".join(said)
 
 
 def test_resuming_reads_no_record_that_its_ledger_tells_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from made_runs import HEADER, record, result_files, resume, take
 
 from kvr_mpi.cli.prune import parse_size
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, counted
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.prune import choose_pruned, list_stored
 from kvr_mpi.store.results import open_results
@@ -61,7 +61,10 @@ def test_what_is_named_goes_and_records_stay(run: Path, run_kvr: Any, arguments:
     assert code == EXIT_OK and err == "" and "would be removed" in out and kept(run) == set("abcd")
     code, out, err = run_kvr("prune", run, *arguments)
     assert code == EXIT_OK and err == "", err
-    assert f"of {4 - len(left)} document(s) removed" in out and f"{len(left)} document(s) keep theirs" in out
+    assert (
+        f"of {counted(4 - len(left), 'document')} removed" in out
+        and f"{counted(len(left), 'document')} keep theirs" in out
+    )
     assert kept(run) == set(left) and list(open_results(run)) == before and result_files(run) == files
     smaller = sum(file.stat().st_size for file in run.glob("*.h5"))
     assert size - smaller >= (4 - len(left)) * 400 * 4 * 16 * 4 * 2

@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
 
 def exported(run: Path, folder: Path, run_kvr: Any) -> list[Path]:
     code, out, err = run_kvr("export", run, "--kv", folder)
-    assert code == EXIT_OK and err == "" and "3 document(s)" in out
+    assert code == EXIT_OK and err == "" and "3 documents" in out
     return sorted(folder.glob("*"))
 
 

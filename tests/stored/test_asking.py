@@ -15,6 +15,7 @@ import transformers as tf
 from constants import SMOLLM
 from made_jobs import TEXT, last_line
 
+from kvr_mpi.errors import counted
 from kvr_mpi.store.folder import run_files
 from kvr_mpi.store.outputs import Record, open_file, read_header, start_file, write_record
 from kvr_mpi.store.results import open_results
@@ -109,7 +110,7 @@ def test_answers_are_those_of_a_fresh_prefill(
     for readers in (1, 3):
         asked = run_here(readers, [ask_job(tmp_path, model, tmp_path / "out"), "--overwrite"])
         assert asked.returncode == 0, asked.stderr
-        assert "5 document(s) will be loaded" in asked.stderr and "questions about documents: 10" in asked.stderr
+        assert "5 documents will be loaded" in asked.stderr and "questions about documents: 10" in asked.stderr
         check_answers(tmp_path / "asked", fresh)
 
 
@@ -140,7 +141,7 @@ def test_prefilling_again_gives_the_same(
 ) -> None:
     asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, run), *options("questions.reuse=never")])
     assert asked.returncode == 0, asked.stderr
-    assert "5 document(s) will be prefilled again" in asked.stderr
+    assert "5 documents will be prefilled again" in asked.stderr
     found = records(tmp_path / "asked")
     for name, folder in ask_fresh(job, tmp_path, run_here).items():
         for document, truth in records(folder).items():
@@ -240,7 +241,7 @@ def test_documents_that_a_run_has_lost_are_not_passed_over(
         file.unlink()
     asking = ask_job(tmp_path, tiny_model_dir, tmp_path / "out")
     asked = run_here(1, [asking])
-    assert asked.returncode == 65 and f"lost {5 - len(left)} document(s)" in asked.stderr
+    assert asked.returncode == 65 and f"lost {counted(5 - len(left), 'document')}" in asked.stderr
     assert not list((tmp_path / "asked").glob("*.h5"))
     asked = run_here(1, [asking, *options(f"questions.documents={json.dumps(left)}")])
     assert asked.returncode == 0 and {record.document for record in records(tmp_path / "asked").values()} == set(left)
@@ -258,7 +259,7 @@ def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_
     assert asked.returncode == 78 and "1 of 6 documents cannot be asked about: long.txt" in asked.stderr
     assert "kernels" not in asked.stderr and not list((tmp_path / "asked").glob("*.h5"))
     asked = run_here(1, [job, *options("output.max_failed=2")])
-    assert asked.returncode == 0 and "1 document(s) of the run have error records, and are skipped" in asked.stderr
+    assert asked.returncode == 0 and "skipped: 1 document with error records" in asked.stderr
     found = records(tmp_path / "asked")
     assert "parts" in found["long.txt#who"].error and "empty.txt#who" not in found
     assert sum(record.status == "done" for record in found.values()) == 10
@@ -375,7 +376,7 @@ def test_kvr_ask_says_what_it_would_do_and_does_it(
     monkeypatch.setattr("kvr_mpi.transport.mpi.connect", LocalTransport)
     command = ("ask", run, "-q", "Who?", "-q", "Why?", "--doc", "doc-3.txt")
     code, out, err = run_kvr(*command, "--dry-run")
-    assert code == 0 and err == "" and "doc-3.txt" in out and "1 document(s) will be loaded" in out
+    assert code == 0 and err == "" and "doc-3.txt" in out and "1 document will be loaded" in out
     assert not (tmp_path / "out-answers").exists()
     code, out, err = run_kvr(*command, "--set", "generation.max_new_tokens=5")
     assert code == 0, err

@@ -120,7 +120,7 @@ def test_measured_for_real_a_chain_equals_plain_transformers(
     truth = single(loaded, prompt(60)).logits
     assert truth is not None
     said = choose(loaded, tmp_path)
-    assert said[-1].startswith("CPU kernels: ") and "measured" in said[-1]
+    assert any(line.startswith("choosing CPU kernels (measuring") for line in said)
     torch.testing.assert_close(chain(loaded, prompt(60), (0, 31, 60)).logits, truth, atol=1e-4, rtol=0)
     (file,) = (tmp_path / "kernels").iterdir()
     kept = json.loads(file.read_text())
@@ -282,12 +282,11 @@ def test_ranks_of_a_host_take_the_same_ways_if_one_does_not_see_what_was_kept(
     said: list[str] = []
     forget_kernels(loaded.model)
     run_local(2, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
-    assert len({line for line in said if line.startswith("CPU kernels: ")}) == 1
     assert len(chosen) > 1 and chosen[-1] == chosen[-2]
 
 
 @needs_onednn
-@pytest.mark.parametrize(("word", "lines"), [("measured", 2), ("plain", 0)])
+@pytest.mark.parametrize(("word", "lines"), [("measured", 1), ("plain", 0)])
 def test_a_job_says_whether_they_are_used(
     tiny_model_dir: Path, gains: Any, tmp_path: Path, word: str, lines: int
 ) -> None:
