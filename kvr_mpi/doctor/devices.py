@@ -26,7 +26,7 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
         return [_no_gpu(facts[0])]
     blind = [one for one in facts if not one.device.count]
     if blind:
-        text = f"{ranks_text([one.rank for one in blind])} see no GPU, although the others do (first: {blind[0].host})"
+        text = f"{_ranks(blind)}: no GPU, although the others have one (first: {blind[0].host})"
         return [fail(check, text, "request a GPU for every task (`--gpus-per-task=1`), or start fewer ranks per host")]
     taken = group_ranks(facts, lambda one: f"{one.host} {one.device.uuid or one.device.index}")
     shared = [ranks for ranks in taken.values() if len(ranks) > 1]

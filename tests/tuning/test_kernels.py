@@ -106,7 +106,7 @@ def test_copies_in_fewer_bits_are_for_few_rows_and_each_has_to_pay() -> None:
 def test_no_more_memory_is_taken_than_pays(loaded: Any, gains: Any, tmp_path: Path) -> None:
     bytes_of = {shape: sum(one.weight.nbytes for one in each) for shape, each in find_products(loaded.model).items()}
     said = choose(loaded, tmp_path)
-    assert kernel_bytes(loaded.model) == sum(bytes_of.values()) and "measured" in said[-1]
+    assert kernel_bytes(loaded.model) == sum(bytes_of.values()) and "measuring" in said[0]
     choose(loaded, tmp_path, free=int(min(bytes_of.values()) / kernels.COPY_SHARE) - 4)
     assert kernel_bytes(loaded.model) == 0
 
@@ -147,7 +147,7 @@ def test_it_is_measured_once_for_a_machine_and_a_model(
 ) -> None:
     first, second = choose(loaded, tmp_path), choose(loaded, tmp_path)
     assert len(gains) == 1 and chosen[0] == chosen[1]
-    assert first[-1].replace("measured", "cached choice") == second[-1]
+    assert "measuring" in first[0] and second == []
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
@@ -242,7 +242,7 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
 
     monkeypatch.setattr(Product, "__call__", wrong)
     said = choose(loaded, tmp_path)
-    assert len(said) == len(find_products(loaded.model)) + 2 and "results for 512 rows differ" in said[1]
+    assert len(said) == len(find_products(loaded.model)) + 1 and "results for 512 rows differ" in said[1]
     assert kernel_bytes(loaded.model) == 0 and not kernels_of(loaded.model)
     check_chain(loaded)
 
@@ -260,7 +260,7 @@ def test_ranks_of_a_host_take_the_same_ways(
     monkeypatch.setattr(kernels, "measure_gains", measure)
     said: list[str] = []
     run_local(3, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
-    assert list(ranks) == [] and len(set(said)) == 2
+    assert list(ranks) == [] and len(set(said)) == 1
     assert chosen[0] and chosen == [chosen[0]] * 3 and all(PREPACKED in ways for ways in chosen[0].values())
     (file,) = (tmp_path / "kernels").iterdir()
     kept = json.loads(file.read_text())["gains"]
