@@ -77,7 +77,10 @@ def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world:
         before the end.
     """
     stop = Stop(environment.deadline_s)
-    with listening(stop, options.stop_signals, lambda why: _end_at_once(world, log, why)), ExitStack() as held:
+    with (
+        listening(stop, options.stop_signals, log.root, lambda why: _end_at_once(world, log, why)),
+        ExitStack() as held,
+    ):
         return _run(spec, options, environment, world, log, stop, held)
 
 

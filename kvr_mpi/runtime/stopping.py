@@ -100,13 +100,17 @@ class Stop:
 
 
 @contextmanager
-def listening(stop: Stop, names: Sequence[str], end: Callable[[str], None]) -> Iterator[None]:
+def listening(
+    stop: Stop, names: Sequence[str], tell: Callable[[str], None], end: Callable[[str], None]
+) -> Iterator[None]:
     """Stop at the first of these signals, and call `end` at the second.
 
     Parameters
     ----------
     names : sequence of str
         Such as ``("TERM", "USR2")``.
+    tell : callable
+        Given a line about the first; called in a thread, since what the signal interrupts may be writing a line itself.
     end : callable
         Ends all ranks at once; given a line that says why.
 
@@ -120,6 +124,9 @@ def listening(stop: Stop, names: Sequence[str], end: Callable[[str], None]) -> I
         name = signal.Signals(number).name
         if stop.heard:
             end(f"{name} while stopping: ending at once; finished documents are kept")
+        else:
+            told = f"{name}: begun documents are finished, no others are started; a second signal ends the job at once"
+            threading.Thread(target=tell, args=(told,)).start()
         stop.heard = True
         stop.ask(f"stopped by {name}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from queue import SimpleQueue
 
 import pytest
 
@@ -35,11 +36,12 @@ def test_at_the_very_end_what_is_begun_is_given_up() -> None:
 
 
 def test_the_first_signal_stops_and_the_second_ends() -> None:
-    stop, ended = Stop(), []
+    stop, told, ended = Stop(), SimpleQueue[str](), []
     before = signal.getsignal(signal.SIGUSR2)
-    with listening(stop, ("USR2", "SIGTERM"), ended.append):
+    with listening(stop, ("USR2", "SIGTERM"), told.put, ended.append):
         os.kill(os.getpid(), signal.SIGUSR2)
         assert stop.heard and stop.reason == "stopped by SIGUSR2" and not ended
+        assert told.get(timeout=60).startswith("SIGUSR2: begun documents are finished")
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended == ["SIGTERM while stopping: ending at once; finished documents are kept"]
     assert signal.getsignal(signal.SIGUSR2) is before
@@ -48,7 +50,7 @@ def test_the_first_signal_stops_and_the_second_ends() -> None:
 def test_a_signal_ends_nothing_that_only_a_deadline_stopped() -> None:
     stop, ended = Stop(clock=lambda: 0.0), []
     stop.ask("the time limit is near")
-    with listening(stop, ("USR2",), ended.append):
+    with listening(stop, ("USR2",), print, ended.append):
         os.kill(os.getpid(), signal.SIGUSR2)
     assert stop.heard and not ended
 
@@ -57,6 +59,6 @@ def test_a_signal_ends_nothing_that_only_a_deadline_stopped() -> None:
 def test_signals_that_cannot_be_heard_are_refused(name: str) -> None:
     with (
         pytest.raises(ConfigError, match=f"'{name}': expected signals that can be caught"),
-        listening(Stop(), (name,), print),
+        listening(Stop(), (name,), print, print),
     ):
         pass
