@@ -57,9 +57,9 @@ def ending_all(world: Transport) -> Iterator[None]:
     try:
         yield
     except FailedTogetherError as error:
-        if error.cause is None:
-            raise
-        raise error.cause from None
+        told = error.cause or FailedTogetherError(error.exit_code, None)
+        # A user's mistake is told by its message: where it was found is of no use.
+        raise told.with_traceback(None if isinstance(told, KvrError) else told.__traceback__) from None
     except Exception as error:
         if world.size > 1:
             code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG

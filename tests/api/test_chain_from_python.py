@@ -126,3 +126,14 @@ def test_settings_that_make_no_chain_are_refused(tiny_model_dir: Path) -> None:
         return str(caught.value)
 
     assert run_local(2, rank)[1] == "rank 1 was given other settings than rank 0; expected the same on all ranks"
+
+
+def test_a_wrong_model_is_told_without_the_way_to_where_it_was_missed(tmp_path: Path) -> None:
+    def work(world: LocalTransport) -> tuple[str, list[str]]:
+        with pytest.raises(KvrError) as caught:
+            Chain(str(tmp_path / "none"), world)
+        return str(caught.value), [Path(str(entry.path)).name for entry in caught.traceback]
+
+    (told, path), (other, their_path) = run_local(2, work)
+    assert "none': no such file or folder" in told and other == "another rank failed"
+    assert path == their_path and path[-1] == "ranks.py", "what raises it is the last that is shown"
