@@ -17,6 +17,11 @@
 A message says what happened, the value, the valid choices, and the next step.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_USAGE = 2
@@ -55,6 +60,12 @@ def printable(text: str, keep: str = "\n\t") -> str:
 def counted(count: int, noun: str) -> str:
     """Write a count with its noun: ``1 document``, ``2,000 documents``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def listed(errors: Mapping[str, str], most: int = 5) -> str:
+    """Write a line for each of the first documents that cannot be answered: its id, and why."""
+    lines = [f"  {printable(name)}: {printable(why)}" for name, why in islice(errors.items(), most)]
+    return "\n".join(lines + [f"  ... and {len(errors) - most:,} more"] * (len(errors) > most))
 
 
 class KvrError(Exception):

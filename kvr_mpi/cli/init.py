@@ -17,6 +17,8 @@ from kvr_mpi.cli.writing import writing
 ASK = "Summarise the following document in one paragraph. Keep names, dates and numbers."
 # What stands for the document in a template.
 TEXT = "{text}"
+# Documents that are read, to name those that cannot be answered.
+LOOKED_AT = 200
 
 JOB = """\
 # Check the plan, then run the job:
@@ -91,8 +93,10 @@ def init(
     The corpus and the model are checked first, as `kvr-run` would do. An existing file is never overwritten.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline
-    from kvr_mpi.errors import OutputError
+    from kvr_mpi.documents.corpus import read_corpus
+    from kvr_mpi.errors import OutputError, counted, listed
     from kvr_mpi.preflight.checks import check_job, describe_others, find_others
+    from kvr_mpi.preflight.inputs import row_format
 
     if job.exists():
         raise OutputError(f"{job} exists, and is not overwritten; choose another name")
@@ -109,6 +113,10 @@ def init(
     check_job(spec, 1, goes_on=False, offline=is_offline())
     if others := find_others(spec):
         click.echo(describe_others(others))
+    documents = [*read_corpus(spec.documents.path, rows=row_format(spec), limit=LOOKED_AT)]
+    if errors := {document.id: document.error for document in documents if document.error is not None}:
+        click.echo(f"{counted(len(errors), 'document')} of the first {len(documents)} will have error records:")
+        click.echo(listed(errors))
     with writing(job), job.open("x", encoding="utf-8") as stream:
         stream.write(text)
     # In a folder of its own: a run of two documents cannot be resumed with all of them.

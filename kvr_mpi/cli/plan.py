@@ -11,7 +11,7 @@ import click
 
 from kvr_mpi.cli.allocation import allocation_of, node_options
 from kvr_mpi.cli.options import command, parse_numbers, set_option
-from kvr_mpi.errors import counted
+from kvr_mpi.errors import counted, listed
 
 if TYPE_CHECKING:
     from kvr_mpi.schedule.forecast import Forecast
@@ -97,6 +97,7 @@ def plan(
             **used,
             "decoding": decoding,
             "other_files": made.others,
+            "errors": made.errors,
         }
         click.echo(json.dumps(told, indent=1))
         return
@@ -260,9 +261,9 @@ def _print_summary(made: PlannedJob) -> None:
     click.echo("")
     for line in describe(found):
         click.echo(line)
-    errors = sum(place.tokens == 0 for place in found.placements)
-    if errors:
-        click.echo(f"{counted(errors, 'document')} cannot be read or are too long, and will have error records")
+    if made.errors:
+        click.echo(f"{counted(len(made.errors), 'document')} will have error records:")
+        click.echo(listed(made.errors))
     others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))

@@ -24,10 +24,11 @@ BATCH_CHARS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Tokens of every document's text, 0 where it cannot be read, and in words how they were counted."""
+    """Tokens of every document's text, 0 where it cannot be read and why, and in words how they were counted."""
 
     texts: list[tuple[str, int]]
     how: str
+    errors: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ def count_corpus(tokenizer: Any, documents: Iterable[Document], *, exact: bool =
     exact : bool
         Count every document, however long it takes.
     """
-    stream = iter(documents)
+    errors: dict[str, str] = {}
+    stream = _noting(documents, errors)
     first: list[Document] = []
     chars = 0
     for document in stream:
@@ -68,8 +70,8 @@ def count_corpus(tokenizer: Any, documents: Iterable[Document], *, exact: bool =
             for batch in _batches(everything)
             for document, tokens in zip(batch, count_texts(tokenizer, _texts(batch)), strict=True)
         ]
-        return Counted(texts, f"{sum(tokens for _, tokens in texts)} tokens of text")
-    return _estimate(list(_sample(tokenizer, everything)))
+        return Counted(texts, f"{sum(tokens for _, tokens in texts)} tokens of text", errors)
+    return Counted(*_estimate(list(_sample(tokenizer, everything))), errors)
 
 
 def count_texts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
@@ -105,7 +107,14 @@ def _sample(tokenizer: Any, documents: Iterable[Document]) -> Iterator[_Sample]:
             yield _Sample(document.id, len(texts[number]), sum(map(len, pieces)), tokens, whole.get(number))
 
 
-def _estimate(samples: Sequence[_Sample]) -> Counted:
+def _noting(documents: Iterable[Document], errors: dict[str, str]) -> Iterator[Document]:
+    for document in documents:
+        if document.error is not None:
+            errors[document.id] = document.error
+        yield document
+
+
+def _estimate(samples: Sequence[_Sample]) -> tuple[list[tuple[str, int]], str]:
     """Scale every document's excerpts up; where excerpts mislead on average, the counted documents correct it."""
 
     def scaled(sample: _Sample) -> float:
@@ -133,7 +142,7 @@ def _estimate(samples: Sequence[_Sample]) -> Counted:
             f" ({len(control)} were counted: the median error of their estimates is {np.median(errors):.1f} %, the "
             f"90th percentile {np.quantile(errors, 0.9):.1f} %); --exact counts all"
         )
-    return Counted(texts, how)
+    return texts, how
 
 
 def _excerpts(text: str) -> list[str]:

@@ -23,7 +23,7 @@ from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
 from kvr_mpi.preflight.inputs import parse_templates, row_format
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
 from kvr_mpi.schedule.placement import Schedule
-from kvr_mpi.schedule.plan import plan_documents
+from kvr_mpi.schedule.plan import plan_documents, prompt_tokens
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.topology import whole_groups
 
@@ -32,7 +32,7 @@ from kvr_mpi.topology import whole_groups
 class PlannedJob:
     """A job's plan and what it was made from; `counted` says how the tokens of `texts` were.
 
-    `others` are the files of other types in the folders of documents.
+    `others` are the files of other types in the folders of documents, `errors` tells by id what cannot be answered.
 
     A tensor-parallel group counts as one rank of the plan.
     """
@@ -44,6 +44,7 @@ class PlannedJob:
     counted: str
     schedule: Schedule
     others: list[str]
+    errors: dict[str, str]
 
     @property
     def written_s(self) -> float | None:
@@ -106,7 +107,12 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     others = find_others(spec)
     found = _count(spec, outline.tokenizer, exact)
     schedule = plan_documents(spec, found.texts, groups, forecast)
-    return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule, others)
+    too_long = {
+        name: f"too long: {tokens} tokens, and {frame.text_budget} fit (prompt.too_long = 'error')"
+        for name, tokens in found.texts
+        if tokens and not prompt_tokens(spec.prompt, frame, tokens)
+    }
+    return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule, others, found.errors | too_long)
 
 
 def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:

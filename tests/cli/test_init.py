@@ -48,6 +48,21 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     )
 
 
+def test_documents_that_cannot_be_answered_are_named(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
+    bad = {"nothing.txt": b"", "program.txt": b"\x7fELF" + bytes(range(256)) * 4, "latin.txt": b"Caf\xe9 au lait"}
+    for name, content in bad.items():
+        (place / "my corpus" / name).write_bytes(content)
+    code, out, _ = run_kvr("init", "job.toml", "--corpus", "my corpus", "--model", tiny_model_dir)
+    assert code == EXIT_OK and "3 documents of the first 4 will have error records" in out
+    planned = run_kvr("plan", "job.toml", "--ranks", "2", "--hardware", "h200")[1]
+    for text in (out, planned):
+        for name, why in {"nothing.txt": "is empty", "program.txt": "a binary file", "latin.txt": "byte 0xe9"}.items():
+            assert any(line.startswith(f"  {name}: ") and why in line for line in text.splitlines()), text
+    for number in range(3):
+        (place / "my corpus" / f"nothing-{number}.txt").write_bytes(b"")
+    assert "  ... and 1 more\n" in run_kvr("plan", "job.toml", "--ranks", "2", "--hardware", "h200")[1]
+
+
 def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
     assert run_kvr("init", "--corpus", "rows.jsonl", "--model", tiny_model_dir, "--text-field", "body")[0] == EXIT_OK
     text = Path("job.toml").read_text()

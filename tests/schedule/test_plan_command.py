@@ -34,7 +34,8 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     ):
         assert words in shown.stdout, shown.stdout
     assert sum("doc-" in line for line in shown.stdout.splitlines()) <= 3
-    assert "2 documents cannot be read or are too long" in shown.stdout
+    assert "2 documents will have error records" in shown.stdout
+    assert "  empty.txt: empty.txt is empty: there is no text to work on" in shown.stdout
 
     found = json.loads(CliRunner().invoke(plan_command, [*command, "--json"], catch_exceptions=False).stdout)
     documents = {document["id"]: document for document in found["documents"]}
