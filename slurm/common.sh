@@ -108,7 +108,8 @@ spent() {
         if is_number "$count" && is_number "$of"; then cores=$((cores + count * of)); fi
     done
     awk -v s="$SECONDS" -v nodes="${SLURM_JOB_NUM_NODES:-1}" -v gpus="${SLURM_GPUS_ON_NODE:-0}" -v cores="$cores" -v now="$(date +'%F %T')" \
-        'BEGIN { printf "%s used %d s on %d nodes: %.3g node hours, %.3g GPU hours, %.3g core hours\n", now, s, nodes,
+        'BEGIN { printf "%s used %d s on %d %s: %.3g node hours, %.3g GPU hours, %.3g core hours\n", now, s, nodes,
+                 nodes == 1 ? "node" : "nodes",
                  s * nodes / 3600, s * nodes * gpus / 3600, s * cores / 3600 }'
 }
 trap spent EXIT

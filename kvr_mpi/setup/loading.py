@@ -40,7 +40,8 @@ def load_on_all(
         Of `load_model`.
     """
     host_by_host(world, lambda: locate(path, True, False, arguments["cache_dir"]))  # a GGUF file is converted once
-    loaded = together(world, lambda: merge_adapter(load_model(path, tp_group=tp_group, **arguments), adapter))
+    plain = together(world, lambda: load_model(path, tp_group=tp_group, **arguments))
+    loaded = host_by_host(world, lambda: merge_adapter(plain, adapter))
     keep_heap()
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))

@@ -118,7 +118,7 @@ def test_a_share_that_is_not_through_is_missing_something(tmp_path: Path) -> Non
     write_share(tmp_path, 0, 2, NAMES)
     take(tmp_path / "share-1-of-2", mode="new", corpus=corpus_of(NAMES), share=slice(1, None, 2)).close()
     write(tmp_path / "share-1-of-2", "0000", [record(NAMES[1])])
-    with pytest.raises(DataError, match=r"share-1-of-2 has 4 of 5 document\(s\) left"):
+    with pytest.raises(DataError, match=r"share-1-of-2 has 4 of 5 documents left"):
         open_results(tmp_path)
 
 

@@ -40,7 +40,7 @@ def _verify(ranks: int, transport: str, given: Given, timeout_s: float) -> str:
         *["kvr", "verify", "--model", model_of(given), "--device", given.kind, "--transport", transport, *lengths],
         timeout_s=timeout_s,
     )
-    held = re.findall(r"(\d+ of \d+ hold on \d+ rank\(s\))", told)
+    held = re.findall(r"(\d+ of \d+ hold on \d+ ranks?)", told)
     assert held, told[-2000:]
     return str(held[-1])
 

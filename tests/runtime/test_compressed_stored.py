@@ -109,7 +109,7 @@ def test_a_stored_cache_answers_as_the_one_in_memory_did(
 ) -> None:
     done = ask(stored)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"4 document\(s\) are compressed \(ada-snapkv: budget 64, ", done.stderr)
+    assert re.search(r"compressed: 4 documents \(ada-snapkv: budget 64, ", done.stderr)
     found = {record.document: record for record in open_results(tmp_path / "asked")}
     for name in ("doc-2.txt", "doc-4.txt"):
         record, kv = open_document(stored, name)

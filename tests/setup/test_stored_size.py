@@ -19,7 +19,7 @@ Usage = namedtuple("Usage", "total used free")
 def test_the_forecast_is_what_is_written(job: Path, tmp_path: Path, run_here: Any) -> None:
     run = run_here(2, [job, *KV])
     assert run.returncode == 0, run.stderr
-    told = re.search(r"of 5 document\(s\): about ([\d.]+) KiB; [\d.]+ [GT]iB are free", run.stderr)
+    told = re.search(r"of 5 documents: about ([\d.]+) KiB; [\d.]+ [GT]iB are free", run.stderr)
     assert told is not None, run.stderr
     # 3 layers, 2 heads of 8 elements, keys and values, float32; of the last token there are none.
     tokens = sum(record.prompt_tokens + record.new_tokens for record in open_results(tmp_path / "out"))

@@ -95,4 +95,4 @@ def test_a_log_ends_with_what_was_used(cores: str, nodes: str, gpus: str, hours:
     }
     script = f"is_number() {{ [[ ${{1:-}} =~ ^[0-9]+$ ]]; }}\n{spent}\nSECONDS=3600; spent"
     said = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=True)
-    assert said.stdout.rstrip().endswith(f"on {nodes} nodes: {hours}") and said.stderr == ""
+    assert said.stdout.rstrip().endswith(f"on {nodes} node{'s' * (nodes != '1')}: {hours}") and said.stderr == ""

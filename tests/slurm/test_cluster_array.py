@@ -32,7 +32,7 @@ def test_an_array_is_gathered_when_it_is_over(cluster: Cluster, tmp_path: Path, 
     found = open_results(tmp_path / "out" / "all.h5")
     assert found.ids("done") == [f"doc-{n}" for n in range(7)] == open_results(tmp_path / "out").ids()
     logs = [path.read_text() for path in tmp_path.glob("kvr-job*.out")]
-    assert len(logs) == 4 and all(re.search(r"used \d+ s of 1 node\(s\): .* core hours\n$", log) for log in logs), logs
+    assert len(logs) == 4 and all(re.search(r"used \d+ s on 1 node: .* core hours\n$", log) for log in logs), logs
 
 
 @pytest.mark.long
