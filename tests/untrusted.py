@@ -31,7 +31,8 @@ def write_good(folder: Path) -> Path:
         record = Record(
             name, "done", answer=f"about {name}", token_ids=(5, 6), slices=(0, 2, 4), prompt_tokens=4, ttft_s=0.5,
             logprobs=(-0.5, -1.5), top_tokens=(5, 9), top_logprobs=(-0.5, -0.25),
-            token_texts='{"5": "a"}', scores='[{"text": "a"}]', samples="[]", cache="rolling", text_tokens=2, kernels="CPU",
+            token_texts='{"5": "a"}', scores='[{"text": "a"}]', samples="[]", cache="rolling", text_tokens=2,
+            kernels="CPU",
         )  # fmt: skip
         tokens = CachedTokens((7, 8, 9, 5), (1, 3))
         writer.write(record, [(layer, -layer), (layer.half(), layer.half())], tokens)
