@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvr_mpi.model import LoadedModel, load_model
@@ -39,8 +40,10 @@ def load_on_all(
     **arguments
         Of `load_model`.
     """
-    host_by_host(world, lambda: locate(path, True, False, arguments["cache_dir"]))  # a GGUF file is converted once
-    plain = together(world, lambda: load_model(path, tp_group=tp_group, **arguments))
+    load = partial(load_model, path, tp_group=tp_group, **arguments)
+    # One rank of a host converts a GGUF file, or downloads from the hub; files that are there are read by all at once.
+    early = host_by_host(world, lambda: load() if locate(path, True, False, arguments["cache_dir"])[0].is_hub else None)
+    plain = together(world, lambda: early or load())
     loaded = host_by_host(world, lambda: merge_adapter(plain, adapter))
     keep_heap()
     if kernels != "plain":
