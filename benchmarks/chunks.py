@@ -22,6 +22,7 @@ from benchmarks.options import make_parser
 from benchmarks.pairs import ratio_of
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import DEFAULT_MODEL
+from kvr_mpi.errors import counted
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import footprint_of
@@ -81,13 +82,15 @@ def main(arguments: Sequence[str]) -> None:
         return
     footprint = footprint_of(loaded.model.config, loaded.dtype)
     longest = max(partition.lengths)
-    counted = [footprint.activation_bytes(longest, each) / footprint.heap_share for each in (None, given.chunks)]
-    ratio, share = ratio_of([chunked / whole for whole, chunked in pairs]), counted[1] / counted[0]
+    sizes_bytes = [footprint.activation_bytes(longest, each) / footprint.heap_share for each in (None, given.chunks)]
+    ratio, share = ratio_of([chunked / whole for whole, chunked in pairs]), sizes_bytes[1] / sizes_bytes[0]
     print(
-        f"{given.tokens} tokens on {world.size} rank(s), chunks of {given.chunks}: {ratio.median:.3f} of the time "
+        f"{given.tokens} tokens on {counted(world.size, 'rank')}, chunks of {given.chunks}: "
+        f"{ratio.median:.3f} of the time "
         f"at once ({ratio.low:.3f} to {ratio.high:.3f}, {given.pairs} pairs), "
-        f"{verdict(ratio.low, ratio.high, given.most_time)}; activations of a layer {counted[1] / 1e6:.1f} MB instead "
-        f"of {counted[0] / 1e6:.1f} MB at once (counted), {verdict(share, share, MOST_ACTIVATIONS)}"
+        f"{verdict(ratio.low, ratio.high, given.most_time)};"
+        f" activations of a layer {sizes_bytes[1] / 1e6:.1f} MB instead "
+        f"of {sizes_bytes[0] / 1e6:.1f} MB at once (counted), {verdict(share, share, MOST_ACTIVATIONS)}"
     )
     if given.json:
         figures = {
@@ -97,4 +100,4 @@ def main(arguments: Sequence[str]) -> None:
             "pairs_s": pairs,
         }
         figures |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "most": given.most_time}
-        Path(given.json).write_text(json.dumps({**figures, "activation_bytes": counted}, indent=1))
+        Path(given.json).write_text(json.dumps({**figures, "activation_bytes": sizes_bytes}, indent=1))

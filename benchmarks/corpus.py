@@ -31,7 +31,7 @@ from kvr_mpi.cli.launch import guarded, quiet_libraries
 from kvr_mpi.cli.options import command, job_argument, parse_names, set_option, transport_option
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.generation import GenerationSection
-from kvr_mpi.errors import ConfigError, DocumentError
+from kvr_mpi.errors import ConfigError, DocumentError, counted
 from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.model import choose_device
 from kvr_mpi.preflight.checks import choose_chain_size
@@ -177,7 +177,10 @@ def bench_corpus(
     ways, batch_size = [*comparison.ways, *rivals], comparison.batch_size
     with pinned(ranks) as cores:
         ours = next(way for way in OURS if way in ways)
-        log.root(f"{ranks.size} rank(s), {cores} core(s) each; {len(corpus)} documents; in pairs with {ours}")
+        log.root(
+            f"{counted(ranks.size, 'rank')}, {counted(cores, 'core')} each; "
+            f"{len(corpus)} documents; in pairs with {ours}"
+        )
         ready: dict[str, JobSetup] = {}
         for way in ways:
             if way in OURS:

@@ -41,7 +41,7 @@ from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.head_parallel import HeadGroup, Place
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.errors import ConfigError, CorpusError, DocumentError
+from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, counted
 from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.model import choose_device
 from kvr_mpi.preflight.checks import check_job
@@ -302,7 +302,7 @@ def bench_heads(
     """
     check_heads(spec, ranks.size)
     with pinned(ranks) as cores, torch.inference_mode():
-        log.root(f"{ranks.size} rank(s), {cores} core(s) each")
+        log.root(f"{counted(ranks.size, 'rank')}, {counted(cores, 'core')} each")
         setup = prepare(spec, machine, ranks, ranks, log.line)
         if isinstance(setup.sharing, str):
             architecture = setup.loaded.shape.architecture
@@ -391,8 +391,8 @@ def _sample(
             why = "shorter than the budget, or split"
     if len(found) < ranks:
         raise CorpusError(
-            f"--fairkv: {len(found)} of {len(share)} document(s) are longer than the budget and in one part; expected "
-            f"at least one for each of {ranks} ranks ({why})"
+            f"--fairkv: {len(found)} of {counted(len(share), 'document')} are longer than the budget and in one part; "
+            f"expected at least one for each of {ranks} ranks ({why})"
         )
     return found
 

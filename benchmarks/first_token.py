@@ -28,7 +28,7 @@ from benchmarks.tables import print_rooflines, print_strategies
 from kvr_mpi.cli.launch import default_dtype, guarded, load_everywhere, open_links
 from kvr_mpi.cli.options import command, model_options, parse_names, parse_numbers, transport_option
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
@@ -187,7 +187,10 @@ def bench(
             REGISTRY[name].check(loaded)
     with pinned(world) as cores:
         ours = choose_ours(strategies)
-        say(f"{world.size} rank(s), {cores} core(s) each; lengths {list(contexts)}; in pairs with {ours}")
+        say(
+            f"{counted(world.size, 'rank')}, {counted(cores, 'core')} each; "
+            f"lengths {list(contexts)}; in pairs with {ours}"
+        )
         partitions = _plan(loaded, world, strategies, contexts, given, say)
         rows: list[StrategyRow] = []
         began, left = time.monotonic(), len(contexts)

@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks.hosts import Host, Shaper, hosts, run_mpi, shape, why_not
 from benchmarks.options import make_parser
 from kvr_mpi.cli.options import DEFAULT_MODEL
+from kvr_mpi.errors import counted
 
 GBIT = 1_000_000_000
 MBIT = 1_000_000
@@ -163,7 +164,7 @@ def run_case(name: str, options: argparse.Namespace, quiet: Sequence[Result]) ->
         noise = Noise(group, case.rate or GBIT, NOISY_RATE, options.seed) if case.quiet else None
 
         def follow(line: str) -> None:
-            if noise is not None and "rank(s), " in line:  # the model is loaded, prompts begin
+            if noise is not None and "; lengths [" in line:  # the model is loaded, prompts begin
                 noise.start()
             if line.startswith("["):  # the log; the rest is a table, which ours replaces
                 say(f"  {line}")
@@ -252,7 +253,10 @@ def main(arguments: Sequence[str]) -> int:
         failure = error
     flat = [result for rows in results.values() for result in rows]
     if flat:
-        say(f"\n{options.context} tokens, {options.repeats} repetition(s), {time.monotonic() - began:.0f} s in all\n")
+        say(
+            f"\n{options.context} tokens, {counted(options.repeats, 'repetition')}, "
+            f"{time.monotonic() - began:.0f} s in all\n"
+        )
         show(flat)
     if options.json and flat:
         options.json.write_text(json.dumps([asdict(result) for result in flat], indent=1) + "\n")

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 from scipy.stats import bootstrap
 
+from kvr_mpi.errors import counted
 from kvr_mpi.transport import Transport, share_json
 
 CONFIDENCE = 0.95
@@ -81,7 +82,7 @@ class Ratio:
     def describe(self) -> str:
         """Return the ratio for a table; where the pairs do not tell the ways apart, that instead of it."""
         if self.pairs < LEAST_PAIRS:
-            return f"{self.median:.2f} of {self.pairs} pair(s)"
+            return f"{self.median:.2f} of {counted(self.pairs, 'pair')}"
         if not self.is_told:
             return f"the same ({self.low:.2f} to {self.high:.2f})"
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"

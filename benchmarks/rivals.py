@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 
 from benchmarks.cores import all_cores, plain
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import prefill_single
 
@@ -189,5 +189,5 @@ def exactness_of(rival: Rival, loaded: LoadedModel, ids: Sequence[int]) -> str:
     token = answer.tokens[0][0]
     same = "the same first token" if token == int(logprobs.argmax()) else "a different first token"
     error = abs(answer.logprobs[0] - float(logprobs[token]))
-    busy = f"{answer.cpu_s / answer.seconds:.1f} of {cores} core(s) kept busy"
+    busy = f"{answer.cpu_s / answer.seconds:.1f} of {counted(cores, 'core')} kept busy"
     return f"{rival.name} {rival.version}: {same} as transformers, its log-probability off by {error:.1e}; {busy}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.options import make_parser
 from kvr_mpi.cli.launch import guarded, load_everywhere, open_links
 from kvr_mpi.cli.options import DEFAULT_MODEL, parse_numbers
+from kvr_mpi.errors import counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Log
@@ -95,7 +96,7 @@ def check_table(table: Table, contexts: Sequence[int], run: Run, trials: int, sa
                 f"allowed {100 * FORECAST_ALLOWED:.0f} %)"
             )
     holding = sum(finding.holds for finding in findings)
-    say(f"{holding} of {len(findings)} hold, median of {trials} trial(s)")
+    say(f"{holding} of {len(findings)} hold, median of {counted(trials, 'trial')}")
     return holding == len(findings)
 
 

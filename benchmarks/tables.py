@@ -18,6 +18,7 @@ from benchmarks.pairs import STARTS_DIFFER, Ratio
 from benchmarks.plots import plot_bench
 from benchmarks.roofline import Roofline
 from kvr_mpi.cli.writing import writing
+from kvr_mpi.errors import counted
 
 LEGEND = (
     f"time as a multiple of ours, above 1 where ours is faster: median of back-to-back pairs (95 % bootstrap interval, "
@@ -101,8 +102,8 @@ def print_rooflines(rooflines: Sequence[Roofline], found: list[dict[str, Any]], 
         rows = [row for row in found if row["context_tokens"] == one.tokens]
         reached = ", ".join(f"{row['strategy']} {100 * one.least_s / row['ttft_min_s']:.0f} %" for row in rows)
         print(
-            f"{one.tokens} tokens: nothing that multiplies as often takes less than {one.least_s:.3f} s on {one.ranks} "
-            f"rank(s); the best runs reach {reached} of that speed"
+            f"{one.tokens} tokens: nothing that multiplies as often takes less than {one.least_s:.3f} s on "
+            f"{counted(one.ranks, 'rank')}; the best runs reach {reached} of that speed"
         )
     least_s = {one.tokens: one.least_s for one in rooflines}
     if json_file is not None:

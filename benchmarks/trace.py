@@ -24,6 +24,7 @@ from benchmarks.options import make_parser
 from benchmarks.pairs import ratio_of
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import DEFAULT_MODEL
+from kvr_mpi.errors import counted
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str]) -> None:
     if world.rank:
         return
     told: dict[str, Any] = {"ranks": world.size, "tokens": wanted.tokens, "spans": spans, "pairs_s": pairs}
-    print(f"{wanted.tokens} tokens over {world.size} rank(s), {wanted.pairs} pairs, {spans} spans on rank 0")
+    print(f"{wanted.tokens} tokens over {counted(world.size, 'rank')}, {wanted.pairs} pairs, {spans} spans on rank 0")
     for place, name in enumerate(("time", "processor time")):
         ratio = ratio_of([traced[place] / plain[place] for plain, traced in pairs])
         plain_s = statistics.median(plain[place] for plain, _ in pairs)

@@ -202,9 +202,8 @@ def age_of(measured: Measurement) -> str:
     days = done.stdout.split()
     if not days:
         return ""
-    return (
-        f"older than the code it measures: {len(days)} commit(s) since, the last on {max(days)}; `{measured.command}`"
-    )
+    since = f"{len(days)} commit{'s' * (len(days) != 1)} since, the last on {max(days)}"
+    return f"older than the code it measures: {since}; `{measured.command}`"
 
 
 def store(measured: Measurement, source: Path) -> None:

@@ -86,7 +86,7 @@ def test_what_is_older_than_its_code_is_said(tmp_path: Path, monkeypatch: pytest
     assert not figures.age_of(one)
     (tmp_path / "code").write_text("changed")
     git("commit", "-qam", "changed")
-    assert "1 commit(s) since" in figures.age_of(one) and one.command in figures.age_of(one)
+    assert "1 commit since" in figures.age_of(one) and one.command in figures.age_of(one)
     assert "not known" in figures.age_of(replace(one, commit="0000000"))
 
 
