@@ -86,11 +86,10 @@ def main(arguments: Sequence[str]) -> None:
     ratio, share = ratio_of([chunked / whole for whole, chunked in pairs]), sizes_bytes[1] / sizes_bytes[0]
     print(
         f"{given.tokens} tokens on {counted(world.size, 'rank')}, chunks of {given.chunks}: "
-        f"{ratio.median:.3f} of the time "
-        f"at once ({ratio.low:.3f} to {ratio.high:.3f}, {given.pairs} pairs), "
-        f"{verdict(ratio.low, ratio.high, given.most_time)};"
-        f" activations of a layer {sizes_bytes[1] / 1e6:.1f} MB instead "
-        f"of {sizes_bytes[0] / 1e6:.1f} MB at once (counted), {verdict(share, share, MOST_ACTIVATIONS)}"
+        f"{ratio.median:.3f} of the time at once ({ratio.low:.3f} to {ratio.high:.3f}, {given.pairs} pairs), "
+        f"{verdict(ratio.low, ratio.high, given.most_time)}; "
+        f"activations of a layer {sizes_bytes[1] / 1e6:.1f} MB instead of "
+        f"{sizes_bytes[0] / 1e6:.1f} MB at once (counted), {verdict(share, share, MOST_ACTIVATIONS)}"
     )
     if given.json:
         figures = {

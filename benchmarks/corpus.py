@@ -179,7 +179,7 @@ def bench_corpus(
         ours = next(way for way in OURS if way in ways)
         log.root(
             f"{counted(ranks.size, 'rank')}, {counted(cores, 'core')} each; "
-            f"{len(corpus)} documents; in pairs with {ours}"
+            f"{counted(len(corpus), 'document')}; in pairs with {ours}"
         )
         ready: dict[str, JobSetup] = {}
         for way in ways:

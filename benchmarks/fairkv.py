@@ -391,8 +391,8 @@ def _sample(
             why = "shorter than the budget, or split"
     if len(found) < ranks:
         raise CorpusError(
-            f"--fairkv: {len(found)} of {counted(len(share), 'document')} are longer than the budget and in one part; "
-            f"expected at least one for each of {ranks} ranks ({why})"
+            f"--fairkv: found {counted(len(found), 'document')} longer than the budget and in one part, out of "
+            f"{len(share)}; expected at least one for each of {ranks} ranks ({why})"
         )
     return found
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.report.style import (
     COLOURS,
     nice_ticks,
@@ -130,7 +130,7 @@ def plot_forecast(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
 def plot_slices(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Draw each row's slices as shares of its prompt, a bar a row, rank 0 at the bottom (Fig. 10 a)."""
     figure, (axes,) = _canvas()
-    labels = [f"{tokens_text(row['context_tokens'])}\n{row['ranks']} rank{'s' * (row['ranks'] > 1)}" for row in rows]
+    labels = [f"{tokens_text(row['context_tokens'])}\n{counted(row['ranks'], 'rank')}" for row in rows]
     for place, row in enumerate(rows):
         bounds = row["slices"]
         shades = ramp(len(bounds) - 1)
@@ -228,7 +228,7 @@ def _finding(rows: Sequence[dict[str, Any]]) -> str:
     """Say who is fastest at the longest prompt, and by how much; where that was not told apart, this instead."""
     tokens = max(row["context_tokens"] for row in rows)
     found = sorted((row for row in rows if row["context_tokens"] == tokens), key=lambda row: row["ttft_s"])
-    where = f"at {tokens_text(tokens)} tokens on {rows[0]['size']} rank{'s' * (rows[0]['size'] > 1)}"
+    where = f"at {tokens_text(tokens)} tokens on {counted(rows[0]['size'], 'rank')}"
     if len(found) < 2:
         return f"{found[0]['strategy']} {where}"
     first, second = found[:2]

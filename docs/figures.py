@@ -24,6 +24,8 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from kvr_mpi.errors import counted
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA, DRAWN = ROOT / "docs" / "data", ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- begin: (?P<name>[a-z-]+) -->\n.*?<!-- end: (?P=name) -->", re.DOTALL)
@@ -202,7 +204,7 @@ def age_of(measured: Measurement) -> str:
     days = done.stdout.split()
     if not days:
         return ""
-    since = f"{len(days)} commit{'s' * (len(days) != 1)} since, the last on {max(days)}"
+    since = f"{counted(len(days), 'commit')} since, the last on {max(days)}"
     return f"older than the code it measures: {since}; `{measured.command}`"
 
 

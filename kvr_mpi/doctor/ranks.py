@@ -163,7 +163,7 @@ def _version(name: str, one: RankFacts) -> str:
 
 def _cores_text(counts: Sequence[int]) -> str:
     least, most = min(counts), max(counts)
-    return f"{least} core{'s' * (least != 1)}" if least == most else f"{least}-{most} cores"
+    return counted(least, "core") if least == most else f"{least}-{most} cores"
 
 
 def _check_size(environ: Mapping[str, str], size: int | None, hosts: int | None) -> list[Finding]:

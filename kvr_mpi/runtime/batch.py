@@ -47,7 +47,7 @@ from kvr_mpi.runtime.stored_source import StoredSource, check_askable, scan_stor
 from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
-from kvr_mpi.runtime.worker import ChainWorker, WorkerContext, answers_text
+from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.setup.job_setup import JobSetup, identity_of
 from kvr_mpi.setup.prepare import prepare
@@ -212,7 +212,7 @@ def work_through(
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
             ChainWorker(runner, queue, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
-    context.trace.tell("decoding", answers_text(context.decoder.running))
+    context.trace.tell("decoding", counted(context.decoder.running, "answer"))
     context.decoder.decode()
     context.trace.tell("waiting", "for the other ranks to end")
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, counted
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.requests.sources import Source
@@ -185,7 +185,7 @@ class ChainWorker:
         if decoder.shares_heads:
             self._decode_together()
             return
-        self._context.trace.tell("decoding", answers_text(decoder.running))
+        self._context.trace.tell("decoding", counted(decoder.running, "answer"))
         few = max(0, decoder.running - 1) if self._chain.size == 1 else decoder.running // 4
         decoder.decode(leave=few if end.has_more else 0)
 
@@ -194,7 +194,7 @@ class ChainWorker:
         if self._forwarder is not None:
             self._forwarder.settle()
         self._chain.barrier()
-        self._context.trace.tell("decoding", f"{answers_text(self._context.decoder.running)} with its chain")
+        self._context.trace.tell("decoding", f"{counted(self._context.decoder.running, 'answer')} with its chain")
         self._context.decoder.decode()
 
     def _exchange_parts(self) -> None:
@@ -208,11 +208,6 @@ class ChainWorker:
             ranks = first_of_each(ranks, self._chain.size)
             known = [(key, Record(**record)) for _, received in ranks for key, record in received]
             self._leader.begin_wave([Held(**each) for each, _ in ranks], known)
-
-
-def answers_text(count: int) -> str:
-    """Say how many answers are under way."""
-    return f"{count} answer{'s' * (count != 1)}"
 
 
 def _rows(waiting: Sequence[Plan]) -> list[list[Plan]]:

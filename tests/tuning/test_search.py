@@ -72,7 +72,7 @@ def test_search_replaces_nothing_unasked_and_slices_are_checked(
     checked = mpirun(2, [sys.executable, "-m", "benchmarks", *words])
     # The times of a model this small are noise, so it may well miss; it says so, and the exit code does, too.
     assert checked.returncode == (1 if "MISSED" in checked.stderr else 0), checked.stderr
-    assert "of 3 hold, median of 1 trial" in checked.stderr
+    assert "of 3 hold, median of 1 trial\n" in checked.stderr
     for text in (": 400 tokens: ", ": 256 tokens: ", ": 320 tokens, not in the table", "even slices"):
         assert text in checked.stderr
     second = mpirun(2, [*command, "--contexts", "128", "--method", "model"])
