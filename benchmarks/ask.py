@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,12 @@ from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.setup.loading import load_on_all
-from kvr_mpi.store.hdf5 import hold_open
-from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.outputs import Header, Record
-from kvr_mpi.store.parts import part_record
-from kvr_mpi.store.shards import ShardWriter
-from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
+from kvr_mpi.store.folder import index_run
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.pieces import open_pieces
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues, StoredKV
+from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
@@ -117,7 +118,7 @@ class Bench:
         start, stop = self.cut(tokens).start(rank), self.cut(tokens).stop(rank)
         folder = self.folder / f"rank-{rank}"
         folder.mkdir(exist_ok=True)
-        writer = ShardWriter(folder, "slices", HEADER) if writes else None
+        writer = ResultWriter(folder, rank, HEADER) if writes else None
         self.world.barrier()
         began = time.perf_counter()
         for number in range(WRITTEN):
@@ -130,7 +131,7 @@ class Bench:
                 writer.write(record, layers, CachedTokens(self.ids, (0, tokens), start))
             else:
                 whose = CachedTokens(self.ids[:stop], (0, stop), start)
-                with writer.writing(part_record(record, whose), whose) as own:
+                with writer.writing_piece(record, whose) as own:
                     self.prefill(self.ids, write_layer=own.add_layer)
         if writer is not None:
             writer.close()
@@ -154,7 +155,7 @@ class Bench:
         folder = self.folder / f"file-{self._files}"
         if is_last:
             folder.mkdir()
-            writer = ShardWriter(folder, "whole", HEADER)
+            writer = ResultWriter(folder, 0, HEADER)
             writer.write(Record("document", "done"), self._layers, CachedTokens(self.ids, (0, len(self.ids))))
             writer.close()
         self.world.barrier()
@@ -162,10 +163,10 @@ class Bench:
 
     def rows_of(self, file: Path) -> ReadRows:
         """Read rows of a layer, held against their checksums."""
-        layers = {layer.number: layer for layer in open_kv(hold_open(file)["documents/document"]).layers}
+        kv = stored_in(file)
 
         def read(number: int, first: int, last: int) -> torch.Tensor:
-            keys, values = layers[number].read(first, last)
+            keys, values = kv.read(number, first, last)
             return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
         return read
@@ -223,14 +224,19 @@ class Bench:
 
     def read(self, file: Path) -> tuple[float, float]:
         """Seconds to read keys and values with their checksums, and as many bytes with np.fromfile."""
-        layers = open_kv(hold_open(file)["documents/document"]).layers
+        kv = stored_in(file)
         began = time.perf_counter()
-        for layer in layers:
-            layer.read()
+        for layer in kv.layers:
+            kv.read(layer)
         ours = time.perf_counter() - began
         began = time.perf_counter()
         np.fromfile(file, np.uint8, self.size)
         return ours, time.perf_counter() - began
+
+
+def stored_in(file: Path) -> StoredKV:
+    """Open the document's keys and values, for as long as the process runs."""
+    return open_pieces("document", index_run(file.parent).places["document"].pieces, ExitStack())
 
 
 def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:

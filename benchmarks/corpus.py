@@ -46,7 +46,7 @@ from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.prepare import prepare
-from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import Name, open_transport
@@ -256,7 +256,7 @@ def _ours(
         shares = share_out(prepared, corpus, numbers, JobRanks(ranks, ranks), Log(1))
         counters = open_counters(control, FIRST_LIST + shares.slots)
         quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
-        with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:
+        with closing(ResultWriter(folder, control.rank, prepared.header())) as writer:
             source, stop = open_source(prepared, corpus), Stop()
             stop.join(counters)
             sink = ResultSink(writer, counters, quiet, keeps_kv=bool(prepared.spec.output.kv))

@@ -19,10 +19,11 @@ import torch
 from benchmarks.options import make_parser
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
 from kvr_mpi.store.lock import this_process
-from kvr_mpi.store.outputs import Header, Record
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.run import open_run
-from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.writer import ResultWriter
 
 HEADER = Header({"model": "0123abcd"}, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "bfloat16"})
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
         for number in range(shares):
             share, path = slice(number, None, shares), folder / f"share-{number}-of-{shares}"
             run = open_run(path, HEADER, corpus, share=share, owner=this_process())
-            writer = ShardWriter(path, "0000", HEADER)
+            writer = ResultWriter(path, 0, HEADER)
             for name in names[share]:
                 kv = [(layer, layer)] * LAYERS if kv_tokens else ()
                 tokens = CachedTokens(tuple(range(kv_tokens)), (1, kv_tokens)) if kv_tokens else None

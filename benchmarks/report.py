@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.options import make_parser
 from kvr_mpi.report.page import RunFacts, make_page
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SYLLABLES = ("ka", "lo", "mi", "tre")

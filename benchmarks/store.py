@@ -1,9 +1,9 @@
-"""How fast shards are written, and what a document costs.
+"""How fast keys and values are written, and what a document costs.
 
     python -m benchmarks store [FOLDER] [--gib 1] [--documents 60]
 
-Keys and values of several documents go through a `ShardWriter`, against np.tofile and fsync of the same bytes, in turn;
-then a loop that computes for a second a document is timed with and without writing.
+Keys and values of several documents go through a `ResultWriter`, against np.tofile and fsync of the same bytes, in
+turn; then a loop that computes for a second a document is timed with and without writing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-import kvr_mpi.store.shards as shards
 from benchmarks.options import make_parser
-from kvr_mpi.store.outputs import Header, Record
-from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.writer import ResultWriter
 
 HEADER = Header({"model": "bench"}, {"name": "bench", "architecture": "none", "dtype": "float16"})
 LAYERS, HEADS, DIM = 32, 8, 128
@@ -47,10 +47,10 @@ def write_plain(folder: Path, documents: list[list[tuple[torch.Tensor, torch.Ten
     return time.perf_counter() - began
 
 
-def write_shards(folder: Path, documents: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> float:
-    """Time a `ShardWriter`."""
+def write_results(folder: Path, documents: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> float:
+    """Time a `ResultWriter`."""
     began = time.perf_counter()
-    writer = ShardWriter(folder, "0000", HEADER)
+    writer = ResultWriter(folder, 0, HEADER)
     for number, layers in enumerate(documents):
         writer.write(Record(f"document-{number}", "done"), layers)
     writer.close()
@@ -65,7 +65,7 @@ def compute(product: torch.Tensor, rounds: int) -> None:
 
 def pace(folder: Path, documents: int, rounds: int, product: torch.Tensor, writes: bool) -> float:
     """Seconds for documents that take a second each to compute, answers of 96 tokens."""
-    writer = ShardWriter(folder, "0000", HEADER)
+    writer = ResultWriter(folder, 0, HEADER)
     began = time.perf_counter()
     for number in range(documents):
         compute(product, rounds)
@@ -93,19 +93,18 @@ def main(arguments: Sequence[str]) -> None:
     for _ in range(options.repeats):
         folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="bench-store-"))
         try:
-            plain, sharded = write_plain(folder, documents), write_shards(folder, documents)
+            plain, ours = write_plain(folder, documents), write_results(folder, documents)
         finally:
             shutil.rmtree(folder)
-        ratios.append(plain / sharded)
-        print(f"tofile + fsync {size / plain / 2**30:.2f} GiB/s, shards {size / sharded / 2**30:.2f} GiB/s", flush=True)
-    print(f"shards reach {100 * statistics.median(ratios):.0f} % of it (median of {options.repeats}; goal 60 %)")
+        ratios.append(plain / ours)
+        print(f"tofile + fsync {size / plain / 2**30:.2f} GiB/s, volumes {size / ours / 2**30:.2f} GiB/s", flush=True)
+    print(f"volumes reach {100 * statistics.median(ratios):.0f} % of it (median of {options.repeats}; goal 60 %)")
     if options.documents:
         torch.set_num_threads(1)
         product = torch.randn(512, 512)
         began = time.perf_counter()
         compute(product, 200)
         rounds = round(200 / (time.perf_counter() - began))
-        shards.FLUSH_S = 10.0
         times: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(6):
             folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="bench-store-"))

@@ -23,7 +23,7 @@ from kvr_mpi.cli import COMMANDS
 from kvr_mpi.cli.environment import VARIABLES
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import MODELS, NO_EFFECT, REFUSED
-from kvr_mpi.store import head_rows, kv, outputs
+from kvr_mpi.store import head_rows, kv, log, record, volumes
 
 DOCS = Path(__file__).resolve().parent
 # A block that the code writes, and its name.
@@ -91,12 +91,16 @@ def no_effect() -> str:
 
 
 def schema() -> str:
-    """Draw what is where in an HDF5 file of results."""
+    """Draw what is where in the files of results."""
     return "\n\n".join(
         [
-            f"Version {outputs.SCHEMA_VERSION}. Records:",
-            _drawing(outputs),
-            "Keys and values, with `output.kv`, in each document's group:",
+            f"Version {volumes.SCHEMA_VERSION}. Files:",
+            _drawing(volumes),
+            "Lines of a log:",
+            _drawing(log),
+            "A record:",
+            _drawing(record),
+            "Keys and values, with `output.kv`:",
             _drawing(kv),
             "With `[compress]` beside `output.kv`:",
             _drawing(head_rows),

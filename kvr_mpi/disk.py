@@ -20,7 +20,8 @@ PART = ".part"
 MODE = 0o666  # less the umask
 RUN_FILE = "run.json"  # what a run is, and which documents it was begun with
 RUN_FILE_START = b'{"identity": '
-LEDGER_NAME = re.compile(r"ledger-(.+)\.jsonl")
+LOG_NAME = re.compile(r"log-([0-9]{4,})(?:-([0-9]{4,}))?\.jsonl", re.ASCII)
+VOLUME_NAME = re.compile(r"kv-([0-9]{4,})-([0-9]{4,})-([0-9]{5,})\.h5", re.ASCII)
 LOCK_NAME = re.compile(r"\.lock-([0-9]{6,})", re.ASCII)
 
 
@@ -74,23 +75,6 @@ def create(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
 
 
-def open_to_append(path: Path) -> int:
-    """Open a file for reading and appending, made if it is missing; return its descriptor.
-
-    Raises
-    ------
-    OSError
-        Also if it is a link, or no regular file.
-    """
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        return _checked(os.open(path, flags, MODE), path)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _link(path) from error
-        raise
-
-
 def truncate(path: Path) -> None:
     """Give back what a file takes; raises `OSError` if it is a link."""
     handle = _checked(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), path)
@@ -126,7 +110,3 @@ def _checked(handle: int, path: Path) -> int:
         return handle
     os.close(handle)
     raise OSError(errno.EINVAL, "not a regular file; something else was put in its place", str(path))
-
-
-def _link(path: Path) -> OSError:
-    return OSError(errno.ELOOP, "a symbolic link, which is never followed when writing: remove it", str(path))

@@ -8,6 +8,7 @@ KEYS: dict[str, str] = {
     "cache.sinks": "Leave it out; cache.kind = 'streaming-llm' keeps the first 4 tokens.",
     "model.offline": "Leave it out; HF_HUB_OFFLINE=1 or 0 in the environment decides.",
     "model.revision": "Download it (hf download ID --revision REVISION --local-dir FOLDER), and name the folder.",
+    "report.metrics": "Leave it out; kvr status --json says the same of a running job.",
     "report.trace_mib": "Leave it out; the traces of a run take at most 256 MiB.",
     "compress.beta": "Leave it out; pyramidkv and headkv use the values of their papers (20 and 1.2).",
     "compress.floor": "Leave it out; ada-snapkv guarantees every head 0.2 of the budget, as kvpress does.",

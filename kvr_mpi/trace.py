@@ -17,7 +17,7 @@ class Span(NamedTuple):
     kind : ``layer``: what follows the making of a layer's keys and values, up to the next layer's, waits included;
         ``wait``: for other ranks' keys and values; ``send wait``: for the link to take this rank's; ``send``,
         ``receive``, ``forward``: transfers, from when they were begun or posted to when they were seen to be over;
-        ``prefill``, ``decode``, ``write``: a prompt on this rank, a wave's answers, a document's way into its shard.
+        ``prefill``, ``decode``, ``write``: a prompt on this rank, a wave's answers, a document's way to the disk.
     began_s, ended_s : ``time.perf_counter``.
     prompt : number of the prompt on this rank; -1: none.
     layer : -1: none.

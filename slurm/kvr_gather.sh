@@ -3,7 +3,7 @@
 #
 #     sbatch --dependency=afterany:ARRAY slurm/kvr_gather.sh OUTPUT SHARES
 #
-# Every shard is held against its checksum, every record read. What is missing is named, and the exit code is then 65.
+# All records, keys and values are read and verified. What is missing is named, and the exit code is then 65.
 #SBATCH --job-name=kvr-gather
 #SBATCH --nodes=1
 #SBATCH --ntasks=1

@@ -57,11 +57,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shards_end_when_told() -> Iterator[None]:
-    """Have no shard end by its age in this process, so that a slow machine makes as many files as a fast one."""
+def volumes_end_when_told() -> Iterator[None]:
+    """Have no volume end by its age in this process, so that a slow machine makes as many files as a fast one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvr_mpi.store.shards.LEAST_FLUSH_S", 1e4)
-        patch.setattr("kvr_mpi.store.shards.FLUSH_S", 1e4)
+        patch.setattr("kvr_mpi.store.writer.LEAST_VOLUME_S", 1e4)
+        patch.setattr("kvr_mpi.store.writer.VOLUME_S", 1e4)
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 
 STAMP = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 TEXT = st.one_of(

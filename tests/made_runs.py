@@ -1,4 +1,4 @@
-"""Small runs for the tests of the store: records, shards, and a corpus that goes with them."""
+"""Small runs for the tests of the store: records, logs and volumes, and a corpus that goes with them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import torch
 
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
-from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.lock import this_process
-from kvr_mpi.store.outputs import Header, Record
+from kvr_mpi.store.lock import session_of, this_process
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.run import Run, open_run
-from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.volumes import is_ours, key_of
+from kvr_mpi.store.writer import ResultWriter
 
 IDENTITY: dict[str, Any] = {"model": "0123abcd", "generation": {"max_new_tokens": 96}, "kv": False}
 HEADER = Header(IDENTITY, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "float32"})
@@ -28,9 +31,17 @@ def record(name: str, status: str = "done", answer: str = "") -> Record:
     return Record(name, status, error=error, answer=answer or f"about {name}", token_ids=(1, 2), finished_at=STAMP)
 
 
-def write(folder: Path, name: str, records: Iterable[Record], *, kv: bool = False, header: Header = HEADER) -> None:
-    """Write one shard."""
-    writer = ShardWriter(folder, name, header)
+def new_writer(folder: Path, rank: int = 0, header: Header = HEADER) -> ResultWriter:
+    """Write as a rank of the job that has the folder; of a later one if that rank has written already."""
+    session = max(1, session_of(folder))
+    while (folder / f"log-{session:04d}-{rank:04d}.jsonl").exists():
+        session += 1
+    return ResultWriter(folder, rank, header, session)
+
+
+def write(folder: Path, rank: int, records: Iterable[Record], *, kv: bool = False, header: Header = HEADER) -> None:
+    """Write what a rank has of some documents."""
+    writer = new_writer(folder, rank, header)
     for number, each in enumerate(records):
         layer = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(number))
         layers = [(layer, -layer), None, (layer.half(), layer.half())] if kv else ()
@@ -63,9 +74,16 @@ def resume(folder: Path, **options: Any) -> tuple[set[str], set[str], list[str]]
 
 
 def result_files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.endswith((".h5", ".part")))
+    """Names of logs, volumes and results, finished or not."""
+    return sorted(path.name for path in folder.iterdir() if is_ours(path.name) or path.name.endswith((".h5", ".part")))
 
 
-def stored_layers(group: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of a document's group, by layer."""
-    return {layer.number: layer.read() for layer in open_kv(group).layers}
+def kv_in(file: h5py.File, name: str) -> h5py.Group:
+    """A document's keys and values in a volume that is open, of the first piece."""
+    return file["kv"][next(key for key in file["kv"] if key.startswith(key_of(f"{name}/")))]
+
+
+def stored_layers(path: Path, name: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of a document, by layer."""
+    with open_results(path).open(name) as (_, kv):
+        return {layer: kv.read(layer) for layer in kv.layers}

@@ -42,7 +42,7 @@ WAYS: dict[str, Job] = {
     "heads": {"decode.mode": "head-parallel"},
     "heads-auto": {"decode.mode": "auto"},
     "pages": {},
-    "report": {"report.trace": True, "report.metrics": True},
+    "report": {"report.trace": True},
     "resumed": {},
 }
 KEPT: dict[str, Job] = {

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from made_runs import new_writer
+
 from kvr_mpi.store.export import write_export
-from kvr_mpi.store.outputs import Header, Record
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import KeysValues
 
 HEADER = Header(
@@ -47,10 +49,10 @@ def example_records() -> list[Record]:
 
 def write_run(folder: Path, records: Sequence[Record], layers: Sequence[KeysValues | None] = ()) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(folder, "0000", HEADER)
+    writer = new_writer(folder, header=HEADER)
     for record in records:
         writer.write(record, layers if record.status == "done" else ())
-    writer.flush()
+    writer.close()
     return folder
 
 

@@ -91,7 +91,6 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     columns = ["title"]
     max_failed = "5%"
     [report]
-    metrics = true
     trace = true
     [[prompts]]
     name = "p"

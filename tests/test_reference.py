@@ -21,8 +21,8 @@ from kvr_mpi import errors
 from kvr_mpi.cli import COMMANDS
 from kvr_mpi.cli.environment import VARIABLES
 from kvr_mpi.job import JobSpec
-from kvr_mpi.store import head_rows, kv, outputs
-from kvr_mpi.store.record import DATASETS, Record
+from kvr_mpi.store import head_rows, kv, log, volumes
+from kvr_mpi.store.record import Record
 
 LISTED = {name for variables in VARIABLES.values() for name in variables}
 
@@ -100,7 +100,8 @@ def test_every_exit_code_has_a_meaning() -> None:
 
 def test_the_schema_names_all_that_is_stored() -> None:
     page = reference.schema()
-    stored = {field.name for field in fields(Record)} | {*outputs.HEADER_FIELDS, *outputs.ANNOUNCED, *DATASETS}
-    stored |= {outputs.RECORD_SEAL, outputs.HEADER_SEAL, *kv.MEMBERS, *head_rows.NAMES}
+    stored = {field.name for field in fields(Record)} | {field.name for field in fields(log.Header)}
+    stored |= {"seal", log.HEADER, log.VOLUME, log.DROPPED, log.PRUNED, *kv.MEMBERS, *head_rows.NAMES}
+    stored |= {volumes.LOG, volumes.RECORDS, volumes.KV}
     assert len(stored) > 40 and not [name for name in stored if not re.search(rf"\b{name}\b", page)]
-    assert f"schema_version = {outputs.SCHEMA_VERSION}," in page and f"Version {outputs.SCHEMA_VERSION}." in page
+    assert f"schema_version = {volumes.SCHEMA_VERSION}" in page and f"Version {volumes.SCHEMA_VERSION}." in page

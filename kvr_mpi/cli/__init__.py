@@ -38,7 +38,7 @@ GROUPS = {
         "merge": (
             "kvr_mpi.cli.merge",
             "merge",
-            "Merge the shards of a run into one HDF5 file, verifying every checksum.",
+            "Merge the results of a run into one HDF5 file, verifying every checksum.",
         ),
     },
     "Now and then": {

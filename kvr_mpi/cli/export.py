@@ -92,7 +92,9 @@ def export(
     else:
         from kvr_mpi.store.tensors import export_kv
 
-        written = [name for name, _ in export_kv(results.index, results.ids("done"), kv, overwrite=overwrite)]
+        written = [
+            name for name, _ in export_kv(results.index, results.header, results.ids("done"), kv, overwrite=overwrite)
+        ]
         click.echo(f"{kv}: keys and values of {counted(len(written), 'document')}")
     if results.missing:
         click.echo(f"Warning: {tell_missing(results.missing)}", err=True)

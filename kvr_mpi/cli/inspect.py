@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option(
     "--verify/--no-verify",
     default=True,
-    help="Verify all checksums first: of whole files if the folder's ledgers have them, or else of records.",
+    help="Verify all checksums first, of records, keys and values.",
 )
 def inspect(path: Path, document: str | None, as_json: bool, errors: bool, verify: bool) -> None:
     """Show the contents of FILE, or one DOCUMENT in it.
@@ -52,7 +52,7 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
         counts = {
             "done": summary.done,
             "errors": summary.failed,
-            "lost": index.gone,
+            "lost": len(index.gone),
             "missing": results.missing,
             "reasons": summary.reasons,
         }
@@ -92,7 +92,7 @@ def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
 
 def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> None:
     from kvr_mpi.errors import printable
-    from kvr_mpi.store.record import ASKED_FOR, DATASETS
+    from kvr_mpi.store.record import ASKED_FOR, LONG
     from kvr_mpi.store.results import open_results
 
     results = open_results(path, verify=verify, partial=True)
@@ -115,7 +115,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
     for name, value in {**record.as_dict(), "coverage": record.coverage}.items():
-        if name in ASKED_FOR and name in DATASETS:
+        if name in ASKED_FOR and name in LONG:
             there = record.as_json()[name]
             click.echo(f"{name:21} {len(there)}, shown by --json" if there else "", nl=bool(there))
         elif name not in ("answer", "token_ids") and value:
@@ -127,7 +127,9 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
     elif layers:
         first = layers[0]
         click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {first['dtype']}")
-    click.echo(f"{'group':21} {place.file}:/documents/{place.key}")
+    click.echo(f"{'stored in':21} {place.source}")
+    for volume in dict.fromkeys(piece.path for piece in place.pieces):
+        click.echo(f"{'kv stored in':21} {volume}")
     if record.status == "done":
         click.echo("\n" + printable(_told_whole(record).replace("\r\n", "\n")))
 

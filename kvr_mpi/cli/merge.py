@@ -1,4 +1,4 @@
-"""``kvr merge DIR``: the shards of a run as one file that needs no other."""
+"""``kvr merge DIR``: the results of a run as one file that needs no other."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from kvr_mpi.cli.options import command
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write; the shards are kept.  [default: DIR/results.h5, which replaces them]",
+    help="File to write; nothing in DIR is changed.  [default: DIR/results.h5, which replaces the logs]",
 )
-@click.option("--keep-shards", is_flag=True, help="Keep the shards next to DIR/results.h5.")
 @click.option("--overwrite", is_flag=True, help="Replace the file given with -o if it exists.")
 @click.option(
     "--shares",
@@ -26,20 +25,18 @@ from kvr_mpi.cli.options import command
     metavar="N",
     help="Expected number of DIRs; if there are fewer, the exit code is 65.",
 )
-def merge(
-    folders: tuple[Path, ...], output: Path | None, keep_shards: bool, overwrite: bool, shares: int | None
-) -> int:
+def merge(folders: tuple[Path, ...], output: Path | None, overwrite: bool, shares: int | None) -> int:
     """Merge all documents in DIR, the output folder of a run, into one HDF5 file.
 
-    First, the checksum of every shard is verified and every record is read. Not possible while a job is writing to DIR.
-    Several DIRs, or a folder of such folders (the shares of an array), need -o. If shares are missing, or shards with
-    documents that no other has, they are listed, and the exit code is 65; without -o nothing is merged then.
+    Every record, and all keys and values, are read and verified. Not possible while a job is writing to DIR. Several
+    DIRs, or a folder of such folders (the shares of an array), need -o. If shares or documents are missing, they are
+    listed, and the exit code is 65; without -o nothing is merged then.
     """
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError
     from kvr_mpi.report.style import bytes_text
     from kvr_mpi.store.lock import Lock
-    from kvr_mpi.store.merge import merge_files, merge_runs
+    from kvr_mpi.store.rewrite import merge_run, merge_runs
     from kvr_mpi.store.shares import find_runs, tell_missing
     from kvr_mpi.store.targets import check_file
 
@@ -57,7 +54,7 @@ def merge(
             lock = Lock(path, owner, lambda line: click.echo(line, err=True))
             locks.callback(lock.release)
         if output is None:
-            result, missing = merge_files(folders[0], keep_shards=keep_shards), runs.missing
+            result, missing = merge_run(folders[0]), runs.missing
         else:
             result, missing = output, merge_runs(runs, output)
     if shares is not None and len(runs.paths) < shares and not runs.missing:

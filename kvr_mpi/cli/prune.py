@@ -54,7 +54,7 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     from kvr_mpi.errors import ConfigError, MissingError
     from kvr_mpi.store.folder import index_run
     from kvr_mpi.store.lock import Lock
-    from kvr_mpi.store.prune import choose_pruned, list_stored, prune_kv
+    from kvr_mpi.store.rewrite import choose_pruned, list_stored, prune_kv
 
     if not documents and older_than is None and keep is None:
         raise click.UsageError("nothing selected to remove: give --doc ID, --older-than DAYS or --keep SIZE")
@@ -72,8 +72,8 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
                 f"--doc {min(unknown)!r}: {folder} has no keys and values of it; kvr inspect lists the documents"
             )
         gone = choose_pruned(stored, documents=documents, older_than=age, keep_bytes=keep_bytes)
-        if not dry_run:
-            prune_kv(folder, [one.id for one in gone])
+        if gone and not dry_run:
+            prune_kv(folder, lock.number, [one.id for one in gone])
     finally:
         lock.release()
     size, left = sum(one.bytes for one in gone), sum(one.bytes for one in stored) - sum(one.bytes for one in gone)

@@ -37,8 +37,7 @@ def status(folders: tuple[Path, ...], as_json: bool, every_s: float | None) -> N
 
     While a job is running, each of its ranks is shown, too: what it is doing and for how long; a rank that has not
     reported for longer than the others is marked SILENT. Several DIRs, or a folder of such folders (the shares of an
-    array), get one line each and one for all of them; missing shares are listed. Nothing is changed, and no result file
-    is opened.
+    array), get one line each and one for all of them; missing shares are listed. Nothing is changed.
     """
     is_alive = _show_status(folders, as_json)
     while every_s is not None and is_alive:
@@ -101,8 +100,8 @@ def _lines(found: Status) -> list[tuple[str, str]]:
         end = datetime.fromtimestamp(datetime.now().timestamp() + found.eta_s).isoformat(" ", "minutes")
         rows.append(("ends", f"in about {duration_text(found.eta_s)}, at {end}"))
     rows.append(("size", bytes_text(found.size_bytes)))
-    for what, names in (("damaged", found.damaged), ("missing", found.missing), ("unknown", found.unrecorded)):
-        if names and not (what == "unknown" and found.alive):
+    for what, names in (("damaged", found.damaged), ("missing", found.missing)):
+        if names:
             some = printable(", ".join(names[:SHOWN]))
             rows.append((what, f"{some}{' ...' if len(names) > SHOWN else ''}: needs --resume"))
     return rows

@@ -1,6 +1,6 @@
 """The files that a job's paths name, and files opened that are what they should be.
 
-Output folders of jobs are left out below a folder and where ``**`` leads; their ledgers are never documents.
+Output folders of jobs are left out below a folder and where ``**`` leads; their logs are never documents.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from kvr_mpi.disk import LEDGER_NAME, is_output_folder
+from kvr_mpi.disk import LOG_NAME, is_output_folder
 from kvr_mpi.errors import CorpusError
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -83,10 +83,10 @@ def _match(pattern: str) -> list[tuple[str, str]]:
         raise CorpusError(
             f"documents.path {pattern!r} is {_kind(base.stat().st_mode)}; expected a folder, a glob or a regular file"
         )
-    files = [file for file in matches if not file.is_dir() and not _is_ledger(file)]
+    files = [file for file in matches if not file.is_dir() and not _is_log(file)]
     if not files:
         what = "only folders match it" if matches else "no such file or folder, and no file matches it"
-        what = "only the ledgers of a run match it" if any(map(_is_ledger, matches)) else what
+        what = "only the logs of a run match it" if any(map(_is_log, matches)) else what
         raise CorpusError(f"documents.path {pattern!r}: {what} (looked for {base.absolute()})")
     for file in files:
         if not suffix_of(file):
@@ -124,9 +124,9 @@ def _kind(mode: int) -> str:
     return KINDS.get(stat.S_IFMT(mode), "something else")
 
 
-def _is_ledger(file: Path) -> bool:
+def _is_log(file: Path) -> bool:
     """Whether a file is where a job notes its results; tables of accounts have such names, too."""
-    return LEDGER_NAME.fullmatch(file.name) is not None and is_output_folder(file.parent, os.listdir(file.parent))
+    return LOG_NAME.fullmatch(file.name) is not None and is_output_folder(file.parent, os.listdir(file.parent))
 
 
 def suffix_of(file: Path) -> str | None:

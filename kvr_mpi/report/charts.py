@@ -20,7 +20,7 @@ from kvr_mpi.report.style import (
 )
 from kvr_mpi.report.svg import BOTTOM, LEFT, RIGHT, TOP, Drawing, Scale
 from kvr_mpi.report.timeline import Timeline, TracedRun
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 
 WIDTH, HEIGHT = 860.0, 300.0
 LANE = 46.0

@@ -35,8 +35,8 @@ from kvr_mpi.report.charts import (
 from kvr_mpi.report.style import COLOURS, bytes_text, plain_number, ramp
 from kvr_mpi.report.svg import escaped
 from kvr_mpi.report.timeline import TracedRun, read_timelines
-from kvr_mpi.store.folder import run_files
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.folder import has_results
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.status import read_status
 from kvr_mpi.store.summary import count_reasons, shorten
@@ -83,7 +83,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     traces = list(read_traces(folder, skipped.append)) if path.is_dir() else []
     records: list[Record] = []
     model, software = "nothing is stored yet", f"{len(traces)} traces"
-    if run_files(path) or not traces:  # of a job that was killed early there may be traces only
+    if has_results(path) or not traces:  # of a job that was killed early there may be traces only
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
         model = f"{about['name']} ({about['architecture']}, {about['dtype']})"

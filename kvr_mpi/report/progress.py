@@ -18,8 +18,7 @@ from rich.progress import (
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import printable
 from kvr_mpi.report.log import Log
-from kvr_mpi.report.metrics import ProgressFiles
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 
 # Least time between two lines of one rank that tell of prompts; documents that are done are always told of.
 LINE_S = 1.0
@@ -43,8 +42,6 @@ class Progress:
         Unix time at which the batch system ends the job.
     silent : bool
         Tell nothing.
-    files : ProgressFiles or None
-        Kept up to date, too.
     bar : bool
         Draw a bar that moves with what is prefilled, with the documents' lines above it; else only those lines.
     """
@@ -58,14 +55,13 @@ class Progress:
         deadline_s: float | None = None,
         bar: bool = False,
         silent: bool = False,
-        files: ProgressFiles | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._log, self._documents, self._work = log, documents, work
         self._deadline_s, self._clock = deadline_s, clock
         self._began = clock()
         self._told, self._silent, self._worked = 0.0, silent, 0
-        self._files, self._done, self._tokens = files, 0, 0
+        self._tokens = 0
         self._bar: rich.progress.Progress | None = None
         if bar:
             self._bar = rich.progress.Progress(
@@ -113,7 +109,6 @@ class Progress:
         """
         self._tokens = tokens
         left = self._left(done, work, prefilled)
-        self._write_files(done, work, prefilled)
         if record.status == "error":
             what = f"error: {printable(record.error)}"
         else:
@@ -123,7 +118,7 @@ class Progress:
             half_done = work + max(work, prefilled)
             self._bar.update(self._task, completed=half_done, documents=f"{done}/{self._documents}", left=left)
             self._bar.update(self._task, description=printable(record.id)[:40], pace=self._pace())
-        self._worked, self._done = work, done
+        self._worked = work
 
     def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0) -> None:
         """Tell of a prompt that waits for its answer: many are answered together, so it may be long until then.
@@ -133,7 +128,6 @@ class Progress:
         prefilled : int
             Work of the whole job that is prefilled with it.
         """
-        self._write_files(self._done, self._worked, prefilled)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._worked + max(self._worked, prefilled))
             return
@@ -147,33 +141,6 @@ class Progress:
             self._bar.console.print(printable(what), markup=False, highlight=False)
         elif not self._silent:
             self._log.line(f"{what} | {times}")
-
-    def end(self, left: int, tokens: int) -> None:
-        """Bring the files up to date when the job ends: other ranks may have done the last documents.
-
-        Parameters
-        ----------
-        left : int
-            Documents that are not done.
-        tokens : int
-            See `document`.
-        """
-        self._tokens = tokens
-        self._write_files(self._documents - left, self._worked if left else self._work, 0, at_once=True)
-
-    def _write_files(self, done: int, work: int, prefilled: int, *, at_once: bool = False) -> None:
-        if self._files is not None:
-            values = {
-                "documents": self._documents,
-                "documents_done": done,
-                "tokens_done": self._tokens,
-                "work_done_share": round(work / max(1, self._work), 4),
-                "work_prefilled_share": round(max(work, prefilled) / max(1, self._work), 4),
-                "elapsed_s": round(self.elapsed_s, 3),
-                "left_s": self._left_s(done, work, prefilled),
-                "wall_time_left_s": None if self._deadline_s is None else round(self._deadline_s - self._clock(), 3),
-            }
-            self._files.write(values, at_once=at_once or done >= self._documents)
 
     def _left(self, done: int, work: int, prefilled: int) -> str:
         if done >= self._documents:

@@ -10,10 +10,6 @@ class ReportSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    metrics: bool = Field(
-        False,
-        description="keep progress.json and metrics.prom (Prometheus text) up to date; write metrics.json at the end",
-    )
     trace: bool = Field(
         False, description="record what every rank does and when, in a file per rank that Perfetto and Chrome can open"
     )

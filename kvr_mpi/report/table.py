@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvr_mpi.errors import printable
 from kvr_mpi.store.folder import Index
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.summary import Summary
 
 __all__ = ["MAX_ROWS", "command", "print_summary", "printable"]

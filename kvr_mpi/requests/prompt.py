@@ -20,7 +20,7 @@ from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.stored.prompt import StoredPrefix
 
 # Fields of a record that are sums over the prompts of its document.
@@ -84,7 +84,7 @@ class Prompt(PromptText):
         own: dict[str, Any] = {
             name: tuple(one) if isinstance(one, list) else one for name, one in plain["generation"].items()
         }
-        stored = plain["stored"] and StoredPrefix(**plain["stored"])
+        stored = plain["stored"] and StoredPrefix.from_json(plain["stored"])
         more = {"text": tuple(plain["text"]), "generation": OwnGeneration(**own), "stored": stored}
         return cls(ids=tuple(np.frombuffer(ids, "<i4").tolist()), **{**plain, **more})
 

@@ -20,7 +20,7 @@ from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.requests.prompt import Prompt, sum_records
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.stored.prompt import StoredPrefix
 
 # Rounds of answers about answers before a document is given up.

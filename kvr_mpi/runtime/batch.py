@@ -7,8 +7,7 @@ the front of its own list, and, when that is empty, from the list with most left
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.preflight.checks import describe_others, find_others, lay_out, name_files
 from kvr_mpi.preflight.inputs import prompts_of, row_format
 from kvr_mpi.report.log import Log
-from kvr_mpi.report.metrics import ProgressFiles, write_metrics
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.requests.sources import Source, TextSource
@@ -53,14 +51,12 @@ from kvr_mpi.setup.job_setup import JobSetup, identity_of
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.setup.stored_size import check_stored_size
-from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
+from kvr_mpi.store.folder import check_writable, read_records, survey
 from kvr_mpi.store.lock import Owner
-from kvr_mpi.store.merge import merge_run
-from kvr_mpi.store.parts import PARTS
-from kvr_mpi.store.prune import drop_documents
+from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Run, check_resumable, known_corpus, open_run
-from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.states import remove_states
+from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport, warm_up
@@ -117,33 +113,26 @@ def _run(
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
         log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
-    files = ProgressFiles(folder, log.line) if spec.report.metrics and world.rank == 0 else None
-    name = f"{world.rank:04d}"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     has_bar = options.progress == "bar" and world.rank == 0
     with (
         open_states(folder, session, world, stop.deadline_s, log, spec.parallel.tensor_parallel) as states,
         open_trace(prepared, folder, session, ranks, log, states) as trace,
-        closing(ShardWriter(folder, name, prepared.header(), session, recorder=trace.recorder)) as writer,
-        _open_parts(prepared, folder, session, world) as parts,
-        Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar, files=files) as progress,
+        closing(ResultWriter(folder, world.rank, prepared.header(), session, recorder=trace.recorder)) as writer,
+        Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar) as progress,
     ):
         source = open_source(prepared, corpus)
         stop.join(counters, None if run is None else run.check, ranks.peers)
-        sink = _open_sink(prepared, ranks, writer, parts, counters, progress)
+        sink = _open_sink(prepared, ranks, writer, counters, progress)
         context = open_context(prepared, source, sink, stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
     if run is not None:
         _forget_states(run, folder)
-    counts = counters.read()
-    left = len(todo) - counts[Slot.DONE]
+    left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
     # The first lane's, whose first rank is the job's: the others have done the same.
     tallies = [Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(trace.tally)))]
-    if spec.report.metrics and world.rank == 0:
-        progress.end(left, counts[Slot.TOKENS])
-        write_metrics(folder, [asdict(one) for one in tallies], len(todo) - left, progress.elapsed_s, log.line)
     for line in describe_throughput(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
         log.root(line)
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
@@ -158,37 +147,14 @@ def open_context(
 
 
 def _open_sink(
-    setup: JobSetup,
-    ranks: JobRanks,
-    writer: ShardWriter,
-    parts: ShardWriter | None,
-    counters: Counters,
-    progress: Progress,
+    setup: JobSetup, ranks: JobRanks, writer: ResultWriter, counters: Counters, progress: Progress
 ) -> ResultSink:
     """Make this rank's end of the results, with the heads that are its to store."""
     part, kv = setup.loaded.part, bool(setup.spec.output.kv)
     if part is None:
-        return ResultSink(writer, counters, progress, keeps_kv=kv, parts=parts)
+        return ResultSink(writer, counters, progress, keeps_kv=kv)
     heads = None if part.held.is_all else part.held
-    return ResultSink(
-        writer, counters, progress, keeps_kv=kv and part.stores, parts=parts, tells=ranks.tells, heads=heads
-    )
-
-
-@contextmanager
-def _open_parts(setup: JobSetup, folder: Path, session: int, world: Transport) -> Iterator[ShardWriter | None]:
-    """Open what this rank's slices of prompts are written with; None if no rank writes its own."""
-    spec = setup.spec
-    part = setup.loaded.part
-    is_whole = spec.compress is not None or spec.questions is not None or spec.parallel.ranks_per_chain == 1
-    is_whole &= part is None or part.held.is_all
-    if not spec.output.kv or world.size == 1 or (spec.output.kv is True and is_whole):
-        yield None
-        return
-    (folder / PARTS).mkdir(exist_ok=True)
-    parts = ShardWriter(folder / PARTS, f"{world.rank:04d}", setup.header(), session)
-    with closing(parts) as writer:
-        yield writer
+    return ResultSink(writer, counters, progress, keeps_kv=kv and part.stores, tells=ranks.tells, heads=heads)
 
 
 def work_through(
@@ -286,7 +252,6 @@ def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions,
         corpus,
         share=prepared.spec.documents.share,
         mode=options.mode,
-        drop=drop_documents,
         retry_failed=options.retry_failed,
         owner=owner,
         say=log.line,
@@ -307,7 +272,7 @@ def _end_at_once(world: Transport, log: Log, why: str) -> None:
 
 
 def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
-    """Merge the results if that is cheap, print the table, and say how it went; counts come from the ledgers."""
+    """Merge the results if that is cheap, print the table, and say how it went; counts come from the logs."""
     assert run is not None, "on rank 0"
     folder = Path(spec.output.path)
     if left:
@@ -315,9 +280,9 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
         log.line(exit_line(EXIT_STOPPED, f"{counted(left, 'document')} left: {stop.reason}"))
         return EXIT_STOPPED
     run.check(anew=True)  # merging replaces files: never in another folder
-    result = merge_run(folder, lambda: stop.heard or stop.is_over, log.line)
+    result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
     run.close()
-    index = index_run(folder) if run_files(folder) else Index({})  # a share may be empty
+    index = survey(folder).index()  # a share may be empty
     summary = index.summary()
     print_summary(summary, read_records(index, rows_of(index)), result)
     code, line = conclusion(spec, summary.done, summary.failed)

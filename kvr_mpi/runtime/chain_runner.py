@@ -24,7 +24,6 @@ from kvr_mpi.runtime.slice_planner import SlicePlanner
 from kvr_mpi.runtime.ways import AfterShared, AfterStored, Alone, ChainMemory, InSteps, OverChain
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.rates import Say
-from kvr_mpi.store.parts import PartIndexes
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
@@ -64,7 +63,6 @@ class ChainRunner:
         self._ways: tuple[Way, ...] = self._alone, self._over_chain, self._after_shared, self._after_stored
         self._decode_rank = 0  # of prompts that go on from the beginning that is held
         self._shares_nothing = why_no_effect(PROMPTS, setup.spec, kinds_of(setup.loaded)) is not None
-        self._parts = PartIndexes()
         self._opened: SharedPrefix | None = None  # the last one that is stored
 
     @property
@@ -245,7 +243,7 @@ class ChainRunner:
         if prompt.stored is None:
             return None
         if self._opened is None or self._opened.source != prompt.stored:
-            self._opened = prompt.stored.open(prompt.ids, self._setup.loaded, self._parts)
+            self._opened = prompt.stored.open(prompt.ids, self._setup.loaded)
         return self._opened
 
     def _prefix_of_tokens(self, prompt: Prompt, tokens: int) -> SharedPrefix | None:

@@ -21,7 +21,7 @@ from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.transport import share_json
 
 

@@ -24,7 +24,7 @@ from kvr_mpi.runtime.batch import open_source, scan_documents
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.rates import Say
-from kvr_mpi.store.outputs import software
+from kvr_mpi.store.log import software
 from kvr_mpi.transport.local import LocalTransport
 
 

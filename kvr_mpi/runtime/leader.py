@@ -23,7 +23,7 @@ from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held, Next, Refusal, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 
 
 class Leader:

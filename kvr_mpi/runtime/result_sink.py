@@ -1,4 +1,4 @@
-"""Where results go: into this rank's shard, and into the counts that all ranks share."""
+"""Where results go: into this rank's log and volumes, and into the counts that all ranks share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.slots import Slot
 from kvr_mpi.store.head_rows import HeadRows
-from kvr_mpi.store.outputs import Record
-from kvr_mpi.store.parts import part_record
-from kvr_mpi.store.shards import LayersWriter, ShardWriter
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
+from kvr_mpi.store.writer import LayersWriter, ResultWriter
 from kvr_mpi.topology import KVHeads
 from kvr_mpi.transport.counters import Counters
 
@@ -32,14 +31,12 @@ class ResultSink:
 
     Parameters
     ----------
-    writer : ShardWriter
+    writer : ResultWriter
     counters : Counters
         Those of `Slot`.
     progress : Progress
     keeps_kv : bool
         Whether this rank stores keys and values.
-    parts : ShardWriter or None
-        Where this rank's keys and values go of prompts whose answer another rank stores (see ``store.parts``).
     tells : bool
         Whether this rank stores and reports documents: one rank of a tensor-parallel group does.
     heads : KVHeads or None
@@ -48,17 +45,16 @@ class ResultSink:
 
     def __init__(
         self,
-        writer: ShardWriter,
+        writer: ResultWriter,
         counters: Counters,
         progress: Progress,
         *,
         keeps_kv: bool,
-        parts: ShardWriter | None = None,
         tells: bool = True,
         heads: KVHeads | None = None,
     ) -> None:
         self._writer, self._counters, self._progress, self._keeps_kv = writer, counters, progress, keeps_kv
-        self._parts, self._tells, self._heads = parts, tells, heads
+        self._tells, self._heads = tells, heads
 
     def report_prefill(self, document_id: str, prefill: Prefill, work: int) -> None:
         """Tell of a prompt whose answer is yet to come, and how much of the document's work its tokens are."""
@@ -74,13 +70,13 @@ class ResultSink:
             self._writer.write(record, layers, tokens)
             self._tell(record, work)
         elif tokens is not None:  # other heads of what the group's first rank stores with the answer
-            self._write_part(record, layers, tokens)
+            self._writer.write_piece(record, layers, tokens)
 
     def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
         """Store this rank's keys and values of a prompt whose answer another rank will store, while it is written."""
         if self._keeps_kv:
             layers, tokens = _stored_share(share, record, prompt)
-            self._write_part(record, layers, replace(tokens, heads=self._heads))
+            self._writer.write_piece(record, layers, replace(tokens, heads=self._heads))
 
     @contextmanager
     def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: PromptText) -> Iterator[LayersWriter]:
@@ -88,11 +84,10 @@ class ResultSink:
         if not self._keeps_kv:  # another rank of the group has the same
             yield LayersWriter(_forget)
             return
-        assert self._parts is not None, "jobs whose ranks store their own open it"
         (start, stop), text = bounds, prompt.text
         text = min(text[0], stop), min(text[1], stop)
         tokens = CachedTokens(prompt.ids[:stop], text, start, heads=self._heads)
-        with self._parts.writing(part_record(record, tokens), tokens) as layers:
+        with self._writer.writing_piece(record, tokens) as layers:
             yield layers
 
     def write_record(self, record: Record, work: int) -> None:
@@ -111,10 +106,6 @@ class ResultSink:
         if found is None:  # of some heads, and not all tokens, nobody could put anything together
             return (layers if self._heads is None else []), None
         return layers, replace(found, heads=self._heads)
-
-    def _write_part(self, record: Record, layers: Layers, tokens: CachedTokens) -> None:
-        assert self._parts is not None, "jobs whose ranks store their own open it"
-        self._parts.write(part_record(record, tokens), layers, tokens)
 
     def _tell(self, record: Record, work: int) -> None:
         done = self._counters.add(Slot.DONE) + 1

@@ -20,9 +20,9 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.requests.split import Split
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.store.folder import DamagedFile, Index
-from kvr_mpi.store.outputs import key_of, open_file
-from kvr_mpi.store.parts import PartIndexes, open_document
+from kvr_mpi.store.folder import Index, open_document, read_records
+from kvr_mpi.store.pieces import Piece, seal_pieces
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
 from kvr_mpi.stored.prompt import StoredPrefix, StoredPrompt, open_prompt
 
@@ -103,8 +103,8 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
     """
     questions = spec.questions
     assert questions is not None and isinstance(questions.ask, dict)
-    index, missing = index_runs(find_runs([Path(path) for path in spec.documents.path]), passes_damaged=True)
-    lost = {name: _lost(name, one) for one in index.damaged for name in one.documents}
+    index, missing = _index(spec)
+    lost = {name: _lost(name, why, Path(spec.documents.path[0])) for name, why in index.unreadable.items()}
     wanted = questions.documents if questions.documents is not None else sorted([*index.places, *lost])
     if unknown := [name for name in wanted if name not in index.places and name not in lost]:
         raise CorpusError(
@@ -114,13 +114,10 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
     done = [name for name in dict.fromkeys(wanted) if name in lost or index.places[name].is_done][
         : spec.documents.limit
     ]
-    parts = PartIndexes()
-    documents = tuple(
-        lost[name] if name in lost else _look(index, name, parts, is_sharded=questions.sharded) for name in done
-    )
+    documents = tuple(lost[name] if name in lost else _look(index, name, is_sharded=questions.sharded) for name in done)
     if all(one.error is not None for one in documents):
-        why = f": {documents[0].error}" if documents else ""
-        raise (DataError if lost else CorpusError)(
+        why = f": {documents[0].error or ''}" if documents else "".join(f": {one}" for one in missing[:1])
+        raise (DataError if lost or index.damaged else CorpusError)(
             f"documents.path {spec.documents.path}: no document there can be asked about{why}"
         )
     loads = questions.reuse == "always"
@@ -175,8 +172,8 @@ class StoredSource:
         self._ask: Mapping[str, str] = questions.ask
         self._loads = questions.reuse == "always"
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
-        self._open: tuple[StoredPrompt, StoredPrefix | None] | None = None  # the last one
-        self._parts = PartIndexes()
+        self._open: tuple[Record, StoredPrompt, StoredPrefix | None] | None = None  # the last one
+        self._index: Index | None = None
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 
     def read(self, number: int) -> Document:
@@ -190,43 +187,52 @@ class StoredSource:
         if document.error is not None:
             raise DocumentError(document.error)
         assert document.asked is not None
-        stored, source = self._find(document.id)
+        record, stored, source = self._find(document.id)
         _, name = parse_answer_id(document.id)
-        prompt = self._setup.question_frames[name].after(stored.ids, stored.text, stored.record.dropped_tokens)
-        document = replace(document, asked=replace(document.asked, sha256=stored.record.document_sha256))
+        prompt = self._setup.question_frames[name].after(stored.ids, stored.text, record.dropped_tokens)
+        document = replace(document, asked=replace(document.asked, sha256=record.document_sha256))
         return Split(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
 
-    def _find(self, answer: str) -> tuple[StoredPrompt, StoredPrefix | None]:
+    def _find(self, answer: str) -> tuple[Record, StoredPrompt, StoredPrefix | None]:
         """Open the document of an answer, unless it is the last one that was."""
         entry = self.corpus.entries[self._numbers[answer]]
         document_id, name = parse_answer_id(answer)
-        if self._open is None or self._open[0].record.id != document_id:
-            self._open = None
-            path, key = self.corpus.files[entry.file].path, key_of(document_id)
-            stored = open_prompt(Path(path), key, self._parts)
-            self._open = stored, self._prefix_of(stored, path, key) if self._loads else None
-        if _seal(self._open[0].kv.seal(), self._ask[name]) != entry.sha256:
+        self._index = self._index or _index(self._setup.spec)[0]
+        if document_id not in self._index.places:
+            raise DocumentError(f"{document_id}: it was stored when the job began, and is gone: start the job again")
+        pieces = self._index.places[document_id].pieces
+        if _seal(seal_pieces(pieces), self._ask[name]) != entry.sha256:
             raise DocumentError(f"{document_id}: its stored keys and values have changed since the job began")
+        if self._open is None or self._open[0].id != document_id:
+            self._open = None
+            (record,) = read_records(self._index, [document_id])
+            stored = open_prompt(document_id, pieces)
+            self._open = record, stored, self._prefix_of(stored, pieces) if self._loads else None
         return self._open
 
-    def _prefix_of(self, stored: StoredPrompt, path: str, key: str) -> StoredPrefix | None:
+    def _prefix_of(self, stored: StoredPrompt, pieces: tuple[Piece, ...]) -> StoredPrefix | None:
         """Say where a document's text is stored; None if it has to be prefilled again."""
         compression = stored.kv.compression
         if not self._recomputes:
-            return StoredPrefix(path, key, stored.text[1], stored.kv.seal(), compression)
+            return StoredPrefix(stored.name, pieces, stored.text[1], compression)
         if compression:
             raise DocumentError(
-                f"{stored.record.id}: its stored keys and values are compressed ({compression}), but depend on how the "
+                f"{stored.name}: its stored keys and values are compressed ({compression}), but depend on how the "
                 f"prompt continues, so they have to be computed again; set questions.reuse = 'never'"
             )
         return None
 
 
-def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> StoredDocument:
+def _index(spec: JobSpec) -> tuple[Index, tuple[str, ...]]:
+    """Say where all documents are, and what is missing."""
+    return index_runs(find_runs([Path(path) for path in spec.documents.path]), passes_damaged=True)
+
+
+def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
     """Find out what is stored of a document; nothing of its keys and values is read."""
-    file = index.places[name].file
+    file = index.places[name].source
     try:
-        with open_file(file) as stored, open_document(stored, key_of(name), parts) as (record, kv):
+        with open_document(index, name) as (record, kv):
             seal, size = kv.seal(), kv.bytes
     except DataError as error:
         return StoredDocument(name, file, error=str(error))
@@ -258,9 +264,8 @@ def _check_stored_again(loaded: Sequence[StoredDocument]) -> None:
             )
 
 
-def _lost(name: str, damaged: DamagedFile) -> StoredDocument:
-    why = f"{name} cannot be asked about: {damaged.file} is damaged ({damaged.why}); prefill it again"
-    return StoredDocument(name, damaged.file, error=why)
+def _lost(name: str, why: str, path: Path) -> StoredDocument:
+    return StoredDocument(name, path, error=f"{name} cannot be asked about: {why}; prefill it again")
 
 
 def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: bool) -> Corpus:

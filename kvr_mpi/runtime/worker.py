@@ -28,7 +28,7 @@ from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.setup.host_memory import HeapTrimmer
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.topology import first_of_each
 from kvr_mpi.transport import Transport, gather_json, share_json
 

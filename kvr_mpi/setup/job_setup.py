@@ -34,7 +34,7 @@ from kvr_mpi.preflight.inputs import passed_columns, prompts_of
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.split import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, drops_of, forecast_measured, with_memory
-from kvr_mpi.store.outputs import Header
+from kvr_mpi.store.log import Header
 from kvr_mpi.stored.reuse import StoredBeginnings
 from kvr_mpi.tuning.table import Table
 

@@ -49,7 +49,7 @@ from kvr_mpi.setup.job_ranks import JobRanks, describe_groups
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.setup.rates import Say, costs_of, describe_rates, rates_of, table_of
-from kvr_mpi.store.outputs import software
+from kvr_mpi.store.log import software
 from kvr_mpi.stored.asking import frame_questions
 from kvr_mpi.stored.reuse import find_beginnings
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each

@@ -1,7 +1,6 @@
-"""What is kept: the HDF5 schema, and the files of a run, of which nothing that counts is ever lost.
+"""What is kept: the files of a run, of which nothing that counts is ever lost.
 
-``outputs`` owns the schema and ``kv`` the keys and values in it. ``shards`` writes, ``ledger`` says what is
-durable, ``lock`` whose folder it is; ``survey`` holds files against the ledger, ``run`` puts a folder in order and goes
-on, ``folder`` reads, ``summary`` counts, ``merge`` makes one file, ``status`` tells how far it
-is, ``shares`` is for several runs.
+``record`` is one document's outcome; ``log`` has records, ``volumes`` have keys and values, whose layout is in ``kv``
+and ``pieces``. ``writer`` writes, ``lock`` says whose folder it is, ``folder`` reads, ``run`` puts a folder in order
+and goes on, ``rewrite`` merges and prunes, ``status`` tells how far it is, ``shares`` is for several runs.
 """

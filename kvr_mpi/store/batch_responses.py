@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from kvr_mpi.documents.openai_batch import COMPLETIONS
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 
 # What the format has in place of minus infinity, which JSON does not know.
 LEAST_LOGPROB = -9999.0

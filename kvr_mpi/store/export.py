@@ -10,8 +10,7 @@ from dataclasses import fields
 from typing import BinaryIO
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.store.outputs import ARRAYS, REALS, Record
-from kvr_mpi.store.record import ASKED_FOR, DATASETS
+from kvr_mpi.store.record import ARRAYS, ASKED_FOR, LONG, REALS, Record
 
 BATCH_ROWS = 1024
 ASKED_ABOUT = ("document", "question")
@@ -27,7 +26,7 @@ def asked_fields(records: Iterable[Record]) -> tuple[str, ...]:
     """Name the fields of a plain table: the answer, and those that a job asked for, in the order of a record."""
     always, asked = (
         ("id", "status", "error", "answer"),
-        [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in DATASETS)],
+        [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG)],
     )
     found: set[str] = set()
     for record in records:

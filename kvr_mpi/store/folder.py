@@ -1,48 +1,60 @@
-"""Reading a run: a folder of shards, or the one file they are merged into; each document counts once.
+"""Reading a run: its ``results.h5`` and logs, held against the volumes that are there; each document counts once.
 
-Done beats error, later beats earlier. What the ledgers say of a file is believed if the file is as recorded.
+A document is done if its record is there and all keys and values that it needs are. Done beats error, later beats
+earlier. Looking changes nothing.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Container, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import PART, create
-from kvr_mpi.errors import DataError, MissingError, OutputError, counted
-from kvr_mpi.store.hdf5 import explained, group_in, read_attribute
-from kvr_mpi.store.ledger import ledger_files
-from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, read_record
+from kvr_mpi.disk import LOG_NAME, PART, VOLUME_NAME, create
+from kvr_mpi.errors import DataError, ForeignError, MissingError, OutputError, counted
+from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.kv import open_kv
+from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, Header, is_sealed, parse, read_header, strings, unseal
+from kvr_mpi.store.pieces import Piece, open_pieces
+from kvr_mpi.store.record import Record, read_head, read_record
+from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.store.summary import Summary, count_reasons, shorten
-from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, is_ours, order, survey
+from kvr_mpi.store.volumes import KV, RESULTS, Source, is_ours, key_of, open_source, open_volume
 
-__all__ = ["RESULTS", "check_fresh", "check_writable", "index_run", "run_files"]
-
+# What a file that is damaged is called after its name, from then on.
+DAMAGED = ".damaged"
 OPEN_FILES = 64
+RECORD_START = b'{"id": '
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a document is: a file, and its group's name there; why it failed, if it did and that is known."""
+    """Where a document's record is, and what was read of it.
 
-    file: Path
-    key: str
+    source : ``results.h5`` or a log.
+    at, size : of its line there.
+    reason : why it failed, shortened.
+    needs : ids of its keys and values.
+    pieces : where they are, once that was looked up.
+    """
+
+    source: Path
+    at: int
+    size: int
     is_done: bool
-    reason: str = ""
+    reason: str
+    finished_at: str
+    needs: tuple[str, ...]
+    pieces: tuple[Piece, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class DamagedFile:
-    """A file that is not as its ledger has it, and the documents that only it has."""
-
-    file: Path
-    why: str
-    documents: tuple[str, ...]
+    @property
+    def kv_bytes(self) -> int:
+        """Of its keys and values."""
+        return sum(piece.bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +62,20 @@ class Index:
     """Where all documents are.
 
     places : by id.
-    unrecorded : files that no ledger tells of; that they can be read is not known.
-    gone : documents that ledgers have, and no file.
-    damaged : what was passed over, if that was asked for.
+    gone : documents whose keys and values are in no file any more, and in which they were.
+    unreadable : documents whose keys and values are in a damaged file, and why.
+    damaged : files that are not as they were written, and why; they were passed over.
     """
 
     places: dict[str, Place]
-    unrecorded: tuple[Path, ...] = ()
-    gone: int = 0
-    damaged: tuple[DamagedFile, ...] = ()
+    gone: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    damaged: dict[Path, str] = field(default_factory=dict)
 
     def summary(self) -> Summary:
         """Count the documents."""
         reasons = [(name, place.reason, 1) for name, place in self.places.items() if not place.is_done]
         return Summary(len(self.places) - len(reasons), len(reasons), count_reasons(reasons))
-
-    def by_file(self) -> dict[Path, dict[str, Place]]:
-        """Group places by file, the files in order."""
-        files = sorted({place.file for place in self.places.values()})
-        found: dict[Path, dict[str, Place]] = {file: {} for file in files}
-        for name, place in self.places.items():
-            found[place.file][name] = place
-        return found
 
     def ids(self, status: str | None = None) -> list[str]:
         """Ids in order, of all documents or of those with this status."""
@@ -79,14 +83,299 @@ class Index:
             name for name, place in self.places.items() if status in (None, "done" if place.is_done else "error")
         )
 
+    @property
+    def kv_bytes(self) -> int:
+        """Of the keys and values of all documents."""
+        return sum(place.kv_bytes for place in self.places.values())
 
-def run_files(path: Path) -> list[Path]:
-    """List the result files of a run's folder (or a single file), oldest first."""
+
+@dataclass(slots=True)
+class Survey:
+    """What is in a run's folder.
+
+    records : places of every document, in the order of writing.
+    volumes : by name, the size that a log tells and the pieces; None: of ``results.h5`` itself.
+    headers : by log.
+    sizes_bytes : of all files that are there, by name.
+    damaged : files that are not as they were written, by name, and in what.
+    """
+
+    folder: Path
+    sizes_bytes: dict[str, int]
+    records: dict[str, list[Place]] = field(default_factory=dict)
+    volumes: dict[str, tuple[int | None, dict[str, Piece]]] = field(default_factory=dict)
+    headers: dict[Path, Header] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def unlisted(self) -> list[str]:
+        """Volumes that no log lists: they were not finished."""
+        return sorted(name for name in self.sizes_bytes if VOLUME_NAME.fullmatch(name) and name not in self.volumes)
+
+    @property
+    def missing(self) -> list[str]:
+        """Volumes that are not there, though documents need what was in them."""
+        gone = [name for name, (size, _) in self.volumes.items() if size is not None and name not in self.sizes_bytes]
+        there = self._pieces()[0]
+        needed = {piece for places in self.records.values() for place in places for piece in place.needs}
+        return sorted(name for name in gone if needed & self.volumes[name][1].keys() - there.keys())
+
+    def _pieces(self) -> tuple[dict[str, Piece], dict[str, str], dict[str, str]]:
+        """Say where pieces are; which are in no file any more, and which in damaged ones, and why."""
+        there: dict[str, Piece] = {}
+        gone: dict[str, str] = {}
+        unreadable: dict[str, str] = {}
+        for name, (size, pieces) in self.volumes.items():
+            if name in self.damaged:
+                unreadable |= dict.fromkeys(pieces, f"{self.folder / name} is damaged ({self.damaged[name]})")
+            elif size is None or name in self.sizes_bytes:
+                there |= pieces
+            else:
+                gone |= dict.fromkeys(pieces, f"{self.folder / name} is gone")
+        return there, gone, unreadable
+
+    def index(self) -> Index:
+        """Say where each document is."""
+        there, gone, unreadable = self._pieces()
+        index = Index({}, damaged={self.folder / name: why for name, why in self.damaged.items()})
+        for name, found in self.records.items():
+            best = _choose(found, there)
+            if best is not None:
+                index.places[name] = best
+                continue
+            needs = [piece for place in found for piece in place.needs if piece not in there]
+            for why, documents in ((gone, index.gone), (unreadable, index.unreadable)):
+                if lost := next((why[piece] for piece in needs if piece in why), ""):
+                    documents[name] = lost
+                    break
+        return index
+
+    def verify(self, limit_bytes: int | None = None) -> None:
+        """Hold keys and values against their digests, the newest first, and no more than `limit_bytes`."""
+        total = 0
+        for name, (_, pieces) in reversed(self.volumes.items()):
+            total += sum(piece.bytes for piece in pieces.values())
+            if limit_bytes is not None and total > limit_bytes:
+                return
+            if name in self.damaged or name not in self.sizes_bytes:
+                continue
+            try:
+                with open_volume(self.folder / name) as file:
+                    for piece in pieces.values():
+                        open_kv(group_in(group_in(file, KV), key_of(piece.id)), piece.bytes, piece.sha256).check()
+            except DataError as error:
+                self.damaged[name] = str(error)
+
+
+def _choose(found: list[Place], there: dict[str, Piece]) -> Place | None:
+    """Choose what stands for a document, with its keys and values; None: nothing that is complete."""
+    for place in reversed(found):
+        if place.is_done and all(piece in there for piece in place.needs):
+            return replace(place, pieces=tuple(there[piece] for piece in place.needs)) if place.needs else place
+    return next((replace(place, needs=()) for place in reversed(found) if not place.is_done), None)
+
+
+def survey(path: Path, *, reads_all: bool = False) -> Survey:
+    """Look at a run's folder, or at one file of results.
+
+    Parameters
+    ----------
+    reads_all : bool
+        Read whole records, too: one that is sealed, but cannot be one, is damaged.
+
+    Raises
+    ------
+    ForeignError
+        If a file of another program, or another version, has a name of ours.
+    OSError
+        If the folder cannot be read.
+    """
+    folder = path if path.is_dir() else path.parent
+    with os.scandir(folder) as entries:
+        sizes = {entry.name: entry.stat().st_size for entry in entries if is_ours(entry.name) and entry.is_file()}
+    found = Survey(folder, sizes)
+    for source in _sources(path, sizes):
+        found.sizes_bytes.setdefault(source.name, source.stat().st_size)
+        try:
+            with open_source(source) as lines:
+                for _ in take_lines(found, lines, reads_all=reads_all):
+                    pass
+        except ForeignError:
+            raise
+        except DataError as error:
+            found.damaged[source.name] = str(error)
+    for name, (size, _) in found.volumes.items():
+        if size is not None and sizes.get(name, size) != size:
+            found.damaged[name] = f"it has {sizes[name]} bytes, expected {size}"
+    return found
+
+
+def _sources(path: Path, names: Iterable[str]) -> list[Path]:
+    """List what has records, the oldest first, which names tell without a clock."""
     if path.is_file():
         return [path]
+    there = set(names)
+    return [path / name for name in ([RESULTS] if RESULTS in there else []) + list_logs(there)]
+
+
+def list_logs(names: Iterable[str]) -> list[str]:
+    """Choose the names of logs, the oldest first."""
+    logs = [(match, name) for name in names if (match := LOG_NAME.fullmatch(name))]
+    logs.sort(key=lambda one: (int(one[0][1]), -1 if one[0][2] is None else int(one[0][2])))
+    return [name for _, name in logs]
+
+
+def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Iterator[bytes]:
+    """Take in the lines of a log, and yield those that are sound but for the header; of records their heads only."""
+    damaged = 0
+    for number, (at, line) in enumerate(source.lines()):
+        try:
+            if not is_sealed(line):
+                raise DataError(f"line {number + 1} is damaged (checksum)")
+            if number == 0:
+                found.headers[source.path] = read_header(parse(line))
+                continue
+            if line.startswith(RECORD_START):
+                if reads_all:
+                    read_record(unseal(line) or {}, f"line {number + 1}")
+                _take_record(found, source.path, (at, len(line)), read_head(line))
+            else:
+                _take_in(found, source.path, parse(line))
+            yield line
+        except (DataError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            damaged += 1
+            found.damaged.setdefault(source.path.name, str(error))
+    if damaged > 1:
+        found.damaged[source.path.name] += f", and {damaged - 1} more"
+
+
+def _take_record(found: Survey, path: Path, line: tuple[int, int], head: dict[str, Any]) -> None:
+    is_done = head["status"] == "done"
+    reason = "" if is_done else shorten(head["error"])
+    place = Place(path, *line, is_done, reason, head["finished_at"], head["pieces"])
+    found.records.setdefault(head["id"], []).append(place)
+
+
+def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
+    kind = values.get("line")
+    if kind == VOLUME:
+        name, size, pieces = values["name"], values["size_bytes"], values["pieces"]
+        if not isinstance(name, str) or not (name == RESULTS or VOLUME_NAME.fullmatch(name)):
+            raise DataError(f"{str(name)[:60]!r} is no name of a volume")
+        is_own = name == RESULTS
+        where = str(path if is_own else found.folder / name)
+        read = {each: Piece(str(each), where, _count(size), _text(seal)) for each, (size, seal) in pieces.items()}
+        found.volumes[path.name if is_own else name] = None if is_own else _count(size), read
+    elif kind == DROPPED:
+        for name in strings(values["ids"], "ids"):
+            found.records.pop(name, None)
+    elif kind == PRUNED:
+        for name in strings(values["ids"], "ids"):
+            if name in found.records:
+                found.records[name] = [replace(place, needs=()) for place in found.records[name]]
+    else:
+        raise DataError(f"{str(kind)[:60]!r} is no kind of line")
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise DataError(f"{str(value)[:60]!r}; expected a number of bytes")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{str(value)[:60]!r}; expected text")
+    return value
+
+
+def has_results(path: Path) -> bool:
+    """Whether there is a file of results, or a log in a run's folder."""
     if not path.is_dir():
-        return []
-    return [path / name for name in sorted(os.listdir(path), key=order) if is_ours(name) and (path / name).is_file()]
+        return path.is_file()
+    return any(is_ours(name) and (path / name).is_file() for name in os.listdir(path))
+
+
+def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False) -> Index:
+    """Say where each document is.
+
+    Parameters
+    ----------
+    path : Path
+        A file of results, or a run's folder.
+    verify : bool
+        Hold keys and values against their digests. They, and records, are held against them when they are read, too.
+    passes_damaged : bool
+        Pass over what is damaged, and name it.
+
+    Raises
+    ------
+    DataError
+        If there is nothing to read (`MissingError`: no such folder), something is damaged or foreign, or not all files
+        are of one job.
+    """
+    if not path.exists():
+        raise MissingError(
+            f"{path}: no such file or folder; expected a result file (*.h5) or the output folder of a run"
+        )
+    if VOLUME_NAME.fullmatch(path.name):
+        raise DataError(f"{path}: a file of keys and values only; expected its folder, {path.parent}, or a results.h5")
+    if path.is_dir() and not has_results(path):
+        raise DataError(f"{path}: no result file (*.h5) found; expected one, or the output folder of a run")
+    found = _look(path, verify)
+    identities = [(source, header.identity) for source, header in found.headers.items()]
+    for source, identity in identities[1:]:
+        if identity != identities[0][1]:
+            raise DataError(f"{identities[0][0]} and {source} are of different jobs; expected the files of one run")
+    index = found.index()
+    if index.damaged and not passes_damaged:
+        told = "; ".join(f"{file}: {why}" for file, why in sorted(index.damaged.items()))
+        raise DataError(
+            f"damaged: {told}. `kvr-run JOB.toml --resume` sets such files aside and processes their documents again"
+        )
+    if not found.records and not index.damaged:
+        raise DataError(f"{path}: no document is stored yet; see `kvr status {path}`")
+    return index
+
+
+def _look(path: Path, verify: bool) -> Survey:
+    """Survey a run; once more if a job at work merged its files, and removed them, meanwhile."""
+    for attempt in (1, 2):
+        try:
+            found = survey(path)
+            if verify:
+                found.verify()
+        except OSError as error:
+            if attempt == 2:
+                raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+            continue
+        if attempt == 2 or not (found.damaged or found.missing):
+            break
+    return found
+
+
+def join_indexes(indexes: Iterable[Index]) -> Index:
+    """Make one of the shares of a corpus.
+
+    Raises
+    ------
+    DataError
+        If a document is in two of them.
+    """
+    joined = Index({})
+    for index in indexes:
+        if twice := index.places.keys() & joined.places.keys():
+            name = min(twice)
+            here, there = joined.places[name].source.parent, index.places[name].source.parent
+            raise DataError(
+                f"document {name!r} is in {here} and in {there}, and so are {len(twice) - 1} others; expected shares "
+                f"of one corpus, each document in one share only"
+            )
+        joined.places.update(index.places)
+        joined.gone.update(index.gone)
+        joined.unreadable.update(index.unreadable)
+        joined.damaged.update(index.damaged)
+    return joined
 
 
 def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
@@ -98,132 +387,64 @@ def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
         If one is damaged.
     """
     with ExitStack() as stack:
-        files: dict[Path, Any] = {}
+        sources: dict[Path, Source] = {}
         for name in ids:
             place = index.places[name]
-            if place.file not in files:
-                if len(files) == OPEN_FILES:
+            if place.source not in sources:
+                if len(sources) == OPEN_FILES:
                     stack.close()
-                    files.clear()
-                files[place.file] = stack.enter_context(open_file(place.file))
-            with explained(place.file):
-                record = read_record(group_in(group_in(files[place.file], "documents"), place.key))
+                    sources.clear()
+                sources[place.source] = stack.enter_context(open_source(place.source))
+            line = sources[place.source].read(place.at, place.size)
+            values = unseal(line)
+            if values is None:
+                raise DataError(f"{place.source}: the record of {name!r} is damaged (checksum)")
+            record = read_record(values, f"{place.source}: {name!r}")
             if (record.id, record.status) != (name, "done" if place.is_done else "error"):
-                raise DataError(f"{place.file}: /documents/{place.key} is not the document {name!r} of the ledger")
+                raise DataError(f"{place.source}: the record of {name!r} has changed since it was looked up")
             yield record
 
 
-def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False) -> Index:
-    """Say where each document is.
-
-    Parameters
-    ----------
-    path : Path
-        A file, or a run's folder.
-    verify : bool
-        Hold files against the checksums of the folder's ledgers. Records are held against their own when they are read.
-    passes_damaged : bool
-        Pass over files that are not as recorded, and name what they had.
+@contextmanager
+def open_document(index: Index, name: str) -> Iterator[tuple[Record, StoredKV]]:
+    """Read a document's record, and find its keys and values, for as long as the block takes.
 
     Raises
     ------
     DataError
-        If there is nothing to read (`MissingError`: no such folder), or a file is damaged or foreign.
+        If it is not what was written.
     """
-    files = run_files(path)
-    if not files:
-        if not path.exists():
-            raise MissingError(
-                f"{path}: no such file or folder; expected a result file (*.h5) or the output folder of a run"
-            )
-        if path.is_dir() and any(ledger_files(path)):
-            raise DataError(f"{path}: no result file (*.h5) found: no document is stored yet; see `kvr status {path}`")
-        raise DataError(f"{path}: no result file (*.h5) found; expected one, or the output folder of a run")
-    found = _look(path if path.is_dir() else path.parent, {file.name for file in files}, verify)
-    if found.damaged and not passes_damaged:
-        told = "; ".join(f"{found.folder / name}: {why}" for name, why in sorted(found.damaged.items()))
-        raise DataError(
-            f"damaged: {told}. `kvr-run JOB.toml --resume` sets such files aside and processes their documents again"
-        )
-    places: dict[str, Place] = {}
-    for file in (file for file in files if file.name not in found.damaged):
-        for name, is_done, reason in _documents(file, found):
-            if is_done or name not in places or not places[name].is_done:
-                places[name] = Place(file, key_of(name), is_done, reason)
-    missing = found.missing().values() if path.is_dir() else ()
-    gone = {name for line in missing for name in (*line.done, *line.failed)} - places.keys()
-    known = found.sound.keys() | found.damaged.keys()  # a file of another name is not in the survey at all
-    unrecorded = tuple(file for file in files if file.name not in known)
-    return Index(places, unrecorded, len(gone), tuple(_damaged(found, places)))
+    (record,) = read_records(index, [name])
+    with ExitStack() as files:
+        yield record, open_pieces(name, index.places[name].pieces, files)
 
 
-def _damaged(found: Survey, places: Container[str]) -> Iterator[DamagedFile]:
-    """Name the documents of damaged files that are nowhere else."""
-    for name, why in sorted(found.damaged.items()):
-        line = found.ledger.shards[name][-1]
-        lost = tuple(each for each in (*line.done, *line.failed) if each not in places)
-        yield DamagedFile(found.folder / name, why, lost)
-
-
-def join_indexes(indexes: Iterable[Index]) -> Index:
-    """Make one of the shares of a corpus.
+def read_run_header(path: Path) -> Header | None:
+    """Read what a run says of itself, in the latest of its files that can be read; None if it has none.
 
     Raises
     ------
     DataError
-        If a document is in two of them.
+        If none can be read.
     """
-    places: dict[str, Place] = {}
-    unrecorded: list[Path] = []
-    damaged: list[DamagedFile] = []
-    gone = 0
-    for index in indexes:
-        if twice := index.places.keys() & places.keys():
-            name = min(twice)
-            raise DataError(
-                f"document {name!r} is in {places[name].file.parent} and in {index.places[name].file.parent}, and so "
-                f"are {len(twice) - 1} others; expected shares of one corpus, each document in one share only"
-            )
-        places |= index.places
-        unrecorded += index.unrecorded
-        damaged += index.damaged
-        gone += index.gone
-    return Index(places, tuple(unrecorded), gone, tuple(damaged))
-
-
-def _look(folder: Path, names: set[str], verify: bool) -> Survey:
-    """Hold files of a folder against its ledgers."""
-    for attempt in (1, 2):  # a job at work may merge shards, and remove them, while they are looked at
+    broken: DataError | None = None
+    for source in reversed(_sources(path, os.listdir(path) if path.is_dir() else ())):
         try:
-            found = survey(folder)
-            found.restrict(names if attempt == 1 else names & found.sizes_bytes.keys())
-            if verify:
-                found.verify()
-        except OSError as error:
-            if attempt == 2:
-                raise DataError(f"{folder} cannot be read: {error.strerror or error}") from error
-            continue
-        if not found.damaged:
-            break
-    return found
+            with open_source(source) as found:
+                for _, line in found.lines():
+                    return read_header(unseal(line) or {})
+        except ValueError as error:
+            broken = broken or DataError(f"{source}: its first line is damaged: {error}")
+        except DataError as error:
+            broken = broken or error
+    if broken is not None:
+        raise broken
+    return None
 
 
-def _documents(file: Path, found: Survey) -> list[tuple[str, bool, str]]:
-    """Id of every document of a file, whether it is done, and why it failed: told by the ledger, if it can."""
-    line = found.sound.get(file.name)
-    if line is None:
-        return list_documents(file)
-    failed = zip(line.failed, line.reasons, strict=True)
-    return [(name, True, "") for name in line.done] + [(name, False, reason) for name, reason in failed]
-
-
-def list_documents(file: Path) -> list[tuple[str, bool, str]]:
-    """Read the id of every document in a file, whether it is done, and why it failed."""
-    with open_file(file) as stored:
-        return [
-            (name, is_done, "" if is_done else shorten(read_attribute(group, "error", str)))
-            for group, name, is_done in document_groups(stored)
-        ]
+def foreign(folder: Path) -> list[str]:
+    """Names of HDF5 files in a folder that are none of this program's."""
+    return sorted(name for name in os.listdir(folder) if name.endswith(".h5") and not is_ours(name))
 
 
 def check_writable(folder: Path) -> None:
@@ -238,12 +459,9 @@ def check_writable(folder: Path) -> None:
 
 
 def clear_results(folder: Path) -> None:
-    """Delete the result files and ledgers of a folder, damaged and unfinished ones too, and nothing else."""
-    for file in ledger_files(folder):
-        file.unlink(missing_ok=True)
+    """Delete the result files and logs of a folder, damaged and unfinished ones too, and nothing else."""
     for file in list(folder.iterdir()):
-        name = file.name.partition(DAMAGED)[0].removesuffix(PART)
-        if is_ours(name) and file.is_file():
+        if is_ours(file.name.partition(DAMAGED)[0].removesuffix(PART)) and (file.is_file() or file.is_symlink()):
             file.unlink()
 
 
@@ -254,10 +472,8 @@ def check_fresh(folder: Path) -> None:
             f"output.path {str(folder)!r} is a file; expected a folder, which is created if it does not exist (--set "
             f"output.path=...)"
         )
-    files = run_files(folder)
-    if files:
+    if files := [path for path in _sources(folder, os.listdir(folder) if folder.is_dir() else ()) if path.is_file()]:
         raise OutputError(
             f"output.path {str(folder)!r} holds {counted(len(files), 'result file')} of an earlier run; add --resume "
-            f"to "
-            f"continue that run, --overwrite to delete the files, or choose another folder (--set output.path=...)"
+            f"to continue that run, --overwrite to delete the files, or choose another folder (--set output.path=...)"
         )

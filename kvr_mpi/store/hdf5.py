@@ -19,21 +19,13 @@ import numpy as np
 
 from kvr_mpi.errors import DataError
 
-T = TypeVar("T", str, int, float)
+T = TypeVar("T", str, int)
 # HDF5's class of a type, and numpy's type to read it as; text is read in its own length.
-CLASSES: dict[type, tuple[int, Any]] = {
-    str: (h5py.h5t.STRING, None),
-    int: (h5py.h5t.INTEGER, np.int64),
-    float: (h5py.h5t.FLOAT, np.float64),
-}
+CLASSES: dict[type, tuple[int, Any]] = {str: (h5py.h5t.STRING, None), int: (h5py.h5t.INTEGER, np.int64)}
 # Chunks are about so large: one checksum each, and few enough of them.
 CHUNK_BYTES = 1 << 20
-# No chunk and no text is larger, or what claims to be one would be inflated to any size.
+# No chunk and no attribute is larger, or what claims to be one would be inflated to any size.
 LARGEST_BYTES = 64 << 20
-# A long text is stored in pieces of this size, all of them together no larger than the most that is read.
-PIECE_BYTES, MOST_TEXT_BYTES = LARGEST_BYTES, 1 << 30
-# A group keeps so many attributes in its header, which has a checksum and is read at once.
-COMPACT_ATTRIBUTES = 64
 
 
 def hdf5_build() -> str:
@@ -82,25 +74,13 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(f"{path} is damaged, or not an HDF5 file: {reason}") from error
 
 
-def stored_text(value: str) -> str:
-    """Text as it is stored: NULs, which would end it, are replaced."""
-    return value.replace("\0", "\ufffd")
-
-
 def fixed_text(value: str) -> Any:
-    """Text as a numpy value HDF5 stores with a fixed length, in UTF-8."""
-    data = stored_text(value).encode()
+    """Text without NULs as a numpy value that HDF5 stores with a fixed length, in UTF-8."""
+    data = value.encode()
     return np.array(data, dtype=h5py.string_dtype("utf-8", max(1, len(data))))
 
 
-def create_group(parent: h5py.Group, name: str) -> h5py.Group:
-    """Make a group that keeps its attributes in its header; `name` is ASCII."""
-    plist = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
-    plist.set_attr_phase_change(COMPACT_ATTRIBUTES, COMPACT_ATTRIBUTES // 2)
-    return h5py.Group(h5py.h5g.create(parent.id, name.encode("ascii"), gcpl=plist))
-
-
-def write_attribute(item: Any, name: str, value: str | int | float) -> None:
+def write_attribute(item: Any, name: str, value: str | int) -> None:
     """Add an attribute; text with a fixed length.
 
     Raises
@@ -113,37 +93,6 @@ def write_attribute(item: Any, name: str, value: str | int | float) -> None:
         raise DataError(f"{_name(item)}: {name} has {data.nbytes} bytes; no more than {LARGEST_BYTES} can be stored")
     kind = h5py.h5t.py_create(data.dtype, logical=True)
     h5py.h5a.create(item.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR)).write(data)
-
-
-def write_text(group: h5py.Group, name: str, value: str) -> None:
-    """Write a text as a dataset: of one element, or of several if it is longer than a chunk may be.
-
-    Raises
-    ------
-    DataError
-        If it is longer than what is read.
-    """
-    data = stored_text(value).encode()
-    if len(data) > MOST_TEXT_BYTES:
-        raise DataError(f"{_name(group)}: {name} has {len(data)} bytes; no more than {MOST_TEXT_BYTES} can be stored")
-    size = min(max(1, len(data)), PIECE_BYTES)
-    pieces = max(1, math.ceil(len(data) / size))
-    padded = np.frombuffer(data.ljust(pieces * size, b"\0"), dtype=f"S{size}")
-    write_dataset(group, name, padded.astype(h5py.string_dtype("utf-8", size)))
-
-
-def read_text(dataset: h5py.Dataset, limit: int) -> str:
-    """Read a text that `write_text` wrote, which has at most so many bytes.
-
-    Raises
-    ------
-    DataError
-        If it is longer.
-    """
-    most = min(limit, MOST_TEXT_BYTES) + (0 if dataset.size == 1 else PIECE_BYTES)  # the last piece is filled up
-    if not dataset.size or size_bytes(dataset) > most:
-        raise DataError(f"{_name(dataset)} has {size_bytes(dataset)} bytes; the record announces {limit}")
-    return b"".join(dataset[()].tolist()).decode()
 
 
 def write_dataset(group: h5py.Group, name: str, data: Any, kind: Any = None) -> None:

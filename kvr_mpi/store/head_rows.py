@@ -1,15 +1,15 @@
 """Which tokens each head keeps, in HDF5, beside keys and values that compression has left.
 
-    kv                   attribute compression: method and settings
-    kv/layer_000/keys, values
+    /kv/KEY              attribute compression: method and settings
+    /kv/KEY/layer_000/keys, values
                          (rows, 1, head_dim): one KV head after the other
-    kv/layer_000/head_rows
+    /kv/KEY/layer_000/head_rows
                          rows of each KV head (int64)
-    kv/layer_000/positions
-                         index of each row in kv/token_ids, ascending in each
+    /kv/KEY/layer_000/positions
+                         index of each row in token_ids, ascending in each
                          head (int32)
 
-Both are in the hash that the record's own checksum covers. A layer that compression left alone is as ever.
+Both are in the hash that the log's checksum covers. A layer that compression left alone is as ever.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Keys and values in HDF5, in the model's own dtype, with all that is needed to go on from them.
 
-    kv                   attributes: block_tokens; text_start, text_stop (the
+    /kv/KEY              attributes: block_tokens; text_start, text_stop (the
                          document's text in the prompt); first_token of the
-                         first row (if not 0, earlier rows are in parts, see
-                         ``parts``); with tensor parallelism first_head,
-                         last_head (exclusive), all_heads
-    kv/token_ids         of the tokens whose keys and values these are: the
+                         first row (if not 0, earlier rows are in another
+                         piece, see ``pieces``); with tensor parallelism
+                         first_head, last_head (exclusive), all_heads
+    /kv/KEY/token_ids    of the tokens whose keys and values these are: the
                          prompt and all but the last new one (int64)
-    kv/layer_000/keys, values
-                         (tokens, kv_heads, head_dim), in one piece
-    kv/layer_000/digests
+    /kv/KEY/layer_000/keys, values
+                         (tokens, kv_heads, head_dim)
+    /kv/KEY/layer_000/digests
                          XXH3 (64 bits, big-endian, as signed numbers) of
                          every block of tokens of keys and of values
                          (int64, blocks x 2)
@@ -17,7 +17,7 @@
 What compression has left has rows of its own for each head: see ``head_rows``.
 
 HDF5 checks its own checksums at 2 GB/s, which would be most of the time that loading takes; XXH3 costs a tenth of it.
-Everything but keys and values themselves goes into one hash, which the record's own checksum covers.
+Everything but keys and values themselves goes into one hash, which the log's checksum covers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from kvr_mpi.errors import DataError, counted
 from kvr_mpi.store.arrays import digest_of, open_array, where, write_array
 from kvr_mpi.store.hdf5 import (
     attribute_names,
-    create_group,
     dataset_in,
     group_in,
     read_attribute,
@@ -53,13 +52,17 @@ MEMBERS = {*KINDS, "digests", *NAMES}
 MAX_INFLATION = 64
 
 
-def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: CachedTokens | None) -> tuple[int, str]:
-    """Write a document's keys and values, layer by layer as they come.
+def write_kv(
+    parent: h5py.Group, key: str, layers: Iterable[KeysValues | None], tokens: CachedTokens | None
+) -> tuple[int, str]:
+    """Write keys and values, layer by layer as they come; no group is made if there are none.
 
     Parameters
     ----------
-    group : h5py.Group
-        The document's.
+    parent : h5py.Group
+        ``/kv``.
+    key : str
+        Name of the group to make.
     layers : iterable of (keys, values) or None
         Each layer's (tokens, kv_heads, head_dim); None for a layer that has none.
     tokens : CachedTokens or None
@@ -76,8 +79,8 @@ def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: Cac
         if layer is None:
             continue
         if kv is None:
-            kv = create_group(group, "kv")
-        place = create_group(kv, f"layer_{number:03d}")
+            kv = parent.create_group(key)
+        place = kv.create_group(f"layer_{number:03d}")
         written = [write_array(place, name, tensor) for name, tensor in zip(KINDS, layer, strict=True)]
         blocks = -(-max(map(len, written)) // BLOCK_TOKENS)
         digests = np.zeros((blocks, len(KINDS)), np.int64)
@@ -108,42 +111,42 @@ def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: Cac
     return stored.bytes, stored.seal()
 
 
-def open_kv(group: h5py.Group) -> StoredPiece:
-    """Find what a document's group has of its keys and values; nothing of them is read yet.
+def open_kv(kv: h5py.Group, announced_bytes: int, sha256: str) -> StoredPiece:
+    """Find what a group has of a document's keys and values; nothing of them is read yet.
+
+    Parameters
+    ----------
+    kv : h5py.Group
+    announced_bytes, sha256
+        What `write_kv` returned, as the log tells it.
 
     Raises
     ------
     DataError
-        If they are anything else, or larger than the record announces.
+        If they are anything else, or larger than announced.
     """
-    place = f"{where(group)}/kv"
-    kv = group_in(group, "kv") if "kv" in group else None
-    stored = StoredPiece() if kv is None else _open(kv)
-    announced = read_attribute(group, "kv_bytes", int)
-    if stored.bytes != announced:
-        raise DataError(f"{place} has {stored.bytes} bytes; the record announces {announced}")
-    if stored.seal() != read_attribute(group, "kv_sha256", str):
+    place = where(kv)
+    stored = _open(kv)
+    if stored.bytes != announced_bytes:
+        raise DataError(f"{place} has {stored.bytes} bytes; the log announces {announced_bytes}")
+    if stored.seal() != sha256:
         raise DataError(f"{place} is damaged: its description differs from what was written (checksum)")
-    if stored.bytes > MAX_INFLATION * group.file.id.get_filesize():
+    if stored.bytes > MAX_INFLATION * kv.file.id.get_filesize():
         raise DataError(
-            f"{place} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}, which cannot be real data"
+            f"{place} has {stored.bytes} bytes in a file of {kv.file.id.get_filesize()}, which cannot be real data"
         )
+    if strange := _strange_members(kv):
+        raise DataError(f"{place} has unknown members: {', '.join(sorted(strange)[:5])}")
     return stored
 
 
-def strange_members(group: h5py.Group) -> set[str]:
-    """Names of what is in a document's ``kv`` and is none of ours."""
-    if "kv" not in group:
-        return set()
-    kv = group_in(group, "kv")
-    known = {"block_tokens", "text_start", "text_stop", "first_token", "compression", *HEADS}
-    strange = attribute_names(kv) - known
+def _strange_members(kv: h5py.Group) -> set[str]:
+    """Names of what is in a group of keys and values and is none of ours."""
+    strange = attribute_names(kv) - {"block_tokens", "text_start", "text_stop", "first_token", "compression", *HEADS}
     for name in kv:
         if LAYER_NAME.fullmatch(name):
             layer = group_in(kv, name)
             strange |= attribute_names(layer) | {*layer} - MEMBERS
-        elif name != "token_ids":
-            strange.add(name)
     return strange
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvr_mpi.disk import LOCK_NAME, create, read_regular
 from kvr_mpi.errors import OutputError
-from kvr_mpi.store.ledger import TIMES_S
+from kvr_mpi.store.log import TIMES_S
 
 BEAT_S = 2.0
 # An owner whose number has stood still for so long is taken for dead.

@@ -1,21 +1,57 @@
-"""One document's outcome, as it is stored and handed to people (the schema: ``outputs``)."""
+"""One document's outcome, as it is stored and handed to people.
+
+    id, status       status is "done" or "error"
+    error            why the document failed
+    document, question    of ``kvr ask`` and of several prompts
+    columns          fields of the document's row, as JSON
+    answer, token_ids     its text, and its tokens
+    slices           bounds of the prompt over the ranks (ranks + 1)
+    document_sha256, prompt_sha256
+    prompt_tokens    length of the prompt
+    computed_tokens  of them, those that were computed; the others' keys and
+                     values were there already
+    text_tokens      of the document's text in the prompt
+    dropped_tokens   of the text, cut off from a prompt that was too long
+    new_tokens, finish_reason, strategy, parts, finished_at
+    ttft_s, prefill_tokens_per_s, wait_s, decode_s
+    compression      method and settings; empty: nothing was dropped
+    retained_tokens, retained_bytes    what compression has left
+    cache            of a rolling cache: what it held, and whether that is
+                     exact
+    kernels          hardware, dtype and kernels that the answer may depend
+                     on; absent for float32 on CPUs
+    logprobs         natural log-probabilities of token_ids; null: minus
+                     infinity
+    top_tokens, top_logprobs    the most likely tokens in each place (tokens *
+                     top, flat)
+    token_texts      the texts of all these tokens, by id (JSON)
+    samples          all answers, if n > 1 (a list of JSON objects); answer is
+                     the first of them
+    scores           of given continuations (a list of JSON objects)
+
+Fields in `ASKED_FOR` are only there if a job asked for them.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from math import isfinite
+from math import inf, isfinite, nan
 from typing import Any
 
 from kvr_mpi.errors import DataError
+from kvr_mpi.store.log import parse, strings
 
-# Arrays of a record, kept as datasets; all its other fields are attributes.
+STATUSES = ("done", "error")
+# What a record's line begins with, and then come the pieces, and what follows them.
+HEAD, HEAD_END = ("id", "status", "error", "finished_at"), b', "document": '
 ARRAYS = ("token_ids", "slices", "logprobs", "top_tokens", "top_logprobs")
 REALS = ("logprobs", "top_logprobs")
-# Text that may be long, kept as datasets of one element.
+# Texts that may be long.
 TEXTS = ("answer", "token_texts", "scores", "samples")
-DATASETS = (*ARRAYS, *TEXTS)
+LONG = (*ARRAYS, *TEXTS)
 # Not written where they are empty.
 ASKED_FOR = (
     "logprobs",
@@ -89,7 +125,7 @@ class Record:
         """
         if self.status != "done":
             return 0.0
-        text = self.text_tokens or self.prompt_tokens  # files of before have no text_tokens
+        text = self.text_tokens or self.prompt_tokens  # a prompt of ``kvr ask`` has no text of its own
         kept = min(1.0, self.retained_tokens / self.prompt_tokens) if self.retained_tokens else 1.0
         return kept * text / (text + self.dropped_tokens) if text else 1.0
 
@@ -97,13 +133,6 @@ class Record:
     def ranks(self) -> int:
         """How many ranks shared its prompt; 0 if it failed, or if its text was split into several prompts."""
         return max(1, len(self.slices) - 1) if self.status == "done" and self.parts == 1 else 0
-
-    @property
-    def bytes(self) -> int:
-        """About how much its texts and arrays take on disk, at most."""
-        return sum(4 * len(getattr(self, name)) for name in TEXTS) + sum(
-            8 * len(getattr(self, name)) for name in ARRAYS
-        )
 
     @property
     def top(self) -> int:
@@ -189,3 +218,80 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
+    """Return what a record's line in the log says; `pieces` are the ids of the keys and values that it needs."""
+    values = {name: _finite(value) for name, value in record.as_dict().items() if value or name not in ASKED_FOR}
+    return {**{name: values[name] for name in HEAD}, "pieces": list(pieces), **values}
+
+
+def read_head(line: bytes) -> dict[str, Any]:
+    """Read what a record's line begins with: the fields of `HEAD`, and pieces; much faster than all of it.
+
+    Raises
+    ------
+    DataError, ValueError, KeyError
+        If they are anything else.
+    """
+    values = parse(line.partition(HEAD_END)[0] + b"}")
+    if [*values] != [*HEAD, "pieces"] or not all(isinstance(values[name], str) for name in HEAD):
+        raise DataError(f"a record begins with {', '.join(map(str, values))[:60]}; expected {', '.join(HEAD)}")
+    if values["status"] not in STATUSES:
+        raise DataError(f"status is {values['status'][:60]!r}; expected one of {', '.join(STATUSES)}")
+    return {**values, "pieces": strings(values["pieces"], "pieces")}
+
+
+def read_record(values: Mapping[str, Any], where: str) -> Record:
+    """Read a record's line; of `ASKED_FOR`, what is not there has its default.
+
+    Parameters
+    ----------
+    where : str
+        For messages.
+
+    Raises
+    ------
+    DataError
+        If a field is missing, unknown, or of another type.
+    """
+    specs = {spec.name: spec for spec in fields(Record)}
+    if strange := values.keys() - {*specs, "pieces"}:
+        raise DataError(f"{where} has unknown fields: {', '.join(sorted(map(str, strange))[:5])}")
+    strings(values.get("pieces"), f"{where}: pieces")
+    found: dict[str, Any] = {}
+    for name, spec in specs.items():
+        if name in values:
+            found[name] = _read_field(values[name], name, str(spec.type), where)
+        elif name not in ASKED_FOR:
+            raise DataError(f"{where}: {name} is missing")
+    record = Record(**found)
+    if record.status not in STATUSES:
+        raise DataError(f"{where}: status is {record.status[:60]!r}; expected one of {', '.join(STATUSES)}")
+    return record
+
+
+def _read_field(value: Any, name: str, kind: str, where: str) -> Any:
+    if name in ARRAYS:
+        is_real = name in REALS
+        if isinstance(value, list) and all(_is_number(one, is_real) or (is_real and one is None) for one in value):
+            return tuple(-inf if one is None else float(one) for one in value) if is_real else tuple(value)
+        expected = "a list of numbers" if is_real else "a list of whole numbers"
+    elif kind == "str":
+        if isinstance(value, str):
+            return value
+        expected = "text"
+    else:
+        if _is_number(value, kind == "float"):
+            return float(value) if kind == "float" else value
+        if kind == "float" and value is None:
+            return nan
+        expected = "a number" if kind == "float" else "a whole number"
+    raise DataError(f"{where}: {name} is {str(value)[:60]!r}; expected {expected}")
+
+
+def _is_number(value: Any, is_real: bool) -> bool:
+    """Whether a value is a number of 64 bits."""
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 63
+    return is_real and type(value) is float and isfinite(value)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, DataError
-from kvr_mpi.store.folder import Index, Place, read_records, run_files
+from kvr_mpi.store.folder import Index, Place, open_document, read_records
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file, read_software
-from kvr_mpi.store.parts import open_document
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.record import STATUSES, Record
 from kvr_mpi.store.run import wanted_documents
 from kvr_mpi.store.shares import find_runs, index_runs, read_header_of, tell_missing
 from kvr_mpi.store.stored_kv import KeysValues, StoredKV
@@ -119,9 +119,8 @@ class Results:
 
     @property
     def software(self) -> dict[str, str]:
-        """Versions that the newest file was made with."""
-        with open_file([file for path in self.paths for file in run_files(path)][-1]) as stored:
-            return read_software(stored)
+        """Versions that the newest results were made with."""
+        return self.header.software
 
     @property
     def columns(self) -> list[str]:
@@ -220,16 +219,12 @@ class Results:
         DataError
             If it is not what was written.
         """
-        place = self.place(document_id)
-        with open_file(place.file) as stored, open_document(stored, place.key) as (record, kv):
-            if record.id != document_id:
-                raise DataError(
-                    f"{place.file}: /documents/{place.key} is not the document {document_id!r} of the ledger"
-                )
-            yield record, kv
+        self.place(document_id)
+        with open_document(self.index, document_id) as found:
+            yield found
 
     def place(self, document_id: str) -> Place:
-        """Say which file and group a document is in.
+        """Say where a document is.
 
         Raises
         ------
@@ -255,8 +250,8 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
         A result file, the output folder of a run (also while it runs: `Results.left`), or a folder of such folders
         (the shares of an array); several make one.
     verify : bool
-        First compare whole files, keys and values too, with the checksums in the folder's ledgers, and read the records
-        of files that no ledger lists; records, keys and values are always compared with their own when they are read.
+        First read all records, keys and values, and compare them with their checksums; this is done in any case when
+        they are read.
     partial : bool
         Take what is there, though shares or documents are missing (`Results.missing` names them).
 
@@ -270,9 +265,8 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
         raise ConfigError("open_results() needs at least one path: a result file or the output folder of a run")
     runs = find_runs([Path(path) for path in paths])
     index, missing = index_runs(runs, verify=verify)
-    if verify:  # no ledger has a checksum of these files, so their records are read
-        unknown = set(index.unrecorded)
-        for _ in read_records(index, sorted(name for name, place in index.places.items() if place.file in unknown)):
+    if verify:
+        for _ in read_records(index, index.ids()):
             pass
     if missing and not partial:
         raise DataError(f"{tell_missing(missing)}; partial=True opens what is there")

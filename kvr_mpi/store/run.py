@@ -1,7 +1,8 @@
 """Starting or resuming a run: its folder is locked, checked against the job, and repaired after crashes.
 
-After any crash, exactly those documents count as finished that are in files that match the ledger; all others are
-processed again. Files that do not match are set aside, never deleted.
+After any crash, exactly those documents count as finished whose records are in a log, and whose keys and values are in
+volumes that one lists; all others are processed again. Files that are damaged are set aside, never deleted; volumes
+that were not finished are.
 """
 
 from __future__ import annotations
@@ -10,27 +11,32 @@ import contextlib
 import json
 import operator
 import os
-import time
-from collections.abc import Callable, Collection, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from kvr_mpi.disk import PART, RUN_FILE, read_regular, replacing
+from kvr_mpi.disk import LOG_NAME, PART, RUN_FILE, read_regular, replacing
 from kvr_mpi.documents import Corpus, numbers_of
 from kvr_mpi.errors import DataError, ForeignError, OutputError, counted
-from kvr_mpi.store.folder import check_fresh, check_writable, clear_results, list_documents
-from kvr_mpi.store.hdf5 import open_hdf5
-from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.ledger import LedgerWriter, ShardLine, crc32_of, seal, sync, unseal
+from kvr_mpi.store.folder import (
+    DAMAGED,
+    Survey,
+    check_fresh,
+    check_writable,
+    clear_results,
+    foreign,
+    survey,
+    take_lines,
+)
 from kvr_mpi.store.lock import Lock, Owner, Say
-from kvr_mpi.store.outputs import Header, check_program, check_record, document_groups, open_file, read_header
-from kvr_mpi.store.parts import PARTS, incomplete, parts_of, remove_parts
-from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, foreign, is_ours, order, survey
+from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, sync, unseal
 from kvr_mpi.store.traces import remove_traces
+from kvr_mpi.store.volumes import RESULTS, open_source, open_volume
 
 RUN_FILE_BYTES = 1 << 30
-# Bytes of the newest files whose checksums are verified when a run is resumed; `merge_files` verifies all of them.
+# Bytes of the newest keys and values that are verified when a run is resumed; `merge_run` verifies all of them.
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # examples in a message
 ALL = slice(0, None, 1)
@@ -38,8 +44,6 @@ ALL = slice(0, None, 1)
 OF_MODEL = ("model", "dtype", "frame", "compress", "cache")
 
 Mode = Literal["new", "overwrite", "resume", "extend"]
-# Removes the results of some documents from a folder.
-Drop = Callable[[Path, Collection[str]], None]
 
 
 @dataclass(slots=True)
@@ -81,7 +85,6 @@ def open_run(
     *,
     share: slice = ALL,
     mode: Mode = "new",
-    drop: Drop | None = None,
     retry_failed: bool = False,
     owner: Owner,
     say: Say = lambda line: None,
@@ -100,8 +103,6 @@ def open_run(
     mode : {'new', 'overwrite', 'resume', 'extend'}
         What to do with existing results: refuse to start, delete them, or continue from them; to extend a run is to
         continue with other documents.
-    drop : callable, optional
-        Removes the results of documents that have changed from a run that is extended (`prune.drop_documents`).
     retry_failed : bool
         Process documents with error records again.
     owner : Owner
@@ -125,16 +126,16 @@ def open_run(
         if others:
             say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone: {_some(others)}")
         if mode == "overwrite":
-            _refuse_foreign(folder)
+            for name in survey(folder).unlisted:
+                _refuse_foreign(folder / name)
             _clear(folder)
         elif mode == "new":
             check_fresh(folder)
-        found = _recover(folder, header, say)
-        done, failed = found.documents()
-        done -= _without_parts(found, header, done, say)
+        index = _recover(folder, header, say).index()
+        done, failed = set(index.ids("done")), set(index.ids("error"))
         wanted = {corpus.entries[number].id for number in corpus.share(share)}
         stale = _check_job(
-            folder, header, corpus, share, (done | failed, wanted), owner.job, say, drop if mode == "extend" else None
+            folder, header, corpus, share, (done | failed, wanted), owner.job, say, lock, extends=mode == "extend"
         )
         known = wanted - stale
         return Run(done & known, set() if retry_failed else failed & known, lock)
@@ -164,7 +165,7 @@ def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, e
         Saying what differs.
     """
     stored = _read_run_file(folder)
-    if stored is None or not any(survey(folder).documents()):
+    if stored is None or not survey(folder).records:
         return
     known = {key: value for key, value in stored[0]["identity"].items() if key not in OF_MODEL}
     _check_identity(folder, known, identity)
@@ -222,115 +223,68 @@ def share_of(stored: dict[str, Any]) -> slice:
 
 def _recover(folder: Path, header: Header, say: Say) -> Survey:
     """Put right what crashes left, and return what counts."""
-    found = survey(folder)
-    if found.sound:  # one of them says for all that were recorded
-        newest = folder / max(found.sound, key=order)
-        with contextlib.suppress(DataError), open_file(newest) as stored:  # a damaged file is dealt with below
-            _check_identity(newest, read_header(stored).identity, header.identity)
-    for file, number in found.ledger.damaged:
-        say(f"{folder / file}: line {number} is incomplete or damaged; the files it may have listed are read instead")
-    if _name_recorded(found):
-        found = survey(folder)
-    for part in folder.glob(f"*.h5{PART}"):
-        if is_ours(part.name.removesuffix(PART)):
-            part.unlink()  # never complete, so never counted
+    found = survey(folder, reads_all=True)
+    for source, other in found.headers.items():
+        _check_identity(source, other.identity, header.identity)
+    (folder / (RESULTS + PART)).unlink(missing_ok=True)  # never complete, so never counted
     found.verify(VERIFY_BYTES)
-    for name in found.unrecorded:
-        _adopt(found, name, header, say)
-    for name, why in sorted(found.damaged.items()):
-        kept = _set_aside(folder / name)
+    damaged = found.damaged
+    for name, why in sorted(damaged.items()):
+        kept = _repair_log(folder / name, header) if LOG_NAME.fullmatch(name) else _set_aside(folder / name)
         say(f"{folder / name} is damaged: {why}; it is kept as {kept.name}, and its documents are processed again")
-    for name, line in found.missing().items():
-        if name not in found.damaged:
-            count = len(line.done) + len(line.failed)
-            say(f"{folder / name} is gone: {counted(count, 'document')} to process again, unless stored elsewhere")
+    if damaged:
+        found = survey(folder)
+    for name in found.unlisted:
+        _refuse_foreign(folder / name)
+        (folder / name).unlink()
+    for name in set(found.missing) - damaged.keys():
+        say(f"{folder / name} is gone: documents that need it are processed again")
     return found
 
 
-def _without_parts(run: Survey, header: Header, done: set[str], say: Say) -> set[str]:
-    """Put right what crashes left of parts, and return the documents that have to be done again for want of some."""
-    parts = run.folder / PARTS
-    is_there = parts.is_dir() and not parts.is_symlink()
-    if not done or not (is_there or header.identity.get("kv")):
-        return set()
-    there = _recover(parts, header, say).documents()[0] if is_there else set[str]()
-    found = incomplete(run.folder, done, there, run.sound)
-    if found:
-        say(
-            f"processing {counted(len(found), 'document')} again, without keys and values from some rank: "
-            f"{_some(sorted(found))}"
-        )
-    return found
-
-
-def _name_recorded(found: Survey) -> bool:
-    """Give their names to files that were recorded when a crash came; whether there were any."""
-    named = False
-    for name, lines in found.ledger.shards.items():
-        part = found.folder / (name + PART)
-        if is_ours(name) and name not in found.sizes_bytes and part.is_file() and not part.is_symlink():
-            size = part.stat().st_size
-            if any(line.size_bytes == size and line.crc32 == crc32_of(part) for line in lines):
-                os.replace(part, found.folder / name)
-                named = True
-    if named:
-        sync(found.folder)
-    return named
-
-
-def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
-    """Record a file that the ledger does not know, if it can be read to its end."""
-    file = found.folder / name
-    try:
-        with open_file(file) as stored:
-            _check_identity(file, read_header(stored).identity, header.identity)
-            parts: dict[str, list[str]] = {}
-            for group, _, _ in document_groups(stored):
-                record = check_record(group)
-                if needs := parts_of(record, open_kv(group).tokens):
-                    parts[record.id] = needs
-        documents = list_documents(file)
-    except ForeignError:
-        raise
-    except DataError as error:
-        if name == RESULTS:  # no crash makes such a file without a line in the ledger: it may be anybody's
-            raise
-        found.damaged[name] = str(error)
-        return
-    done = [name for name, is_done, _ in documents if is_done]
-    failed = {name: reason for name, is_done, reason in documents if not is_done}
-    sizes = file.stat().st_size, crc32_of(file)
-    line = ShardLine(name, *sizes, done, list(failed), time.time(), list(failed.values()), parts)
-    LedgerWriter(found.folder, "adopted").record(line)
-    found.sound[name] = line
-    say(f"{file} was not in the ledger; it was read: {counted(len(documents), 'document')} added")
+def _repair_log(file: Path, header: Header) -> Path:
+    """Set a log aside, and write its lines that are sound in its place; return its new name."""
+    kept = _free_name(file)
+    if not file.is_file() or file.is_symlink():
+        file.rename(kept)
+        return kept
+    shutil.copyfile(file, kept)
+    with open_source(file) as source, replacing(file) as clean:
+        clean.write(seal(header.as_line()))
+        for line in take_lines(Survey(file.parent, {}), source, reads_all=True):
+            clean.write(line + b"\n")
+    sync(file.parent)
+    return kept
 
 
 def _set_aside(file: Path) -> Path:
     """Rename a file so that it is never read again, and return its new name."""
-    number = 1
-    while (kept := file.with_name(f"{file.name}{DAMAGED}-{number}")).exists():
-        number += 1
+    kept = _free_name(file)
     file.rename(kept)
     return kept
 
 
-def _refuse_foreign(folder: Path) -> None:
+def _free_name(file: Path) -> Path:
+    number = 1
+    while os.path.lexists(kept := file.with_name(f"{file.name}{DAMAGED}-{number}")):
+        number += 1
+    return kept
+
+
+def _refuse_foreign(file: Path) -> None:
     """Refuse to delete what another program wrote under a name of ours."""
-    for name in survey(folder).unrecorded:
-        try:
-            with open_hdf5(folder / name) as file:
-                check_program(file)
-        except ForeignError:
-            raise
-        except DataError:
-            continue  # damaged
+    try:
+        with open_volume(file):
+            pass
+    except ForeignError:
+        raise
+    except DataError:
+        pass  # it was not finished
 
 
 def _clear(folder: Path) -> None:
     """Delete what a run left, and nothing else."""
     (folder / RUN_FILE).unlink(missing_ok=True)
-    remove_parts(folder)
     remove_traces(folder)
     clear_results(folder)
 
@@ -343,7 +297,9 @@ def _check_job(
     documents: tuple[set[str], set[str]],
     job: str,
     say: Say,
-    drop: Drop | None,
+    lock: Lock,
+    *,
+    extends: bool,
 ) -> set[str]:
     """Refuse a job with another identity or other documents than the run's; write down what the run is.
 
@@ -351,27 +307,29 @@ def _check_job(
     ----------
     documents : (set of str, set of str)
         Those that are recorded, and those that the job is to do.
-    drop : callable or None
+    lock : Lock
+    extends : bool
         Other documents are no reason to refuse it.
 
     Returns
     -------
     set of str
-        Recorded documents whose results were removed: they are others now.
+        Recorded documents whose results do not count any more: they are others now.
     """
     recorded, wanted = documents
     stored, stale = _read_run_file(folder), set[str]()
     gone = set() if stored is None else {*map(str, stored[0].get("gone", ()))}
     if stored is not None and recorded:
         _check_identity(folder, stored[0]["identity"], header.identity)
-        if drop is None:
+        if not extends:
             _check_corpus(folder, stored[1], corpus)
         else:
             stale, left = _extend(folder, stored[1], corpus, recorded, say)
             gone = (gone | left) & recorded - wanted
             if stale:
-                drop(folder, stale)
-    elif recorded and drop is not None:
+                with LogWriter(folder, lock.number, None, header) as log:
+                    log.write(seal({"line": DROPPED, "ids": sorted(stale)}))
+    elif recorded and extends:
         raise OutputError(
             f"cannot extend {folder}: {RUN_FILE} is missing or damaged, so it is unknown which documents have changed; "
             f"choose another output.path"

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import LEDGER_NAME, LOCK_NAME, RUN_FILE
+from kvr_mpi.disk import LOCK_NAME, LOG_NAME, RUN_FILE, VOLUME_NAME
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, counted
-from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
-from kvr_mpi.store.outputs import Header, open_file, read_header
-from kvr_mpi.store.parts import PARTS
+from kvr_mpi.store.folder import Index, has_results, index_run, join_indexes, read_run_header
+from kvr_mpi.store.log import Header
 from kvr_mpi.store.run import begun_with, differing_documents, share_in
-from kvr_mpi.store.survey import RESULTS, SHARD_NAME
+from kvr_mpi.store.volumes import RESULTS
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)
 MAX_SHARES = 1_000_000  # a folder's name may say anything
@@ -39,22 +38,16 @@ class Runs:
 def find_runs(paths: Sequence[Path]) -> Runs:
     """Look for runs in files, runs' folders, and folders of such folders.
 
-    A folder with a ledger, a shard or a ``run.json`` of its own is a run. Any other is what the runs in it make: a file
+    A folder with a log, a volume or a ``run.json`` of its own is a run. Any other is what the runs in it make: a file
     in which they were gathered, or a lock that was left there, does not hide them.
 
     Returns
     -------
     Runs
         What is missing is only told if more than one run was asked for.
-
-    Raises
-    ------
-    DataError
-        If one is the folder of a run's parts: their records have no answers.
     """
     found: list[Path] = []
     for path in paths:
-        _refuse_parts(path)
         found += _runs_in(path) or [path]
     several = len(found) > 1 or list(paths) != found
     return Runs(tuple(dict.fromkeys(found)), tuple(_missing(found)) if several else ())
@@ -78,13 +71,16 @@ def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False
         if begun is not None:
             _check_corpus(path, *begun, first)
         wanted = None if begun is None else {entry.id for entry in begun[0].entries[begun[1]]}
-        if several and path.is_dir() and not run_files(path):
+        if several and path.is_dir() and not has_results(path):
             if wanted is None or wanted:  # a corpus of fewer documents than shares leaves some empty
                 missing.append(f"{path} has no results yet")
             continue
         index = index_run(path, verify=verify, passes_damaged=passes_damaged)
+        # What is in a log is not known if it is damaged; what is in a volume is.
+        spoilt = [(file, why) for file, why in index.damaged.items() if not VOLUME_NAME.fullmatch(file.name)]
+        missing += [f"{file} is damaged ({why}): needs --resume" for file, why in spoilt]
         if index.gone:
-            missing.append(f"{path} has lost {counted(index.gone, 'document')} listed in its ledger: needs --resume")
+            missing.append(f"{path} has lost keys and values of {counted(len(index.gone), 'document')}: needs --resume")
         elif wanted is not None and (left := len(wanted - index.places.keys())):
             missing.append(f"{path} has {left} of {counted(len(wanted), 'document')} left: needs --resume")
         indexes.append(index)
@@ -119,26 +115,6 @@ def read_header_of(paths: Sequence[Path]) -> Header:
     return found[1]
 
 
-def read_run_header(path: Path) -> Header | None:
-    """Read what a run says of itself, from the latest of its files that can be read; None if it has none.
-
-    Raises
-    ------
-    DataError
-        If none can be read.
-    """
-    broken: DataError | None = None
-    for file in reversed(run_files(path)):
-        try:
-            with open_file(file) as stored:
-                return read_header(stored)
-        except DataError as error:
-            broken = broken or error
-    if broken is not None:
-        raise broken
-    return None
-
-
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Name the settings of two runs that differ, with both values."""
     for key in sorted({*one, *other}):
@@ -170,19 +146,10 @@ def tell_missing(missing: Sequence[str]) -> str:
     return f"missing: {'; '.join(missing[:NAMED])}{more}"
 
 
-def _refuse_parts(path: Path) -> None:
-    folder = (path if path.is_dir() else path.parent).absolute()
-    if folder.name == PARTS and (folder.parent / RUN_FILE).is_file():
-        raise DataError(
-            f"{path}: not a run, but a part of one, with keys and values of single ranks and no answers; expected the "
-            f"run itself, {folder.parent}; `kvr merge` merges its parts"
-        )
-
-
 def is_run(folder: Path) -> bool:
-    """Whether a job has worked in a folder: it has a ledger, a shard or a ``run.json``."""
+    """Whether a job has worked in a folder: it has a log, a volume or a ``run.json``."""
     names = os.listdir(folder)
-    return any(SHARD_NAME.fullmatch(name) or LEDGER_NAME.fullmatch(name) or name == RUN_FILE for name in names)
+    return any(LOG_NAME.fullmatch(name) or VOLUME_NAME.fullmatch(name) or name == RUN_FILE for name in names)
 
 
 def _runs_in(path: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvr_mpi.disk import create, read_regular
-from kvr_mpi.store.ledger import TIMES_S
+from kvr_mpi.store.log import TIMES_S
 from kvr_mpi.topology import place_in_group, rank_name
 
 STATES = "states"

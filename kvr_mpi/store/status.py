@@ -1,4 +1,4 @@
-"""How far a run is, told from its ledgers, its lock and what its ranks say of themselves, also while it runs."""
+"""How far a run is, told from its logs, its lock and what its ranks say of themselves, also while it runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kvr_mpi.errors import DataError, MissingError
+from kvr_mpi.store.folder import Index, survey
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
 from kvr_mpi.store.run import wanted_documents
 from kvr_mpi.store.states import RankState, read_states, silent_ranks
 from kvr_mpi.store.summary import count_reasons
-from kvr_mpi.store.survey import Survey, survey
 
 T = TypeVar("T", int, float)
 
@@ -31,9 +32,10 @@ class Status:
     total : documents of the corpus, or of the share that the latest job is to do; None if the folder does not say.
     left : documents neither done nor failed.
     owner : who has, or last had, the folder.
-    rate_per_h, lately_per_h : documents an hour made durable, since this job began and in the last `LATELY_S`.
+    rate_per_h, lately_per_h : documents an hour finished, since this job began and in the last `LATELY_S`.
     eta_s : seconds until nothing is left, at the later rate; None if that is not known.
-    damaged, missing, unrecorded : files that need `--resume`.
+    damaged, missing : files that need `--resume`.
+    unfinished : files of keys and values that the job is writing, or was when it ended.
     reasons : how many failed for what, the most frequent first.
     ranks : what each rank of the job at work says of itself; of several runs nothing.
     silent : ranks that have not been heard of for longer than the others.
@@ -53,7 +55,7 @@ class Status:
     size_bytes: int
     damaged: tuple[str, ...]
     missing: tuple[str, ...]
-    unrecorded: tuple[str, ...]
+    unfinished: tuple[str, ...]
     reasons: dict[str, int]
     ranks: tuple[RankState, ...] = ()
     silent: tuple[int, ...] = ()
@@ -64,7 +66,7 @@ class Status:
 
 
 def read_status(folder: Path, now_s: float | None = None) -> Status:
-    """Read how far a run is; nothing is changed, and no file of results is opened.
+    """Read how far a run is; nothing is changed.
 
     Raises
     ------
@@ -74,18 +76,19 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     if not folder.is_dir():
         raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
     found, lock, wanted = survey(folder), read_lock(folder), wanted_documents(folder)
-    if not found.sizes_bytes and lock is None and wanted is None and not found.ledger.shards:
+    if not found.sizes_bytes and lock is None and wanted is None:
         raise DataError(f"{folder}: not a run; expected the output folder of a run")
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
-    done, failed = found.documents()
+    index = found.index()
     if wanted is not None:  # results of documents that are gone are kept (`kvr-run --extend`)
-        done, failed = done & {*wanted}, failed & {*wanted}
+        index = Index({name: place for name in wanted if (place := index.places.get(name))})
+    summary, times = index.summary(), [_unix_s(place.finished_at) for place in index.places.values()]
     session = lock.number if lock else 0
     since = lock.since_s if lock else 0.0
-    overall = _rate(found, since, now if alive else _newest(found))
-    lately = _rate(found, max(since, now - LATELY_S), now) if alive else None
-    left = None if wanted is None else len(set(wanted) - done - failed)
+    overall = _rate(times, since, now if alive else max(times, default=0.0))
+    lately = _rate(times, max(since, now - LATELY_S), now) if alive else None
+    left = None if wanted is None else len(set(wanted) - index.places.keys())
     rate = lately or overall
     ranks = read_states(folder, session) if alive else ()
     eta = 3600 * left / rate if alive and left is not None and rate else None
@@ -95,17 +98,17 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         owner=str(lock.owner) if lock and lock.owner else "",
         session=session,
         total=None if wanted is None else len(wanted),
-        done=len(done),
-        failed=len(failed),
+        done=summary.done,
+        failed=summary.failed,
         left=left,
         rate_per_h=overall,
         lately_per_h=lately,
         eta_s=eta,
         size_bytes=sum(found.sizes_bytes.values()),
         damaged=tuple(sorted(found.damaged)),
-        missing=tuple(sorted(found.missing())),
-        unrecorded=tuple(found.unrecorded),
-        reasons=count_reasons((name, why, 1) for name, why in found.reasons().items()),
+        missing=tuple(found.missing),
+        unfinished=tuple(found.unlisted),
+        reasons=summary.reasons,
         ranks=ranks,
         silent=silent_ranks(ranks),
     )
@@ -135,7 +138,7 @@ def add_up(found: Sequence[Status]) -> Status:
         size_bytes=sum(one.size_bytes for one in found),
         damaged=tuple(f"{one.folder}/{name}" for one in found for name in one.damaged),
         missing=tuple(f"{one.folder}/{name}" for one in found for name in one.missing),
-        unrecorded=tuple(f"{one.folder}/{name}" for one in found for name in one.unrecorded),
+        unfinished=tuple(f"{one.folder}/{name}" for one in found for name in one.unfinished),
         reasons=count_reasons(("", why, count) for one in found for why, count in one.reasons.items()),
     )
 
@@ -146,15 +149,15 @@ def _sum(values: Iterable[T | None]) -> T | None:
     return None if not known or None in known else cast("T", sum(filter(None, known)))
 
 
-def _rate(found: Survey, start_s: float, end_s: float) -> float | None:
-    """Documents an hour that became durable in a span of time; None if there were none, or the clock jumped."""
-    count = sum(
-        len(line.done) + len(line.failed)
-        for name, line in found.sound.items()
-        if name.startswith("shard-") and start_s <= line.at_s <= end_s
-    )
+def _rate(times: Sequence[float], start_s: float, end_s: float) -> float | None:
+    """Documents an hour that were finished in a span of time; None if there were none, or the clock jumped."""
+    count = sum(start_s <= each <= end_s for each in times)
     return 3600 * count / (end_s - start_s) if count and end_s > start_s else None
 
 
-def _newest(found: Survey) -> float:
-    return max((line.at_s for line in found.sound.values()), default=0.0)
+def _unix_s(text: str) -> float:
+    """Read when a document was finished, as Unix time; 0 if the record does not say."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0

@@ -37,7 +37,7 @@ class CachedTokens:
 
     ids : the tokens, prompt first and then what is held of the answer.
     text : bounds of the document's text among them.
-    first : the first of them whose keys and values are stored here; those before it are elsewhere (see ``parts``).
+    first : the first of them whose keys and values are stored here; those before it are elsewhere (see ``pieces``).
     compression : by which method and settings heads have dropped some; empty: they hold all.
     rows : then, of each layer that is compressed, which each head keeps.
     heads : which KV heads are stored here, if a group has others elsewhere; None: all.
@@ -269,8 +269,7 @@ class StoredKV:
 
     def seal(self) -> str:
         """Hash of everything but keys and values themselves, which have their digests; empty if nothing is stored."""
-        seals = [piece.seal() for row in self.pieces for piece in row]
-        return seals[0] if len(seals) == 1 else hashlib.sha256("".join(seals).encode()).hexdigest()
+        return seal_of([piece.seal() for row in self.pieces for piece in row])
 
     def _of_layer(self, layer: int) -> list[list[StoredLayer]]:
         index = self.layers.index(layer)
@@ -314,3 +313,8 @@ def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:
         known += [tokens.compression] if tokens.compression else []
         known += [] if tokens.heads is None else [[tokens.heads.first, tokens.heads.last, tokens.heads.of]]
     return hashlib.sha256(json.dumps([known, list(layers)]).encode()).hexdigest()
+
+
+def seal_of(seals: Sequence[str]) -> str:
+    """Hash of a document's pieces, by their own; empty if there are none."""
+    return "".join(seals) if len(seals) < 2 else hashlib.sha256("".join(seals).encode()).hexdigest()

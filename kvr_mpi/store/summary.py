@@ -1,4 +1,4 @@
-"""What became of the documents of a run, counted; told by its ledgers, so that no file of results is read for it."""
+"""What became of the documents of a run, counted; for people."""
 
 from __future__ import annotations
 

@@ -10,18 +10,18 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvr_mpi.disk import LEDGER_NAME, LOCK_NAME, PART, RUN_FILE, is_output_folder
+from kvr_mpi.disk import LOCK_NAME, LOG_NAME, PART, RUN_FILE, VOLUME_NAME, is_output_folder
 from kvr_mpi.errors import OutputError
-from kvr_mpi.store.parts import PARTS
+from kvr_mpi.store.folder import DAMAGED
 from kvr_mpi.store.shares import SHARE_NAME, is_run
 from kvr_mpi.store.states import STATES
-from kvr_mpi.store.survey import DAMAGED, RESULTS, SHARD_NAME
-from kvr_mpi.store.traces import METRICS_FILE, PROGRESS_FILE, PROMETHEUS_FILE, TRACES
+from kvr_mpi.store.traces import TRACES
+from kvr_mpi.store.volumes import RESULTS
 
 # Names that a run alone may use, and names that are its own in its folder; folders of its own.
-RESERVED = (SHARD_NAME, LEDGER_NAME, LOCK_NAME)
-OWN_FILES = (RESULTS, RUN_FILE, PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE)
-OWN_FOLDERS = (PARTS, TRACES, STATES)
+RESERVED = (VOLUME_NAME, LOG_NAME, LOCK_NAME)
+OWN_FILES = (RESULTS, RUN_FILE)
+OWN_FOLDERS = (TRACES, STATES)
 
 
 def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> None:

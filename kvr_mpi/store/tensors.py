@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.disk import PART, create
 from kvr_mpi.errors import OutputError
-from kvr_mpi.store.folder import Index
+from kvr_mpi.store.folder import Index, open_document
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.outputs import (
-    open_file,
-    read_header,
-)
-from kvr_mpi.store.parts import PartIndexes, open_document
+from kvr_mpi.store.log import Header
 from kvr_mpi.store.stored_kv import StoredKV
+from kvr_mpi.store.volumes import key_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +30,9 @@ SUFFIX, ABOUT = ".safetensors", "kvr-mpi"
 MOST_NAME_BYTES, KEPT_OF_NAME = 255, 150
 
 
-def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool = False) -> Iterator[tuple[str, Path]]:
+def export_kv(
+    index: Index, header: Header, ids: Iterable[str], folder: Path, *, overwrite: bool = False
+) -> Iterator[tuple[str, Path]]:
     """Write a file for each of these documents that has keys and values; yields (id, file).
 
     Raises
@@ -48,11 +47,8 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    parts = PartIndexes()
     for name in ids:
-        place = index.places[name]
-        with open_file(place.file) as stored, open_document(stored, place.key, parts) as (record, kv):
-            header = read_header(stored)
+        with open_document(index, name) as (record, kv):
             refuse_compressed(kv.compression, name, "kvr export --kv")
             tensors, whose = dict(_tensors(kv)), kv.tokens
         if not tensors:
@@ -63,7 +59,7 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
 
             tensors["token_ids"] = torch.tensor(whose.ids)
             about["text"] = list(whose.text)
-        file = folder / file_name(place.key)
+        file = folder / file_name(key_of(name))
         if file.exists() and not overwrite:
             raise OutputError(f"{file} exists; add --overwrite, or choose another folder")
         part = file.with_name(file.name + PART)

@@ -32,13 +32,11 @@ import numpy as np
 
 from kvr_mpi.disk import create, read_regular
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.ledger import write_all
+from kvr_mpi.store.log import write_all
 from kvr_mpi.topology import in_lane_of, rank_name
 from kvr_mpi.trace import Kind, Recorder, Span
 
 TRACES = "trace"
-# What a job records about itself.
-PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE = "progress.json", "metrics.prom", "metrics.json"
 HEADER, VERSION = "kvr_trace", 2
 FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.json")
 # How often what was recorded is written.
@@ -303,9 +301,7 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def remove_traces(folder: Path) -> None:
-    """Delete a run's traces and what its job told of itself, and nothing else."""
-    for name in (PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE):
-        (folder / name).unlink(missing_ok=True)
+    """Delete a run's traces, and nothing else."""
     files = trace_files(folder)
     for path in files:
         path.unlink(missing_ok=True)

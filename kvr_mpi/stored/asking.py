@@ -14,9 +14,10 @@ from kvr_mpi.errors import ConfigError, DataError, OutputError
 from kvr_mpi.job import JobSpec, PromptSection
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.schedule.forecast import frame_of
+from kvr_mpi.store.folder import read_run_header
 from kvr_mpi.store.lock import is_alive
-from kvr_mpi.store.outputs import Header
-from kvr_mpi.store.shares import find_runs, read_run_header
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.shares import find_runs
 
 
 def complete_questions(spec: JobSpec) -> JobSpec:

@@ -5,7 +5,7 @@ The leader of a chain finds a stored prompt and sends its `StoredPrefix`; each r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,7 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.store.hdf5 import explained, hold_open
-from kvr_mpi.store.outputs import Record
-from kvr_mpi.store.parts import PartIndexes, open_document
+from kvr_mpi.store.pieces import Piece, open_pieces
 from kvr_mpi.store.stored_kv import StoredKV
 
 
@@ -27,12 +25,13 @@ from kvr_mpi.store.stored_kv import StoredKV
 class StoredPrompt:
     """A prompt in files that are open as long as this is held.
 
+    name : the document's id.
     ids : its tokens, and those of its answer.
     text : bounds of the document's text among them.
     """
 
     files: Any
-    record: Record
+    name: str
     kv: StoredKV
     ids: tuple[int, ...]
     text: tuple[int, int]
@@ -42,36 +41,38 @@ class StoredPrompt:
 class StoredPrefix:
     """Where the keys and values of a prompt's first tokens are stored.
 
-    path, key : HDF5 file, and the document's group in it.
+    name : the document's id.
+    pieces : what makes up its keys and values.
     tokens : how many of the prompt's first tokens.
-    seal : hash of what is stored there (`StoredKV.seal`).
     compression : by which method and settings its heads have dropped tokens; empty: they hold all.
     """
 
-    path: str
-    key: str
+    name: str
+    pieces: tuple[Piece, ...]
     tokens: int
-    seal: str
     compression: str = ""
 
-    def open(self, ids: Sequence[int], loaded: LoadedModel, parts: PartIndexes) -> SharedPrefix:
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> StoredPrefix:
+        """Make it of what `asdict` returned, once that was sent as JSON."""
+        return cls(**{**plain, "pieces": tuple(Piece(**each) for each in plain["pieces"])})
+
+    def open(self, ids: Sequence[int], loaded: LoadedModel) -> SharedPrefix:
         """Make a prefix of what is stored, for a prompt with these ids; nothing is read before its first layer is.
 
         A rank of a tensor-parallel group reads its own KV heads.
 
         Whatever is wrong raises a `DataError` when the first layer is read: other tokens than these, other keys and
-        values than those of `seal`, another shape or type than the model's, or a block that fails its checksum.
+        values than those of `pieces`, another shape or type than the model's, or a block that fails its checksum.
 
         Parameters
         ----------
         ids : sequence of int
             The prompt's.
         loaded : LoadedModel
-        parts : PartIndexes
-            Where keys and values are, if every rank wrote its own.
         """
         ids = tuple(ids[: self.tokens])
-        stored = _opening(self, ids, loaded, parts)
+        stored = _opening(self, ids, loaded)
         if self.compression:
             return SharedPrefix(
                 ids, (), heads=_head_reader(self, loaded, stored), compression=self.compression, source=self
@@ -81,29 +82,31 @@ class StoredPrefix:
         return SharedPrefix(ids, layers, read=read, source=self)
 
 
-def open_prompt(path: Path, key: str, parts: PartIndexes) -> StoredPrompt:
+def open_prompt(name: str, pieces: Sequence[Piece]) -> StoredPrompt:
     """Open a stored prompt.
 
     Parameters
     ----------
-    parts : PartIndexes
-        Where its keys and values are, if every rank wrote its own.
+    name : str
+        The document's id.
+    pieces : sequence of Piece
 
     Raises
     ------
     DataError
-        If it is not there, damaged, or does not say whose keys and values these are.
+        If it is not there, damaged, other than `pieces` say, or does not say whose keys and values these are.
     """
-    if not path.is_file():
-        raise DataError(
-            f"{path} existed when the job began, and is gone: the run may have been merged; start the job again"
-        )
-    file, others = hold_open(path), ExitStack()
-    with explained(path):
-        record, kv = others.enter_context(open_document(file, key, parts))
+    for piece in pieces:
+        if not Path(piece.path).is_file():
+            raise DataError(
+                f"{piece.path} existed when the job began, and is gone: the run may have been merged; start the job "
+                f"again"
+            )
+    files = ExitStack()
+    kv = open_pieces(name, pieces, files)
     if kv.tokens is None:
-        raise DataError(f"{path}:/documents/{key} does not record which tokens its keys and values are of")
-    return StoredPrompt((file, others), record, kv, tuple(kv.tokens.ids), kv.tokens.text)
+        raise DataError(f"{name}: what is stored does not record which tokens its keys and values are of")
+    return StoredPrompt(files, name, kv, tuple(kv.tokens.ids), kv.tokens.text)
 
 
 def _row_reader(
@@ -140,7 +143,7 @@ def _head_reader(
         bounds = rows.bounds_before(tokens)
         if any(first == last for first, last in bounds):
             raise DataError(
-                f"{source.path}: a head of layer {number} keeps none of the first {tokens} tokens, up to the end of "
+                f"{source.name}: a head of layer {number} keeps none of the first {tokens} tokens, up to the end of "
                 f"the text, because its compression selected tokens of the question; to ask again, compress with "
                 f"observes = 'document'"
             )
@@ -155,17 +158,13 @@ def _own_heads(loaded: LoadedModel) -> tuple[int, int] | None:
     return None if loaded.part is None else loaded.part.own_kv_heads
 
 
-def _opening(
-    source: StoredPrefix, ids: Sequence[int], loaded: LoadedModel, parts: PartIndexes
-) -> Callable[[], StoredKV]:
+def _opening(source: StoredPrefix, ids: Sequence[int], loaded: LoadedModel) -> Callable[[], StoredKV]:
     """Return what opens and checks stored keys and values when they are first asked for, and keeps them open."""
     opened: list[StoredPrompt] = []
 
     def stored() -> StoredKV:
         if not opened:
-            found = open_prompt(Path(source.path), source.key, parts)
-            if found.kv.seal() != source.seal:
-                raise DataError(f"{found.record.id}: its stored keys and values have changed since the job began")
+            found = open_prompt(source.name, source.pieces)
             _check(found, ids, loaded)
             opened.append(found)
         return opened[0].kv
@@ -175,7 +174,7 @@ def _opening(
 
 def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> None:
     """Refuse keys and values of other tokens, or of another shape or type than the model's."""
-    name = stored.record.id
+    name = stored.name
     if stored.ids[: len(ids)] != tuple(ids):
         raise DataError(
             f"{name}: its stored prompt does not begin with the expected {len(ids)} tokens; the run may have changed: "

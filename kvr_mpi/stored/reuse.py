@@ -7,7 +7,7 @@ them, the longest first, and held against the stored tokens themselves; its keys
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import REUSE, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.store.outputs import open_file
-from kvr_mpi.store.parts import PartIndexes, open_document
+from kvr_mpi.store.folder import open_document
+from kvr_mpi.store.pieces import Piece
 from kvr_mpi.store.shares import find_runs, index_runs
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.asking import check_made_by
@@ -33,28 +33,32 @@ from kvr_mpi.transport import Transport, on_root, share_json, together
 class StoredBeginnings:
     """What stored prompts begin with.
 
-    files : paths.
-    documents : of each its file's number, its group's name, and the hash of what is stored (`WholeKV.seal`).
+    documents : of each its id, and what makes up its keys and values.
     hashes : of all tokens up to a block's end, and whose they are.
     passed_over : documents whose keys and values are not those that the model computes.
     """
 
-    files: list[str]
-    documents: list[tuple[int, str, str]]
+    documents: list[tuple[str, tuple[Piece, ...]]]
     hashes: dict[str, int]
     passed_over: int = 0
 
     def to_json(self) -> list[Any]:
-        """Return what `StoredBeginnings` is made of."""
-        return [self.files, self.documents, self.hashes, self.passed_over]
+        """Return plain values."""
+        documents = [[name, list(map(asdict, pieces))] for name, pieces in self.documents]
+        return [documents, self.hashes, self.passed_over]
+
+    @classmethod
+    def from_json(cls, documents: list[Any], hashes: dict[str, int], passed_over: int) -> StoredBeginnings:
+        """Make it of what `to_json` returned."""
+        found = [(name, tuple(Piece(**each) for each in pieces)) for name, pieces in documents]
+        return cls(found, hashes, passed_over)
 
     def find(self, ids: Sequence[int]) -> StoredPrefix | None:
         """Find the longest stored beginning of a prompt, less one token at least; None if there is none."""
         for count, found in reversed(list(enumerate(hash_blocks(ids[: len(ids) - 1]), 1))):
             number = self.hashes.get(found)
             if number is not None:
-                file, key, seal = self.documents[number]
-                return StoredPrefix(self.files[file], key, count * BLOCK_TOKENS, seal)
+                return StoredPrefix(*self.documents[number], count * BLOCK_TOKENS)
         return None
 
 
@@ -77,24 +81,23 @@ def scan_beginnings(path: str) -> StoredBeginnings:
         If the run cannot be read.
     """
     index, _ = index_runs(find_runs([Path(path)]))
-    places, parts = index.by_file(), PartIndexes()
-    found, passed_over = StoredBeginnings(list(map(str, places)), [], {}), 0
-    for number, file in enumerate(places):
-        with open_file(file) as stored:
-            for place in places[file].values():
-                if not place.is_done:
-                    continue
-                try:
-                    with open_document(stored, place.key, parts) as (_, kv):
-                        whose, seal = kv.tokens, kv.seal()
-                except DataError:
-                    continue  # not used; `kvr inspect` says what is wrong with it
-                if kv.compression:  # an answer, and what is stored of it, would not say so
-                    passed_over += 1
-                elif whose is not None:
-                    for each in hash_blocks(whose.ids):
-                        found.hashes.setdefault(each, len(found.documents))
-                    found.documents.append((number, place.key, seal))
+    found, passed_over = StoredBeginnings([], {}), 0
+    for name in index.ids("done"):
+        if not index.places[name].pieces:
+            continue
+        try:
+            with open_document(index, name) as (_, kv):
+                whose = kv.tokens
+        except DataError:
+            continue  # not used; `kvr inspect` says what is wrong with it
+        if whose is None:
+            continue
+        if whose.compression:  # an answer, and what is stored of it, would not say so
+            passed_over += 1
+            continue
+        for each in hash_blocks(whose.ids):
+            found.hashes.setdefault(each, len(found.documents))
+        found.documents.append((name, index.places[name].pieces))
     return replace(found, passed_over=passed_over)
 
 
@@ -116,7 +119,7 @@ def find_beginnings(
     if why := why_no_effect(REUSE, spec, kinds_of(loaded)):
         say(f"documents.reuse: nothing is reused: {why}")
         return None
-    found = StoredBeginnings(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))
+    found = StoredBeginnings.from_json(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))
     count = len(found.documents)
     say(f"documents.reuse: prompts start from the longest beginning they share with one of {count} stored prompts")
     if found.passed_over:

@@ -23,7 +23,7 @@ from kvr_mpi.api.jobs import read_job
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, OutputError
 from kvr_mpi.store.results import DocumentKV
-from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 
@@ -91,7 +91,7 @@ def test_a_run_that_was_interrupted_is_resumed_in_the_same_process(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(ShardWriter, "writing", lambda *_: (_ for _ in ()).throw(error))
+        patched.setattr(ResultWriter, "write", lambda *_: (_ for _ in ()).throw(error))
         with pytest.raises(error):
             kvr_mpi.run(job, comm=LocalTransport())
     assert len(kvr_mpi.run(job, comm=LocalTransport(), resume=True).open()) == 3
@@ -203,7 +203,7 @@ def test_the_example_runs_under_mpirun(tmp_path: Path, mpirun: Any, tiny_model_d
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     """As Python, in the order of its cells, beside a run where the demo's would be."""
     take(tmp_path / "runs" / "demo", mode="new", corpus=corpus_of("abc")).close()
-    write(tmp_path / "runs" / "demo", "0000", [record("a"), record("b", "error"), record("c")])
+    write(tmp_path / "runs" / "demo", 0, [record("a"), record("b", "error"), record("c")])
     book = json.loads((ROOT / "docs" / "results.ipynb").read_text())
     assert all(not cell.get("outputs") for cell in book["cells"]), "what it shows is of somebody's machine"
     cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]

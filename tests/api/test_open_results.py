@@ -10,14 +10,14 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from made_runs import HEADER, NAMES, corpus_of, record, take, write
+from made_runs import HEADER, NAMES, corpus_of, kv_in, record, take, write
 
 import kvr_mpi
 from kvr_mpi import open_results
 from kvr_mpi.errors import ConfigError, DataError, MissingError
-from kvr_mpi.store.outputs import Header
-from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.log import Header
 from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.writer import ResultWriter
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def folder(tmp_path: Path) -> Path:
     """A run over ten documents: eight done, one failed, one left."""
     take(tmp_path / "out", mode="new", corpus=corpus_of(NAMES)).close()
     names = [name for name in NAMES if name != "f"]
-    write(tmp_path / "out", "0000", [record(name, "error" if name == "b" else "done") for name in names], kv=True)
+    write(tmp_path / "out", 0, [record(name, "error" if name == "b" else "done") for name in names], kv=True)
     return tmp_path / "out"
 
 
 def write_share(parent: Path, number: int, count: int, names: list[str], header: Header = HEADER) -> Path:
     path, share = parent / f"share-{number}-of-{count}", slice(number, None, count)
     take(path, mode="new", corpus=corpus_of(names), share=share, header=header).close()
-    write(path, "0000", [record(name) for name in names[share]], header=header)
+    write(path, 0, [record(name) for name in names[share]], header=header)
     return path
 
 
@@ -70,7 +70,7 @@ def test_keys_and_values_come_back_bit_for_bit(tmp_path: Path) -> None:
     keys = torch.randn(300, 2, 8, generator=torch.Generator().manual_seed(1))
     layers = [(keys, -keys), None, (keys.bfloat16(), -keys.bfloat16())]
     (tmp_path / "out").mkdir()
-    writer = ShardWriter(tmp_path / "out", "0000", HEADER)
+    writer = ResultWriter(tmp_path / "out", 0, HEADER)
     writer.write(record("a"), layers, CachedTokens(tuple(range(300)), (1, 290)))
     writer.write(record("b"))
     writer.close()
@@ -90,9 +90,9 @@ def test_keys_and_values_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_never_handed_out(folder: Path) -> None:
-    (shard,) = folder.glob("shard-*.h5")
-    with h5py.File(shard, "r+") as stored:
-        keys = stored["documents/c/kv/layer_002/keys"]
+    (volume,) = folder.glob("kv-*.h5")
+    with h5py.File(volume, "r+") as stored:
+        keys = kv_in(stored, "c")["layer_002/keys"]
         keys[1, 0, 0] = keys[1, 0, 0] + 1
     with pytest.raises(DataError, match="checksum"):
         open_results(folder)
@@ -117,7 +117,7 @@ def test_shares_are_one_and_missing_ones_are_refused(tmp_path: Path) -> None:
 def test_a_share_that_is_not_through_is_missing_something(tmp_path: Path) -> None:
     write_share(tmp_path, 0, 2, NAMES)
     take(tmp_path / "share-1-of-2", mode="new", corpus=corpus_of(NAMES), share=slice(1, None, 2)).close()
-    write(tmp_path / "share-1-of-2", "0000", [record(NAMES[1])])
+    write(tmp_path / "share-1-of-2", 0, [record(NAMES[1])])
     with pytest.raises(DataError, match=r"share-1-of-2 has 4 of 5 documents left"):
         open_results(tmp_path)
 
@@ -143,21 +143,9 @@ def test_a_share_of_nothing_is_not_missing(tmp_path: Path) -> None:
         path, share = tmp_path / f"share-{number}-of-3", slice(number, None, 3)
         take(path, mode="new", corpus=corpus_of("xy"), share=share).close()
         if number < 2:
-            write(path, "0000", [record("xy"[number])])
+            write(path, 0, [record("xy"[number])])
     assert open_results(tmp_path).ids() == ["x", "y"]
 
 
 def test_errors_are_one_family() -> None:
     assert issubclass(ConfigError, kvr_mpi.KvrError) and issubclass(DataError, kvr_mpi.KvrError)
-
-
-def test_records_that_no_ledger_lists_are_verified_when_they_are_opened(folder: Path, tmp_path: Path) -> None:
-    (shard,) = folder.glob("shard-*.h5")
-    alone = tmp_path / "alone.h5"
-    shutil.copy(shard, alone)
-    assert len(open_results(alone)) == 9
-    with h5py.File(alone, "r+") as file:
-        file["documents/a"].attrs["new_tokens"] = 12345
-    assert len(open_results(alone, verify=False)) == 9
-    with pytest.raises(DataError, match="damaged"):
-        open_results(alone)

@@ -1,4 +1,4 @@
-"""A run to be shown and exported, in shards and merged."""
+"""A run to be shown and exported, as it is at work and merged."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from shown_runs import example_records, write_run
 
-from kvr_mpi.store.merge import merge_run
+from kvr_mpi.store.rewrite import merge_run
 
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """A run still in shards: nothing is merged yet."""
+    """A run still in logs and volumes: nothing is merged yet."""
     records = example_records()
     layer = torch.zeros(100, 2, 8)
     write_run(tmp_path / "run", records[:2], [(layer, layer), None, (layer, layer)])

@@ -19,10 +19,10 @@ from shown_runs import COLUMNS, HEADER, NASTY, example_records, exported, write_
 
 import kvr_mpi.store.export as export_module
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
-from kvr_mpi.store.merge import merge_run
-from kvr_mpi.store.outputs import REALS, Record
+from kvr_mpi.store.record import REALS, Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.rewrite import merge_run
+from kvr_mpi.store.writer import ResultWriter
 
 # Fields of the documents' own rows are columns by themselves: none here.
 TABLE_COLUMNS = [name for name in COLUMNS if name != "columns"]
@@ -150,7 +150,7 @@ def test_parquet_has_all_rows_whatever_the_size_of_a_row_group(
 ) -> None:
     monkeypatch.setattr(export_module, "BATCH_ROWS", 3)
     ids = [f"doc-{n}" for n in range(count)]
-    writer = ShardWriter(tmp_path, "0000", HEADER)
+    writer = ResultWriter(tmp_path, 0, HEADER)
     writer.write(Record("other", "done"))
     for name in ids:
         writer.write(Record(name, "done"))

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from constants import Kvr
+from made_runs import kv_in
 from shown_runs import COLUMNS, HEADER, example_records, write_run
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
-from kvr_mpi.store.folder import RESULTS
-from kvr_mpi.store.merge import merge_run
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.rewrite import merge_run
+from kvr_mpi.store.volumes import RESULTS
 
 
 def test_inspect_shows_every_document_of_a_file_and_of_a_folder(run_folder: Path, run_kvr: Kvr) -> None:
@@ -54,14 +55,16 @@ def test_inspect_shows_one_document(run_folder: Path, record: Record, run_kvr: K
             assert out.endswith("\n\n" + record.answer.replace("\r", "") + "\n")
 
 
-def test_inspect_shows_where_a_document_is_so_that_h5py_finds_it(run_folder: Path, run_kvr: Kvr) -> None:
+def test_inspect_shows_where_a_document_is_so_that_others_find_it(run_folder: Path, run_kvr: Kvr) -> None:
     import h5py
 
     _, out, _ = run_kvr("inspect", run_folder, "sub/dir/plain.md")
-    (line,) = (line for line in out.splitlines() if line.startswith("group "))
-    file, _, name = line.split(maxsplit=1)[1].rpartition(":")
-    with h5py.File(file) as stored:
-        assert stored[name]["answer"].asstr()[()] == "Short."
+    (line,) = (line for line in out.splitlines() if line.startswith("stored in "))
+    assert '"Short."' in Path(line.removeprefix("stored in ").strip()).read_text()
+    _, out, _ = run_kvr("inspect", run_folder, "0001")
+    (line,) = (line for line in out.splitlines() if line.startswith("kv stored in "))
+    with h5py.File(line.removeprefix("kv stored in ").strip()) as stored:
+        assert kv_in(stored, "0001")["layer_000/keys"].shape == (100, 2, 8)
 
 
 def test_inspect_tells_of_keys_and_values(run_folder: Path, run_kvr: Kvr) -> None:

@@ -14,16 +14,17 @@ from made_runs import HEADER, NAMES, record, take, write
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.lock import read_lock
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.status import read_status
+from kvr_mpi.store.writer import ResultWriter
 
 
 def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
     run = take(tmp_path, mode="new")
-    writers = [ShardWriter(tmp_path, name, HEADER) for name in ("0000", "0001")]
-    writers[0].write(record("a"))
-    writers[0].write(record("d", "error"))
+    writers = [ResultWriter(tmp_path, rank, HEADER) for rank in (0, 1)]
+    writers[0].write(Record("a", "done"))
+    writers[0].write(Record("d", "error"))
     writers[0].flush()
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.glob("[!.]*")}
     lock = read_lock(tmp_path)
@@ -50,7 +51,7 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
 
 def test_watching_ends_with_the_job(tmp_path: Path) -> None:
     run = take(tmp_path, mode="new")
-    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, 0, [record("a")])
     timer = threading.Timer(3.0, run.close)
     timer.start()
     told = CliRunner().invoke(group, ["status", str(tmp_path), "--json", "--watch", "1"]).output.splitlines()
@@ -65,7 +66,7 @@ def test_watching_ends_with_the_job(tmp_path: Path) -> None:
 def test_a_share_of_a_corpus_is_the_whole_of_its_job(tmp_path: Path) -> None:
     run = take(tmp_path, mode="new", share=slice(1, None, 3))
     mine = NAMES[1::3]
-    write(tmp_path, "0000", [record(mine[0])])
+    write(tmp_path, 0, [record(mine[0])])
     found = read_status(tmp_path)
     assert (found.total, found.done, found.left) == (len(mine), 1, len(mine) - 1)
     run.close()
@@ -77,7 +78,7 @@ def test_a_share_of_a_corpus_is_the_whole_of_its_job(tmp_path: Path) -> None:
 
 def test_a_clock_that_jumps_makes_no_nonsense(tmp_path: Path) -> None:
     run = take(tmp_path, mode="new")
-    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, 0, [record("a")])
     for now in (time.time() - 10**6, 0.0):
         found = read_status(tmp_path, now)
         assert found.rate_per_h is None and found.eta_s is None and found.done == 1
@@ -86,9 +87,9 @@ def test_a_clock_that_jumps_makes_no_nonsense(tmp_path: Path) -> None:
 
 def test_damage_is_seen_and_left(tmp_path: Path) -> None:
     take(tmp_path, mode="new").close()
-    for name in "abc":
-        write(tmp_path, "0000", [record(name)])
-    files = sorted(tmp_path.glob("*.h5"))
+    for rank, name in enumerate("abc"):
+        write(tmp_path, rank, [record(name)], kv=True)
+    files = sorted(tmp_path.glob("kv-*.h5"))
     files[0].write_bytes(b"short")
     files[1].unlink()
     found = read_status(tmp_path)
@@ -106,14 +107,14 @@ def test_no_run_is_bad_data(tmp_path: Path) -> None:
 def test_merge_makes_one_file(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     take(folder, mode="new").close()
-    for name in "abc":
-        write(folder, "0000", [record(name)])
+    for rank, name in enumerate("abc"):
+        write(folder, rank, [record(name)])
     runner = CliRunner()
     target = tmp_path / "all.h5"
     assert runner.invoke(group, ["merge", str(folder), "-o", str(target)], catch_exceptions=False).exit_code == 0
-    assert len(list(folder.glob("*.h5"))) == 3
+    assert len(list(folder.glob("log-*"))) == 3
     with pytest.raises(OutputError, match="--overwrite"):
         runner.invoke(group, ["merge", str(folder), "-o", str(target)], catch_exceptions=False)
     assert runner.invoke(group, ["merge", str(folder)], catch_exceptions=False).exit_code == 0
-    assert [file.name for file in folder.glob("*.h5")] == ["results.h5"]
+    assert [file.name for file in folder.iterdir() if file.suffix in (".h5", ".jsonl")] == ["results.h5"]
     assert list(open_results(target)) == list(open_results(folder)) == [record(name) for name in "abc"]

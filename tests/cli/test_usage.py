@@ -19,7 +19,7 @@ from kvr_mpi.cli import group, kvr
 from kvr_mpi.cli.launch import guarded
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
 from kvr_mpi.job import load_job
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.transport.local import run_local
 
 # Arguments and paths

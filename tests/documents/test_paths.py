@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from made_corpora import WRITERS, errors_of, read, read_one
 from made_runs import record, take
-from made_runs import write as write_shard
+from made_runs import write as write_results
 
 from kvr_mpi.documents import SUFFIXES, Document, describe_types, find_files, other_files, scan_corpus
 from kvr_mpi.errors import EXIT_CONFIG, ConfigError, CorpusError
@@ -40,14 +40,14 @@ def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
 
 def test_output_folders_hold_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "ledger-2023.jsonl", "accounts/ledger-1.jsonl", "project/notes.md"):
+    for name in ("a.txt", "log-2023.jsonl", "accounts/log-0001.jsonl", "project/notes.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "words"}')
     (tmp_path / "project" / "run.json").write_text('{"name": "somebody else\'s"}')
-    wanted = ["a.txt", "accounts/ledger-1.jsonl", "ledger-2023.jsonl", "project/notes.md"]
+    wanted = ["a.txt", "accounts/log-0001.jsonl", "log-2023.jsonl", "project/notes.md"]
     for name in ("out", "deep/out", "deep/locked"):
         take(tmp_path / name, mode="new").close()
-        write_shard(tmp_path / name, "0000", [record("a")])
+        write_results(tmp_path / name, 0, [record("a")])
         (tmp_path / name / "answers.jsonl").write_text('{"text": "words"}')
     for file in (*(tmp_path / "deep" / "out").glob(".lock-*"), tmp_path / "deep" / "locked" / "run.json"):
         file.unlink()
@@ -55,7 +55,7 @@ def test_output_folders_hold_no_documents(tmp_path: Path, monkeypatch: pytest.Mo
     assert [name for _, name in find_files([str(tmp_path)])] == wanted
     assert sorted(file for file, _ in find_files(["**/*.jsonl", "**/*.md", "*.txt"])) == wanted
     assert [name for _, name in find_files(["out/*.jsonl"])] == ["answers.jsonl"]
-    for path, words in (("out", "is the output folder of a job"), ("out/ledger-0000.jsonl", "only the ledgers")):
+    for path, words in (("out", "is the output folder of a job"), ("out/log-0001-0000.jsonl", "only the logs")):
         with pytest.raises(CorpusError, match=words):
             find_files([path])
 

@@ -66,11 +66,11 @@ def children(pid: int) -> list[int]:
 
 
 def wait_for_moment(process: subprocess.Popen[str], output: Path, chance: random.Random, case: Case) -> None:
-    """Wait until a job starts, works, writes a shard or merges, as a seed says; or until it ends."""
+    """Wait until a job starts, works, writes a volume or merges, as a seed says; or until it ends."""
     kind = chance.choice(["start", "work", "write", "write", "merge"])
-    shards = chance.randrange(0, 4) if kind in ("work", "write") else 0
+    volumes = chance.randrange(0, 4) if kind in ("work", "write") else 0
     wait_s = chance.uniform(0, START_S) if kind == "start" else chance.uniform(0, 0.01)
-    before = len(list(output.glob("shard-*.h5")))
+    before = len(list(output.glob("kv-*.h5")))
 
     def is_time() -> bool:
         if kind == "start":
@@ -81,13 +81,13 @@ def wait_for_moment(process: subprocess.Popen[str], output: Path, chance: random
             return False
         if kind == "merge":
             return "results.h5.part" in files
-        finished = sum(name.startswith("shard-") and name.endswith(".h5") for name in files)
-        return finished >= before + shards and (kind == "work" or any(name.endswith(".part") for name in files))
+        begun = sum(name.startswith("kv-") for name in files)
+        return begun >= before + volumes and (kind == "work" or any(name.startswith("log-") for name in files))
 
     while process.poll() is None and not is_time():
         time.sleep(0.001)
     time.sleep(wait_s)
-    case.story.append(f"at {kind} + {1e3 * wait_s:.0f} ms, after {shards} shards")
+    case.story.append(f"at {kind} + {1e3 * wait_s:.0f} ms, after {volumes} volumes")
 
 
 def send_signals(action: str, process: subprocess.Popen[str], chance: random.Random, case: Case) -> None:

@@ -1,6 +1,6 @@
 """Jobs that are killed, starved and damaged at random, resumed, and held against one that was left in peace.
 
-A case is a job on two ranks. At a random instant (as often as not while a shard is being written) a rank, the launcher
+A case is a job on two ranks. At a random instant (as often as not while a volume is being written) a rank, the launcher
 or all are killed, stopped, or told to end, once or twice; or the folder is removed, made read-only or swapped for
 another job's; or another job wants it; or the disk is full; and the clock may jump. Then files may be cut, flipped,
 removed, or dated to another century, and the corpus may be edited, with which no job goes on. Then it is resumed on
@@ -10,6 +10,7 @@ tokens, keys and values of the undisturbed job, in a file that opens.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import h5py
 import numpy as np
@@ -40,8 +42,8 @@ from disturb import (
     wait_for_moment,
 )
 
+from kvr_mpi.store.folder import survey
 from kvr_mpi.store.run import wanted_documents
-from kvr_mpi.store.survey import survey
 
 LAUNCHER = Path(sys.executable).parent / "mpirun"
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
@@ -108,11 +110,11 @@ def write_questions(folder: Path, model: Path, run: Path, *, sharded: bool = Fal
 starter = [sys.executable]
 
 
-def launch(job: Path, output: Path, ranks: int, clock: str = "") -> subprocess.Popen[str]:
+def launch(job: Path, output: Path, ranks: int, clock: str = "", word: str = "--resume") -> subprocess.Popen[str]:
     """Start ``kvr-run`` under a real mpirun, by a clock that jumps if that is wanted."""
     command = [LAUNCHER, "-n", str(ranks), *starter, Path(__file__).parent / "run_job.py", job]
     return subprocess.Popen(
-        [*map(str, command), "--resume", "--set", f"output.path={output}"],
+        [*map(str, command), word, "--set", f"output.path={output}"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -179,6 +181,36 @@ def run_case(seed: int, job: Path, reference: Path, scratch: Path, *, well: int 
     return case
 
 
+def run_extended_case(seed: int, job: Path, begun: Path, reference: Path, scratch: Path) -> Case:
+    """Extend a run to a corpus that has changed, disturbed as a seed says, until it ends, and compare.
+
+    Parameters
+    ----------
+    begun : Path
+        The run, of the corpus as it was.
+    reference : Path
+        The undisturbed job over the corpus as it is.
+    """
+    chance, case = random.Random(seed), Case(seed)
+    with place(scratch, False, case) as (output, _):
+        shutil.copytree(begun, output)
+        for attempt in range(chance.choice([1, 1, 2])):
+            ranks = 2 if attempt == 0 else chance.choice([1, 2, 3])
+            disturb(job, output, reference, ranks, chance, case, None, 65, word="--extend")
+        word = chance.choice(["--extend", "--extend", "--resume"])
+        code, told = end(launch(job, output, chance.choice([1, 2, 3]), chance.choice(CLOCKS), word), case)
+        case.story.append(f"{word} ended with {code}")
+        assert "Traceback" not in told, _tell(case, told)
+        if code == 78 and word == "--resume" and "the documents have changed" in told:  # it was stopped before that
+            code, told = end(launch(job, output, 2, word="--extend"), case)
+        assert code == 65, _tell(case, told)
+        try:
+            compare(output, reference, has_more=True)
+        except Exception as error:
+            raise AssertionError(_tell(case, f"{error}\n{told}")) from error
+    return case
+
+
 def disturb(
     job: Path,
     output: Path,
@@ -188,11 +220,12 @@ def disturb(
     case: Case,
     make_room: Callable[[], None] | None,
     well: int,
+    word: str = "--resume",
 ) -> None:
     """Run a job, and do to it what a seed says, or let its disk be full."""
     clock, action = chance.choice(CLOCKS), chance.choice(ACTIONS)
     case.story.append(f"run on {ranks}" + (f", clock {clock}" if clock else ""))
-    process = launch(job, output, ranks, clock)
+    process = launch(job, output, ranks, clock, word)
     if make_room is not None:
         code, told = end(process, case)
         case.story.append(f"ended with {code}")
@@ -232,7 +265,7 @@ def is_begun(output: Path) -> bool:
         return False
     found = survey(output)
     found.verify()
-    return any(found.documents())
+    return bool(found.index().places)
 
 
 def refuse_another_corpus(job: Path, output: Path, chance: random.Random, case: Case) -> None:
@@ -275,27 +308,34 @@ def place(scratch: Path, is_small: bool, case: Case) -> Iterator[tuple[Path, Cal
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def compare(output: Path, reference: Path) -> None:
-    """Hold every document against the undisturbed job, reading with h5py alone."""
+def compare(output: Path, reference: Path, *, has_more: bool = False) -> None:
+    """Hold every document against the undisturbed job, reading with h5py alone; others only if there may be more."""
     assert [file.name for file in output.glob("*.h5*") if "damaged" not in file.name] == ["results.h5"]
     with h5py.File(output / "results.h5") as file, h5py.File(reference / "results.h5") as wanted:
-        assert sorted(file["documents"]) == sorted(wanted["documents"]), "lost, or not of this corpus"
-        for key, group in wanted["documents"].items():
-            found = file["documents"][key]
-            for name in ("status", "error", "document_sha256", "prompt_sha256", "new_tokens"):
-                assert found.attrs[name] == group.attrs[name], f"{key}: {name} differs"
-            assert found["token_ids"][()].tolist() == group["token_ids"][()].tolist(), f"{key}: other tokens"
-            assert found["answer"][()] == group["answer"][()], f"{key}: another answer"
-            stored = list(group["kv"]) if "kv" in group else []
-            assert stored == (list(found["kv"]) if "kv" in found else []), f"{key}: other layers"
-            for name in ("text_start", "text_stop", "block_tokens") if stored else ():
-                assert found["kv"].attrs[name] == group["kv"].attrs[name], f"{key}: kv {name} differs"
-            if stored:
-                assert found["kv/token_ids"][()].tolist() == group["kv/token_ids"][()].tolist(), f"{key}: other ids"
-            for layer in (name for name in stored if name.startswith("layer")):
-                for what in ("keys", "values"):
-                    one, other = found[f"kv/{layer}/{what}"][()], group[f"kv/{layer}/{what}"][()]
-                    assert np.allclose(one, other, atol=1e-4), f"{key}: {layer} {what} differ"
+        records, others = (
+            {one["id"]: one for one in map(json.loads, each["records"][()].tobytes().splitlines())}
+            for each in (file, wanted)
+        )
+        assert others.keys() <= records.keys(), "lost"
+        assert has_more or others.keys() == records.keys(), "not of this corpus"
+        for key, other in others.items():
+            found = records[key]
+            for name in ("status", "error", "document_sha256", "prompt_sha256", "new_tokens", "token_ids", "answer"):
+                assert found[name] == other[name], f"{key}: {name} differs"
+            stored, wanted_kv = (
+                [each["kv"][quote(piece, safe=" ,+=@()")] for piece in one["pieces"]]
+                for each, one in ((file, found), (wanted, other))
+            )
+            assert len(stored) == len(wanted_kv) <= 1, f"{key}: not in one piece"
+            for mine, theirs in zip(stored, wanted_kv, strict=True):
+                assert list(mine) == list(theirs), f"{key}: other layers"
+                for name in ("text_start", "text_stop", "block_tokens"):
+                    assert mine.attrs[name] == theirs.attrs[name], f"{key}: kv {name} differs"
+                assert mine["token_ids"][()].tolist() == theirs["token_ids"][()].tolist(), f"{key}: other ids"
+                for layer in (name for name in theirs if name.startswith("layer")):
+                    for what in ("keys", "values"):
+                        one, two = mine[f"{layer}/{what}"][()], theirs[f"{layer}/{what}"][()]
+                        assert np.allclose(one, two, atol=1e-4), f"{key}: {layer} {what} differ"
 
 
 def make_reference(job: Path, folder: Path, *, well: int = 65) -> None:

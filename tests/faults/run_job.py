@@ -1,6 +1,6 @@
-"""``kvr-run`` as it is, but impatient: shards are closed, and owners of a lock given up, after a fraction of a second.
+"""``kvr-run`` as it is, but impatient: volumes are closed, and owners of a lock given up, after a fraction of a second.
 
-With the ten seconds of a real job no shard would be finished when a run of two seconds is killed. SIGUSR1 makes a rank
+With the minute of a real job no volume would be finished when a run of two seconds is killed. SIGUSR1 makes a rank
 tell where it is, which the harness asks of a job that hangs. KVR_TEST_CLOCK makes the clock jump.
 """
 
@@ -13,11 +13,11 @@ import time
 
 import kvr_mpi.setup.stored_size as stored_size
 import kvr_mpi.store.lock as lock
-import kvr_mpi.store.shards as shards
+import kvr_mpi.store.writer as writer
 from kvr_mpi.cli import kvr_run
 
 faulthandler.register(signal.SIGUSR1)
-shards.FLUSH_S = 0.02
+writer.VOLUME_S = 0.02
 stored_size.DOUBT = float("inf")  # a disk that is too small is to become full
 lock.WATCH_S = 2 * lock.BEAT_S
 if os.environ.get("KVR_TEST_CLOCK"):  # as if somebody set it: "seconds from now, and how far"

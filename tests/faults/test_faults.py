@@ -11,13 +11,13 @@ from typing import Any
 
 import harness
 import pytest
-from harness import make_reference, run_case, write_job, write_questions
+from harness import make_reference, run_case, run_extended_case, write_job, write_questions
 from made_jobs import answers as answers_in
 from warm import server
 
 # "1-1000" or "3,17".
 SEEDS = os.environ.get("KVR_TEST_SEEDS", "")
-CASES, CASES_ASKING, CASES_SHARDED, CASES_ASKING_TOGETHER = 30, 8, 6, 6
+CASES, CASES_ASKING, CASES_SHARDED, CASES_ASKING_TOGETHER, CASES_EXTENDED = 30, 8, 6, 6, 6
 QUICK = 4
 
 
@@ -76,6 +76,21 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path
     return write_job(tmp_path_factory.mktemp("sharded"), small_vocabulary_dir, kv='"sharded"')
 
 
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> tuple[Path, Path, Path]:
+    """A job whose corpus has changed, its run before that, and what it is to come to."""
+    folder = tmp_path_factory.mktemp("grown")
+    job = write_job(folder, small_vocabulary_dir)
+    make_reference(job, folder / "before")
+    corpus = folder / "corpus"
+    (corpus / "doc-01.txt").write_text("Another text about the harbour. " * 9)
+    (corpus / "doc-02.txt").write_text("And one more. " * 20)
+    (corpus / "doc-03.txt").unlink()
+    (corpus / "new.txt").write_text("A new document. " * 12)
+    make_reference(job, folder / "after")
+    return job, folder / "before", folder / "after"
+
+
 def cases(count: int, quick: int = 0) -> list[Any]:
     return [
         pytest.param(seed, id=f"seed{seed}", marks=pytest.mark.quick if seed == quick else ())
@@ -115,4 +130,13 @@ def test_answers_by_ranks_that_hold_documents_together_are_not_lost_either(
     """They are those of ranks that each ask documents of their own, too."""
     assert answers_in(answers_together) == answers_in(answers)
     case = run_case(seed, questions_together, answers_together, tmp_path, well=0)
+    print("; ".join(case.story))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", cases(CASES_EXTENDED))
+def test_nothing_stale_is_left_when_a_run_is_extended(
+    seed: int, grown: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    case = run_extended_case(seed, *grown, tmp_path)
     print("; ".join(case.story))

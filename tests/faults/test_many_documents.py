@@ -20,7 +20,7 @@ import pytest
 from constants import MPI_ENVIRONMENT
 from disturb import ranks_of
 
-from kvr_mpi.store.ledger import read_ledger
+from kvr_mpi.store.folder import survey
 
 DOCUMENTS = int(os.environ.get("KVR_TEST_DOCUMENTS", "50000"))
 LAUNCHER = Path(sys.executable).parent / "mpirun"
@@ -71,12 +71,10 @@ def resident(pid: int) -> int:
 
 
 def done(out: Path) -> int:
-    """How many documents the ledgers know, in shards or in the merged file."""
-    if not out.exists():
-        return 0
-    shards = {name: lines[-1] for name, lines in read_ledger(out).shards.items() if lines}
-    merged = len(shards.pop("results.h5").done) if "results.h5" in shards else 0
-    return max(merged, sum(len(line.done) for line in shards.values()))
+    """How many documents the results, or the logs, have."""
+    if (out / "results.h5").exists():
+        return len(survey(out).index().places)
+    return sum(log.read_bytes().count(b'\n{"id": ') for log in out.glob("log-*.jsonl"))
 
 
 def begin(job: Path, log: Path) -> subprocess.Popen[bytes]:

@@ -18,11 +18,11 @@ from typing import Any
 import h5py
 
 import kvr_mpi.setup.stored_size as stored_size
-import kvr_mpi.store.shards as shards
+import kvr_mpi.store.writer as writer
 from kvr_mpi.cli import kvr_run
 
 faulthandler.register(signal.SIGUSR1)
-shards.FLUSH_S = 0.02
+writer.VOLUME_S = 0.02
 stored_size.DOUBT = float("inf")
 VIEW: dict[str, Any] = json.loads(os.environ.pop("KVR_TEST_VIEW", "{}"))
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")

@@ -22,7 +22,7 @@ from disturb import ranks_of
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, DataError, KvrError
 from kvr_mpi.store.folder import read_records
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shares import find_runs, index_runs
 

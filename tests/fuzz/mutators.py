@@ -70,11 +70,11 @@ def mutate_json(data: bytes, chance: random.Random) -> bytes:
 
 
 def mutate_sealed(data: bytes, chance: random.Random) -> bytes:
-    """Change a line of JSON that ends with its checksum; as often as not with the right checksum again."""
+    """Change a line of JSON that ends with its checksum; of lines that are no records with the right checksum again."""
     if chance.random() < 0.4:
         return mutate_bytes(data, chance)
     lines = data.splitlines(keepends=True)
-    at = chance.randrange(len(lines))
+    at = chance.choice([number for number, line in enumerate(lines) if not line.startswith(b'{"id":')])
     value = json.loads(lines[at])
     value.pop("seal")
     body = mutate_json(json.dumps(value).encode(), chance).rstrip(b"}\n")
@@ -174,7 +174,7 @@ def _change_attribute(item: Any, chance: random.Random) -> None:
 def _change_item(item: Any, chance: random.Random) -> None:
     parent, name = item.parent, item.name.rsplit("/", 1)[-1]
     makers: list[Callable[[], Any]] = [
-        lambda: parent.__setitem__(name, h5py.SoftLink(chance.choice(["/", "..", "/nowhere", "/documents"]))),
+        lambda: parent.__setitem__(name, h5py.SoftLink(chance.choice(["/", "..", "/nowhere", "/kv"]))),
         lambda: parent.__setitem__(name, h5py.ExternalLink("/etc/passwd", "/")),
         lambda: parent.__setitem__(name, parent),  # a group in itself
         lambda: parent.create_group(name),

@@ -25,13 +25,13 @@ import kvr_mpi.store.status as status
 from kvr_mpi.cli import group
 from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.errors import KvrError
-from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.survey import RESULTS
+from kvr_mpi.store.rewrite import merge_run
+from kvr_mpi.store.volumes import RESULTS
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import load_table, save_table
 
-SHARD = "shard-0001-0000-00000.h5"
+VOLUME = "kv-0001-0000-00000.h5"
 ROWS = [
     {"id": f"row {n}", "text": f"Text {n} of the harbour, \u00e9 and \U0001f6a2. " * n, "more": [n]}
     for n in range(1, 9)
@@ -78,15 +78,15 @@ class Kind:
 
 
 def make_samples(folder: Path) -> None:
-    """Write the valid files: a run in shards, a run merged, and one file each of everything else."""
+    """Write the valid files: a run in logs and volumes, a run merged, and one file each of everything else."""
     for name in ("run", "merged", "alone", "files"):
         (folder / name).mkdir(parents=True)
     run = take(folder / "run")
-    write(folder / "run", "0000", [record(name) for name in "abc"], kv=True)
-    write(folder / "run", "0001", [record("d"), record("e", "error"), record("dir/c", answer="\u00e9" * 50)])
+    write(folder / "run", 0, [record(name) for name in "abc"], kv=True)
+    write(folder / "run", 1, [record("d"), record("e", "error"), record("dir/c", answer="\u00e9" * 50)])
     run.close()
     shutil.copytree(folder / "run", folder / "merged", dirs_exist_ok=True)
-    merge_files(folder / "merged")
+    merge_run(folder / "merged")
     shutil.copy(folder / "merged" / RESULTS, folder / "alone" / RESULTS)
     files = folder / "files"
     save_table(a_table(), files / "table.json")
@@ -219,8 +219,8 @@ RUN_READERS = (read_folder, resume_folder)
 KINDS: dict[str, Kind] = {
     "results": Kind("alone", RESULTS, mutators.mutate_hdf5, (read_alone,)),
     "merged": Kind("merged", RESULTS, mutators.mutate_hdf5, RUN_READERS),
-    "shard": Kind("run", SHARD, mutators.mutate_hdf5, RUN_READERS),
-    "ledger": Kind("run", "ledger-0000.jsonl", mutators.mutate_sealed, RUN_READERS),
+    "volume": Kind("run", VOLUME, mutators.mutate_hdf5, RUN_READERS),
+    "log": Kind("run", "log-0001-0000.jsonl", mutators.mutate_sealed, RUN_READERS),
     "run": Kind("run", "run.json", mutators.mutate_sealed, RUN_READERS),
     "lock": Kind("run", ".lock-000001", mutators.mutate_lock, RUN_READERS),
     "table": Kind("files", "table.json", mutators.mutate_json, (read_table,)),

@@ -124,7 +124,7 @@ def test_a_planned_job_over_nccl(size: int, gpus: PretendedCuda, run_on: Runs) -
     "settings",
     [
         (*COMPRESSED, "decode.mode=head-parallel", "report.trace=true", "generation.logprobs=true"),
-        ("output.kv=sharded", "report.metrics=true"),
+        ("output.kv=sharded",),
         ("parallel.tensor_parallel=2", *COMPRESSED),
         (*SCORED, "parallel.chunk_tokens=37"),
         (SCHEMA, "parallel.strategy=ring"),

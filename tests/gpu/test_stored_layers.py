@@ -11,9 +11,9 @@ import torch
 from made_runs import HEADER, record
 from pretended_cuda import Event, GpuTensor, PretendedCuda
 
-from kvr_mpi.store.kv import CachedTokens
-from kvr_mpi.store.results import open_results
-from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.folder import survey
+from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.writer import ResultWriter
 
 GPU = torch.device("cuda", 3)
 
@@ -42,12 +42,12 @@ def test_layers_are_copied_in_the_order_of_the_stream_and_waited_for_where_they_
     monkeypatch.setattr(Event, "synchronize", waited)
     set_device(GPU)
     monkeypatch.setattr(torch.cuda, "set_device", told)
-    writer = ShardWriter(tmp_path, "0000", HEADER)
+    writer = ResultWriter(tmp_path, 0, HEADER)
     rows = [gpus.put(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(at)), GPU) for at in range(4)]
-    with writer.writing(record("a"), CachedTokens((7, 8, 9, 5), (1, 3))) as document:
+    with writer.writing_piece(record("a"), CachedTokens((7, 8, 9, 5), (1, 3))) as document:
         for layer in (tuple(rows[:2]), None, tuple(rows[2:])):
             document.add_layer(layer)
     writer.close()
-    assert copies == [True] * 4 and waits == ["kvr-shards-0000"] * 2
-    assert devices == [("kvr-shards-0000", GPU)] * 2 and not gpus.faults
-    assert [each.id for each in open_results(tmp_path)] == ["a"]
+    assert copies == [True] * 4 and waits == ["kvr-results-0"] * 2
+    assert devices == [("kvr-results-0", GPU)] * 2 and not gpus.faults
+    assert len(survey(tmp_path).volumes) == 1

@@ -22,8 +22,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.outputs import Record, write_record
+from kvr_mpi.store.kv import open_kv, write_kv
 from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -48,10 +47,9 @@ def test_logits_after_a_loaded_prefix_are_those_of_a_fresh_prefill(
     layers = [layer_kv(two, layer) for layer in range(3)]
     path = tmp_path / "kv.h5"
     with h5py.File(path, "w") as file:
-        file.create_group("documents")
-        write_record(file, Record("a", "done"), layers, CachedTokens(ids, (0, 100)))
+        told = write_kv(file, "a", layers, CachedTokens(ids, (0, 100)))
     with h5py.File(path) as file:
-        stored = {layer.number: layer for layer in open_kv(file["documents/a"]).layers}
+        stored = {layer.number: layer for layer in open_kv(file["a"], *told).layers}
 
         def load(number: int) -> torch.Tensor:
             keys, values = stored[number].read(0, 100)

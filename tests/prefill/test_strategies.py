@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import pytest
 import torch
 from click.testing import CliRunner
@@ -103,13 +102,11 @@ def test_rings_over_real_ranks_keep_the_same_keys_and_values(
     assert one.returncode == run.returncode == 0, run.stderr
     assert answers(tmp_path / "job") == answers(tmp_path / "one")
     assert "ring" in {record.strategy for record in open_results(tmp_path / "job")}
-    with h5py.File(tmp_path / "one" / "results.h5") as alone, h5py.File(tmp_path / "job" / "results.h5") as ring:
-        kept = {group.attrs["id"]: group for group in alone["documents"].values()}
-        for group in ring["documents"].values():
-            for layer in range(3):
-                for name in ("keys", "values"):
-                    found, truth = (one[f"kv/layer_{layer:03d}/{name}"][()] for one in (group, kept[group.attrs["id"]]))
-                    assert abs(found - truth).max() < 1e-4
+    alone, ring = open_results(tmp_path / "one"), open_results(tmp_path / "job")
+    for name in alone.ids():
+        for layer, pair in ring.kv(name).layers.items():
+            for found, truth in zip(pair, alone.kv(name).layers[layer], strict=True):
+                assert (found - truth).abs().max() < 1e-4
 
 
 def test_rings_split_and_reduce(job: Any, tmp_path: Path, run_here: Any) -> None:

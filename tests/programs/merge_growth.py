@@ -1,4 +1,4 @@
-"""Merge a shard of some thousand documents, and print by how many bytes this process grew.
+"""Merge a run of some thousand documents, and print by how many bytes this process grew.
 
 Usage: merge_growth.py FOLDER DOCUMENTS
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import h5py
+import torch
 
-from kvr_mpi.store.ledger import LedgerWriter
-from kvr_mpi.store.merge import merge_files
-from kvr_mpi.store.outputs import Header, Record, start_file, write_record
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.rewrite import merge_run
+from kvr_mpi.store.writer import ResultWriter
 
 HEADER = Header({"model": "0123abcd"}, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "float32"})
 
@@ -23,13 +24,12 @@ def rss_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-folder, names = Path(sys.argv[1]), [f"doc-{number:05d}" for number in range(int(sys.argv[2]))]
-shard = folder / "shard-0001-0000-00000.h5"
-with h5py.File(f"{shard}.part", "x", libver="v110", locking=False) as file:
-    start_file(file, HEADER)
-    for name in names:
-        write_record(file, Record(name, "done", answer=f"about {name}", token_ids=(1, 2)))
-LedgerWriter(folder, "0000").publish(shard, names, {}, {})
+folder, layer = Path(sys.argv[1]), torch.ones(4, 1, 4)
+writer = ResultWriter(folder, 0, HEADER, 1)
+for number in range(int(sys.argv[2])):
+    record = Record(f"doc-{number:05d}", "done", answer=f"about {number}", token_ids=(1, 2))
+    writer.write(record, [(layer, layer)] if number % 2 else ())
+writer.close()
 before = rss_bytes()
-merge_files(folder)
+merge_run(folder)
 print(rss_bytes() - before)

@@ -15,7 +15,7 @@ from made_reports import STAMP, TEXT, done
 from kvr_mpi.duration import duration_text
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress, wants_bar
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 
 
 class Clock:

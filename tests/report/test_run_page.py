@@ -23,7 +23,7 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.report.charts import draw_first_token, draw_memory, draw_progress, draw_speedup
 from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers, page_of
 from kvr_mpi.report.timeline import TracedRun, read_timelines
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, read_traces
 from kvr_mpi.trace import Recorder, Span
 
@@ -175,7 +175,7 @@ def test_what_a_run_does_not_hold_is_said_in_a_line() -> None:
 
 def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:
     take(tmp_path, mode="new").close()
-    write(tmp_path, "0000", [done("a"), done("b", prompt_tokens=901), done("c", slices=(0, 100), prompt_tokens=800)])
+    write(tmp_path, 0, [done("a"), done("b", prompt_tokens=901), done("c", slices=(0, 100), prompt_tokens=800)])
     assert "Timeline of a prompt: no trace" in page_of(tmp_path)[0].decode()
     record_run(tmp_path, ["a", "b"])
     page = page_of(tmp_path)[0].decode()
@@ -215,7 +215,7 @@ def test_prompts_that_reused_most_of_their_tokens_are_compared_with_none() -> No
 @pytest.mark.parametrize("damage", ["no trace\n", "[\n{},\n", "a link"])
 def test_a_damaged_trace_is_named_and_the_others_are_drawn(damage: str, tmp_path: Path) -> None:
     take(tmp_path, mode="new").close()
-    write(tmp_path, "0000", [done("a")])
+    write(tmp_path, 0, [done("a")])
     record_run(tmp_path, ["a"])
     bad = tmp_path / "trace" / "0002-0000.json"
     bad.symlink_to("/dev/zero") if damage == "a link" else bad.write_text(damage)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from made_reports import TEXT, done
 
 from kvr_mpi.report.table import MAX_ROWS, print_summary, reason_lines
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.summary import REASON_CHARS, Summary, count_reasons, shorten
 
 

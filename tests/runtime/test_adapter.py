@@ -19,8 +19,9 @@ from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, ModelError
 from kvr_mpi.model import hash_weights, load_model
 from kvr_mpi.model.adapter import WEIGHTS, check_adapter, merge_adapter, with_adapter
-from kvr_mpi.store.outputs import Header, Record
-from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.writer import ResultWriter
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_a_job_answers_as_transformers_does_with_it(
 def test_questions_are_asked_with_the_adapter_of_the_run(job: Path, adapter: Path, tmp_path: Path) -> None:
     about = {"name": "base", "architecture": "LlamaForCausalLM", "dtype": "float32", "adapter": str(adapter)}
     (tmp_path / "out").mkdir()
-    writer = ShardWriter(tmp_path / "out", "0000", Header({}, about), session=0)
+    writer = ResultWriter(tmp_path / "out", 0, Header({}, about), session=1)
     writer.write(Record("a", "done"))
     writer.close()
     asked = {"runs": (tmp_path / "out",), "questions": ("Who?",), "file": None, "documents": (), "output": None}

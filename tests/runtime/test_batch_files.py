@@ -17,7 +17,7 @@ from constants import MPI_ENVIRONMENT, Kvr
 from made_jobs import TEXT, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
@@ -198,7 +198,7 @@ def test_a_thousand_requests_twenty_of_them_bad_and_a_kill(
         env={**os.environ, **MPI_ENVIRONMENT},
         start_new_session=True,
     )
-    while killed.poll() is None and not list(out.glob("shard-*.h5")):
+    while killed.poll() is None and not list(out.glob("log-*.jsonl")):
         time.sleep(0.05)
     for process in (*psutil.Process(killed.pid).children(recursive=True), psutil.Process(killed.pid)):
         process.kill()

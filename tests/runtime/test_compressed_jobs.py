@@ -14,7 +14,7 @@ from made_jobs import TEXT, answers, last_line, with_settings
 from made_tables import a_table, an_entry, fitting
 
 from kvr_mpi.compress.registry import METHODS, Method, evenly
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.tuning.table import save_table
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from constants import Kvr
 from made_jobs import with_settings
+from made_runs import kv_in
 from transformers import GenerationConfig
 
 from benchmarks.kept import choose_kept, keep_only
@@ -26,11 +27,9 @@ from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, run_next
-from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.outputs import check_record, open_file
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.stored_kv import StoredPiece
+from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.transport.local import LocalTransport
 
 SETTINGS = {"method": "ada-snapkv", "budget": 64, "window": 16, "observes": "document"}
@@ -69,13 +68,13 @@ def ask(tmp_path: Path, tiny_model_dir: Path, run_here: Any) -> Callable[..., An
     return run
 
 
-def open_document(run: Path, name: str) -> tuple[Any, StoredPiece]:
-    with open_file(run / "results.h5") as file:
-        group = group_in(group_in(file, "documents"), name)
-        return check_record(group), open_kv(group)
+def open_document(run: Path, name: str) -> tuple[Record, StoredKV]:
+    with open_results(run, verify=False).open(name) as (record, kv):
+        kv.check()
+        return record, kv
 
 
-def fresh_answer(model: Path, kv: StoredPiece, prompt_tokens: int) -> tuple[int, tuple[int, ...]]:
+def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tuple[int, ...]]:
     """What the document's text, compressed and never stored, answers; and how many tokens follow it."""
     loaded = load_model(str(model), dtype="float32", device="cpu", cache_dir=model)
     prepare_model(loaded.model, chain=True)
@@ -158,15 +157,15 @@ def test_damage_is_named_and_never_answered_from(stored: Path, ask: Any, tmp_pat
     for name, damage in DAMAGES.items():
         (stored / "results.h5").write_bytes(pristine)
         with h5py.File(stored / "results.h5", "r+") as file:
-            damage(file["documents/doc-4.txt/kv"])
-        with pytest.raises(DataError, match=r"doc-4.txt"):
+            damage(kv_in(file, "doc-4.txt"))
+        with pytest.raises(DataError, match=r"doc-4.txt|layer_001"):
             open_document(stored, "doc-4.txt")
         told[name] = open_document(stored, "doc-3.txt")[0].status
     assert set(told.values()) == {"done"}
     for name in ("keys", "positions"):
         (stored / "results.h5").write_bytes(pristine)
         with h5py.File(stored / "results.h5", "r+") as file:
-            DAMAGES[name](file["documents/doc-4.txt/kv"])
+            DAMAGES[name](kv_in(file, "doc-4.txt"))
         done = ask(stored, "questions.documents=['doc-3.txt', 'doc-4.txt']")
         assert done.returncode == 0, done.stderr
         found = {record.document: record for record in open_results(tmp_path / "asked")}

@@ -12,7 +12,7 @@ import pytest
 from constants import TESTS
 from made_jobs import TEXT, answers, last_line, with_settings
 
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True

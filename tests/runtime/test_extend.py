@@ -12,7 +12,7 @@ from made_jobs import TEXT
 
 from kvr_mpi.cli.status import status
 from kvr_mpi.store import run as store_run
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
@@ -86,22 +86,17 @@ def truth_again(folder: Path) -> dict[str, Record]:
 def test_nothing_stale_is_left_when_it_is_stopped_at_any_point(
     job: Path, tmp_path: Path, run_here: Any, truth: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the old results go, between two of their files, before the new list of documents is written, and after."""
+    """Before the old results are dropped, before the new list of documents is written, and after."""
     assert launch(run_here, job).returncode == 0
     before = records(tmp_path / "out")
     change(tmp_path)
-    for place in ("drop_documents", "publish", "replacing"):
+    for place in ("LogWriter", "replacing"):
         with monkeypatch.context() as patch:
 
             def stop(*given: Any, **options: Any) -> Any:
                 raise OSError(28, "No space left on device")
 
-            where = {
-                "drop_documents": "kvr_mpi.runtime.batch.drop_documents",
-                "publish": "kvr_mpi.store.ledger.LedgerWriter.publish",
-                "replacing": "kvr_mpi.store.run.replacing",
-            }
-            patch.setattr(where[place], stop)
+            patch.setattr(f"kvr_mpi.store.run.{place}", stop)
             assert launch(run_here, job, "--extend").returncode != 0
         refused = launch(run_here, job, "--resume")
         assert refused.returncode == 78 and "the documents have changed since it began" in refused.stderr, place

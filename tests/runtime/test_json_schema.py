@@ -11,7 +11,7 @@ from constants import Kvr
 from made_jobs import TEXT, spec_of, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True

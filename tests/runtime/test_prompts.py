@@ -18,7 +18,7 @@ from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.ways import AfterShared, Alone, ChainMemory
 from kvr_mpi.runtime.worker import ChainWorker
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
 PROMPTS = {

@@ -23,7 +23,8 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.sources import TextSource
 from kvr_mpi.requests.split import PromptConfig, Split
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.pieces import Piece
+from kvr_mpi.store.record import Record
 from kvr_mpi.stored.prompt import StoredPrefix
 
 FRAME = Frame(head=(1, 2), tail=(3,), max_tokens=23)  # twenty tokens for the text
@@ -109,6 +110,7 @@ own_generations = st.builds(
     score=st.none() | st.lists(texts, max_size=3).map(tuple),
     json_schema=st.none() | texts,
 )
+pieces = st.builds(Piece, texts, texts, small, texts)
 prompts = st.builds(
     Prompt,
     ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50).map(tuple),
@@ -126,7 +128,7 @@ prompts = st.builds(
     is_final=st.booleans(),
     past=st.fixed_dictionaries({"ttft_s": st.floats(0, 1e3), "parts": small, "strategy": texts}),
     shared_tokens=small,
-    stored=st.none() | st.builds(StoredPrefix, path=texts, key=texts, tokens=small, seal=texts, compression=texts),
+    stored=st.none() | st.builds(StoredPrefix, texts, st.lists(pieces, max_size=3).map(tuple), small, texts),
 )
 
 

@@ -16,7 +16,7 @@ from made_jobs import TEXT, answers, last_line, with_settings
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
 ROLLING = ("cache.kind=rolling", "cache.tokens=40", "cache.step_tokens=16")

@@ -9,6 +9,7 @@ from typing import Any
 import h5py
 import pytest
 from made_jobs import TEXT, answers, with_settings
+from made_runs import kv_in
 
 from kvr_mpi.documents.prompts import PromptText, encode_text
 from kvr_mpi.store.results import open_results
@@ -112,14 +113,15 @@ def test_kv_is_kept_when_asked_for(job: Path, tmp_path: Path, mpirun: Any, kvr_r
     settings = ["output.kv=true", "generation.max_new_tokens=0", "model.dtype=bfloat16", "documents.limit=2"]
     run = mpirun(2, [kvr_run, job, *(part for setting in settings for part in ("--set", setting))])
     assert run.returncode == 0, run.stderr
+    records = list(open_results(tmp_path / "out"))
     with h5py.File(tmp_path / "out" / "results.h5") as file:
-        for group in file["documents"].values():
-            tokens = int(group.attrs["prompt_tokens"])
-            assert group.attrs["new_tokens"] == 0 and group["answer"].asstr()[()] == ""
-            assert list(group["kv"]) == ["layer_000", "layer_001", "layer_002", "token_ids"]
-            assert group["kv/token_ids"].shape == (tokens,)
-            assert group["kv/layer_000/keys"].shape == group["kv/layer_002/values"].shape == (tokens, 2, 8)
-            assert abs(group["kv/layer_001/keys"][()]).max() > 0
+        for record in records:
+            kv, tokens = kv_in(file, record.id), record.prompt_tokens
+            assert record.new_tokens == 0 and record.answer == ""
+            assert list(kv) == ["layer_000", "layer_001", "layer_002", "token_ids"]
+            assert kv["token_ids"].shape == (tokens,)
+            assert kv["layer_000/keys"].shape == kv["layer_002/values"].shape == (tokens, 2, 8)
+            assert abs(kv["layer_001/keys"][()]).max() > 0
     shown = subprocess.run([kvr, "inspect", tmp_path / "out", "doc-0.txt"], capture_output=True, text=True, check=True)
     assert "bfloat16" in shown.stdout
 

@@ -28,8 +28,7 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.setup import prepare
-from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.outputs import Record, open_file
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
 RANKS = 2
@@ -134,14 +133,8 @@ def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, *, is_
 
 
 def keys_and_values(path: Path) -> dict[str, Any]:
-    found = {}
-    with open_file(path) as file:
-        documents = group_in(file, "documents")
-        for name in documents:
-            group = group_in(documents, name)
-            if "kv" in group:
-                found[name] = stored_layers(group)
-    return found
+    found = {name: stored_layers(path, name) for name in open_results(path).ids()}
+    return {name: layers for name, layers in found.items() if layers}
 
 
 def differences(found: Outcome, truth: Outcome, *, error: float | None) -> list[str]:

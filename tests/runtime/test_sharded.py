@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,11 @@ import h5py
 import pytest
 import torch
 from made_jobs import last_line
-from made_runs import stored_layers
+from made_runs import kv_in
 
 from kvr_mpi import open_results
-from kvr_mpi.store.folder import index_run, read_records
-from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.outputs import Record, check_record, open_file, read_record
-from kvr_mpi.store.parts import PARTS, index_parts, parts_of
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.volumes import key_of
 
 SHARDED = ("output.kv=sharded", "prompt.max_tokens=400")
 
@@ -30,9 +29,11 @@ def records(folder: Path) -> dict[str, Record]:
 
 def stored(folder: Path) -> dict[str, Any]:
     """Keys and values of every document, and whose they are."""
-    with open_file(folder / "results.h5") as file:
-        groups = {group.attrs["id"].decode(): group for group in file["documents"].values()}
-        return {name: (open_kv(group).tokens, stored_layers(group)) for name, group in groups.items()}
+    found, results = {}, open_results(folder)
+    for name in results.ids():
+        with results.open(name) as (_, kv):
+            found[name] = kv.tokens, {layer: kv.read(layer) for layer in kv.layers}
+    return found
 
 
 @pytest.fixture
@@ -46,20 +47,22 @@ def truth(job: Path, tmp_path: Path, run_here: Any) -> Path:
 @pytest.fixture
 def unmerged(monkeypatch: pytest.MonkeyPatch, truth: Path) -> None:
     """From now on runs are too large to be put together at their end."""
-    monkeypatch.setattr("kvr_mpi.store.merge.MERGE_MAX_BYTES", 0)
+    monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
 
 
 def check_only_own(folder: Path) -> None:
-    """Every document's record has the last slice, and its parts the others, each written once."""
-    found = set(index_parts(folder).places)
-    for file in folder.glob("shard-*.h5"):
-        with open_file(file) as stored:
-            for group in stored["documents"].values():
-                record, kv = read_record(group), open_kv(group)
-                own = record.slices[-2] if len(record.slices) > 2 else 0
-                assert kv.first_token == own and {layer.tokens + own for layer in kv.layers} == {len(kv.tokens.ids)}
-                found -= set(parts_of(record, kv.tokens))
-    assert not found
+    """Every rank has written its slice of a document, once, into a volume of its own."""
+    results, written = open_results(folder), Counter[str]()
+    for volume in folder.glob("kv-*.h5"):
+        with h5py.File(volume) as file:
+            written.update(list(file["kv"]))
+    for name, place in results.index.places.items():
+        record, pieces = results[name], place.pieces
+        assert len(pieces) == len({piece.path for piece in pieces}) == max(1, len(record.slices) - 1)
+        with results.open(name) as (_, kv):
+            starts = [row[0].first_token for row in kv.pieces]
+            assert starts == list(record.slices[: len(pieces)])
+    assert written == Counter(key_of(piece) for place in results.index.places.values() for piece in place.needs)
 
 
 def check_same(folder: Path, truth: Path) -> None:
@@ -93,7 +96,7 @@ def test_the_answers_and_keys_of_one_rank(
     done = run_here(ranks, [job, *options(*SHARDED, *more)])
     assert done.returncode == 0, done.stderr
     check_same(tmp_path / "out", truth)
-    assert not (tmp_path / "out" / PARTS).exists()
+    assert not list((tmp_path / "out").glob("kv-*.h5"))
     assert all(
         len(record.slices) == (2 if "chain" in str(more) else ranks) + 1
         for record in records(tmp_path / "out").values()
@@ -127,14 +130,9 @@ def test_what_every_rank_wrote_of_its_own_is_read_as_one(
     out = tmp_path / "out"
     own = f"output.kv={kv}", SHARDED[1]
     assert run_here(3, [job, *options(*own)]).returncode == 0
-    files = sorted((out / PARTS).glob("shard-*.h5"))
+    files = sorted(out.glob("kv-*.h5"))
     cut = {record.id for record in open_results(out) if len(record.slices) > 2}  # others are too short for a chain
-    parts = index_run(out / PARTS)
-    assert len(files) >= 2 and len(cut) >= 2 and {record.document for record in read_records(parts, parts.ids())} == cut
-    for file in files:
-        with open_file(file) as parts:
-            for group in parts["documents"].values():
-                assert check_record(group).document.startswith("doc-")
+    assert len(files) >= 2 and len(cut) >= 2
     asking = tmp_path / "ask.toml"
     asking.write_text(
         f"""
@@ -163,7 +161,7 @@ def test_what_every_rank_wrote_of_its_own_is_read_as_one(
     assert again.returncode == 0 and "5 of them already done" in again.stderr
     code, _, said = run_kvr("merge", out)
     assert code == 0, said
-    assert not (out / PARTS).exists()
+    assert not list(out.glob("kv-*.h5"))
     check_same(out, truth)
 
 
@@ -176,11 +174,12 @@ def test_a_part_that_is_lost_is_made_again(
     """Whole documents are done again, on any number of ranks; never is one put together of what is left."""
     out = tmp_path / "out"
     assert run_here(3, [job, *options(*SHARDED)]).returncode == 0
-    sorted((out / PARTS).glob("shard-*.h5"))[0].unlink()
+    lost = min(out.glob("kv-*.h5"))
+    lost.unlink()
     code, _, said = run_kvr("merge", out)
-    assert code == 65 and "are missing" in said and not (out / "results.h5").exists()
+    assert code == 65 and "lost keys and values" in said
     again = run_here(ranks, [job, *options(*SHARDED), "--resume"])
-    assert again.returncode == 0 and "without keys and values from some rank" in again.stderr
+    assert again.returncode == 0 and f"{lost.name} is gone" in again.stderr
     assert run_kvr("merge", out)[0] == 0
     check_same(out, truth)
 
@@ -217,16 +216,16 @@ def test_ranks_that_write_their_own_store_what_one_would(
 def test_a_damaged_part_is_never_used(job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any) -> None:
     out = tmp_path / "out"
     assert run_here(2, [job, *options("output.kv=true", SHARDED[1])]).returncode == 0
-    path = next((out / PARTS).glob("shard-*.h5"))
+    path = min(out.glob("kv-*.h5"))
     with h5py.File(path) as file:
-        dataset = next(iter(file["documents"].values()))["kv/layer_001/values"]
+        dataset = next(iter(file["kv"].values()))["layer_001/values"]
         offset = dataset.id.get_offset()
         del dataset
     data = bytearray(path.read_bytes())
     data[offset + 5] ^= 4
     path.write_bytes(data)
     code, _, said = run_kvr("merge", out)
-    assert code == 65 and "damaged" in said and not (out / "results.h5").exists()
+    assert code == 65 and "damaged" in said
     again = run_here(2, [job, *options("output.kv=true", SHARDED[1]), "--resume"])
     assert again.returncode == 0 and "is damaged" in again.stderr
     assert run_kvr("merge", out)[0] == 0
@@ -279,7 +278,7 @@ def test_a_damaged_share_is_an_error_record_and_nobody_waits(
     out = tmp_path / "out"
     assert run_here(2, [job, *options("output.kv=true")]).returncode == 0
     with h5py.File(out / "results.h5", "r+") as file:
-        file["documents/doc-2.txt/kv/layer_001/keys"][3] += 1
+        kv_in(file, "doc-2.txt")["layer_001/keys"][3] += 1
     done = run_here(3, [ask_sharded(tmp_path, tiny_model_dir, out)])
     assert done.returncode == 65, done.stderr
     found = records(tmp_path / "asked")

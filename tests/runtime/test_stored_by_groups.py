@@ -11,16 +11,12 @@ import numpy as np
 import pytest
 import torch
 from made_jobs import answers, with_settings
+from made_runs import kv_in
 
-from kvr_mpi.store.folder import index_run
-from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.merge import merge_files
-from kvr_mpi.store.outputs import check_record, open_file
-from kvr_mpi.store.parts import PARTS
+from kvr_mpi.store.folder import index_run, read_run_header
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.shares import read_run_header
-from kvr_mpi.store.stored_kv import StoredPiece
+from kvr_mpi.store.rewrite import merge_run
+from kvr_mpi.store.stored_kv import StoredKV
 
 SMALL_VOCABULARY = True
 
@@ -63,19 +59,16 @@ def asked(job: Path, tmp_path: Path, run_here: Any) -> Callable[..., dict[str, t
 def stored_in_pieces(stored: Run, ranks: int, *settings: str) -> Path:
     """Run the job, and leave what its ranks wrote as if it were too large to be merged."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvr_mpi.runtime.batch.merge_run", lambda folder, stop, say: folder)
+        patch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
         return stored(ranks, GROUPS, *settings, name="pieces")
 
 
-def layers_of(folder: Path) -> dict[str, tuple[StoredPiece, list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """All keys and values of a merged run, with all that it says held against its checksums."""
-    found = {}
-    with open_file(folder / "results.h5") as file:
-        for name, place in index_run(folder).places.items():
-            group = group_in(group_in(file, "documents"), place.key)
-            check_record(group)
-            kv = open_kv(group)
-            found[name] = kv, [layer.read() for layer in kv.layers]
+def layers_of(folder: Path) -> dict[str, tuple[StoredKV, list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """All keys and values of a run, with all that it says held against its checksums."""
+    found, results = {}, open_results(folder)
+    for name in results.ids():
+        with results.open(name) as (_, kv):
+            found[name] = kv, [kv.read(layer) for layer in kv.layers]
     return found
 
 
@@ -85,14 +78,14 @@ def assert_alike(found: Path, wanted: Path) -> None:
     assert mine.keys() == theirs.keys() and len(mine) == 5
     for name, (kv, layers) in mine.items():
         other, expected = theirs[name]
-        assert kv.is_whole and kv.tokens == other.tokens
+        assert len(kv.pieces) == len(kv.pieces[0]) == 1 and kv.tokens == other.tokens
         for pair, of in zip(layers, expected, strict=True):
             for tensor, like in zip(pair, of, strict=True):
                 assert tensor.shape == like.shape and float((tensor - like).abs().max()) < 1e-4
     header, like_header = read_run_header(found), read_run_header(wanted)
     assert header is not None and like_header is not None
     assert header.identity == like_header.identity and header.model == like_header.model
-    assert not (found / PARTS).exists()
+    assert not list(found.glob("kv-*.h5"))
     assert answers(found) == answers(wanted)
 
 
@@ -101,11 +94,11 @@ def test_what_groups_store_is_what_one_process_stores(stored: Run, asked: Any) -
     """In pieces, asked by groups of another number; and when the pieces are put together."""
     alone = stored(1, name="alone")
     pieces = stored_in_pieces(stored, 4)
-    # Of two slices and two lanes all but the record's own; short prompts, of one group each, have one more.
-    assert len(index_run(pieces / PARTS).places) > 5
+    # Of two slices of two lanes each; short prompts, of one group each, have two.
+    assert sum(len(place.pieces) for place in index_run(pieces).places.values()) > 10
     wanted = asked(1, alone)
     assert len(wanted) == 10 and asked(2, pieces, GROUPS) == wanted
-    merge_files(pieces)
+    merge_run(pieces)
     assert_alike(pieces, alone)
 
 
@@ -137,11 +130,11 @@ def test_kv_heads_that_several_ranks_have_are_stored_once(stored: Run, asked: An
 def test_a_job_that_lacks_some_heads_does_their_documents_again(stored: Run, job: Path, run_here: Any) -> None:
     alone = stored(1, name="alone")
     pieces = stored_in_pieces(stored, 4)
-    lost = sorted((pieces / PARTS).glob("shard-*.h5"))[-1]
+    lost = sorted(pieces.glob("kv-*.h5"))[-1]
     lost.unlink()
     settings = with_settings(f"output.path={pieces}", "output.kv=true")
     done = run_here(1, [job, *settings, "--resume"])
-    assert done.returncode == 0 and "without keys and values from some rank" in done.stderr, done.stderr
+    assert done.returncode == 0 and f"{lost.name} is gone" in done.stderr, done.stderr
     assert_alike(pieces, alone)
 
 
@@ -149,10 +142,9 @@ def test_a_job_that_lacks_some_heads_does_their_documents_again(stored: Run, job
 def test_a_damaged_piece_is_an_error_record_on_all_ranks(stored: Run, asked: Any, tmp_path: Path) -> None:
     """One rank of the group reads it, the other does not: nobody waits, and nobody answers from it."""
     pieces = stored_in_pieces(stored, 2, "documents.limit=4")
-    (path,) = (pieces / PARTS).glob("shard-*.h5")
+    (path,) = pieces.glob("kv-*-0001-*.h5")
     with h5py.File(path, "r+") as file:
-        (name,) = (name for name in file["documents"] if name.startswith("doc-2.txt"))
-        keys = file["documents"][name]["kv/layer_001/keys"]
+        keys = kv_in(file, "doc-2.txt")["layer_001/keys"]
         keys[5] = np.asarray(keys[5]) + 1
     found = asked(2, pieces, GROUPS, "questions.reuse=always", code=65)
     (folder,) = tmp_path.glob("asked-pieces-*")
@@ -197,11 +189,11 @@ def test_heads_of_a_group_keep_what_those_of_one_process_keep(
     for name, (kv, _) in theirs.items():
         found = mine[name][0]
         assert found.compression == kv.compression
-        for layer, like in zip(found.layers, kv.layers, strict=True):
-            assert (layer.rows is None) == (like.rows is None)
-            if layer.rows is not None and like.rows is not None:
-                assert layer.rows.counts == like.rows.counts
-                assert np.array_equal(layer.rows.positions, like.rows.positions)
+        for layer in kv.layers:
+            rows, like = found.rows(layer), kv.rows(layer)
+            assert (rows is None) == (like is None)
+            if rows is not None and like is not None:
+                assert rows.counts == like.counts and np.array_equal(rows.positions, like.positions)
     for one, other in zip(open_results(groups), open_results(alone), strict=True):
         assert (one.retained_tokens, one.retained_bytes) == (other.retained_tokens, other.retained_bytes)
     assert asked(2, groups, GROUPS) == asked(1, groups) == asked(1, alone)

@@ -25,7 +25,7 @@ from kvr_mpi.prefill.memory_budget import GIB, check_fits, footprint_of, ranks_t
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.setup import host_memory as memory
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import run_local
 

@@ -17,11 +17,10 @@ import json, os, signal, sys
 from pathlib import Path
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.outputs import open_file, read_header, read_software
 
 def read(path):
-    with open_file(path) as file:
-        return repr((list(open_results(path)), read_header(file), read_software(file)))
+    results = open_results(path)
+    return repr((list(results), results.header))
 
 path = Path(sys.argv[1])
 content = path.read_bytes()

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -21,27 +20,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import HEADER, record, result_files, resume, write
 
-import kvr_mpi.store.merge as merge_module
 from kvr_mpi.disk import PART
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError, OutputError
-from kvr_mpi.store.folder import RESULTS, check_fresh, run_files
-from kvr_mpi.store.merge import merge_files, merge_run, merge_runs
-from kvr_mpi.store.outputs import Record, open_file, read_header
+from kvr_mpi.errors import EXIT_OK, DataError, OutputError
+from kvr_mpi.store.folder import check_fresh, survey
+from kvr_mpi.store.lock import Lock, this_process
+from kvr_mpi.store.log import DROPPED, PRUNED, LogWriter, seal
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
+from kvr_mpi.store.rewrite import finish_run, merge_run, merge_runs
 from kvr_mpi.store.shares import Runs
+from kvr_mpi.store.volumes import RESULTS
+from kvr_mpi.store.writer import ResultWriter
 
 
-def raw(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Read all numbers of all documents: type, shape and bytes, by document and name within it."""
-    found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
-    for file in run_files(path):
-        with h5py.File(file, "r") as stored:
-
-            def visit(name: str, item: Any) -> None:
-                if isinstance(item, h5py.Dataset) and item.dtype.kind in "if":
-                    found[name] = (str(item.dtype), item.shape, item[()].tobytes())
-
-            stored["documents"].visititems(visit)
+def bits(path: Path) -> dict[tuple[str, int], list[bytes]]:
+    """Read all keys and values, by document and layer."""
+    found: dict[tuple[str, int], list[bytes]] = {}
+    results = open_results(path)
+    for name in results.ids():
+        with results.open(name) as (_, kv):
+            for layer in kv.layers:
+                found[name, layer] = [each.numpy().tobytes() for each in kv.read(layer)]
     return found
 
 
@@ -49,15 +48,13 @@ def raw(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def test_done_beats_error_and_later_beats_earlier(tmp_path: Path) -> None:
-    write(
-        tmp_path, "0000", [record("done first"), record("failed twice", "error", "old"), record("twice", answer="old")]
-    )
+    write(tmp_path, 0, [record("done first"), record("failed twice", "error", "old"), record("twice", answer="old")])
     write(
         tmp_path,
-        "0001",
+        1,
         [record("done first", "error"), record("failed twice", "error", "new"), record("late", "error")],
     )
-    write(tmp_path, "0002", [record("late"), record("twice", answer="new")])
+    write(tmp_path, 2, [record("late"), record("twice", answer="new")])
     got = list(open_results(tmp_path))
     assert len(got) == 4
     by_id = {each.id: each for each in got}
@@ -82,7 +79,7 @@ def test_each_id_once_before_and_after_a_merge(
     wanted: dict[str, Record] = {}
     for number, shard in enumerate(shards):
         records = [record(name, status, f"shard {number}") for name, status in shard.items()]
-        write(folder, f"{number:04d}", records)
+        write(folder, number, records)
         for each in records:
             if each.status == "done" or wanted.get(each.id, each).status == "error":
                 wanted[each.id] = each
@@ -101,7 +98,7 @@ def test_each_id_once_before_and_after_a_merge(
     ],
 )
 def test_documents_come_in_the_order_of_their_ids(tmp_path: Path, names: list[str]) -> None:
-    write(tmp_path, "0000", [record(name) for name in reversed(names)])
+    write(tmp_path, 0, [record(name) for name in reversed(names)])
     assert [each.id for each in open_results(tmp_path)] == sorted(names)
 
 
@@ -113,7 +110,7 @@ def test_reading_a_folder_without_results_is_bad_data(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_stored_nothing_yet_is_not_called_something_else(tmp_path: Path) -> None:
-    (tmp_path / "ledger-0000.jsonl").touch()
+    (tmp_path / "log-0001-0000.jsonl").touch()
     with pytest.raises(DataError, match="no document is stored yet; see `kvr status"):
         list(open_results(tmp_path))
 
@@ -121,32 +118,31 @@ def test_a_run_that_has_stored_nothing_yet_is_not_called_something_else(tmp_path
 # Merging
 
 
-def test_a_merge_keeps_records_and_bits_and_removes_the_shards(tmp_path: Path) -> None:
-    write(tmp_path, "0000", [record("a"), record("x/y.txt")], kv=True)
-    write(tmp_path, "0001", [record("b", "error"), record("..")], kv=True)
-    records, arrays = list(open_results(tmp_path)), raw(tmp_path)
-    assert len(arrays) == 4 * 2 + 4 * 2 * 3 + 4, "tokens, slices; keys, values, digests of two layers; whose"
+def test_a_merge_keeps_records_and_bits_and_removes_the_logs(tmp_path: Path) -> None:
+    write(tmp_path, 0, [record("a"), record("x/y.txt")], kv=True)
+    write(tmp_path, 1, [record("b", "error"), record("..")], kv=True)
+    records, arrays = list(open_results(tmp_path)), bits(tmp_path)
+    assert len(arrays) == 3 * 2
     result = merge_run(tmp_path)
     assert result == tmp_path / RESULTS
     assert result_files(tmp_path) == [RESULTS]
     assert list(open_results(result)) == list(open_results(tmp_path)) == records
-    assert raw(result) == arrays
-    with open_file(result) as stored:
-        assert read_header(stored) == HEADER
+    assert bits(result) == arrays
+    assert open_results(result).header.identity == HEADER.identity
 
 
 def test_merging_again_changes_nothing(tmp_path: Path) -> None:
-    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, 0, [record("a")])
     result = merge_run(tmp_path)
     content, changed = result.read_bytes(), result.stat().st_mtime_ns
     assert merge_run(tmp_path) == result
     assert result.read_bytes() == content and result.stat().st_mtime_ns == changed
 
 
-def test_merging_adds_later_shards_to_earlier_results(tmp_path: Path) -> None:
-    write(tmp_path, "0000", [record("a"), record("b", "error")])
+def test_merging_adds_later_logs_to_earlier_results(tmp_path: Path) -> None:
+    write(tmp_path, 0, [record("a"), record("b", "error")])
     merge_run(tmp_path)
-    write(tmp_path, "0000", [record("b"), record("c")])
+    write(tmp_path, 0, [record("b"), record("c")])
     merge_run(tmp_path)
     assert result_files(tmp_path) == [RESULTS]
     assert list(open_results(tmp_path)) == [record("a"), record("b"), record("c")]
@@ -155,42 +151,31 @@ def test_merging_adds_later_shards_to_earlier_results(tmp_path: Path) -> None:
 def test_a_crash_between_merging_and_removing_counts_each_document_once(tmp_path: Path) -> None:
     folder, kept = tmp_path / "run", tmp_path / "kept"
     folder.mkdir()
-    write(folder, "0000", [record("a"), record("b", "error")], kv=True)
-    write(folder, "0001", [record("b"), record("c", "error")], kv=True)
+    write(folder, 0, [record("a"), record("b", "error")], kv=True)
+    write(folder, 1, [record("b"), record("c", "error")], kv=True)
     records = list(open_results(folder))
     shutil.copytree(folder, kept)
     merge_run(folder)
-    arrays = raw(folder)
-    for shard in kept.glob("*.h5"):
-        shutil.copy2(shard, folder)
-    assert len(run_files(folder)) == 3
+    arrays = bits(folder)
+    for file in kept.iterdir():
+        shutil.copy2(file, folder)
     assert list(open_results(folder)) == records
     assert resume(folder)[:2] == ({"a", "b"}, {"c"})
     merge_run(folder)
     assert result_files(folder) == [RESULTS]
-    assert list(open_results(folder)) == records and raw(folder) == arrays
+    assert list(open_results(folder)) == records and bits(folder) == arrays
 
 
 def test_an_interrupted_merge_can_be_done_again(tmp_path: Path) -> None:
-    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, 0, [record("a")])
     (tmp_path / f"{RESULTS}{PART}").write_bytes(b"\x89HDF\r\n\x1a\n")
     merge_run(tmp_path)
     assert result_files(tmp_path) == [RESULTS]
     assert list(open_results(tmp_path)) == [record("a")]
 
 
-def test_large_runs_are_left_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_module, "MERGE_MAX_BYTES", 100)
-    write(tmp_path, "0000", [record("a")])
-    write(tmp_path, "0001", [record("b")])
-    files = run_files(tmp_path)
-    assert merge_run(tmp_path) == tmp_path
-    assert run_files(tmp_path) == files
-    assert list(open_results(tmp_path)) == [record("a"), record("b")]
-
-
 def test_merging_an_empty_folder_makes_no_file(tmp_path: Path) -> None:
-    assert merge_run(tmp_path) == tmp_path
+    assert finish_run(tmp_path) == tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,32 +189,35 @@ def test_merging_many_documents_takes_little_memory(tmp_path: Path) -> None:
 def test_a_merge_into_another_file_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    write(folder, "0000", [record("a")], kv=True)
-    write(folder, "0001", [record("b", "error")])
+    write(folder, 0, [record("a")], kv=True)
+    write(folder, 1, [record("b", "error")])
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     target = tmp_path / "all.h5"
     assert merge_runs(Runs((folder,)), target) == ()
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-    assert list(open_results(target)) == list(open_results(folder)) and raw(target) == raw(folder)
-    assert merge_files(folder, keep_shards=True) == folder / RESULTS
-    assert len(run_files(folder)) == 3 and list(open_results(folder)) == list(open_results(target))
+    assert list(open_results(target)) == list(open_results(folder)) and bits(target) == bits(folder)
 
 
 @pytest.mark.parametrize("offset", [0.3, 0.6, 0.95])
 def test_no_flipped_bit_gets_into_a_merged_file(tmp_path: Path, offset: float) -> None:
-    write(tmp_path, "0000", [record("a")], kv=True)
-    write(tmp_path, "0001", [record("b")])
-    shard = tmp_path / "shard-0000-0000-00000.h5"
-    content = bytearray(shard.read_bytes())
+    write(tmp_path, 0, [record("a")], kv=True)
+    write(tmp_path, 1, [record("b")])
+    before = list(open_results(tmp_path)), bits(tmp_path)
+    volume = tmp_path / "kv-0001-0000-00000.h5"
+    content = bytearray(volume.read_bytes())
     content[int(offset * len(content))] ^= 4
-    shard.write_bytes(content)
-    with pytest.raises(DataError, match=r"shard-0000-0000.*checksum"):
+    volume.write_bytes(content)
+    try:
         merge_run(tmp_path)
-    assert len(run_files(tmp_path)) == 2 and shard.read_bytes() == content
+    except DataError as error:
+        assert volume.name in str(error)
+        assert not (tmp_path / RESULTS).exists() and volume.read_bytes() == content
+    else:  # of what nobody reads
+        assert (list(open_results(tmp_path)), bits(tmp_path)) == before
 
 
 def test_foreign_files_are_no_results(tmp_path: Path) -> None:
-    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, 0, [record("a")])
     with h5py.File(tmp_path / "measurements.h5", "w") as file:
         file["measurements"] = np.arange(10.0)
     assert list(open_results(tmp_path)) == [record("a")]
@@ -237,26 +225,26 @@ def test_foreign_files_are_no_results(tmp_path: Path) -> None:
     assert result_files(tmp_path) == ["measurements.h5", RESULTS]
 
 
-def test_no_room_for_a_merged_file_leaves_the_shards(tmp_path: Path) -> None:
-    write(tmp_path, "0000", [record("a")])
+def test_no_room_for_a_merged_file_leaves_the_logs(tmp_path: Path) -> None:
+    write(tmp_path, 0, [record("a")])
     (tmp_path / f"{RESULTS}{PART}").mkdir()  # in the way, as a full disk would be
     with pytest.raises(OutputError, match="cannot be written"):
-        merge_files(tmp_path)
+        merge_run(tmp_path)
     assert list(open_results(tmp_path)) == [record("a")]
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_full_disk_at_the_end_of_a_run_leaves_its_shards_as_the_results(tmp_path: Path, shards: int) -> None:
-    for number in range(shards):
-        write(tmp_path, f"{number:04d}", [record(f"{number}-{name}", answer=name * 30_000) for name in "abc"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_full_disk_at_the_end_of_a_run_leaves_its_logs_as_the_results(tmp_path: Path, ranks: int) -> None:
+    for number in range(ranks):
+        write(tmp_path, number, [record(f"{number}-{name}", answer=name * 30_000) for name in "abc"])
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     said: list[str] = []
     with largest_file(40_000):
-        assert merge_run(tmp_path, say=said.append) == tmp_path
+        assert finish_run(tmp_path, say=said.append) == tmp_path
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     assert len(said) == 1 and os.strerror(errno.EFBIG) in said[0] and len(said[0].splitlines()) == 1
     assert f"kvr merge {tmp_path}" in said[0]
-    assert merge_run(tmp_path) == tmp_path / RESULTS and len(list(open_results(tmp_path))) == 3 * shards
+    assert finish_run(tmp_path) == tmp_path / RESULTS and len(list(open_results(tmp_path))) == 3 * ranks
 
 
 @contextmanager
@@ -270,33 +258,34 @@ def largest_file(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_lost_shard_is_no_reason_to_forget_its_documents(tmp_path: Path, run_kvr: Kvr) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for number in range(2):
-        write(folder, f"{number:04d}", [record(f"{number}-{name}") for name in "abc"])
-    (folder / "shard-0000-0001-00000.h5").unlink()
-    before = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".lock")}
-    code, _, err = run_kvr("merge", folder)
-    assert code == EXIT_BAD_DATA and "lost 3 documents" in err
-    assert {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".lock")} == before
-    code, _, err = run_kvr("merge", folder, "-o", tmp_path / "all.h5")
-    assert code == EXIT_BAD_DATA and "lost 3 documents" in err
-    assert [each.id for each in open_results(tmp_path / "all.h5")] == ["0-a", "0-b", "0-c"]
-    code, out, _ = run_kvr("inspect", folder)
-    assert code == EXIT_OK and "lost 3 documents" in out
-
-
-def test_a_merge_with_a_damaged_shard_removes_nothing(tmp_path: Path) -> None:
-    write(tmp_path, "0000", [record("a")])
-    write(tmp_path, "0001", [record("b")])
-    damaged = tmp_path / "shard-0000-0001-00000.h5"
-    damaged.write_bytes(damaged.read_bytes()[:-100])
-    before = {file: file.read_bytes() for file in run_files(tmp_path)}
-    with pytest.raises(DataError, match="shard-0000-0001.*expected.*--resume"):
+def test_what_is_dropped_or_pruned_counts_for_earlier_sessions_only(tmp_path: Path) -> None:
+    write(tmp_path, 0, [record("a", answer="old"), record("b"), record("c")], kv=True)
+    with LogWriter(tmp_path, 2, None, HEADER) as log:
+        log.write(seal({"line": DROPPED, "ids": ["a", "b", "unknown"]}))
+        log.write(seal({"line": PRUNED, "ids": ["c", "unknown"]}))
+    writer = ResultWriter(tmp_path, 0, HEADER, 2)
+    writer.write(record("a", answer="new"))
+    writer.close()
+    for _ in range(2):
+        found = open_results(tmp_path)
+        assert found.ids() == ["a", "c"] and found["a"].answer == "new" and not bits(tmp_path)
         merge_run(tmp_path)
-    assert {file: file.read_bytes() for file in run_files(tmp_path)} == before
-    assert not (tmp_path / RESULTS).exists()
+
+
+def test_a_folder_is_looked_at_while_a_job_merges_it(tmp_path: Path) -> None:
+    write(tmp_path, 0, [record(name) for name in "abc"], kv=True)
+    (tmp_path / "log-0001-0001.jsonl").symlink_to(tmp_path / "gone")  # listed, and not there any more
+    assert open_results(tmp_path).ids() == ["a", "b", "c"]
+    assert survey(tmp_path).damaged == {}
+
+
+def test_a_command_needs_the_folder_to_itself(tmp_path: Path, run_kvr: Kvr) -> None:
+    write(tmp_path, 0, [record("a")])
+    lock = Lock(tmp_path, this_process())
+    code, _, err = run_kvr("merge", tmp_path)
+    assert code != EXIT_OK and "in use" in err
+    lock.release()
+    assert run_kvr("merge", tmp_path)[0] == EXIT_OK
 
 
 def test_a_file_is_no_fresh_folder(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from made_runs import HEADER, record
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.hdf5 import create_hdf5, group_in
+from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.head_rows import HeadRows, open_head_rows
-from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.outputs import check_record, open_file, start_file, write_record
+from kvr_mpi.store.kv import open_kv, write_kv
 from kvr_mpi.store.stored_kv import CachedTokens, StoredPiece
+from kvr_mpi.store.volumes import create_volume, open_volume
 
 ROWS = HeadRows((3, 5), np.array([0, 4, 9, 1, 2, 3, 8, 9], np.int32))
 METHOD = "snapkv: budget 4"
@@ -30,20 +28,22 @@ def path(tmp_path: Path) -> Path:
     """A document of ten tokens: one layer is compressed, one has no keys, one was left alone."""
     draw = torch.Generator().manual_seed(0)
     rows, whole = torch.randn(8, 1, 6, generator=draw), torch.randn(10, 2, 6, generator=draw)
-    file = create_hdf5(tmp_path / "results.h5")
-    start_file(file, HEADER)
+    file = create_volume(tmp_path / "results.h5")
     layers = [(rows, -rows), None, (whole, -whole)]
     tokens = CachedTokens(tuple(range(10)), (1, 8), compression=METHOD, rows={0: ROWS})
-    write_record(file, replace(record("a"), compression=METHOD), layers, tokens)
+    told.append(write_kv(file["kv"], "a", layers, tokens))
     file.close()
     return tmp_path / "results.h5"
 
 
+told: list[tuple[int, str]] = []  # of the last file, what a log tells
+
+
 def read(path: Path) -> StoredPiece:
-    with open_file(path) as file:
-        group = group_in(group_in(file, "documents"), "a")
-        check_record(group)
-        return open_kv(group)
+    with open_volume(path) as file:
+        found = open_kv(group_in(group_in(file, "kv"), "a"), *told[-1])
+        found.check()
+        return found
 
 
 def test_what_was_written_is_read(path: Path) -> None:
@@ -59,7 +59,7 @@ def test_what_was_written_is_read(path: Path) -> None:
 @pytest.mark.parametrize("name", ["keys", "values", "positions", "head_rows", "digests"])
 def test_a_flipped_bit_is_found_wherever_it_is(path: Path, name: str) -> None:
     with h5py.File(path) as file:
-        data = file[f"documents/a/kv/layer_000/{name}"]
+        data = file[f"kv/a/layer_000/{name}"]
         offset = data.id.get_offset() or data.id.get_chunk_info(0).byte_offset
         size = data.size * data.dtype.itemsize
     content = path.read_bytes()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from untrusted import assert_bad_data, read_everything
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 
 NO_HDF5 = {
     "empty": b"",

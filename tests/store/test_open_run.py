@@ -14,11 +14,11 @@ from made_runs import HEADER, IDENTITY, NAMES, corpus_of, record, result_files, 
 from kvr_mpi.disk import PART, RUN_FILE
 from kvr_mpi.documents import scan_corpus
 from kvr_mpi.errors import DataError, OutputError
-from kvr_mpi.store.folder import RESULTS
-from kvr_mpi.store.merge import merge_run
-from kvr_mpi.store.outputs import SCHEMA_VERSION, Header
+from kvr_mpi.store.log import Header
 from kvr_mpi.store.results import open_results
+from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.run import known_corpus
+from kvr_mpi.store.volumes import RESULTS, SCHEMA_VERSION
 
 
 def foreign(path: Path) -> bytes:
@@ -32,7 +32,7 @@ def begin(folder: Path, *records: Any, **options: Any) -> None:
     """Begin a run, and write some documents."""
     run = take(folder, mode="new", **options)
     assert not run.done and not run.failed
-    write(folder, "0000", records)
+    write(folder, 0, records)
     run.close()
 
 
@@ -53,9 +53,9 @@ def test_an_existing_run_is_refused_without_a_flag(tmp_path: Path) -> None:
     take(tmp_path).close()  # and the refused one does not hold it
 
 
-def test_a_run_that_died_before_its_first_shard_may_be_begun_again(tmp_path: Path) -> None:
+def test_a_run_that_died_before_its_first_document_may_be_begun_again(tmp_path: Path) -> None:
     begin(tmp_path)
-    (tmp_path / f"shard-0001-0000-00000.h5{PART}").write_bytes(b"half")
+    (tmp_path / f"{RESULTS}{PART}").write_bytes(b"half")
     take(tmp_path, mode="new", corpus=corpus_of("xyz"), header=Header({"model": "other"}, {})).close()
     assert result_files(tmp_path) == [] and known_corpus(tmp_path) == corpus_of("xyz")
 
@@ -70,12 +70,12 @@ def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
 
 def test_failed_documents_stay_unless_they_are_to_be_tried_again(tmp_path: Path) -> None:
     begin(tmp_path, record("a"), record("b", "error"), record("dir/c"))
-    write(tmp_path, "0001", [record("d", "error"), record("..")])
+    write(tmp_path, 1, [record("d", "error"), record("..")])
     for _ in range(2):
         assert resume(tmp_path)[:2] == ({"a", "dir/c", ".."}, {"b", "d"})
         assert resume(tmp_path, retry_failed=True)[:2] == ({"a", "dir/c", ".."}, set())
         merge_run(tmp_path)
-    write(tmp_path, "0000", [record("b"), record("d", "error", "again")])
+    write(tmp_path, 0, [record("b"), record("d", "error", "again")])
     assert resume(tmp_path)[:2] == ({"a", "b", "dir/c", ".."}, {"d"})
     found = {each.id: each for each in open_results(tmp_path)}
     assert found["d"].answer == "again" and found["b"].status == "done"
@@ -83,16 +83,16 @@ def test_failed_documents_stay_unless_they_are_to_be_tried_again(tmp_path: Path)
 
 def test_a_document_that_failed_later_stays_done(tmp_path: Path) -> None:
     begin(tmp_path, record("a"))
-    write(tmp_path, "0001", [record("a", "error")])
+    write(tmp_path, 1, [record("a", "error")])
     assert resume(tmp_path)[:2] == ({"a"}, set())
 
 
 def test_overwrite_deletes_our_files_and_no_others(tmp_path: Path) -> None:
     begin(tmp_path, record("a"))
     merge_run(tmp_path)
-    write(tmp_path, "0000", [record("b")])
-    (shard,) = tmp_path.glob("shard-*.h5")
-    shard.write_bytes(shard.read_bytes()[:1000])
+    write(tmp_path, 0, [record("b")], kv=True)
+    (volume,) = tmp_path.glob("kv-*.h5")
+    volume.write_bytes(volume.read_bytes()[:1000])
     assert any("damaged" in line for line in resume(tmp_path)[2])
     others = [tmp_path / "notes.txt", tmp_path / "h5", tmp_path / "sub" / "results.h5", tmp_path / "measurements.h5"]
     (tmp_path / "sub").mkdir()
@@ -113,7 +113,7 @@ def test_foreign_files_are_named_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "measurements.h5").read_bytes() == content
 
 
-@pytest.mark.parametrize("name", [RESULTS, "shard-0001-0000-00000.h5"])
+@pytest.mark.parametrize("name", [RESULTS, "kv-0001-0000-00000.h5"])
 @pytest.mark.parametrize("mode", ["resume", "overwrite"])
 def test_a_foreign_file_with_our_name_stops_a_job_and_is_not_touched(tmp_path: Path, name: str, mode: str) -> None:
     content = foreign(tmp_path / name)
@@ -124,15 +124,14 @@ def test_a_foreign_file_with_our_name_stops_a_job_and_is_not_touched(tmp_path: P
 
 @pytest.mark.parametrize(("version", "remedy"), [(SCHEMA_VERSION + 1, "upgrade"), (SCHEMA_VERSION - 1, "again")])
 def test_another_schema_is_refused_and_not_touched(tmp_path: Path, version: int, remedy: str) -> None:
-    write(tmp_path, "0000", [record("a")])
-    (shard,) = tmp_path.glob("*.h5")
-    with h5py.File(shard, "a") as file:
+    write(tmp_path, 0, [record("a")])
+    result = merge_run(tmp_path)
+    with h5py.File(result, "a") as file:
         file.attrs["schema_version"] = version
-    (tmp_path / "ledger-0000.jsonl").unlink()
-    content = shard.read_bytes()
+    content = result.read_bytes()
     with pytest.raises(DataError, match=f"schema version {version};.*version {SCHEMA_VERSION} only: .*{remedy}"):
         take(tmp_path)
-    assert shard.read_bytes() == content
+    assert result.read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -143,10 +142,13 @@ def test_another_schema_is_refused_and_not_touched(tmp_path: Path, version: int,
         ("seed", 7, r"seed was None, is 7"),
     ],
 )
-@pytest.mark.parametrize("kept", ["everything", "no ledger", "no run.json"])
+@pytest.mark.parametrize("kept", ["everything", "results only", "no run.json"])
 def test_another_identity_is_refused_by_name(tmp_path: Path, key: str, value: Any, shown: str, kept: str) -> None:
     begin(tmp_path, record("a"))
-    (tmp_path / {"no ledger": "ledger-0000.jsonl", "no run.json": RUN_FILE}.get(kept, "-")).unlink(missing_ok=True)
+    if kept == "results only":
+        merge_run(tmp_path)
+    if kept != "everything":
+        (tmp_path / RUN_FILE).unlink()
     with pytest.raises(OutputError, match=shown) as caught:
         take(tmp_path, header=Header({**IDENTITY, key: value}, HEADER.model))
     assert not any(f"{name} was" in str(caught.value) for name in {*IDENTITY} - {key})
@@ -158,8 +160,7 @@ def test_json_of_the_identity_is_the_same_identity(tmp_path: Path) -> None:
     header = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, HEADER.model)
     take(tmp_path, mode="new", header=header).close()
     for name in "ab":
-        write(tmp_path, f"000{name}", [record(name)], header=header)
-    (tmp_path / "ledger-000a.jsonl").unlink()
+        write(tmp_path, 0, [record(name)], header=header)
     same = Header({"a": {"z": 1e-17, "ü": "\n"}, "b": [1, 2.5, None, True]}, HEADER.model)
     for each in (header, same):
         assert resume(tmp_path, header=each)[0] == {"a", "b"}
@@ -220,7 +221,7 @@ def test_a_damaged_run_file_is_said_and_made_anew(tmp_path: Path) -> None:
 
 def test_clocks_that_jump_change_nothing(tmp_path: Path) -> None:
     begin(tmp_path, record("a"), record("b", "error"))
-    write(tmp_path, "0001", [record("b", "error", "newer"), record("c")])
+    write(tmp_path, 1, [record("b", "error", "newer"), record("c")])
     for number, file in enumerate(sorted(tmp_path.iterdir())):
         os.utime(file, (10**9 * (number % 3), 4 * 10**9 - 10**9 * (number % 3)))
     assert resume(tmp_path)[:2] == ({"a", "c"}, {"b"})

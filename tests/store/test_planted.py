@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import record, take, write
+from made_runs import HEADER, record, resume, take, write
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
-from kvr_mpi.store.ledger import seal
+from kvr_mpi.store.log import seal
 from kvr_mpi.tuning.table import check_place
 
 PRECIOUS = "somebody else's, and not to be changed"
@@ -59,28 +59,28 @@ def kvr_says(kvr: Path, *arguments: str | Path, timeout_s: float = 300) -> subpr
 def test_a_job_writes_through_no_link(job: Path, tmp_path: Path, outside: Path, run_here: Any, umask: None) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    for name in ("run.json.part", f".probe-{os.getpid()}", "results.h5.part", "shard-0001-0000-00000.h5.part"):
+    for name in ("run.json.part", f".probe-{os.getpid()}", "results.h5.part", "kv-0009-0000-00000.h5"):
         (out / name).symlink_to(outside)
     done = run_here(1, [job])
     assert done.returncode == EXIT_OK, done.stderr
     assert outside.read_text() == PRECIOUS
     assert all(file.stat().st_mode & 0o777 == 0o664 for file in out.iterdir() if not file.is_symlink())
-    assert {file.name for file in out.iterdir()} >= {"run.json", "results.h5", "ledger-0000.jsonl", ".lock-000001"}
+    assert {file.name for file in out.iterdir()} >= {"run.json", "results.h5", ".lock-000001"}
 
 
 @pytest.mark.parametrize("plant", ["link", "dangling-link", "pipe"])
-def test_a_ledger_that_is_a_link_or_a_pipe_ends_the_job(
+def test_a_log_that_is_a_link_or_a_pipe_ends_the_job(
     job: Path, tmp_path: Path, outside: Path, plant: str, run_here: Any
 ) -> None:
     out, absent = tmp_path / "out", tmp_path / "absent"
     out.mkdir()
     if plant == "pipe":
-        os.mkfifo(out / "ledger-0000.jsonl")
+        os.mkfifo(out / "log-0001-0000.jsonl")
     else:
-        (out / "ledger-0000.jsonl").symlink_to(outside if plant == "link" else absent)
+        (out / "log-0001-0000.jsonl").symlink_to(outside if plant == "link" else absent)
     done = run_here(1, [job])
     assert done.returncode == EXIT_CONFIG, done.stderr
-    assert "something else was put" in done.stderr or "symbolic link" in done.stderr
+    assert "File exists" in done.stderr or "holds 1 result file" in done.stderr
     assert outside.read_text() == PRECIOUS and not absent.exists()
 
 
@@ -88,7 +88,7 @@ def test_a_ledger_that_is_a_link_or_a_pipe_ends_the_job(
 def test_a_merge_truncates_nothing_through_a_link(tmp_path: Path, outside: Path, kvr: Path) -> None:
     folder = tmp_path / "run"
     take(folder, mode="new").close()
-    write(folder, "0000", [record("a")])
+    write(folder, 0, [record("a")])
     for part in (folder / "results.h5.part", tmp_path / "all.h5.part"):
         part.symlink_to(outside)
     assert kvr_says(kvr, "merge", folder, "-o", tmp_path / "all.h5").returncode == EXIT_OK
@@ -99,10 +99,10 @@ def test_a_merge_truncates_nothing_through_a_link(tmp_path: Path, outside: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["run.json", ".lock-000007", "ledger-0000.jsonl", "shard-0001-0000-00009.h5"])
+@pytest.mark.parametrize("name", ["run.json", ".lock-000007", "log-0001-0000.jsonl", "kv-0001-0000-00009.h5"])
 def test_a_pipe_in_the_folder_holds_nobody_up(tmp_path: Path, name: str, kvr: Path) -> None:
     take(tmp_path, mode="new").close()
-    write(tmp_path, "0009", [record("a")])
+    write(tmp_path, 9, [record("a")])
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     for command in (["status", tmp_path], ["export", tmp_path], ["inspect", tmp_path]):
@@ -136,38 +136,41 @@ HOSTILE_LOCKS: dict[str, bytes] = {
 )
 def test_a_lock_may_say_anything(tmp_path: Path, content: bytes, kvr: Path) -> None:
     take(tmp_path, mode="new").close()
-    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, 0, [record("a")])
     (tmp_path / ".lock-000009").write_bytes(content)
     done = kvr_says(kvr, "status", tmp_path)
     assert done.returncode == EXIT_OK and "1 done" in done.stdout and done.stderr == ""
     assert "\x1b" not in done.stdout
 
 
-SHARD_LINE = {"shard": "shard-x.h5", "size_bytes": 1, "crc32": "0", "done": [], "failed": [], "at_s": 0, "reasons": []}
 HOSTILE_LINES: dict[str, dict[str, Any]] = {
-    "names-number": SHARD_LINE | {"parts": {}, "done": 5},
-    "names-mixed": SHARD_LINE | {"parts": {}, "done": ["a", {}]},
-    "names-surrogate": SHARD_LINE | {"parts": {}, "done": ["\ud800"]},
-    "size-text": SHARD_LINE | {"parts": {}, "size_bytes": "1"},
-    "time-text": SHARD_LINE | {"parts": {}, "at_s": "now"},
-    "time-far": SHARD_LINE | {"parts": {}, "at_s": 1e300},
-    "time-nan": SHARD_LINE | {"parts": {}, "at_s": float("nan")},
-    "shard-list": SHARD_LINE | {"parts": {}, "shard": ["shard-x.h5"]},
-    "no-parts": SHARD_LINE,
-    "fewer-reasons": SHARD_LINE | {"parts": {}, "failed": ["a"]},
+    "unknown": {"line": "other"},
+    "nothing": {},
+    "dropped-number": {"line": "dropped", "ids": 5},
+    "dropped-mixed": {"line": "dropped", "ids": ["a", {}]},
+    "pruned-text": {"line": "pruned", "ids": "a"},
+    "volume-list": {"line": "volume", "name": ["x"], "size_bytes": 1, "pieces": {}},
+    "volume-size": {"line": "volume", "name": "kv-0001-0000-00000.h5", "size_bytes": "1", "pieces": {}},
+    "volume-pieces": {"line": "volume", "name": "kv-0001-0000-00000.h5", "size_bytes": 1, "pieces": {"a": "bc"}},
+    "id-surrogate": {"id": "\ud800", "status": "done"},
+    "id-list": {"id": [], "status": "done"},
+    "second-header": HEADER.as_line(),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", HOSTILE_LINES.values(), ids=HOSTILE_LINES)
 def test_a_sealed_line_may_say_anything(tmp_path: Path, line: dict[str, Any], kvr: Path) -> None:
-    run = take(tmp_path, mode="new")
-    write(tmp_path, "0000", [record("a")])
-    (tmp_path / "ledger-0007.jsonl").write_bytes(seal(line))
-    for command in ("status", "export", "inspect"):
+    take(tmp_path, mode="new").close()
+    write(tmp_path, 0, [record("a")])
+    (tmp_path / "log-0007.jsonl").write_bytes(seal(HEADER.as_line()) + seal(line))
+    done = kvr_says(kvr, "status", tmp_path)
+    assert done.returncode == EXIT_OK and done.stderr == "" and "1 done" in done.stdout
+    for command in ("export", "inspect"):
         done = kvr_says(kvr, command, tmp_path)
-        assert done.returncode == EXIT_OK and done.stderr == "", done.stderr
-    run.close()
+        assert done.returncode == EXIT_BAD_DATA and "log-0007.jsonl: " in done.stderr and "--resume" in done.stderr
+    assert resume(tmp_path)[0] == {"a"}
+    assert kvr_says(kvr, "export", tmp_path).returncode == EXIT_OK
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ def test_a_sealed_line_may_say_anything(tmp_path: Path, line: dict[str, Any], kv
 )  # fmt: skip
 def test_a_sealed_run_file_may_say_anything(tmp_path: Path, change: dict[str, Any], kvr: Path) -> None:
     take(tmp_path, mode="new").close()
-    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, 0, [record("a")])
     stored = json.loads((tmp_path / "run.json").read_bytes())
     stored.pop("seal")
     (tmp_path / "run.json").write_bytes(seal({**stored, **change}))

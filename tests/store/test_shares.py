@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import h5py
 import pandas
 import pytest
 import torch
@@ -22,7 +21,7 @@ from made_runs import HEADER, corpus_of, record, take, write
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_USAGE, DataError
 from kvr_mpi.store.lock import Lock, this_process
-from kvr_mpi.store.outputs import Header
+from kvr_mpi.store.log import Header
 from kvr_mpi.store.results import open_results
 
 COUNT = 12
@@ -37,7 +36,7 @@ def array(tmp_path: Path) -> Path:
         share = slice(number, None, COUNT)
         folder = tmp_path / "out" / f"share-{number}-of-{COUNT}"
         take(folder, mode="new", corpus=corpus_of(NAMES), share=share).close()
-        write(folder, "0000", [record(name, "error" if int(name[-2:]) % 5 == 0 else "done") for name in NAMES[share]])
+        write(folder, 0, [record(name, "error" if int(name[-2:]) % 5 == 0 else "done") for name in NAMES[share]])
     return tmp_path / "out"
 
 
@@ -77,8 +76,7 @@ def test_gathering_loads_no_models_libraries(array: Path, tmp_path: Path) -> Non
     command = [sys.executable, "-c", code, "merge", array, "-o", tmp_path / "all.h5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    with h5py.File(tmp_path / "all.h5") as merged:
-        software = json.loads(merged.attrs["software"])
+    software = open_results(tmp_path / "all.h5").header.software
     assert software["transformers"] == transformers.__version__
     assert torch.__version__.startswith(software["torch"])  # not loaded: without its build, such as +cu130
 
@@ -86,8 +84,7 @@ def test_gathering_loads_no_models_libraries(array: Path, tmp_path: Path) -> Non
 def test_missing_shares_are_named(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
     for number in (3, 11):
         shutil.rmtree(array / f"share-{number}-of-{COUNT}")
-    (array / f"share-5-of-{COUNT}" / "shard-0001-0000-00000.h5").unlink()
-    (array / f"share-5-of-{COUNT}" / "ledger-0000.jsonl").unlink()
+    (array / f"share-5-of-{COUNT}" / "log-0001-0000.jsonl").unlink()
     left = {name for n, name in enumerate(NAMES) if n % COUNT not in (3, 5, 11)}
     found = run_kvr("export", array)
     assert found.return_value == EXIT_BAD_DATA
@@ -127,11 +124,11 @@ def test_merging_shares(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
     with pytest.raises(Exception, match=r"12 runs to merge: name a file with -o FILE") as caught:
         run_kvr("merge", array)
     assert getattr(caught.value, "exit_code", None) == EXIT_USAGE
-    before = {path: path.read_bytes() for path in array.rglob("*.h5")}
+    before = {path: path.read_bytes() for path in array.rglob("*.jsonl")}
     found = run_kvr("merge", array, "-o", tmp_path / "all.h5")
     assert found.return_value == EXIT_OK and found.stderr == ""
     assert [each.id for each in open_results(tmp_path / "all.h5")] == NAMES
-    assert {path: path.read_bytes() for path in array.rglob("*.h5")} == before
+    assert {path: path.read_bytes() for path in array.rglob("*.jsonl")} == before
 
 
 def test_a_gathered_file_does_not_hide_the_shares(array: Path, run_kvr: Kvr) -> None:
@@ -143,7 +140,7 @@ def test_a_gathered_file_does_not_hide_the_shares(array: Path, run_kvr: Kvr) -> 
         assert told.return_value == EXIT_BAD_DATA and "share 3 of 12" in told.stderr
     assert {each.id for each in open_results(gathered)} == {name for n, name in enumerate(NAMES) if n % COUNT != 3}
     take(share, mode="new", corpus=corpus_of(NAMES), share=slice(3, None, COUNT)).close()
-    write(share, "0000", [record(name, answer="anew") for name in NAMES[3::COUNT]])
+    write(share, 0, [record(name, answer="anew") for name in NAMES[3::COUNT]])
     found = {row["id"]: row["answer"] for row in map(json.loads, run_kvr("export", array).stdout.splitlines())}
     assert sorted(found) == NAMES and found["doc-03"] == "anew"
 
@@ -156,7 +153,7 @@ def test_a_lock_makes_no_run(array: Path, run_kvr: Kvr) -> None:
 def test_runs_of_different_jobs_are_not_merged(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
     other = Header({**HEADER.identity, "model": "another"}, HEADER.model)
     take(tmp_path / "other", mode="new", header=other, corpus=corpus_of("x")).close()
-    write(tmp_path / "other", "0000", [record("x")], header=other)
+    write(tmp_path / "other", 0, [record("x")], header=other)
     with pytest.raises(DataError, match=r"different jobs \(model: .0123abcd. and .another.\)"):
         run_kvr("merge", array, tmp_path / "other", "-o", tmp_path / "all.h5")
     assert not (tmp_path / "all.h5").exists()
@@ -164,7 +161,7 @@ def test_runs_of_different_jobs_are_not_merged(array: Path, tmp_path: Path, run_
 
 def test_a_document_in_two_folders_is_no_share(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
     take(tmp_path / "other", mode="new").close()
-    write(tmp_path / "other", "0000", [record("doc-03")])
+    write(tmp_path / "other", 0, [record("doc-03")])
     for command in (["export"], ["merge", "-o", tmp_path / "all.h5"]):
         with pytest.raises(DataError, match=r"'doc-03' is in .*share-3-of-12 and in .*other"):
             run_kvr(command[0], array, tmp_path / "other", *command[1:])
@@ -206,5 +203,5 @@ def test_failed_documents_are_shown_alone(array: Path, kvr: Path, run_kvr: Kvr) 
 
 
 def test_no_failed_documents_are_none(tmp_path: Path, run_kvr: Kvr) -> None:
-    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, 0, [record("a")])
     assert run_kvr("inspect", tmp_path, "--errors").output == "0 failed\n"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import h5py
 import numpy as np
+import pandas
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -22,28 +25,15 @@ from made_runs import stored_layers
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.arrays import type_name
-from kvr_mpi.store.folder import RESULTS
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.merge import merge_run
-from kvr_mpi.store.outputs import (
-    ANNOUNCED,
-    SCHEMA,
-    SCHEMA_VERSION,
-    Header,
-    Record,
-    document_groups,
-    key_of,
-    open_file,
-    read_header,
-    read_record,
-    read_software,
-    start_file,
-    write_record,
-)
-from kvr_mpi.store.record import ASKED_FOR, DATASETS
+from kvr_mpi.store.kv import open_kv, write_kv
+from kvr_mpi.store.log import Header, seal, unseal
+from kvr_mpi.store.record import ASKED_FOR, REALS, Record, read_record, record_values
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.rewrite import merge_run
+from kvr_mpi.store.stored_kv import KeysValues
+from kvr_mpi.store.volumes import KV, RESULTS, SCHEMA, SCHEMA_VERSION, create_volume, key_of, open_volume
+from kvr_mpi.store.writer import ResultWriter
 
 pytestmark = pytest.mark.quick
 
@@ -94,18 +84,30 @@ RECORD = st.builds(
 ).map(lambda found: replace(found, **{name: getattr(found, name)[: len(found.token_ids)] for name in OF_TOKENS}))
 
 
+Layers = list[tuple[torch.Tensor, torch.Tensor] | None]
+
+
 @contextmanager
 def memory_file() -> Iterator[h5py.File]:
-    """Hold a file of ours that touches no disk."""
+    """Hold a file that touches no disk."""
     with h5py.File("memory.h5", "w", driver="core", backing_store=False, libver="v110") as file:
-        start_file(file, HEADER)
         yield file
 
 
+def layers_in(kv: h5py.Group, told: tuple[int, str]) -> dict[int, KeysValues]:
+    """Read keys and values of a group; `told` is what `write_kv` returned."""
+    return {layer.number: layer.read() for layer in open_kv(kv, *told).layers}
+
+
 def as_stored(record: Record) -> dict[str, Any]:
-    """Say what must come back: the same, but for NULs, which HDF5 strings cannot hold."""
+    """Say what must come back: the same, but for infinities and NaN, which JSON has not."""
     values = record.as_dict()
-    return {name: value.replace("\0", "\ufffd") if isinstance(value, str) else value for name, value in values.items()}
+    for name, value in values.items():
+        if name in REALS:
+            values[name] = [one if isfinite(one) else -inf for one in value]
+        elif isinstance(value, float) and not isfinite(value):
+            values[name] = nan
+    return values
 
 
 def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
@@ -113,12 +115,10 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return list(got) == list(wanted) and all(repr(got[name]) == repr(wanted[name]) for name in wanted)
 
 
-def write_shard(folder: Path, record: Record, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> Path:
-    writer = ShardWriter(folder, "0000", HEADER)
+def write_one(folder: Path, record: Record, layers: Layers) -> None:
+    writer = ResultWriter(folder, 0, HEADER, 1)
     writer.write(record, layers)
-    writer.flush()
-    (path,) = folder.glob("*.h5")
-    return path
+    writer.close()
 
 
 def text(value: Any) -> str:
@@ -138,11 +138,9 @@ def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 @settings(max_examples=150)
 @given(record=RECORD)
 def test_every_field_of_a_record_comes_back(record: Record) -> None:
-    with memory_file() as file:
-        write_record(file, record)
-        ((group, _, _),) = document_groups(file)
-        got = read_record(group)
-    assert same(got.as_dict(), as_stored(record))
+    values = unseal(seal(record_values(record, ["a", "b"])))
+    assert values is not None and values["pieces"] == ["a", "b"]
+    assert same(read_record(values, "here").as_dict(), as_stored(record))
 
 
 @settings(max_examples=30)
@@ -151,37 +149,18 @@ def test_records_side_by_side_in_a_file_stay_apart(
     tmp_path_factory: pytest.TempPathFactory, records: list[Record]
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
-    writer = ShardWriter(folder, "0000", HEADER)
+    writer = ResultWriter(folder, 0, HEADER, 1)
     for record in records:
         writer.write(record)
-    writer.flush()
+    writer.close()
     got = {record.id: record.as_dict() for record in open_results(folder)}
     assert set(got) == {record.id for record in records}
     assert all(same(got[record.id], as_stored(record)) for record in records)
 
 
-@settings(max_examples=60)
-@given(record=RECORD, size=st.integers(1, 9))
-def test_texts_longer_than_a_chunk_may_be_come_back(record: Record, size: int) -> None:
-    with pytest.MonkeyPatch.context() as patched, memory_file() as file:
-        patched.setattr("kvr_mpi.store.hdf5.PIECE_BYTES", size)
-        write_record(file, record)
-        ((group, _, _),) = document_groups(file)
-        got = read_record(group)
-    assert same(got.as_dict(), as_stored(record))
-
-
-def test_what_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvr_mpi.store.hdf5.MOST_TEXT_BYTES", 100)
-    monkeypatch.setattr("kvr_mpi.store.hdf5.LARGEST_BYTES", 10_000)
-    for record in (Record("a", "done", answer=101 * "x"), Record("b", "done", columns=10_001 * "x")):
-        with memory_file() as file, pytest.raises(DataError, match="can be stored"):
-            write_record(file, record)
-
-
 def test_long_texts_come_back_even_after_a_merge(tmp_path: Path) -> None:
     record = Record("long", "error", error="e" * 200_000, answer="ä" * 300_000, strategy="s" * 70_000)
-    write_shard(tmp_path, record, [])
+    write_one(tmp_path, record, [])
     assert list(open_results(tmp_path)) == [record]
     merge_run(tmp_path)
     assert list(open_results(tmp_path / RESULTS)) == [record]
@@ -189,8 +168,8 @@ def test_long_texts_come_back_even_after_a_merge(tmp_path: Path) -> None:
 
 def test_as_dict_is_plain_json(tmp_path: Path) -> None:
     record = Record("a", "done", token_ids=(1, 2), slices=(0, 5), ttft_s=0.5)
-    (got,) = open_results(write_shard(tmp_path, record, []))
-    # Values read from HDF5 are numpy's; JSON would refuse those.
+    write_one(tmp_path, record, [])
+    (got,) = open_results(tmp_path)
     assert json.loads(json.dumps(got.as_dict())) == record.as_dict()
 
 
@@ -209,22 +188,12 @@ def test_key_of_is_injective_and_never_a_path(one: str, other: str) -> None:
         assert unquote(key) == name
 
 
-@settings(max_examples=100)
-@given(name=ID)
-def test_an_id_is_one_group_deep(name: str) -> None:
-    with memory_file() as file:
-        write_record(file, Record(name, "done"))
-        assert list(file["documents"]) == [key_of(name)]
-        assert text(file["documents"][key_of(name)].attrs["id"]) == name
-        assert set(file) == {"documents"}
-
-
 def test_ids_that_look_alike_are_two_documents(tmp_path: Path) -> None:
     composed, decomposed = "caf\u00e9", unicodedata.normalize("NFD", "caf\u00e9")
-    writer = ShardWriter(tmp_path, "0000", HEADER)
+    writer = ResultWriter(tmp_path, 0, HEADER, 1)
     for name in (composed, decomposed, "CAFE", "cafe"):
         writer.write(Record(name, "done", answer=name))
-    writer.flush()
+    writer.close()
     assert {record.id: record.answer for record in open_results(tmp_path)} == {
         name: name for name in (composed, decomposed, "CAFE", "cafe")
     }
@@ -237,7 +206,7 @@ def test_whatever_id_the_corpus_lets_through_can_be_stored(tmp_path: Path, name:
     (document,) = read_corpus([str(rows)])
     folder = tmp_path / "run"
     folder.mkdir()
-    write_shard(folder, Record(document.id, "error", error=document.error or ""), [])
+    write_one(folder, Record(document.id, "error", error=document.error or ""), [])
     (record,) = open_results(folder)
     assert record.id == document.id and record.error == (document.error or "")
 
@@ -245,71 +214,63 @@ def test_whatever_id_the_corpus_lets_through_can_be_stored(tmp_path: Path, name:
 # The schema, seen by others
 
 
-def test_a_file_is_readable_with_h5py_alone(tmp_path: Path) -> None:
+def test_a_file_is_readable_with_h5py_and_json_alone(tmp_path: Path) -> None:
     keys, values = torch.randn(7, 2, 4), torch.randn(7, 2, 4)
     record = Record(
-        "dir/report 1.txt",
-        "done",
-        answer="Zwei Sätze.\n😀",
-        token_ids=(5, 6, 7),
-        slices=(0, 4, 7),
-        prompt_tokens=7,
-        new_tokens=3,
-        finish_reason="stop",
-        strategy="kvr",
-        ttft_s=1.25,
-    )
-    path = write_shard(tmp_path, record, [(keys, values)])
-    with h5py.File(path, "r") as file:
+        "dir/report 1.txt", "done", answer="Zwei Sätze.\n😀", token_ids=(5, 6, 7), slices=(0, 4, 7), prompt_tokens=7,
+        new_tokens=3, finish_reason="stop", strategy="kvr", ttft_s=1.25,
+    )  # fmt: skip
+    write_one(tmp_path, record, [(keys, values)])
+    with h5py.File(merge_run(tmp_path), "r") as file:
         assert text(file.attrs["schema"]) == SCHEMA == "kvr-mpi"
-        assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 4
-        assert text(file.attrs["created"]).startswith("20")
-        assert json.loads(file.attrs["identity"]) == HEADER.identity
-        assert json.loads(file.attrs["model"]) == HEADER.model
-        assert {"kvr_mpi", "python", "torch", "transformers", "h5py", "hdf5"} <= set(json.loads(file.attrs["software"]))
-        group = file["documents/dir%2Freport 1.txt"]
-        stored = {spec.name for spec in fields(Record)} - {*DATASETS, *ASKED_FOR}
-        assert set(group.attrs) == stored | {*ANNOUNCED, "record_sha256"}
-        assert group.attrs["answer_tokens"] == 3 and group.attrs["kv_bytes"] == 2 * 7 * 2 * 4 * 4
-        for name in ("answer", "token_ids", "slices", "kv/layer_000/digests"):
-            assert group[name].fletcher32, f"{name} is not guarded"
-        assert text(group.attrs["id"]) == record.id and text(group.attrs["status"]) == "done"
-        assert group.attrs["prompt_tokens"] == 7 and group.attrs["ttft_s"] == 1.25
-        assert group["answer"].asstr()[0] == record.answer
-        assert group["token_ids"].dtype == np.int64 and group["token_ids"][:].tolist() == [5, 6, 7]
-        assert group["slices"].dtype == np.int64 and group["slices"][:].tolist() == [0, 4, 7]
-        np.testing.assert_array_equal(group["kv/layer_000/keys"][()], keys.numpy())
-        np.testing.assert_array_equal(group["kv/layer_000/values"][()], values.numpy())
+        assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 5
+        header, volume = map(json.loads, file["log"][()].tobytes().splitlines())
+        assert header["created"].startswith("20")
+        assert (header["identity"], header["model"]) == (HEADER.identity, HEADER.model)
+        assert {"kvr_mpi", "python", "torch", "transformers", "h5py", "hdf5"} <= set(header["software"])
+        content = file["records"][()].tobytes()
+        (line,) = content.splitlines()
+        found = json.loads(line)
+        stored = {spec.name for spec in fields(Record)} - {*ASKED_FOR}
+        assert found.keys() == stored | {"pieces", "seal"} and list(found)[:2] == ["id", "status"]
+        assert found["answer"] == record.answer and found["token_ids"] == [5, 6, 7] and found["ttft_s"] == 1.25
+        table = pandas.read_json(io.BytesIO(content), lines=True)
+        assert table["id"][0] == record.id and table["slices"][0] == [0, 4, 7]
+        (piece,) = found["pieces"]
+        assert piece.startswith("dir/report 1.txt/") and volume["pieces"][piece][0] == 2 * 7 * 2 * 4 * 4
+        group = file["kv"][quote(piece, safe=" ,+=@()")]
+        np.testing.assert_array_equal(group["layer_000/keys"][()], keys.numpy())
+        np.testing.assert_array_equal(group["layer_000/values"][()], values.numpy())
+        assert group["layer_000/digests"].fletcher32
 
 
-def test_the_schemas_docstring_names_every_attribute() -> None:
-    import kvr_mpi.store.outputs as outputs
+def test_the_docs_of_a_record_name_every_field() -> None:
+    import kvr_mpi.store.record as documented
 
-    assert outputs.__doc__ is not None
+    assert documented.__doc__ is not None
     for spec in fields(Record):
-        assert spec.name in outputs.__doc__, f"{spec.name} is stored, but not documented"
+        assert spec.name in documented.__doc__, f"{spec.name} is stored, but not documented"
 
 
 def test_header_and_versions_come_back(tmp_path: Path) -> None:
-    path = write_shard(tmp_path, Record("a", "done"), [])
-    with open_file(path) as file:
-        assert read_header(file) == HEADER
-        assert read_software(file)["torch"] == torch.__version__
-        assert read_software(file)["h5py"] == h5py.__version__
+    write_one(tmp_path, Record("a", "done"), [])
+    for path in (tmp_path, merge_run(tmp_path)):
+        found = open_results(path).header
+        assert (found.identity, found.model) == (HEADER.identity, HEADER.model)
+        assert found.software["torch"] == torch.__version__ and found.software["h5py"] == h5py.__version__
 
 
 def test_a_file_is_closed_after_reading(tmp_path: Path) -> None:
-    path = write_shard(tmp_path, Record("a", "done"), [])
-    with open_file(path) as file:
-        assert file.mode == "r"
-    assert not file
+    write_one(tmp_path, Record("a", "done"), [])
+    path = merge_run(tmp_path)
+    assert len(list(open_results(path))) == 1
     # An open reader would make this fail: HDF5 opens no file twice for reading and for writing.
     with h5py.File(path, "a") as again:
         again.attrs["note"] = "seen"
 
 
 def test_a_missing_file_is_bad_data(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"), open_file(tmp_path / "absent.h5"):
+    with pytest.raises(DataError, match="no such file"), open_volume(tmp_path / "absent.h5"):
         pass
 
 
@@ -320,9 +281,9 @@ def test_a_missing_file_is_bad_data(tmp_path: Path) -> None:
 def test_every_16_bit_pattern_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     patterns = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(dtype).reshape(1024, 16, 4)
     with memory_file() as file:
-        write_record(file, Record("a", "done"), [(patterns, patterns)])
-        got, _ = stored_layers(file["documents/a"])[0]
-        keys = file["documents/a/kv/layer_000/keys"]
+        told = write_kv(file, "a", [(patterns, patterns)], None)
+        got, _ = layers_in(file["a"], told)[0]
+        keys = file["a/layer_000/keys"]
         plain = np.asarray(keys[()])
         assert type_name(keys) == str(dtype).removeprefix("torch.")
     assert got.dtype == dtype and got.shape == patterns.shape
@@ -336,8 +297,8 @@ def test_bfloat16_is_float32_to_plain_h5py() -> None:
     smallest, largest = 2.0**-133, 3.3895313892515355e38
     tensor = torch.tensor([[[0.0, -0.0, smallest, largest, float("inf"), float("-inf"), float("nan"), 1 / 3]]])
     with memory_file() as file:
-        write_record(file, Record("a", "done"), [(tensor.bfloat16(), tensor.bfloat16())])
-        keys = file["documents/a/kv/layer_000/keys"]
+        write_kv(file, "a", [(tensor.bfloat16(), tensor.bfloat16())], None)
+        keys = file["a/layer_000/keys"]
         plain = keys[()]
         assert keys.id.get_type().get_size() == 2  # of the file's bytes, though h5py gives float32
     assert plain.dtype == np.float32
@@ -355,23 +316,24 @@ def test_any_tensor_comes_back_bit_for_bit(patterns: list[int], dtype: torch.dty
     raw = torch.from_numpy(np.array(patterns, dtype=np.uint32).view(np.int32))
     tensor = (raw.view(dtype)).reshape(-1, 1, 1)
     with memory_file() as file:
-        write_record(file, Record("a", "done"), [(tensor, tensor)])
-        _, got = stored_layers(file["documents/a"])[0]
+        told = write_kv(file, "a", [(tensor, tensor)], None)
+        _, got = layers_in(file["a"], told)[0]
     assert got.dtype == dtype
     np.testing.assert_array_equal(bits(got), bits(tensor))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_layers_come_back_from_a_records_group(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
+def test_layers_come_back_from_a_volume(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
     # As the model hands them over: transposed views, not contiguous, and with a gradient.
-    layers: list[tuple[torch.Tensor, torch.Tensor] | None] = [
+    layers: Layers = [
         (torch.randn(2, tokens, 4).to(dtype).transpose(0, 1), torch.randn(tokens, 2, 3, requires_grad=True).to(dtype))
         for _ in range(3)
     ]
-    path = write_shard(tmp_path, Record("a", "done"), layers)
-    with open_file(path) as file:
-        got = stored_layers(group_in(file["documents"], "a"))
+    with create_volume(tmp_path / "a.h5") as file:
+        told = write_kv(file[KV], "a", layers, None)
+    with open_volume(tmp_path / "a.h5") as file:
+        got = layers_in(group_in(file[KV], "a"), told)
     assert sorted(got) == [0, 1, 2]
     for number, layer in enumerate(layers):
         assert layer is not None
@@ -384,11 +346,10 @@ def test_layers_come_back_from_a_records_group(tmp_path: Path, dtype: torch.dtyp
 def test_bits_survive_a_merge(tmp_path: Path, dtype: torch.dtype) -> None:
     patterns = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(torch.bfloat16)
     tensor = patterns.to(dtype).reshape(-1, 4, 16)
-    write_shard(tmp_path, Record("a", "done"), [(tensor, tensor.flip(0))])
-    with open_file(merge_run(tmp_path)) as file:
-        ((keys, values),) = stored_layers(group_in(file["documents"], "a")).values()
-        np.testing.assert_array_equal(bits(keys), bits(tensor))
-        np.testing.assert_array_equal(bits(values), bits(tensor.flip(0)))
+    write_one(tmp_path, Record("a", "done"), [(tensor, tensor.flip(0))])
+    ((keys, values),) = stored_layers(merge_run(tmp_path), "a").values()
+    np.testing.assert_array_equal(bits(keys), bits(tensor))
+    np.testing.assert_array_equal(bits(values), bits(tensor.flip(0)))
 
 
 @settings(max_examples=25)
@@ -397,15 +358,15 @@ def test_absent_layers_are_skipped_and_the_others_keep_their_numbers(present: li
     layers = [(torch.full((2, 1, 2), float(n)), torch.full((2, 1, 2), -float(n))) if is_there else None
               for n, is_there in enumerate(present)]  # fmt: skip
     with memory_file() as file:
-        write_record(file, Record("a", "done"), iter(layers))
-        ((group, _, _),) = document_groups(file)
-        got = {n: (float(keys[0, 0, 0]), float(values[0, 0, 0])) for n, (keys, values) in stored_layers(group).items()}
-        assert ("kv" in group) == any(present)
+        told = write_kv(file, "a", iter(layers), None)
+        assert ("a" in file) == any(present)
+        stored = layers_in(file["a"], told) if any(present) else {}
+        got = {n: (float(keys[0, 0, 0]), float(values[0, 0, 0])) for n, (keys, values) in stored.items()}
     assert got == {n: (float(n), -float(n)) for n, is_there in enumerate(present) if is_there}
 
 
 def test_a_record_without_layers_has_none(tmp_path: Path) -> None:
-    write_shard(tmp_path, Record("a", "done"), [])
+    write_one(tmp_path, Record("a", "done"), [])
     with open_results(tmp_path).open("a") as (found, kv):
         assert found.id == "a" and not kv.layers
 
@@ -413,9 +374,9 @@ def test_a_record_without_layers_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [np.zeros((4, 2, 8), int), np.zeros((4, 2, 8), "V8"), np.zeros((4, 2, 8), complex)])
 def test_what_is_no_float_type_is_refused(data: np.ndarray[Any, Any]) -> None:
     with memory_file() as file:
-        write_record(file, Record("a", "done"), [(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))])
-        layer = file["documents/a/kv/layer_000"]
+        told = write_kv(file, "a", [(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))], None)
+        layer = file["a/layer_000"]
         del layer["keys"]
         layer["keys"] = data
         with pytest.raises(DataError, match="expected .*'f'"):
-            open_kv(file["documents/a"])
+            open_kv(file["a"], *told)

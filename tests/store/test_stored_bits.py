@@ -19,39 +19,36 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefix_of_cache
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.store.parts import PARTS, PartIndexes, part_record
+from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import CachedTokens
-from kvr_mpi.stored.prompt import StoredPrefix, open_prompt
+from kvr_mpi.store.writer import ResultWriter
+from kvr_mpi.stored.prompt import StoredPrefix
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
 TOKENS, QUESTION = 290, 12
 
 
-def write_slices(folder: Path, loaded: LoadedModel, ids: list[int], bounds: tuple[int, ...]) -> Path:
-    """Prefill over threads, each of which writes its own slice as the ranks of a job do; returns the record's file."""
+def write_slices(folder: Path, loaded: LoadedModel, ids: list[int], bounds: tuple[int, ...]) -> None:
+    """Prefill over threads, each of which writes its own slice as the ranks of a job do."""
     partition, last = Partition(bounds), len(bounds) - 2
     of = Record("a", "done", slices=bounds, prompt_sha256="0" * 64, prompt_tokens=len(ids))
-    (folder / PARTS).mkdir(parents=True)
 
     def work(chain: Transport) -> None:
         start, stop = bounds[chain.rank], bounds[chain.rank + 1]
         tokens = CachedTokens(ids[:stop], (0, stop), start)
-        where = folder if chain.rank == last else folder / PARTS
-        writer = ShardWriter(where, f"{chain.rank:04d}", HEADER, session=1)
+        writer = ResultWriter(folder, chain.rank, HEADER, session=1)
         if chain.rank == last:
             done = prefill_kvr(loaded, ids, partition, chain)
             layers = [layer_kv(done.cache, layer, start) for layer in range(len(done.cache.layers))]
             writer.write(of, layers, tokens)
         else:
-            with writer.writing(part_record(of, tokens), tokens) as document:
+            with writer.writing_piece(of, tokens) as document:
                 prefill_kvr(loaded, ids, partition, chain, write_layer=document.add_layer)
         writer.close()
 
     run_local(len(bounds) - 1, work)
-    return next(folder.glob("shard-*.h5"))
 
 
 def go_on(loaded: LoadedModel, ids: list[int], prefix: Any) -> Prefill:
@@ -66,13 +63,12 @@ def test_to_the_bit_what_memory_gives(tmp_path: Path, name: str, bounds: tuple[i
     loaded = tiny(name, dtype)
     ids = prompt(TOKENS + QUESTION)
     prepare_model(loaded.model, chain=True)
-    file = write_slices(tmp_path, loaded, ids[:TOKENS], bounds)
+    write_slices(tmp_path, loaded, ids[:TOKENS], bounds)
     partition = Partition(bounds)
     kept = run_local(partition.size, lambda chain: prefill_kvr(loaded, ids[:TOKENS], partition, chain, keeps_all=True))[
         -1
     ]
-    whole = open_prompt(file, "a", PartIndexes())  # its files are open as long as it is held
-    stored = StoredPrefix(str(file), "a", TOKENS, whole.kv.seal()).open(ids, loaded, PartIndexes())
+    stored = StoredPrefix("a", index_run(tmp_path).places["a"].pieces, TOKENS).open(ids, loaded)
     one, other = (go_on(loaded, ids, each) for each in (prefix_of_cache(ids[:TOKENS], kept.cache), stored))
     assert one.logits is not None and other.logits is not None and torch.equal(one.logits, other.logits)
     for layer in range(len(one.cache.layers)):

@@ -16,7 +16,7 @@ from kvr_mpi.store.targets import answers_folder, check_file, check_output_folde
 
 def make_run(folder: Path, *names: str, share: slice = slice(0, None, 1)) -> Path:
     take(folder, mode="new", corpus=corpus_of("abcd"), share=share).close()
-    write(folder, "0000", [record(name) for name in names])
+    write(folder, 0, [record(name) for name in names])
     return folder
 
 
@@ -36,15 +36,15 @@ def array(tmp_path: Path) -> Path:
 def test_a_run_that_is_read_is_not_written_to(run: Path, array: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(run)
     (tmp_path / "all.h5").touch()
-    shard = next(run.glob("*.h5"))
+    log = next(run.glob("log-*"))
     for read, output in (
         (run, run),
         (run, tmp_path / "x" / ".." / "run"),
         (run, tmp_path / "link"),
         (tmp_path / "link", run),
-        (shard, run),
+        (log, run),
         (run, run / "answers"),
-        (shard, run / "answers"),
+        (log, run / "answers"),
         (array, array / "share-0-of-2"),
         (array, array / "answers"),
         (array / "share-0-of-2", array / "share-0-of-2"),
@@ -69,7 +69,7 @@ def test_a_folder_is_a_run_or_holds_runs(run: Path, array: Path) -> None:
 
 
 def test_answers_go_beside_the_run(run: Path, array: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, file = f"{run}-answers", next(run.glob("*.h5"))
+    wanted, file = f"{run}-answers", next(run.glob("log-*"))
     (array / "all.h5").touch()
     (run.parent / "all.h5").touch()
     monkeypatch.chdir(run)
@@ -83,12 +83,10 @@ OWN = (
     "results.h5",
     "results.h5.part",
     "run.json",
-    "shard-0001-0000-00000.h5",
-    "shard-9999-0000-00000.h5.damaged-1",
-    "ledger-0000.jsonl",
+    "kv-0001-0000-00000.h5",
+    "kv-9999-0000-00000.h5.damaged-1",
+    "log-0001-0000.jsonl",
     ".lock-000001",
-    "progress.json",
-    "parts/notes.txt",
     "trace/0001-0000.json",
 )
 
@@ -121,7 +119,7 @@ def test_a_file_is_replaced_only_if_asked(run: Path, tmp_path: Path, run_kvr: Kv
         code, _, err = run_kvr(*command)
         assert code == EXIT_CONFIG and "add --overwrite" in err and target.read_text() == "a document"
         assert run_kvr(*command, "--overwrite")[0] == EXIT_OK and target.read_bytes() != b"a document"
-    for path in (run, run, next(run.glob("*.h5"))):  # the run's own page
+    for path in (run, run):  # the run's own page
         assert run_kvr("report", path)[0] == EXIT_OK
     assert [each.id for each in open_results(run)] == [*"abcd"]
 

@@ -9,8 +9,9 @@ from typing import Any
 import h5py
 import pytest
 from made_jobs import TEXT
+from made_runs import kv_in
 
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.reuse import hash_blocks
@@ -77,7 +78,7 @@ def test_a_damaged_beginning_is_an_error_record_and_the_chain_goes_on(
     job: Path, tmp_path: Path, run_here: Any, grown: Path, ranks: int
 ) -> None:
     with h5py.File(grown / "results.h5") as file:
-        at = file["documents/doc-3.txt/kv/layer_002/keys"].id.get_offset() + 100
+        at = kv_in(file, "doc-3.txt")["layer_002/keys"].id.get_offset() + 100
     content = bytearray((grown / "results.h5").read_bytes())
     content[at] ^= 1
     (grown / "results.h5").write_bytes(content)

@@ -1,13 +1,15 @@
-"""Writing while the ranks compute: finished documents become shards in a thread of their own.
+"""Writing while the ranks compute: records go into the log, keys and values into volumes, in a thread of their own.
 
-Within `FLUSH_S` of being written a document is durable: its shard is closed, synced, recorded in the ledger and named.
-HDF5 lets other threads run while it writes, as do checksums and syncs, so that computing goes on.
+A record is on the disk within `SYNC_S` of being written, and counts once the keys and values it needs do: when their
+volume is closed, synced and listed in the log. HDF5 lets other threads run while it writes, as do checksums and syncs,
+so that computing goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import queue
 import shutil
@@ -21,24 +23,26 @@ from typing import TYPE_CHECKING
 
 import h5py
 
-from kvr_mpi.disk import PART, truncate
+from kvr_mpi.disk import truncate
 from kvr_mpi.errors import WriteError
-from kvr_mpi.store.hdf5 import create_hdf5
-from kvr_mpi.store.ledger import LedgerWriter
+from kvr_mpi.store.kv import write_kv
 from kvr_mpi.store.lock import session_of
-from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
-from kvr_mpi.store.parts import parts_of
+from kvr_mpi.store.log import LINE_BYTES, VOLUME, Header, LogWriter, seal, sync
+from kvr_mpi.store.pieces import piece_id, piece_ids
+from kvr_mpi.store.record import Record, record_values
 from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
-from kvr_mpi.store.summary import shorten
+from kvr_mpi.store.volumes import KV, create_volume, key_of
 from kvr_mpi.trace import Recorder
 
 if TYPE_CHECKING:
     import torch
 
-# A shard is closed this long after its first document, or at this size. A young job has little, and closes its shards
-# after a tenth of its age: it loses no more than that if it is killed, and a long one makes few files more.
-FLUSH_S, LEAST_FLUSH_S, AGE_SHARE = 10.0, 1.0, 0.1
-FLUSH_BYTES = 1 << 30
+# Records are synced this long after the first that is not.
+SYNC_S = 1.0
+# A volume is closed this long after its first keys and values, or at this size. A young job has little, and closes its
+# volumes after a tenth of its age: it loses no more than that if it is killed, and a long one makes few files more.
+VOLUME_S, LEAST_VOLUME_S, AGE_SHARE = 60.0, 1.0, 0.1
+VOLUME_BYTES = 1 << 30
 # Free space below which nothing more is written: HDF5 fails badly on a full disk, so it is not to meet one.
 MARGIN_BYTES = 256 << 10
 # Keys and values that may wait to be written; more make `write` wait.
@@ -48,14 +52,17 @@ IN_FLIGHT_BYTES = 512 << 20
 class _Mark(Enum):
     END = "of a document"
     DROP = "the document: its layers could not all be had"
-    DUE = "the shard is old enough"
+    DUE = "something is old enough"
     STOP = "the thread"
 
 
 @dataclass(frozen=True, slots=True)
 class _Document:
+    """What is written; layers follow."""
+
     record: Record
     tokens: CachedTokens | None
+    has_record: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +77,17 @@ class _DroppedError(Exception):
 
 
 @dataclass(slots=True)
-class _Shard:
-    """The shard being written."""
+class _Volume:
+    """The volume being written."""
 
     file: h5py.File
-    path: Path  # which it is to have
+    path: Path
     due_s: float  # on the monotonic clock
-    done: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # and why
-    parts: dict[str, list[str]] = field(default_factory=dict)  # of `ShardLine`
-
-    @property
-    def part(self) -> Path:
-        return self.path.with_name(self.path.name + PART)
+    pieces: dict[str, tuple[int, str]] = field(default_factory=dict)  # as a log's line has them
 
 
 class LayersWriter:
-    """A document that is being written, layer by layer.
+    """Keys and values of a document that are being written, layer by layer.
 
     Parameters
     ----------
@@ -103,8 +104,8 @@ class LayersWriter:
         self.is_dropped = True
 
 
-class ShardWriter:
-    """Write finished documents of one rank.
+class ResultWriter:
+    """Write what one rank has of finished documents.
 
     Every call raises `WriteError` if something could not be written, now or since the last call; what was durable
     stays.
@@ -112,43 +113,44 @@ class ShardWriter:
     Parameters
     ----------
     folder : Path
-    name : str
-        Distinguishes this writer's files from those of other writers of the run.
+    rank : int
     header : Header
-        Goes into every file.
+        The first line of the log.
     session : int or None
         Of the job; by default the one that has the folder.
     recorder : Recorder, optional
-        Told of every document that is written, and of every shard that is made durable.
+        Told of every document that is written, and of every volume that is made durable.
     """
 
     def __init__(
         self,
         folder: Path,
-        name: str,
+        rank: int,
         header: Header,
         session: int | None = None,
         *,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = Recorder() if recorder is None else recorder
-        self._folder, self._name, self._header = folder, name, header
-        self._session = session_of(folder) if session is None else session
-        self._ledger = LedgerWriter(folder, name)
-        self._shard: _Shard | None = None
+        self._folder = folder
+        session = session_of(folder) if session is None else session
+        self._name = f"kv-{session:04d}-{rank:04d}"
+        self._log = LogWriter(folder, session, rank, header)
+        self._sync_s: float | None = None  # when the log is to be synced
+        self._volume: _Volume | None = None
         self._count, self._began_s = 0, time.monotonic()
         self._tasks: queue.SimpleQueue[_Document | _Layer | _Mark | threading.Event] = queue.SimpleQueue()
         self._room, self._waiting_bytes = threading.Condition(), 0
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self._error: Exception | None = None
         self._free = ""  # space there was when that came
-        self._thread = threading.Thread(target=self._work, name=f"kvr-shards-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"kvr-results-{rank}", daemon=True)
         self._thread.start()
 
     def write(
         self, record: Record, layers: Iterable[KeysValues | None] = (), tokens: CachedTokens | None = None
     ) -> None:
-        """Add a document; it is durable within `FLUSH_S`.
+        """Add a document's record, and the keys and values that this rank has of it.
 
         Parameters
         ----------
@@ -158,26 +160,37 @@ class ShardWriter:
         tokens : CachedTokens or None
             Whose they are.
         """
-        with self.writing(record, tokens) as document:
+        with self._writing(_Document(record, tokens, has_record=True)) as document:
+            for layer in layers:
+                document.add_layer(layer)
+
+    def write_piece(self, record: Record, layers: Iterable[KeysValues | None], tokens: CachedTokens) -> None:
+        """Add keys and values of a document whose record another rank writes."""
+        with self.writing_piece(record, tokens) as document:
             for layer in layers:
                 document.add_layer(layer)
 
     @contextlib.contextmanager
-    def writing(self, record: Record, tokens: CachedTokens | None) -> Iterator[LayersWriter]:
-        """Add a document whose layers come one by one, as `write`; nothing else may be written meanwhile.
+    def writing_piece(self, record: Record, tokens: CachedTokens) -> Iterator[LayersWriter]:
+        """Add layers one by one, as `write_piece`; nothing else may be written meanwhile.
 
-        If that ends by an exception, or the document is dropped, it is forgotten.
+        If that ends by an exception, or the document is dropped, they are forgotten.
         """
-        self._check()
-        self._tasks.put(_Document(record, tokens))
-        document = LayersWriter(lambda layer: self._tasks.put(self._copy(layer)))
-        try:
+        with self._writing(_Document(record, tokens, has_record=False)) as document:
             yield document
+
+    @contextlib.contextmanager
+    def _writing(self, document: _Document) -> Iterator[LayersWriter]:
+        self._check()
+        self._tasks.put(document)
+        layers = LayersWriter(lambda layer: self._tasks.put(self._copy(layer)))
+        try:
+            yield layers
         except BaseException:
-            document.drop()
+            layers.drop()
             raise
         finally:
-            self._tasks.put(_Mark.DROP if document.is_dropped else _Mark.END)
+            self._tasks.put(_Mark.DROP if layers.is_dropped else _Mark.END)
 
     def flush(self) -> None:
         """Wait until all documents are durable."""
@@ -231,12 +244,12 @@ class ShardWriter:
 
     def _failure(self, error: Exception) -> Exception:
         if not isinstance(error, (OSError, RuntimeError)):
-            return error  # a bug, or a document of the same name
+            return error  # a bug
         free = self._free or self._space()
         reason = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
         return WriteError(
             f"output.path {str(self._folder)!r} cannot be written any more ({free} free there): {reason}. Everything "
-            f"in its ledger is safe; free some space, or repair the disk, and continue with --resume"
+            f"in its log is safe; free some space, or repair the disk, and continue with --resume"
         )
 
     def _space(self) -> str:
@@ -252,25 +265,31 @@ class ShardWriter:
         while task is not _Mark.STOP:
             task = self._next()
             try:
-                began_s, shard = time.perf_counter(), self._shard
+                began_s, volume = time.perf_counter(), self._volume
                 if isinstance(task, _Document):
-                    self._add(task.record, task.tokens)
-                if not isinstance(task, _Document) or self._is_due():
-                    self._finish()
-                if isinstance(task, _Document) or shard is not self._shard:
+                    self._add(task)
+                    self._end_what_is_due()
+                elif task is _Mark.DUE:
+                    self._end_what_is_due()
+                else:
+                    self._end_volume()
+                    self._sync()
+                if isinstance(task, _Document) or volume is not self._volume:
                     self._recorder.note("write", began_s, prompt=-1)
             except Exception as error:
-                self._free = self._free or self._space()  # before the unfinished shard makes room again
+                self._free = self._free or self._space()  # before the unfinished volume makes room again
                 self._error = self._error or error
                 self._give_up()
             if isinstance(task, threading.Event):
                 task.set()
+        with contextlib.suppress(OSError):
+            self._log.close()
 
     def _next(self) -> _Document | _Layer | _Mark | threading.Event:
-        if self._shard is None:
-            return self._tasks.get()
+        due = [self._sync_s] if self._sync_s is not None else []
+        due += [self._volume.due_s] if self._volume is not None else []
         try:
-            return self._tasks.get(timeout=max(0.0, self._shard.due_s - time.monotonic()))
+            return self._tasks.get(timeout=max(0.0, min(due) - time.monotonic()) if due else None)
         except queue.Empty:
             return _Mark.DUE
 
@@ -290,74 +309,105 @@ class ShardWriter:
             self._check_space(layer.size_bytes)
             yield layer.content
 
-    def _add(self, record: Record, tokens: CachedTokens | None) -> None:
+    def _add(self, document: _Document) -> None:
         layers = self._layers()
         try:
             if self._error is None:
-                self._check_space(record.bytes)
-                shard = self._shard = self._shard or self._open()
-                try:
-                    contents = self._contents(layers)
-                    write_record(shard.file, record, contents, tokens)
-                except _DroppedError:
-                    drop_record(shard.file, record.id)
-                else:
-                    if record.status == "done":
-                        shard.done.append(record.id)
-                        if parts := parts_of(record, tokens):
-                            shard.parts[record.id] = parts
-                    else:
-                        shard.failed[record.id] = shorten(record.error)
+                stored = self._add_piece(document, self._contents(layers))
+                if document.has_record:
+                    self._add_record(document, has_kv=stored)
+        except _DroppedError:
+            pass
         finally:
             with contextlib.suppress(_DroppedError):
                 for _ in layers:  # what an error left
                     pass
 
-    def _open(self) -> _Shard:
-        while True:
-            path = self._folder / f"shard-{self._session:04d}-{self._name}-{self._count:05d}.h5"
-            self._count += 1
-            if not path.exists():
-                with contextlib.suppress(FileExistsError):
-                    file = create_hdf5(path.with_name(path.name + PART))
-                    shard = self._shard = _Shard(file, path, self._due_s())
-                    start_file(file, self._header)
-                    return shard
+    def _add_piece(self, document: _Document, contents: Iterator[KeysValues | None]) -> bool:
+        """Write a document's layers; return whether there were any."""
+        before = 0  # layers that have none
+        for first in contents:
+            if first is not None:
+                break
+            before += 1
+        else:
+            return False
+        volume = self._volume = self._volume or self._open()
+        name = piece_id(document.record, document.tokens)
+        key, layers = key_of(name), itertools.chain([None] * before, [first], contents)
+        if volume.pieces.pop(name, None):  # of an attempt of which nothing came
+            del volume.file[KV][key]
+        try:
+            volume.pieces[name] = write_kv(volume.file[KV], key, layers, document.tokens)
+        except _DroppedError:
+            del volume.file[KV][key]
+            raise
+        return True
 
-    def _due_s(self) -> float:
+    def _add_record(self, document: _Document, *, has_kv: bool) -> None:
+        record = document.record
+        line = seal(record_values(record, piece_ids(record, document.tokens) if has_kv else ()))
+        if len(line) > LINE_BYTES:
+            error = f"its record has {len(line)} bytes; no more than {LINE_BYTES} can be stored"
+            line = seal(record_values(Record(record.id, "error", error=error), ()))
+        self._check_space(len(line))
+        self._log.write(line)
+        self._sync_s = self._sync_s or time.monotonic() + SYNC_S
+
+    def _open(self) -> _Volume:
+        path = self._folder / f"{self._name}-{self._count:05d}.h5"
+        self._count += 1
         now = time.monotonic()
-        return now + min(FLUSH_S, max(LEAST_FLUSH_S, AGE_SHARE * (now - self._began_s)))
+        due_s = now + min(VOLUME_S, max(LEAST_VOLUME_S, AGE_SHARE * (now - self._began_s)))
+        return _Volume(create_volume(path), path, due_s)
 
     def _check_space(self, size_bytes: int) -> None:
         if shutil.disk_usage(self._folder).free < size_bytes + MARGIN_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _is_due(self) -> bool:
-        shard = self._shard
-        return shard is not None and (time.monotonic() > shard.due_s or shard.file.id.get_filesize() > FLUSH_BYTES)
+    def _end_what_is_due(self) -> None:
+        """Close the volume, and sync the log, if they are old or large enough."""
+        now, volume = time.monotonic(), self._volume
+        if volume is not None and (now > volume.due_s or volume.file.id.get_filesize() > VOLUME_BYTES):
+            self._end_volume()
+        if self._sync_s is not None and now >= self._sync_s:
+            self._sync()
 
-    def _finish(self) -> None:
-        if self._shard is None or self._error is not None:
+    def _end_volume(self) -> None:
+        """Make the volume count: close it, sync it, and list it."""
+        volume = self._volume
+        if volume is None or self._error is not None:
             return
         with self._room:
             self._spare.clear()
-        self._shard.file.close()
-        if self._shard.done or self._shard.failed:
-            self._ledger.publish(self._shard.path, self._shard.done, self._shard.failed, self._shard.parts)
+        volume.file.close()
+        if volume.pieces:
+            sync(volume.path)
+            sync(volume.path.parent)
+            size = volume.path.stat().st_size
+            self._log.write(
+                seal({"line": VOLUME, "name": volume.path.name, "size_bytes": size, "pieces": volume.pieces})
+            )
+            self._sync()
         else:
-            self._shard.part.unlink()
-        self._shard = None
+            volume.path.unlink()
+        self._volume = None
+
+    def _sync(self) -> None:
+        self._sync_s = None
+        self._log.sync()
 
     def _give_up(self) -> None:
-        """Remove the unfinished shard, so that its space is free again."""
-        shard, self._shard = self._shard, None
-        if shard is not None:
+        """Remove the unfinished volume, so that its space is free again."""
+        self._sync_s = None
+        volume, self._volume = self._volume, None
+        if volume is not None:
             with contextlib.suppress(OSError):
-                truncate(shard.part)  # HDF5 cannot close a file on a full disk; this makes room
+                truncate(volume.path)  # HDF5 cannot close a file on a full disk; this makes room
             with contextlib.suppress(Exception):
-                shard.file.close()
+                volume.file.close()
             with contextlib.suppress(OSError):
-                shard.part.unlink(missing_ok=True)
+                volume.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +434,10 @@ def copy_to_host(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tenso
         Host memory of its shape and type that was made here before; None: it is made, page-locked for a GPU.
     """
     if into is None:
-        into = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
+        import torch
+
+        with torch.inference_mode(False):  # it may be used again where that is off
+            into = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
     into.copy_(tensor.detach(), non_blocking=True)
     return into
 

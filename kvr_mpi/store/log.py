@@ -1,0 +1,266 @@
+"""The log: what is durable, a sealed line of JSON for each record, in one file for each rank of a job.
+
+    log-SESSION-RANK.jsonl   of a rank; log-SESSION.jsonl of a command, or of
+                             a job before its ranks begin
+      {"line": "header", "identity": ..., "model": ..., "software": ...}
+                             the first: what the answers depend on; name,
+                             architecture and dtype of the model; versions
+      {"id": ..., "status": ..., ..., "pieces": [...]}
+                             a record: its fields (see ``record``), and ids of
+                             the keys and values that it needs
+      {"line": "volume", "name": ..., "size_bytes": ..., "pieces": {...}}
+                             a file of keys and values is complete; by id, the
+                             bytes and the hash of what is in it
+      {"line": "dropped", "ids": [...]}
+                             records of these documents from earlier sessions
+                             no longer count
+      {"line": "pruned", "ids": [...]}
+                             records of these documents from earlier sessions
+                             need no keys and values any more
+      ..., "seal": "..."}    ends every line: CRC32 of what precedes it
+
+A file is made by one process and no other ever appends to it, so only its last line can be torn by a crash: one without
+a line break does not count.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from kvr_mpi import __version__
+from kvr_mpi.disk import create
+from kvr_mpi.errors import DataError
+
+SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
+SEAL_BYTES = len(b', "seal": "01234567"}')
+READ_BYTES = 4 << 20
+LINE_BYTES = 1 << 28  # of the longest line that is written or read
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# Unix times that a calendar can show.
+TIMES_S = (-6e10, 2.5e11)
+HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a log says of all its records.
+
+    identity : what the answers depend on; a run is only resumed with the same.
+    model : name, architecture, dtype: for people.
+    software : versions of everything the answers came through.
+    """
+
+    identity: dict[str, Any]
+    model: dict[str, Any]
+    software: dict[str, str] = field(default_factory=dict)
+
+    def as_line(self) -> dict[str, Any]:
+        """Make the first line of a log."""
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        return {"line": HEADER, "created": created, **asdict(self), "software": self.software or software()}
+
+
+def software() -> dict[str, str]:
+    """Versions of everything the answers came through."""
+    return {
+        "kvr_mpi": __version__,
+        "python": platform.python_version(),
+        "torch": _version_of("torch"),
+        "transformers": _version_of("transformers"),
+        "h5py": h5py.__version__,
+        "hdf5": h5py.version.hdf5_version,
+    }
+
+
+def _version_of(package: str) -> str:
+    """Version of what is loaded, which says more (``+cu130``); else of what is installed: loading takes seconds."""
+    loaded = sys.modules.get(package)
+    return str(loaded.__version__) if loaded is not None else metadata.version(package)
+
+
+def read_header(values: Mapping[str, Any]) -> Header:
+    """Read the first line of a log.
+
+    Raises
+    ------
+    ValueError
+        If it is not one.
+    """
+    found = [values.get(name) for name in ("identity", "model", "software")]
+    if values.get("line") != HEADER or not all(isinstance(one, dict) for one in found):
+        raise ValueError("expected a header: identity, model and software")
+    identity, model, versions = found
+    assert isinstance(identity, dict) and isinstance(model, dict) and isinstance(versions, dict)
+    if not all(isinstance(model.get(name), str) for name in ("name", "architecture", "dtype")):
+        raise ValueError("expected the name, architecture and dtype of the model")
+    return Header(identity, model, {str(name): str(version) for name, version in versions.items()})
+
+
+def seal(value: Mapping[str, Any]) -> bytes:
+    """One line of JSON that ends with a checksum of itself."""
+    body = json.dumps(value, ensure_ascii=False)[:-1].encode(errors="backslashreplace")
+    return body + b', "seal": "%08x"}\n' % zlib.crc32(body)
+
+
+def is_sealed(line: bytes) -> bool:
+    """Whether a line is as `seal` made it, but for its break."""
+    body, end = line[:-SEAL_BYTES], SEAL.fullmatch(line[-SEAL_BYTES:])
+    return end is not None and int(end[1], 16) == zlib.crc32(body)
+
+
+def unseal(line: bytes) -> dict[str, Any] | None:
+    """Read a line that `seal` made; None if it is torn or changed, or has text that cannot be written again."""
+    line = line.rstrip(b"\n")
+    try:
+        value = parse(line) if is_sealed(line) else {}
+        value.pop("seal")
+    except (ValueError, RecursionError, AttributeError, KeyError):
+        return None
+    return value
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises
+    ------
+    ValueError
+        If it is none, or has text that cannot be written again; `RecursionError` if it is too deep.
+    """
+    value: dict[str, Any] = json.loads(text)
+    if SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def iter_lines(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[int, bytes]]:
+    """Yield every line, without its break, and where it begins; what comes after the last break is left out.
+
+    Parameters
+    ----------
+    read : callable
+        Given an offset and a number of bytes.
+    size : int
+        Bytes to read.
+    """
+    start, rest = 0, b""
+    for at in range(0, size, READ_BYTES):
+        block = read(at, min(READ_BYTES, size - at))
+        *lines, last = block.split(b"\n")
+        for line in lines:
+            yield start, rest + line
+            start, rest = start + len(rest) + len(line) + 1, b""
+        rest += last
+        if len(rest) > LINE_BYTES:  # nothing of ours: it is damaged from here on
+            yield start, b""
+            return
+
+
+class LogWriter:
+    """Write one log; the file is made when its first line is written.
+
+    Parameters
+    ----------
+    folder : Path
+    session : int
+        Of the job, or command, that has the folder.
+    rank : int or None
+        None: no rank's.
+    header : Header
+    """
+
+    def __init__(self, folder: Path, session: int, rank: int | None, header: Header) -> None:
+        name = f"log-{session:04d}" if rank is None else f"log-{session:04d}-{rank:04d}"
+        self.path, self._header = folder / f"{name}.jsonl", header
+        self._handle, self._size, self._is_synced = -1, 0, True
+
+    def write(self, line: bytes) -> None:
+        """Add a line of `seal`; after a failure the file ends with the line before.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        """
+        if self._handle < 0:
+            self._handle = create(self.path)
+            sync(self.path.parent)
+            self._add(seal(self._header.as_line()))
+        self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        self._is_synced = False
+        try:
+            write_all(self._handle, line)
+        except OSError:
+            os.ftruncate(self._handle, self._size)
+            os.lseek(self._handle, self._size, os.SEEK_SET)
+            raise
+        self._size += len(line)
+
+    def sync(self) -> None:
+        """Bring all lines to the disk."""
+        if not self._is_synced:
+            os.fsync(self._handle)
+            self._is_synced = True
+
+    def close(self) -> None:
+        """Bring all lines to the disk, and close the file."""
+        if self._handle >= 0:
+            try:
+                self.sync()
+            finally:
+                os.close(self._handle)
+                self._handle = -1
+
+    def __enter__(self) -> LogWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems sync no folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Write all of it, in as few calls as the system takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def strings(value: Any, where: str) -> tuple[str, ...]:
+    """Return a JSON list of strings.
+
+    Raises
+    ------
+    DataError
+        If it is anything else.
+    """
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise DataError(f"{where}: {str(value)[:60]!r}; expected a list of strings")
+    return tuple(value)

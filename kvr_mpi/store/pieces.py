@@ -1,0 +1,166 @@
+"""Pieces: a document's keys and values as the ranks wrote them, each in a volume of its own rank.
+
+A rank stores those of its own tokens; in a tensor-parallel group, of some KV heads of them. A record names all pieces
+that it needs by what they are of: document, tokens and heads, and a digest of the prompt and the tokens, so that none
+stands for one of another attempt. Whoever reads keys and values reads them as one (`open_pieces`); ``results.h5`` has
+them in one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvr_mpi.errors import DataError
+from kvr_mpi.store.hdf5 import explained, group_in, hold_open
+from kvr_mpi.store.head_rows import join_head_rows
+from kvr_mpi.store.kv import open_kv
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV, StoredPiece, seal_of
+from kvr_mpi.store.volumes import KV, check_schema, key_of
+from kvr_mpi.topology import KVHeads
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a piece is, and what it is.
+
+    id : of `piece_id`.
+    path : the volume.
+    bytes : of keys and values.
+    sha256 : hash of `StoredPiece.seal`.
+    """
+
+    id: str
+    path: str
+    bytes: int
+    sha256: str
+
+
+def seal_pieces(pieces: Sequence[Piece]) -> str:
+    """Hash of all that a document's pieces are, as `StoredKV.seal` gives it; empty if there are none."""
+    return seal_of([piece.sha256 for piece in pieces])
+
+
+def piece_id(record: Record, tokens: CachedTokens | None) -> str:
+    """Name what a rank stores of a document; tokens are None if it is not known whose they are."""
+    ids, first, heads = ([], 0, None) if tokens is None else (list(tokens.ids), tokens.first, tokens.heads)
+    digest = hashlib.sha256(json.dumps([record.prompt_sha256, ids]).encode()).hexdigest()[:16]
+    of = "" if heads is None else f"{heads.first}-{heads.last}:"
+    return f"{record.id}/{first}-{len(ids)}:{of}{digest}"
+
+
+def piece_ids(record: Record, own: CachedTokens | None) -> list[str]:
+    """Name all pieces of a document's keys and values, in order.
+
+    Parameters
+    ----------
+    record : Record
+        Its slices are those of the ranks.
+    own : CachedTokens or None
+        Of the piece that the rank with the record stores.
+    """
+    if own is None:
+        return [piece_id(record, None)]
+    bounds = [(start, stop) for start, stop in itertools.pairwise(record.slices) if start < own.first]
+    heads = [None] if own.heads is None else own.heads.shares
+    return [
+        piece_id(record, replace(own, ids=own.ids[:stop], first=start, heads=each))
+        for start, stop in [*bounds, (own.first, len(own.ids))]
+        for each in heads
+    ]
+
+
+def open_pieces(name: str, pieces: Sequence[Piece], stack: ExitStack) -> StoredKV:
+    """Find all of a document's keys and values; nothing of them is read yet.
+
+    Parameters
+    ----------
+    name : str
+        The document's id.
+    pieces : sequence of Piece
+    stack : ExitStack
+        Closes what is opened.
+
+    Raises
+    ------
+    DataError
+        If a piece is not what was written, or they do not fit together.
+    """
+    files: dict[str, Any] = {}
+    found = []
+    for piece in pieces:
+        path = Path(piece.path)
+        with explained(path):
+            if piece.path not in files:
+                files[piece.path] = file = hold_open(path)
+                stack.callback(file.close)
+                check_schema(file)
+            group = group_in(group_in(files[piece.path], KV), key_of(piece.id))
+            found.append(open_kv(group, piece.bytes, piece.sha256))
+    if not found:
+        return StoredKV(((StoredPiece(),),), None)
+    if len(found) == 1 and found[0].is_whole:
+        return StoredKV(((found[0],),), found[0].tokens)
+    return _join(name, found)
+
+
+def _join(name: str, found: Iterable[StoredPiece]) -> StoredKV:
+    """Put pieces together, by what they are of.
+
+    Raises
+    ------
+    DataError
+        If tokens or heads are missing, or they are of different prompts, layers or types.
+    """
+    pieces = [(piece.tokens, piece) for piece in found]
+    known = [(tokens, piece) for tokens, piece in pieces if tokens is not None]
+    if len(known) != len(pieces):
+        raise DataError(f"{name}: its keys and values are in pieces that do not record their tokens")
+    known.sort(key=lambda one: (one[0].first, 0 if one[0].heads is None else one[0].heads.first))
+    rows = [[*row] for _, row in itertools.groupby(known, key=lambda one: (one[0].first, len(one[0].ids)))]
+    last = rows[-1][-1][0]
+    starts, stops = [row[0][0].first for row in rows], [len(row[0][0].ids) for row in rows]
+    if starts != [0, *stops[:-1]]:
+        raise DataError(
+            f"{name}: its keys and values begin at the tokens {starts} and end at {stops}; some are missing"
+        )
+    for tokens, piece in known:
+        if list(tokens.ids) != list(last.ids[: len(tokens.ids)]) or tokens.compression != last.compression:
+            raise DataError(f"{name}: its keys and values from token {tokens.first} on are of another prompt")
+        _check_like(name, tokens, piece, rows[-1][-1][1])
+    for row in rows:
+        heads: list[KVHeads | None] = [tokens.heads for tokens, _ in row]
+        if heads != ([None] if heads[0] is None else list(heads[0].shares)):
+            raise DataError(f"{name}: of its tokens from {row[0][0].first} on, KV heads are missing")
+    kept = {
+        layers[0].number: join_head_rows([layer.rows for layer in layers if layer.rows is not None])
+        for layers in zip(*(piece.layers for _, piece in rows[0]), strict=True)
+    }
+    tokens = replace(
+        last, first=0, heads=None, rows={number: each for number, each in kept.items() if each is not None}
+    )
+    return StoredKV(tuple(tuple(piece for _, piece in row) for row in rows), tokens)
+
+
+def _check_like(name: str, tokens: CachedTokens, piece: StoredPiece, other: StoredPiece) -> None:
+    """Refuse a piece that has not the layers, tokens or shapes that go with another one of its document."""
+    about = f"{name}: its keys and values from token {tokens.first} on"
+    if [layer.number for layer in piece.layers] != [layer.number for layer in other.layers]:
+        raise DataError(f"{about} have different layers than the others")
+    count = len(tokens.ids) - tokens.first
+    for layer, like in zip(piece.layers, other.layers, strict=True):
+        shapes = (layer.keys.shape[1:], layer.values.shape[1:]), (like.keys.shape[1:], like.values.shape[1:])
+        same_type = (layer.keys.type_name, layer.values.type_name) == (like.keys.type_name, like.values.type_name)
+        counts_fit = like.rows is not None or layer.tokens == count
+        if shapes[0] != shapes[1] or not same_type or (layer.rows is None) != (like.rows is None) or not counts_fit:
+            raise DataError(
+                f"{about} have {layer.tokens} tokens of {shapes[0]} in layer {layer.number}; expected {count} of "
+                f"{shapes[1]}"
+            )

@@ -1,0 +1,344 @@
+"""Rewriting what is stored: ``results.h5`` from logs and volumes, and volumes without what nobody needs any more.
+
+Every record and all keys and values are read before they are copied: what comes out can be read, or nothing comes out.
+What is replaced is removed when its successor is complete and on the disk, so that a crash leaves one or the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import h5py
+
+from kvr_mpi.disk import PART, VOLUME_NAME, truncate
+from kvr_mpi.errors import DataError, OutputError, counted
+from kvr_mpi.store.folder import Index, Place, index_run, list_logs, read_records, survey
+from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.kv import open_kv, write_kv
+from kvr_mpi.store.log import PRUNED, VOLUME, Header, LogWriter, seal, sync
+from kvr_mpi.store.pieces import Piece, open_pieces, piece_id
+from kvr_mpi.store.record import Record, record_values
+from kvr_mpi.store.shares import Runs, index_runs, read_header_of
+from kvr_mpi.store.volumes import KV, LOG, RECORDS, RESULTS, create_volume, key_of, open_volume, write_lines
+
+# Keys and values larger than this together stay in their volumes at the end of a run: copying would double the writing.
+MERGE_MAX_BYTES = 4 << 30
+ROOM = 1.1  # free space that rewriting needs, in sizes of what is written
+# What the system says when a file can grow no further; HDF5 quotes it somewhere in a long message.
+FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+
+# Given a document's place, whether its keys and values are copied into ``results.h5``; others stay in their volumes.
+Copies = Callable[[Place], bool]
+
+
+class _FullError(Exception):
+    """There is no room for the new file."""
+
+
+class _StoppedError(Exception):
+    """There is no time for the new file."""
+
+
+def finish_run(
+    folder: Path, should_stop: Callable[[], bool] = lambda: False, say: Callable[[str], None] = lambda line: None
+) -> Path:
+    """Make ``results.h5`` at the end of a run, which stands for its logs, and for its volumes if they are small enough.
+
+    Parameters
+    ----------
+    folder : Path
+    should_stop : callable
+        Asked before each document: whether to leave the logs as they are.
+    say : callable
+        Takes a line that says why they stay, if the file could not be written.
+
+    Returns
+    -------
+    Path
+        ``results.h5``; the folder itself if there is no room, no time, or no document.
+    """
+    try:
+        found = survey(folder)
+        index = found.index()
+        size = sum(place.size + place.kv_bytes for place in index.places.values())
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise OutputError(
+            f"{error.filename}: {error.strerror}; restore it, and run the job with --resume to merge again"
+        ) from None
+    if not found.records or should_stop():
+        return folder
+    copies_kv = index.kv_bytes <= MERGE_MAX_BYTES
+    needed = size if copies_kv else size - index.kv_bytes
+    try:
+        if free < ROOM * needed:
+            raise OutputError(f"{folder / RESULTS} needs {ROOM * needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
+        return merge_run(folder, copies=lambda _: copies_kv, should_stop=should_stop)
+    except _StoppedError:
+        return folder
+    except OutputError as error:  # every document is in the logs
+        say(f"warning: the results stay in logs, which are complete: {error}; `kvr merge {folder}` merges them later")
+        return folder
+
+
+def merge_run(
+    folder: Path, *, copies: Copies = lambda _: True, should_stop: Callable[[], bool] = lambda: False
+) -> Path:
+    """Put all documents of a run into its ``results.h5``, which then stands for its logs and volumes.
+
+    The folder has to be locked.
+
+    Raises
+    ------
+    DataError
+        If something is damaged, or documents are lost: nothing is written, the message says what to do.
+    OutputError
+        If the file cannot be written; nothing is removed.
+    """
+    index = index_run(folder)
+    if index.gone:
+        raise DataError(
+            f"{folder} has lost keys and values of {counted(len(index.gone), 'document')}, so nothing was merged; "
+            f"`kvr-run JOB.toml --resume` processes them again, and `kvr merge {folder} -o FILE` merges the others"
+        )
+    result = folder / RESULTS
+    logs = list_logs(os.listdir(folder))
+    kept = {Path(piece.path).name for place in index.places.values() for piece in place.pieces}
+    outside = (place for place in index.places.values() if any(piece.path != str(result) for piece in place.pieces))
+    if logs or any(map(copies, outside)):
+        with replaced(result) as part:
+            kept = write_results(part, index, read_header_of([folder]), copies, should_stop)
+    volumes = [name for name in os.listdir(folder) if VOLUME_NAME.fullmatch(name)]
+    # The oldest log first: one that says that records of before are dropped must not outlive those after it.
+    for name in (*logs, *(name for name in volumes if name not in kept)):
+        (folder / name).unlink()
+    sync(folder)
+    return result
+
+
+def merge_runs(runs: Runs, target: Path) -> tuple[str, ...]:
+    """Put all documents of a run, or of the shares of a corpus, into another file; theirs stay.
+
+    Returns
+    -------
+    tuple of str
+        What is missing, as from `index_runs`.
+
+    Raises
+    ------
+    DataError
+        If something is damaged, the runs are of different jobs, or a document is in two of them.
+    OutputError
+        If the file cannot be written.
+    """
+    index, missing = index_runs(runs)
+    with replaced(target) as part:
+        write_results(part, index, read_header_of(runs.paths), lambda _: True)
+    return missing
+
+
+@contextlib.contextmanager
+def replaced(result: Path) -> Iterator[Path]:
+    """Yield the name of a file to write, which takes another one's place when it is complete, or is removed."""
+    part = result.with_name(result.name + PART)
+    try:
+        part.unlink(missing_ok=True)
+        yield part
+        sync(part)
+        os.replace(part, result)
+        sync(result.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            truncate(part)  # HDF5 may still have it open
+        with contextlib.suppress(OSError):
+            part.unlink()
+        if not isinstance(error, (OSError, RuntimeError, _FullError)):
+            raise
+        reason = next((text for text in FULL if text in str(error)), str(error))
+        raise OutputError(f"{result} cannot be written: {reason}; nothing else was changed") from error
+
+
+def write_results(
+    target: Path, index: Index, header: Header, copies: Copies, should_stop: Callable[[], bool] = lambda: False
+) -> set[str]:
+    """Write every document once into a new file; return the names of the volumes it needs beside itself.
+
+    Parameters
+    ----------
+    copies : callable
+    should_stop : callable
+        Asked before each document.
+
+    Raises
+    ------
+    DataError
+        If one cannot be read.
+    """
+    inside: dict[str, tuple[int, str]] = {}
+    beside: dict[Path, dict[str, tuple[int, str]]] = {}
+    with create_volume(target) as file, TemporaryFile(dir=target.parent) as records:
+        for name, record in zip(index.ids(), read_records(index, index.ids()), strict=True):
+            if should_stop():
+                raise _StoppedError
+            place = index.places[name]
+            needs = place.needs
+            if needs and copies(place):
+                piece, told = _copy_kv(file[KV], record, place.pieces)
+                inside[piece], needs = told, (piece,)
+            else:
+                for each in place.pieces:
+                    beside.setdefault(Path(each.path), {})[each.id] = (each.bytes, each.sha256)
+            records.write(seal(record_values(record, needs)))
+        write_lines(file, RECORDS, records)
+        log = BytesIO()
+        log.write(seal(header.as_line()))
+        log.write(seal({"line": VOLUME, "name": RESULTS, "size_bytes": 0, "pieces": inside}))
+        for volume, pieces in sorted(beside.items()):
+            size = volume.stat().st_size
+            log.write(seal({"line": VOLUME, "name": volume.name, "size_bytes": size, "pieces": pieces}))
+        write_lines(file, LOG, log)
+    return {volume.name for volume in beside}
+
+
+def _copy_kv(kv: h5py.Group, record: Record, pieces: Sequence[Piece]) -> tuple[str, tuple[int, str]]:
+    """Copy a document's keys and values, as one piece; return its id, and what a log tells of it."""
+    try:
+        if len(pieces) == 1:
+            copy_piece(kv, pieces[0])
+            return pieces[0].id, (pieces[0].bytes, pieces[0].sha256)
+        with contextlib.ExitStack() as stack:
+            whole = open_pieces(record.id, pieces, stack)
+            layers = (whole.read(number) if number in whole.layers else None for number in range(max(whole.layers) + 1))
+            name = piece_id(record, whole.tokens)
+            return name, write_kv(kv, key_of(name), layers, whole.tokens)
+    except (OSError, RuntimeError) as error:
+        if any(text in str(error) for text in FULL):  # not the source's fault
+            raise _FullError(str(error)) from error
+        raise
+
+
+def copy_piece(kv: h5py.Group, piece: Piece) -> None:
+    """Copy a piece as it is, once it is held against its checksums."""
+    with open_volume(Path(piece.path)) as file:
+        group = group_in(group_in(file, KV), key_of(piece.id))
+        open_kv(group, piece.bytes, piece.sha256).check()
+        file.copy(group, kv, name=group.name.rpartition("/")[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKVOf:
+    """A document's keys and values: how large they are, and when the document was finished (UTC)."""
+
+    id: str
+    bytes: int
+    finished_at: datetime
+
+
+def list_stored(index: Index) -> list[StoredKVOf]:
+    """List the documents that have keys and values, the oldest first."""
+    found = [
+        StoredKVOf(name, place.kv_bytes, _time(place.finished_at))
+        for name, place in index.places.items()
+        if place.kv_bytes
+    ]
+    return sorted(found, key=lambda one: (one.finished_at, one.id))
+
+
+def choose_pruned(
+    stored: Sequence[StoredKVOf],
+    *,
+    documents: Collection[str] = (),
+    older_than: timedelta | None = None,
+    keep_bytes: int | None = None,
+    now: datetime | None = None,
+) -> list[StoredKVOf]:
+    """Say whose keys and values are to go.
+
+    Parameters
+    ----------
+    stored : sequence of StoredKVOf
+        Of `list_stored`.
+    documents : collection of str
+        These go.
+    older_than : timedelta or None
+        And those of documents that were finished longer ago.
+    keep_bytes : int or None
+        And then the oldest, until no more than so many bytes are left.
+    """
+    before = None if older_than is None else (now or datetime.now(UTC)) - older_than
+    gone = {one.id for one in stored if one.id in documents or (before is not None and one.finished_at < before)}
+    left = sum(one.bytes for one in stored if one.id not in gone)
+    for one in stored:
+        if keep_bytes is None or left <= keep_bytes:
+            break
+        if one.id not in gone:
+            gone.add(one.id)
+            left -= one.bytes
+    return [one for one in stored if one.id in gone]
+
+
+def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
+    """Remove these documents' keys and values, and all that nobody needs; the folder has to be locked.
+
+    Parameters
+    ----------
+    session : int
+        Number of the lock.
+
+    Raises
+    ------
+    DataError
+        If a file is damaged: it stays as it is, and those before it are pruned.
+    OutputError
+        If there is no room for a file's successor.
+    """
+    index = index_run(folder)
+    if unknown := set(documents) - index.places.keys():
+        raise DataError(f"{folder} has no document {min(unknown)!r}")
+    if index.gone:
+        raise DataError(
+            f"{folder} has lost keys and values of {counted(len(index.gone), 'document')}; nothing was removed. "
+            f"`kvr-run JOB.toml --resume` processes them again"
+        )
+    with LogWriter(folder, session, None, read_header_of([folder])) as log:
+        log.write(seal({"line": PRUNED, "ids": sorted(documents)}))
+        log.sync()
+        found = survey(folder)
+        needed = {piece.id: piece for place in found.index().places.values() for piece in place.pieces}
+        for number, (name, (_, pieces)) in enumerate(found.volumes.items()):
+            kept = {piece.id: piece for piece in pieces.values() if needed.get(piece.id) == piece}
+            if name != RESULTS and name in found.sizes_bytes and len(kept) < len(pieces):
+                if kept:
+                    _rewrite_volume(folder / f"kv-{session:04d}-0000-{number:05d}.h5", log, list(kept.values()))
+                (folder / name).unlink()
+                sync(folder)
+    if (folder / RESULTS).is_file():
+        merge_run(folder, copies=lambda place: all(Path(piece.path).name == RESULTS for piece in place.pieces))
+
+
+def _rewrite_volume(target: Path, log: LogWriter, pieces: Sequence[Piece]) -> None:
+    """Copy pieces of one volume into a new one, and list that."""
+    with replaced(target) as part, create_volume(part) as file:
+        for piece in pieces:
+            copy_piece(file[KV], piece)
+    listed = {piece.id: (piece.bytes, piece.sha256) for piece in pieces}
+    log.write(seal({"line": VOLUME, "name": target.name, "size_bytes": target.stat().st_size, "pieces": listed}))
+    log.sync()
+
+
+def _time(text: str) -> datetime:
+    """Read when a document was finished; long ago, if the record does not say."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return datetime.min.replace(tzinfo=UTC)
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

@@ -1,0 +1,148 @@
+"""Volumes: HDF5 files of keys and values, and ``results.h5``, which has the log, too.
+
+    kv-SESSION-RANK-NUMBER.h5  of a rank, while a job runs
+    results.h5                 of all ranks, at its end; needs no other file,
+                               or only the volumes that its log lists
+      /                        attributes: schema = "kvr-mpi",
+                               schema_version = 5
+      /kv/KEY/...              keys and values (see ``kv``); KEY is their id,
+                               percent-encoded
+      /records                 of results.h5: the records, a line of JSON
+                               each, in the order of their ids (uint8)
+      /log                     of results.h5: the log's other lines (uint8)
+
+A volume counts when a line of a log lists it (see ``log``); one that none lists was not finished. Lines, and keys and
+values, carry their own checksums, other arrays those of HDF5. Files of any other version are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+import h5py
+import numpy as np
+
+from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, open_regular
+from kvr_mpi.errors import DataError, ForeignError
+from kvr_mpi.store.hdf5 import create_hdf5, dataset_in, open_hdf5, read_attribute, write_attribute
+from kvr_mpi.store.log import READ_BYTES, iter_lines
+
+RESULTS = "results.h5"
+SCHEMA, SCHEMA_VERSION = "kvr-mpi", 5
+LOG, RECORDS, KV = "log", "records", "kv"
+
+
+def is_ours(name: str) -> bool:
+    """Whether this program gives such a name to a file of results."""
+    return name == RESULTS or bool(LOG_NAME.fullmatch(name) or VOLUME_NAME.fullmatch(name))
+
+
+def key_of(any_id: str) -> str:
+    """Name an id as a group or a file: percent-encoded, so that none is a path, and never ``.`` or ``..``."""
+    key = quote(any_id, safe=" ,+=@()")
+    return key.replace(".", "%2E") if set(key) == {"."} else key
+
+
+def create_volume(path: Path) -> h5py.File:
+    """Make a file that is not there yet, and say in it what it is."""
+    file = create_hdf5(path)
+    write_attribute(file, "schema", SCHEMA)
+    write_attribute(file, "schema_version", SCHEMA_VERSION)
+    file.create_group(KV)
+    return file
+
+
+def check_schema(file: h5py.File) -> None:
+    """Raise `ForeignError` if an HDF5 file was written by another program, or another version of this one."""
+    if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
+        raise ForeignError(
+            f"{file.filename} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"
+        )
+    version = read_attribute(file, "schema_version", int)
+    if version != SCHEMA_VERSION:
+        remedy = "upgrade kvr-mpi" if version > SCHEMA_VERSION else "process its documents again"
+        raise ForeignError(
+            f"{file.filename} has schema version {version}; this kvr-mpi reads version {SCHEMA_VERSION} only: {remedy}"
+        )
+
+
+@contextmanager
+def open_volume(path: Path) -> Iterator[h5py.File]:
+    """Open one of our files for reading, having looked at what it says it is.
+
+    Raises
+    ------
+    DataError
+        If it is missing, damaged, foreign, or of another schema version; also for what is found while it is open.
+    """
+    with open_hdf5(path) as file:
+        check_schema(file)
+        yield file
+
+
+def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
+    """Write a file of lines as a dataset without chunks: those that HDF5 still had would end it on a full disk."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    space = h5py.h5s.create_simple((lines.seek(0, os.SEEK_END),))
+    data = h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, dcpl=plist)
+    at = lines.seek(0)
+    while block := lines.read(READ_BYTES):
+        space.select_hyperslab((at,), (len(block),))
+        data.write(h5py.h5s.create_simple((len(block),)), space, np.frombuffer(block, np.uint8))
+        at += len(block)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The lines of a log, or of ``results.h5``, while that is open.
+
+    parts : what reads some bytes from an offset on, and how many bytes there are; the last part has the records.
+    """
+
+    path: Path
+    parts: tuple[tuple[Callable[[int, int], bytes], int], ...]
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield every line, and where `read` finds it if it is a record's."""
+        for read, size in self.parts:
+            yield from iter_lines(read, size)
+
+    def read(self, at: int, size: int) -> bytes:
+        """Read a record's line."""
+        return self.parts[-1][0](at, size)
+
+
+@contextmanager
+def open_source(path: Path) -> Iterator[Source]:
+    """Open a log, or ``results.h5``, for reading.
+
+    Raises
+    ------
+    DataError
+        If it cannot be read, as for `open_volume`.
+    """
+    if not LOG_NAME.fullmatch(path.name):
+        with open_volume(path) as file:
+            found = [dataset_in(file, name, "u", (1,)) for name in (LOG, RECORDS)]
+            yield Source(path, tuple((partial(_bytes_of, data), int(data.shape[0])) for data in found))
+        return
+    try:
+        stream = open_regular(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    with stream:
+        handle = stream.fileno()
+        yield Source(path, ((lambda at, size: os.pread(handle, size, at), os.fstat(handle).st_size),))
+
+
+def _bytes_of(data: Any, at: int, size: int) -> bytes:
+    found: bytes = data[at : at + size].tobytes()
+    return found

@@ -1,0 +1,173 @@
+"""Recovery: whatever is cut, flipped or missing, what counts is what is whole, and the rest is done again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made_runs import HEADER, new_writer, record, result_files, resume, write
+
+from kvr_mpi.errors import DataError
+from kvr_mpi.store.log import iter_lines, seal, unseal
+from kvr_mpi.store.results import open_results
+from kvr_mpi.store.stored_kv import CachedTokens
+
+Damage = Callable[[bytes, int], bytes]
+LOG = "log-0001-0000.jsonl"
+VALUES = st.dictionaries(
+    st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5)
+)
+
+
+@given(VALUES)
+def test_a_sealed_line_comes_back(value: dict[str, object]) -> None:
+    value = {"name": "x", **{name: each for name, each in value.items() if name != "seal"}}
+    assert seal(value).count(b"\n") == 1
+    assert unseal(seal(value)) == value
+
+
+@given(st.integers(0), st.integers(0, 7))
+def test_no_flipped_bit_goes_unseen(at: int, bit: int) -> None:
+    line = seal({"name": "kv-0001-0000-00000.h5", "size_bytes": 12345, "ids": ["a", "b"]})[:-1]
+    changed = bytearray(line)
+    changed[at % len(line)] ^= 1 << bit
+    assert unseal(bytes(changed)) is None
+
+
+@given(st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"")), max_size=6), st.binary(max_size=3))
+def test_lines_come_back_in_blocks_of_any_size(lines: list[bytes], torn: bytes) -> None:
+    content = b"".join(line + b"\n" for line in lines) + torn.replace(b"\n", b"")
+    for size in (1, 2, 3, 7, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvr_mpi.store.log.READ_BYTES", size)
+            found = list(iter_lines(lambda at, count: content[at : at + count], len(content)))
+        assert [line for _, line in found] == lines
+        assert all(content[at : at + len(line)] == line for at, line in found)
+
+
+def test_a_line_without_an_end_is_no_reason_to_read_on() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvr_mpi.store.log.READ_BYTES", 10)
+        patch.setattr("kvr_mpi.store.log.LINE_BYTES", 30)
+        assert list(iter_lines(lambda at, count: b"x" * count, 1 << 40)) == [(0, b"")]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three documents, each with its keys and values in a volume of its own."""
+    folder = tmp_path_factory.mktemp("three")
+    writer = new_writer(folder)
+    for number, name in enumerate("abc"):
+        layer = torch.full((4, 1, 8), float(number))
+        writer.write(record(name), [(layer, layer)], CachedTokens((1, 2, 3, number), (0, 3)))
+        writer.flush()
+    writer.close()
+    return folder
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    return Path(shutil.copytree(source, target))
+
+
+def damaged_everywhere(source: Path, tmp_path: Path, name: str, damage: Damage, step: int) -> None:
+    """Damage a file at every `step`-th byte; afterwards what is done can be read, and the rest is done again."""
+    content = (source / name).read_bytes()
+    before = {each.id: each for each in open_results(source)}
+    for at in range(0, len(content), step):
+        folder = copied(source, tmp_path / "run")
+        (folder / name).write_bytes(damage(content, at))
+        done, failed, said = resume(folder)
+        assert not failed and {*"abc"} >= done
+        if done:
+            assert {each.id: each for each in open_results(folder, partial=True)} == {one: before[one] for one in done}
+        write(folder, 9, [record(each) for each in {*"abc"} - done])
+        assert {each.id: each for each in open_results(folder)} == before
+        done, failed, said = resume(folder)
+        assert done == {*"abc"} and said == [], "what was mended is sound"
+
+
+def flip(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+
+
+def test_a_log_cut_anywhere_loses_no_more_than_what_was_cut(three: Path, tmp_path: Path) -> None:
+    damaged_everywhere(three, tmp_path, LOG, lambda content, at: content[:at], 43)
+
+
+def test_a_bit_flipped_anywhere_in_a_log_costs_a_document_at_most(three: Path, tmp_path: Path) -> None:
+    content = (three / LOG).read_bytes()
+    header = content.index(b"\n")
+    for at in range(0, len(content), 47):
+        folder = copied(three, tmp_path / "run")
+        (folder / LOG).write_bytes(flip(content, at))
+        with pytest.raises(DataError, match=LOG):
+            list(open_results(folder))
+        done, _, said = resume(folder)
+        assert len(done) >= 2 and any("is damaged" in line and "processed again" in line for line in said)
+        assert (folder / f"{LOG}.damaged-1").read_bytes() == flip(content, at)
+        assert len(done) == 3 or at > header, "the header costs none"
+        assert resume(folder)[::2] == (done, []), "what was mended is sound"
+
+
+def test_a_volume_cut_or_flipped_anywhere_is_set_aside(three: Path, tmp_path: Path) -> None:
+    volume = "kv-0001-0000-00001.h5"
+    step = len((three / volume).read_bytes()) // 30
+    for damage in (lambda content, at: content[:at], flip):
+        content = (three / volume).read_bytes()
+        for at in range(0, len(content), step):
+            folder = copied(three, tmp_path / "run")
+            (folder / volume).write_bytes(damage(content, at))
+            done, _, said = resume(folder)
+            if done != {*"abc"}:  # of what nobody reads a bit may flip
+                assert done == {"a", "c"} and any(volume in line and "processed again" in line for line in said)
+                assert (folder / f"{volume}.damaged-1").exists()
+
+
+def test_a_crash_before_a_volume_is_listed_leaves_nothing_that_counts(three: Path, tmp_path: Path) -> None:
+    folder = copied(three, tmp_path / "run")
+    lines = (folder / LOG).read_bytes().splitlines(keepends=True)
+    (folder / LOG).write_bytes(b"".join(lines[:-1]))  # the record is there
+    assert [each.id for each in open_results(folder)] == ["a", "b"]
+    assert resume(folder)[0] == {"a", "b"}
+    assert "kv-0001-0000-00002.h5" not in result_files(folder)
+
+
+def test_a_volume_that_is_gone_is_said_and_its_document_done_again(three: Path, tmp_path: Path, run_kvr: Any) -> None:
+    folder = copied(three, tmp_path / "run")
+    (folder / "kv-0001-0000-00000.h5").unlink()
+    with pytest.raises(DataError, match="has lost keys and values of 1 document"):
+        open_results(folder)
+    code, out, err = run_kvr("export", folder)
+    assert code == 65 and "lost keys and values of 1 document" in err and len(out.splitlines()) == 2
+    code, _, err = run_kvr("merge", folder)
+    assert code == 65 and "lost keys and values of 1 document" in err
+    code, _, err = run_kvr("merge", folder, "-o", tmp_path / "all.h5")
+    assert code == 65 and [each.id for each in open_results(tmp_path / "all.h5")] == ["b", "c"]
+    done, _, said = resume(folder)
+    assert done == {"b", "c"} and any("kv-0001-0000-00000.h5 is gone" in line for line in said)
+
+
+def test_names_in_a_log_lead_nowhere_else(three: Path, tmp_path: Path) -> None:
+    folder = copied(three, tmp_path / "run")
+    shutil.copy(folder / "kv-0001-0000-00000.h5", tmp_path / "outside.h5")
+    lines = [unseal(line) for line in (folder / LOG).read_bytes().splitlines()]
+    for name in ("../outside.h5", str(tmp_path / "outside.h5"), "kv-0001-0000-00000.h5/../../outside.h5"):
+        changed = [seal({**line, "name": name} if line and "size_bytes" in line else line or {}) for line in lines]
+        (folder / LOG).write_bytes(b"".join(changed))
+        with pytest.raises(DataError, match="is no name of a volume"):
+            open_results(folder)
+        assert resume(copied(folder, tmp_path / "again"))[0] == set()
+
+
+def test_results_of_another_job_in_the_folder_are_noticed(tmp_path: Path) -> None:
+    write(tmp_path, 0, [record("a")])
+    write(tmp_path, 1, [record("b")], header=type(HEADER)({"model": "other"}, HEADER.model))
+    with pytest.raises(DataError, match="are of different jobs"):
+        open_results(tmp_path)

@@ -1,0 +1,271 @@
+"""Writing: records are durable in time, keys and values whole or not at all, and no fault of the disk goes unsaid."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_runs import HEADER, new_writer, record, result_files, resume, stored_layers, write
+
+import kvr_mpi.store.writer as writer_module
+from kvr_mpi.errors import DataError, OutputError, WriteError, exit_line
+from kvr_mpi.store.folder import survey
+from kvr_mpi.store.pieces import piece_id
+from kvr_mpi.store.results import open_results
+from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.writer import ResultWriter
+
+pytestmark = pytest.mark.quick
+LOG, VOLUME = "log-0001-0000.jsonl", "kv-0001-0000-00000.h5"
+LAYER = torch.ones(4, 1, 4), -torch.ones(4, 1, 4)
+TOKENS = CachedTokens((7, 8, 9, 5), (1, 3))
+
+
+def wait_for(condition: Any, seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def ids(folder: Path) -> list[str]:
+    with contextlib.suppress(DataError):
+        return [each.id for each in open_results(folder)]
+    return []
+
+
+def test_an_answer_counts_when_its_line_is_written_and_one_with_kv_when_that_is(tmp_path: Path) -> None:
+    writer = new_writer(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    writer.write(record("a"))
+    wait_for(lambda: ids(tmp_path) == ["a"])  # no flush, and no call after it
+    writer.write(record("b"), [LAYER], TOKENS)
+    wait_for(lambda: result_files(tmp_path) == [VOLUME, LOG])
+    time.sleep(0.1)
+    assert ids(tmp_path) == ["a"]
+    writer.flush()
+    assert list(open_results(tmp_path)) == [record("a"), record("b")]
+    writer.close()
+    writer.close()
+
+
+def test_records_are_synced_within_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "SYNC_S", 0.05)
+    writer = new_writer(tmp_path)
+    writer.write(record("a"))
+    wait_for(lambda: writer._log.path.exists() and writer._sync_s is None and writer._log._is_synced)
+    writer.close()
+
+
+@pytest.mark.parametrize(("limit", "value"), [("VOLUME_S", 0.2), ("VOLUME_BYTES", -1)])
+def test_a_volume_closes_by_itself_at_its_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
+) -> None:
+    monkeypatch.setattr(writer_module, limit, value)
+    writer = new_writer(tmp_path)
+    for number, name in enumerate("abc", start=1):
+        writer.write(record(name), [LAYER], TOKENS)
+        wait_for(lambda count=number: len(ids(tmp_path)) == count)  # type: ignore[misc]
+    assert len(list(tmp_path.glob("kv-*"))) == 3
+    writer.close()
+
+
+def test_a_young_job_makes_its_first_documents_durable_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "LEAST_VOLUME_S", 0.05)
+    monkeypatch.setattr(writer_module, "VOLUME_S", 1e4)
+    writer = new_writer(tmp_path)
+    writer.write(record("a"), [LAYER], TOKENS)
+    wait_for(lambda: ids(tmp_path) == ["a"])
+    writer.flush()  # done with that volume
+    writer._began_s -= 2000
+    writer.write(record("b"), [LAYER], TOKENS)
+    wait_for(lambda: writer._volume is not None)
+    assert writer._volume is not None and 100 < writer._volume.due_s - time.monotonic() < 1000  # a tenth of its age
+    writer.close()
+    assert ids(tmp_path) == ["a", "b"]
+
+
+def test_writers_side_by_side_do_not_disturb_each_other(tmp_path: Path) -> None:
+    writers = [new_writer(tmp_path, rank) for rank in range(4)]
+    for step in range(5):
+        for rank, writer in enumerate(writers):
+            writer.write(record(f"{rank}-{step}"), [LAYER], TOKENS)
+            if step % (rank + 1) == 0:
+                writer.flush()
+    for writer in writers:
+        writer.close()
+    assert ids(tmp_path) == sorted(f"{rank}-{step}" for rank in range(4) for step in range(5))
+
+
+def test_no_writer_touches_the_log_of_another(tmp_path: Path) -> None:
+    write(tmp_path, 0, [record("a")])
+    content = (tmp_path / LOG).read_bytes()
+    writer = ResultWriter(tmp_path, 0, HEADER, 1)
+    writer.write(record("b"))
+    with pytest.raises(WriteError, match="File exists"):
+        writer.close()
+    assert (tmp_path / LOG).read_bytes() == content
+
+
+def test_a_document_whose_layers_cannot_be_had_is_forgotten(tmp_path: Path) -> None:
+    def layers() -> Iterator[Any]:
+        yield LAYER
+        raise ZeroDivisionError
+
+    writer = new_writer(tmp_path)
+    for name in ("a", "b"):
+        with pytest.raises(ZeroDivisionError):
+            writer.write(record(name), layers())
+        writer.write(record(name), [LAYER])  # the writer goes on, and the document can be written after all
+    with writer.writing_piece(record("c"), TOKENS) as document:
+        document.add_layer(LAYER)
+        document.drop()
+    writer.close()
+    assert list(open_results(tmp_path)) == [record("a"), record("b")]
+    assert resume(tmp_path)[0] == {"a", "b"}
+
+
+def test_what_is_written_again_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
+    """An attempt of which nothing came, of the same prompt; and one that is forgotten leaves nothing of either."""
+    writer = new_writer(tmp_path)
+    writer.write_piece(record("a"), [(LAYER[1], LAYER[1])], TOKENS)
+    writer.write(record("a"), [LAYER], TOKENS)
+    writer.write_piece(record("b"), [LAYER], TOKENS)
+    with writer.writing_piece(record("b"), TOKENS) as document:
+        document.add_layer(LAYER)
+        document.drop()
+    writer.close()
+    assert torch.equal(stored_layers(tmp_path, "a")[0][0], LAYER[0])
+    assert [*survey(tmp_path).volumes[VOLUME][1]] == [piece_id(record("a"), TOKENS)]
+
+
+def test_only_forgotten_documents_leave_nothing(tmp_path: Path) -> None:
+    writer = new_writer(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        writer.write(record("a"), (1 / 0 for _ in range(1)))  # type: ignore[misc]
+    with pytest.raises(ZeroDivisionError), writer.writing_piece(record("a"), TOKENS) as document:
+        document.add_layer(LAYER)
+        raise ZeroDivisionError
+    writer.close()
+    assert result_files(tmp_path) == []
+
+
+def test_tensors_may_change_as_soon_as_write_returns(tmp_path: Path) -> None:
+    """Buffers of keys and values are used again for the next prompt."""
+    writer, wanted = new_writer(tmp_path), {}
+    buffer = torch.empty(2, 1 << 16, 4, dtype=torch.bfloat16)
+    for number in range(12):
+        buffer.fill_(number)
+        buffer[0, number] = -1
+        view = buffer.transpose(0, 1)  # as a cache hands it out: not contiguous
+        wanted[f"{number:02d}"] = view.clone()
+        writer.write(record(f"{number:02d}"), [(view, view)])
+    buffer.fill_(99)
+    writer.close()
+    for name, tensor in wanted.items():
+        assert torch.equal(stored_layers(tmp_path, name)[0][1], tensor)
+
+
+def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "IN_FLIGHT_BYTES", 3 * 8192)
+    seen, real = [], writer_module.write_kv
+
+    def watched(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        seen.append(writer._waiting_bytes)
+        return real(*arguments)
+
+    monkeypatch.setattr(writer_module, "write_kv", watched)
+    writer = new_writer(tmp_path)
+    layer = (torch.ones(1024, 1, 1), torch.ones(1024, 1, 1))
+    for name in "abcdef":
+        writer.write(record(name), [layer, layer, None, layer, layer])
+    writer.close()
+    assert max(seen) <= 3 * 8192 and writer._waiting_bytes == 0
+    assert ids(tmp_path) == list("abcdef")
+
+
+def test_one_document_larger_than_the_bound_gets_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "IN_FLIGHT_BYTES", 100)
+    write(tmp_path, 0, [record("a"), record("b")], kv=True)
+    assert ids(tmp_path) == ["a", "b"]
+
+
+def test_a_record_too_long_to_be_read_becomes_an_error_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "LINE_BYTES", 2000)
+    write(tmp_path, 0, [record("a", answer="x" * 2000), record("b")])
+    found = {each.id: each for each in open_results(tmp_path)}
+    assert found["b"].status == "done" and found["a"].status == "error" and "can be stored" in found["a"].error
+
+
+def test_a_folder_that_has_gone_is_said_at_the_next_call(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    writer = new_writer(folder)
+    folder.rmdir()
+    writer.write(record("a"))
+    for call in (writer.flush, lambda: writer.write(record("b")), writer.close):
+        with pytest.raises(WriteError, match=r"cannot be written any more.*--resume") as caught:
+            call()
+        assert "--resume continues" in exit_line(caught.value.exit_code, meaning=caught.value.meaning)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("a small tmpfs can only be mounted by root")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.mark.parametrize("kv", [True, False])
+def test_a_full_disk_is_said_and_what_was_durable_stays(
+    small_disk: Path, kv: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "IN_FLIGHT_BYTES", 4096 * 2 * 8 * 4 * 3)  # writing waits for the thread
+    folder = small_disk / "run"
+    folder.mkdir()
+    writer = new_writer(folder)
+    layer = torch.randn(1024, 2, 8)
+    written = []
+    with pytest.raises(OutputError, match=r"MB free there.*No space left.*--resume") as caught:
+        for number in range(100):
+            name = f"{number:03d}"
+            writer.write(record(name, answer="" if kv else "x" * 50_000), [(layer, layer)] * 5 if kv else ())
+            writer.flush()
+            written.append(name)
+    found = re.search(r"\(([0-9.]+) MB free there\)", str(caught.value))
+    assert found is not None and float(found[1]) < 0.8
+    with pytest.raises(OutputError):
+        writer.close()
+    assert written and ids(folder) == written
+    if kv:  # somebody makes room, and the job goes on
+        (folder / VOLUME).unlink()
+        write(folder, 0, [record(written[0])])
+        assert ids(folder) == written
+
+
+def test_the_unfinished_volume_is_removed_when_the_disk_is_full(small_disk: Path) -> None:
+    folder = small_disk / "run"
+    folder.mkdir()
+    writer = new_writer(folder)
+    layer = torch.randn(1024, 2, 8)
+    with pytest.raises(OutputError):
+        for number in range(100):
+            writer.write(record(f"{number:03d}"), [(layer, layer)])
+        writer.close()
+    with contextlib.suppress(OutputError):
+        writer.close()
+    assert list(folder.glob("kv-*")) == [] and shutil.disk_usage(folder).free > 1.2e6
