@@ -16,7 +16,7 @@ from typing import Any
 
 from kvr_mpi.disk import LOG_NAME, PART, VOLUME_NAME, create
 from kvr_mpi.errors import DataError, ForeignError, MissingError, OutputError, counted
-from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.hdf5 import explained, group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, Header, is_sealed, parse, read_header, strings, unseal
 from kvr_mpi.store.pieces import Piece, open_pieces
@@ -98,6 +98,7 @@ class Survey:
     headers : by log.
     sizes_bytes : of all files that are there, by name.
     damaged : files that are not as they were written, by name, and in what.
+    spoilt : pieces that are not, in files that otherwise are, and in what.
     """
 
     folder: Path
@@ -106,6 +107,7 @@ class Survey:
     volumes: dict[str, tuple[int | None, dict[str, Piece]]] = field(default_factory=dict)
     headers: dict[Path, Header] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
+    spoilt: dict[Piece, str] = field(default_factory=dict)
 
     @property
     def unlisted(self) -> list[str]:
@@ -129,15 +131,17 @@ class Survey:
             if name in self.damaged:
                 unreadable |= dict.fromkeys(pieces, f"{self.folder / name} is damaged ({self.damaged[name]})")
             elif size is None or name in self.sizes_bytes:
-                there |= pieces
+                there |= {each: piece for each, piece in pieces.items() if piece not in self.spoilt}
             else:
                 gone |= dict.fromkeys(pieces, f"{self.folder / name} is gone")
+        unreadable |= {piece.id: f"{piece.path} is damaged ({why})" for piece, why in self.spoilt.items()}
         return there, gone, unreadable
 
     def index(self) -> Index:
         """Say where each document is."""
         there, gone, unreadable = self._pieces()
-        index = Index({}, damaged={self.folder / name: why for name, why in self.damaged.items()})
+        index = Index({}, damaged={Path(piece.path): why for piece, why in self.spoilt.items()})
+        index.damaged.update({self.folder / name: why for name, why in self.damaged.items()})
         for name, found in self.records.items():
             best = _choose(found, there)
             if best is not None:
@@ -151,18 +155,22 @@ class Survey:
         return index
 
     def verify(self, limit_bytes: int | None = None) -> None:
-        """Hold keys and values against their digests, the newest first, and no more than `limit_bytes`."""
-        total = 0
-        for name, (_, pieces) in reversed(self.volumes.items()):
-            total += sum(piece.bytes for piece in pieces.values())
-            if limit_bytes is not None and total > limit_bytes:
-                return
-            if name in self.damaged or name not in self.sizes_bytes:
+        """Hold keys and values that documents need against their digests: the newest, no more than `limit_bytes`."""
+        total, needed = 0, {piece for place in self.index().places.values() for piece in place.pieces}
+        for name, (_, found) in reversed(self.volumes.items()):
+            pieces, path = needed & {*found.values()}, self.folder / name
+            total += sum(piece.bytes for piece in pieces)
+            if not pieces or (limit_bytes is not None and total > limit_bytes):
                 continue
             try:
-                with open_volume(self.folder / name) as file:
-                    for piece in pieces.values():
-                        open_kv(group_in(group_in(file, KV), key_of(piece.id)), piece.bytes, piece.sha256).check()
+                with open_volume(path) as file:
+                    kv = group_in(file, KV)
+                    for piece in pieces:
+                        try:
+                            with explained(path):
+                                open_kv(group_in(kv, key_of(piece.id)), piece.bytes, piece.sha256).check()
+                        except DataError as error:
+                            self.spoilt[piece] = str(error)
             except DataError as error:
                 self.damaged[name] = str(error)
 
@@ -349,7 +357,7 @@ def _look(path: Path, verify: bool) -> Survey:
             if attempt == 2:
                 raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
             continue
-        if attempt == 2 or not (found.damaged or found.missing):
+        if attempt == 2 or not (found.damaged or found.spoilt or found.missing):
             break
     return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import LOCK_NAME, create, read_regular
+from kvr_mpi.disk import LOCK_NAME, LOG_NAME, create, read_regular
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.log import TIMES_S
 
@@ -132,7 +133,7 @@ class Lock:
         state = read_lock(folder)
         if state is not None and not state.released and not _is_gone(folder, state, owner, say):
             raise OutputError(_refusal(folder, state))
-        self.number = (state.number if state else 0) + 1
+        self.number = max(state.number if state else 0, *_numbers(folder, LOG_NAME), 0) + 1  # locks may be deleted
         self._handle = self._make()
         for number in _numbers(folder):
             if number < self.number:
@@ -279,12 +280,12 @@ def _describe(state: LockState | None) -> str:
     return "another job" if state is None or state.owner is None else str(state.owner)
 
 
-def _numbers(folder: Path) -> list[int]:
+def _numbers(folder: Path, names: re.Pattern[str] = LOCK_NAME) -> list[int]:
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
         raise OutputError(f"{str(folder)!r} is gone; restore it, and continue with --resume") from None
-    found = (LOCK_NAME.fullmatch(entry.name) for entry in entries)
+    found = (names.fullmatch(entry.name) for entry in entries)
     return [int(match[1]) for match in found if match]
 
 

@@ -12,7 +12,7 @@ import json
 import operator
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -131,12 +131,13 @@ def open_run(
             _clear(folder)
         elif mode == "new":
             check_fresh(folder)
-        index = _recover(folder, header, say).index()
-        done, failed = set(index.ids("done")), set(index.ids("error"))
-        wanted = {corpus.entries[number].id for number in corpus.share(share)}
-        stale = _check_job(
-            folder, header, corpus, share, (done | failed, wanted), owner.job, say, lock, extends=mode == "extend"
-        )
+        with LogWriter(folder, lock.number, None, header) as log:
+            index = _recover(folder, header, say, log).index()
+            done, failed = set(index.ids("done")), set(index.ids("error"))
+            wanted = {corpus.entries[number].id for number in corpus.share(share)}
+            stale = _check_job(
+                folder, header, corpus, share, (done | failed, wanted), owner.job, say, log, extends=mode == "extend"
+            )
         known = wanted - stale
         return Run(done & known, set() if retry_failed else failed & known, lock)
     except OSError as error:
@@ -221,7 +222,7 @@ def share_of(stored: dict[str, Any]) -> slice:
     return slice(first, None, step)
 
 
-def _recover(folder: Path, header: Header, say: Say) -> Survey:
+def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
     """Put right what crashes left, and return what counts."""
     found = survey(folder, reads_all=True)
     for source, other in found.headers.items():
@@ -232,7 +233,11 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
     for name, why in sorted(damaged.items()):
         kept = _repair_log(folder / name, header) if LOG_NAME.fullmatch(name) else _set_aside(folder / name)
         say(f"{folder / name} is damaged: {why}; it is kept as {kept.name}, and its documents are processed again")
-    if damaged:
+    for path, why in {piece.path: why for piece, why in found.spoilt.items()}.items():
+        say(f"{path} is damaged: {why}; documents whose keys and values are are processed again")
+    if found.spoilt:
+        _drop(log, found.index().unreadable)
+    if damaged or found.spoilt:
         found = survey(folder)
     for name in found.unlisted:
         _refuse_foreign(folder / name)
@@ -240,6 +245,12 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
     for name in set(found.missing) - damaged.keys():
         say(f"{folder / name} is gone: documents that need it are processed again")
     return found
+
+
+def _drop(log: LogWriter, documents: Iterable[str]) -> None:
+    """Say that what is recorded of documents does not count any more."""
+    log.write(seal({"line": DROPPED, "ids": sorted(documents)}))
+    log.sync()
 
 
 def _repair_log(file: Path, header: Header) -> Path:
@@ -297,7 +308,7 @@ def _check_job(
     documents: tuple[set[str], set[str]],
     job: str,
     say: Say,
-    lock: Lock,
+    log: LogWriter,
     *,
     extends: bool,
 ) -> set[str]:
@@ -307,7 +318,7 @@ def _check_job(
     ----------
     documents : (set of str, set of str)
         Those that are recorded, and those that the job is to do.
-    lock : Lock
+    log : LogWriter
     extends : bool
         Other documents are no reason to refuse it.
 
@@ -327,8 +338,7 @@ def _check_job(
             stale, left = _extend(folder, stored[1], corpus, recorded, say)
             gone = (gone | left) & recorded - wanted
             if stale:
-                with LogWriter(folder, lock.number, None, header) as log:
-                    log.write(seal({"line": DROPPED, "ids": sorted(stale)}))
+                _drop(log, stale)
     elif recorded and extends:
         raise OutputError(
             f"cannot extend {folder}: {RUN_FILE} is missing or damaged, so it is unknown which documents have changed; "

@@ -241,3 +241,14 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError, match="cannot be written"):
         take(tmp_path / "file" / "run")
+
+
+def test_a_job_writes_beside_earlier_ones_even_if_their_locks_were_deleted(tmp_path: Path) -> None:
+    begin(tmp_path, record("a"))
+    for lock in tmp_path.glob(".lock-*"):
+        lock.unlink()
+    run = take(tmp_path)
+    assert run.session == 2 and run.done == {"a"}
+    write(tmp_path, 0, [record("b")])
+    run.close()
+    assert [each.id for each in open_results(tmp_path)] == ["a", "b"]

@@ -7,15 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import HEADER, new_writer, record, result_files, resume, write
+from made_runs import HEADER, kv_in, new_writer, record, result_files, resume, stored_layers, write
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.log import iter_lines, seal, unseal
 from kvr_mpi.store.results import open_results
+from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.stored_kv import CachedTokens
 
 Damage = Callable[[bytes, int], bytes]
@@ -116,18 +118,54 @@ def test_a_bit_flipped_anywhere_in_a_log_costs_a_document_at_most(three: Path, t
         assert resume(folder)[::2] == (done, []), "what was mended is sound"
 
 
-def test_a_volume_cut_or_flipped_anywhere_is_set_aside(three: Path, tmp_path: Path) -> None:
+def test_a_volume_cut_anywhere_is_set_aside(three: Path, tmp_path: Path) -> None:
     volume = "kv-0001-0000-00001.h5"
-    step = len((three / volume).read_bytes()) // 30
-    for damage in (lambda content, at: content[:at], flip):
-        content = (three / volume).read_bytes()
-        for at in range(0, len(content), step):
-            folder = copied(three, tmp_path / "run")
-            (folder / volume).write_bytes(damage(content, at))
-            done, _, said = resume(folder)
-            if done != {*"abc"}:  # of what nobody reads a bit may flip
-                assert done == {"a", "c"} and any(volume in line and "processed again" in line for line in said)
-                assert (folder / f"{volume}.damaged-1").exists()
+    content = (three / volume).read_bytes()
+    for at in range(0, len(content), len(content) // 30):
+        folder = copied(three, tmp_path / "run")
+        (folder / volume).write_bytes(content[:at])
+        done, _, said = resume(folder)
+        assert done == {"a", "c"} and any(volume in line and "processed again" in line for line in said)
+        assert (folder / f"{volume}.damaged-1").read_bytes() == content[:at]
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_a_bit_flipped_in_keys_and_values_costs_their_document(three: Path, tmp_path: Path, is_merged: bool) -> None:
+    """Whatever else is in the file; and once it is done again, nobody meets the damage any more."""
+    before = {each.id: each for each in open_results(three)}
+    source = copied(three, tmp_path / "source")
+    volume = merge_run(source) if is_merged else source / "kv-0001-0000-00001.h5"
+    with h5py.File(volume) as file:
+        at = kv_in(file, "b")["layer_000/keys"].id.get_offset()
+    content = volume.read_bytes()
+    for bit in range(0, 4 * 8 * 32, 41):
+        folder = copied(source, tmp_path / "run")
+        damaged = bytearray(content)
+        damaged[at + bit // 8] ^= 1 << bit % 8
+        (folder / volume.name).write_bytes(damaged)
+        with pytest.raises(DataError, match=r"damaged.*--resume"):
+            open_results(folder)
+        done, _, said = resume(folder)
+        assert done == {"a", "c"} and any(volume.name in line and "processed again" in line for line in said)
+        assert resume(folder)[::2] == ({"a", "c"}, []), "it is known from then on"
+        writer = new_writer(folder)
+        writer.write(record("b"), [(torch.ones(4, 1, 8),) * 2], CachedTokens((1, 2, 3, 1), (0, 3)))
+        writer.close()
+        for _ in range(2):
+            assert {each.id: each for each in open_results(folder)} == before
+            assert torch.equal(stored_layers(folder, "b")[0][0], torch.ones(4, 1, 8))
+            merge_run(folder)
+
+
+def test_a_volume_flipped_anywhere_costs_no_other_document(three: Path, tmp_path: Path) -> None:
+    volume = "kv-0001-0000-00001.h5"
+    content = (three / volume).read_bytes()
+    for at in range(0, len(content), len(content) // 30):
+        folder = copied(three, tmp_path / "run")
+        (folder / volume).write_bytes(flip(content, at))
+        done, _, said = resume(folder)
+        assert done >= {"a", "c"}  # of what nobody reads a bit may flip
+        assert done == {*"abc"} or any(volume in line and "processed again" in line for line in said)
 
 
 def test_a_crash_before_a_volume_is_listed_leaves_nothing_that_counts(three: Path, tmp_path: Path) -> None:
