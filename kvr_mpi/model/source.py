@@ -7,6 +7,7 @@ Nothing is ever read from a pickle.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import io
@@ -115,7 +116,7 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     partial.mkdir()  # with the modes of one's own umask, so that colleagues can read a shared cache
     try:
         # The conversion draws a bar of its own, which has no place in a batch log.
-        with explained(str(source.path)), BUILDING, contextlib.redirect_stderr(io.StringIO()):
+        with explained(str(source.path)), BUILDING, _parsed_once(), contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
             )
@@ -132,6 +133,23 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+@contextlib.contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Keep what transformers asks of a GGUF file again and again, at seconds a time.
+
+    It parses the whole file for the configuration, the tokenizer and the weights each, and makes the table of the
+    weights' names anew for every module.
+    """
+    import gguf
+
+    own = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    vars(gguf).update({name: functools.cache(function) for name, function in own.items()})
+    try:
+        yield
+    finally:
+        vars(gguf).update(own)
 
 
 def converted_folder(source: ModelSource, cache_dir: Path) -> Path:

@@ -59,7 +59,7 @@ def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float 
         For the compiler.
     """
     texts = " ".join(each.read_text() for each in (*SOURCES, *HEADERS))
-    known = f"{processor_key()} {texts} {' '.join(OPTIONS)}"
+    known = f"{processor_key()} {texts} {' '.join(OPTIONS)} {os.environ.get('CXX', '')}"
     folder = cache_dir / "kernels" / xxhash.xxh3_64_hexdigest(known.encode())
     file = folder / "attention.so"
     if compiles and not file.exists():
@@ -111,7 +111,8 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: float = LIMIT_S) -> str:
     """Make a library, with a compiler in a session of its own; return why there is none, nothing if there is."""
-    command = [*compiler.split(), *OPTIONS, *map(str, sources), "-o", str(made)]
+    program, *options = compiler.split()
+    command = [program, *OPTIONS, *options, *map(str, sources), "-o", str(made)]  # the last -march counts
     with tempfile.TemporaryFile() as output:
         try:
             process = subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import socket
@@ -18,6 +19,7 @@ from kvr_mpi.tuning.table import Key, ModelIdentity, Provenance
 
 LIBRARIES = ("kvr-mpi", "torch", "transformers", "mpi4py")
 CPUINFO = Path("/proc/cpuinfo")
+RESTRICTING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def key_of(loaded: LoadedModel, chain: Transport, hardware: str | None = None, ranks: int | None = None) -> Key:
@@ -57,9 +59,14 @@ def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
 
 
 def processor_key() -> str:
-    """Name what code and timings of this processor hold for: its model and its instructions."""
+    """Name what code and timings of this processor hold for: its model, its instructions, and which of them are used.
+
+    torch, oneDNN and MKL can be kept from using some of them (`RESTRICTING`).
+    """
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    known = " ".join(sorted(flags.group(1).split())) if flags else torch.backends.cpu.get_cpu_capability()
+    restricted = [f"{name}={value}" for name in RESTRICTING if (value := os.environ.get(name))]
+    known = " ".join([*sorted(flags.group(1).split() if flags else ()), torch.backends.cpu.get_cpu_capability()])
+    known += " ".join(["", *restricted])
     return f"{processor_name()} {xxhash.xxh3_64_hexdigest(known.encode())}"
 
 

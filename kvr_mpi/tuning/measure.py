@@ -181,7 +181,8 @@ LAYERS = 3
 # Tokens of the slice, and of the prefix: enough to keep the device busy. A GPU has done 768 tokens before it has been
 # told of them all, and what it takes for a pair of tokens would seem to be a multiple of the truth.
 PROBES = {"cpu": (768, 3072), "cuda": (8192, 16384)}
-# A time is measured until its three fastest runs differ by no more than this, or so many times.
+# A time is measured in two runs or more until the three fastest that were found differ by no more than this, or in so
+# many.
 AGREE_WITHIN, MOST_RUNS = 1.02, 6
 # Ranks that differ by less than this are the same machine, and the difference is noise.
 SAME_WITHIN = 1.25
@@ -195,11 +196,13 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
     list of Rates
         One for each rank, the same list on every rank.
     """
-    layers = _layers_timed(loaded.shape.layers)
+    layers, period = _layers_timed(loaded.shape.layers)
     tokens, prefix = _probe_lengths(loaded.device.type, loaded.shape.max_tokens)
     longest = tokens + prefix
-    alone_s = _layer_seconds(loaded, transport, Partition((0, tokens)), LocalTransport(), layers)
-    after_prefix_s = _layer_seconds(loaded, transport, Partition((0, prefix, longest)), PretendedChain(), layers)
+    alone_s = _layer_seconds(loaded, transport, Partition((0, tokens)), LocalTransport(), layers, period)
+    after_prefix_s = _layer_seconds(
+        loaded, transport, Partition((0, prefix, longest)), PretendedChain(), layers, period
+    )
     pair_s = max(0.0, (after_prefix_s - alone_s) / (tokens * prefix))
     token_s = alone_s / tokens - pair_s * tokens / 2
     if token_s <= 0:  # too short or too noisy to tell them apart
@@ -219,23 +222,26 @@ def _probe_lengths(device: str, max_tokens: int | None) -> tuple[int, int]:
     return tokens, longest - tokens
 
 
-def _layers_timed(layers: Sequence[LayerShape]) -> int:
-    """Say how many layers are timed: few, but whole periods where layers of several kinds take turns."""
+def _layers_timed(layers: Sequence[LayerShape]) -> tuple[int, int]:
+    """Say how many layers are timed, and how many together: whole periods where layers of several kinds take turns."""
     most = len(layers) - 1
     period = next((one for one in range(1, most + 1) if all(map(eq, layers, layers[one:]))), most)
-    return min(most, period * -(-LAYERS // period)) if period else 0
+    return (period * min(most // period, -(-LAYERS // period)), period) if period else (0, 0)
 
 
 def _layer_seconds(
-    loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, layers: int
+    loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, layers: int, period: int
 ) -> float:
-    """Time of one whole layer: from the first layer's keys to those of the layer `layers` after it."""
+    """Time of one whole layer: from a layer's keys to those of the layer `period` after it, which is of its kind."""
     if layers == 0:  # a model of one layer
         return _prefill_seconds(loaded, transport, partition, chain, None)
-    more_s, first_s = (
-        _prefill_seconds(loaded, transport, partition, chain, stop_after) for stop_after in (1 + layers, 1)
-    )
-    return max(more_s - first_s, 1e-9) / layers
+    ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
+
+    def run() -> list[float]:
+        begins_s = prefill_kvr(loaded, ids, partition, chain, stop_after=1 + layers).layer_times_s
+        return [last - first for first, last in pairwise(begins_s[: 1 + layers : period])]
+
+    return max(fastest(transport, run), 1e-9) / period
 
 
 def _prefill_seconds(
@@ -243,24 +249,24 @@ def _prefill_seconds(
 ) -> float:
     """Time of a prefill, while every other rank runs the same."""
     ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
-    return fastest(transport, lambda: prefill_kvr(loaded, ids, partition, chain, stop_after=stop_after).seconds)
+    return fastest(transport, lambda: [prefill_kvr(loaded, ids, partition, chain, stop_after=stop_after).seconds])
 
 
-def fastest(transport: Transport, run: Callable[[], float]) -> float:
-    """Return the least of what some runs take; all ranks run at once, until each has three fastest that agree.
+def fastest(transport: Transport, run: Callable[[], Sequence[float]]) -> float:
+    """Return the least time found in some runs; all ranks run at once, until each has three fastest that agree.
 
     What disturbs a run, the first one's cold caches among it, only makes it longer.
 
     Parameters
     ----------
     run : callable
-        Returns its seconds.
+        Returns the seconds of what it has timed, once or several times.
     """
     times = list[float]()
     transport.barrier()
-    for _ in range(MOST_RUNS):
-        times = sorted([*times, run()])
-        agree = len(times) > 2 and times[2] <= AGREE_WITHIN * times[0]
+    for number in range(MOST_RUNS):
+        times = sorted([*times, *run()])
+        agree = number > 0 and len(times) > 2 and times[2] <= AGREE_WITHIN * times[0]
         if all(share_json(transport, gather_json(transport, agree))):
             break
     return times[0]
