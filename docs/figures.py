@@ -123,23 +123,28 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def render_summary(measured: dict[str, Measurement]) -> str:
     """Write the README's table: some of each measurement, side by side."""
-    first = {(row["context_tokens"], row["strategy"]): row["ttft_s"] for row in measured["first-token"].rows}
+    first = {row["strategy"]: row["ttft_s"] for row in measured["first-token"].rows if row["context_tokens"] == 4096}
+    of_avx2 = {row[0]: row[1] for row in measured["first-token-avx"].rows}
     names = [name for name, _ in measured["slow-links"].columns]
     links = [dict(zip(names, row, strict=True)) for row in measured["slow-links"].rows]
-    ways = {row[0].partition(":")[0].strip("`"): row[1] for row in measured["documents-an-hour"].rows}
-    shared = [f"{first[4096, name]:.2f} s" for name in ("kvr-s", "single", "ring", "tsp-causal")]
     (slow,) = (link for link in links if link["links"] == "100 Mbit/s")
-    rows = [
-        ["first token, 4096 tokens, shared memory", f"**{shared[0]}**", *shared[1:]],
-        [
-            "first token, 4096 tokens, two hosts, 100 Mbit/s",
-            f"**{slow['kvr-s']:.2f} s**",
-            NOT_MEASURED,
-            *(f"{slow[name]:.2f} s" for name in ("ring", "tsp-causal")),
-        ],
-    ]
-    what = "documents an hour, 11 transcripts up to 8192 tokens"
-    rows.append([what, f"**{ways['auto']}**", str(ways["generate"]), NOT_MEASURED, NOT_MEASURED])
+    rows = []
+    for what, found in (
+        ("first token, 4096 tokens: Zen 5", first),
+        ("the same: Zen 4, AVX2 only", of_avx2),
+        ("the same: Zen 5, two hosts, 100 Mbit/s", slow),
+    ):
+        ours, *others = (
+            f"{found[name]:.2f} s" if name in found else NOT_MEASURED
+            for name in ("kvr-s", "single", "ring", "tsp-causal")
+        )
+        rows.append([what, f"**{ours}**", *others])
+    for what, name in (
+        ("documents an hour, 11 of up to 8192 tokens: Zen 5", "documents-an-hour"),
+        ("the same, 6 of up to 3008 tokens: Zen 4, AVX2 only", "documents-an-hour-avx"),
+    ):
+        ways = {row[0].partition(":")[0].strip("`"): row[1] for row in measured[name].rows}
+        rows.append([what, f"**{ways['auto']}**", str(ways["generate"]), NOT_MEASURED, NOT_MEASURED])
     return _table(["", "kvr-mpi", "plain transformers", "ring attention", "all-gather (TSP)"], rows)
 
 

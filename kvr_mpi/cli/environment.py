@@ -21,7 +21,8 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`--set`",
         "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
         "`XDG_CACHE_HOME` or in `~/.cache`",
-        "CXX": "the C++ compiler for the attention kernels of CPUs; default: `c++`, `g++` or `clang++`",
+        "CXX": "the C++ compiler for the attention kernels of CPUs, with options if you like; default: "
+        "`c++`, `g++` or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank, unless `parallel.threads` is set; default: its share of the cores",
         "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM; 0: ask the hub",
         "SLURM_JOB_END_TIME": "time when the job has to end (Unix time), unless `--time-limit` is given; set by SLURM "

@@ -59,7 +59,7 @@ def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float 
         For the compiler.
     """
     texts = " ".join(each.read_text() for each in (*SOURCES, *HEADERS))
-    known = f"{processor_key()} {texts} {' '.join(OPTIONS)} {os.environ.get('CXX', '')}"
+    known = f"{processor_key()} {texts} {' '.join([*OPTIONS, *os.environ.get('CXX', '').split()[1:]])}"
     folder = cache_dir / "kernels" / xxhash.xxh3_64_hexdigest(known.encode())
     file = folder / "attention.so"
     if compiles and not file.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from kvr_mpi.model.cpu_attention import AttentionLibrary
 from kvr_mpi.tuning import compiled_attention
-from kvr_mpi.tuning.compiled_attention import COMPILERS, FAILED, keep_made, open_attention
+from kvr_mpi.tuning.compiled_attention import COMPILERS, FAILED, find_compiler, keep_made, open_attention
+from kvr_mpi.tuning.identity import processor_key
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
 
@@ -46,6 +48,22 @@ def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_another_source_or_processor_is_compiled_anew(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_attention, "processor_key", lambda: "another processor")
     assert try_to_open(kept, compiles=False) == (None, [])
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instructions of x86-64")
+def test_a_compiler_with_options_makes_another_library(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"{find_compiler()} -march=x86-64-v3")
+    assert try_to_open(kept, compiles=False) == (None, [])
+    found, said = try_to_open(kept)
+    assert found is not None and said == [] and len([*kept.glob("kernels/*/attention.so")]) == 2
+    assert found.multiple == 16  # heads of two vectors of eight numbers
+
+
+def test_timings_hold_for_the_instructions_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = processor_key()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert processor_key() != usual
 
 
 @pytest.mark.parametrize(
