@@ -91,10 +91,12 @@ class Group(Generic[K]):
 
     def choose(self, documents: Sequence[Running[K]], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt by its logits (prompts, vocab_size); 0 where it is not at home."""
-        pairs = zip(documents, logits, strict=True)
-        chosen = [each.writing.choose(row) for each, row in pairs if each.writing is not None]
-        tokens = iter(torch.stack(chosen).tolist() if chosen else ())
-        return [0 if each.writing is None else next(tokens) for each in documents]
+        likeliest = logits.argmax(-1)  # of all at once: a GPU is told once
+        for at, each in enumerate(documents):
+            if each.writing is not None and not each.writing.is_greedy:
+                likeliest[at] = each.writing.choose(logits[at])
+        tokens: list[int] = likeliest.tolist()
+        return [0 if each.writing is None else token for each, token in zip(documents, tokens, strict=True)]
 
     def tell(self, words: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Give all ranks what the homes say of each prompt; (0, 0) is said where it is not at home."""

@@ -393,7 +393,7 @@ def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadS
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
     part = shared_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
-    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - part)
+    return max(0, int(MEMORY_SHARE[loaded.device.type] * free_bytes(loaded.device, sharers)) - part)
 
 
 def describe_portable(loaded: LoadedModel) -> Iterator[str]:

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 from models import prompt, tiny
 from rows import one_thread
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from kvr_mpi.compress.placement import place_in_proportion
 from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.head_parallel import HeadGroup
+from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.errors import AgreementError
@@ -305,3 +308,31 @@ def test_ranks_that_would_run_different_tokens_end_the_job() -> None:
         return str(bad.value)
 
     assert len(run_local(2, work)) == 2
+
+
+class Argmaxes(TorchDispatchMode):
+    """Counts how often a device is asked for the likeliest tokens."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.argmax.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_likeliest_tokens_of_all_answers_are_chosen_at_once() -> None:
+    loaded = tiny("llama-gqa")
+    greedy, sampled = GenerationConfig(do_sample=False), GenerationConfig(do_sample=True)
+    writings = [
+        DecodeSequence(
+            SamplingParams(loaded.model, Numbers(), config, stop=(), max_new_tokens=4), [1, 2], 7, torch.device("cpu")
+        )
+        for config in (greedy, greedy, sampled, greedy)
+    ]
+    documents: list[Any] = [SimpleNamespace(writing=writing) for writing in (*writings, None)]
+    logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+    alone = [int(writings[2].choose(logits[2])) if at == 2 else int(logits[at].argmax()) for at in range(4)]
+    writings[2]._generator.manual_seed(7)  # type: ignore[union-attr]
+    with Argmaxes() as asked:
+        chosen = Alone(loaded).choose(documents, logits)
+    assert chosen == [*alone, 0] and asked.count == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from kvr_mpi.model import LayerShape, choose_device, devices
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.prefill import one_prompt
+from kvr_mpi.setup import prepare
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -64,6 +66,13 @@ def test_memory_is_shared_by_the_ranks_of_one_gpu(
         "counted by host, as it once was, every one of these cases has less room than it may use"
     )
     assert run_local(4, lambda rank: ranks_on_device(rank, CPU)) == [4] * 4
+
+
+def test_plans_leave_a_tenth_of_a_gpu_to_its_libraries_and_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "free_bytes", lambda device, sharers: 1000)
+    spec: Any = SimpleNamespace(parallel=SimpleNamespace(memory_gib=None))
+    rooms = [prepare._free_bytes(spec, SimpleNamespace(device=device), 1, None) for device in (CPU, CUDA_0)]  # type: ignore[arg-type]
+    assert rooms == [950, 890]
 
 
 @pytest.mark.parametrize(
