@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from math import inf, isfinite, nan
 from typing import Any
@@ -109,7 +109,8 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """Fields as plain values."""
-        return asdict(self) | {name: list(getattr(self, name)) for name in ARRAYS}
+        values = ((name, getattr(self, name)) for name in KINDS)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
     def as_json(self) -> dict[str, Any]:
         """Fields as JSON has them: no infinities, no NaN; what is kept as JSON as what it is."""
@@ -211,6 +212,10 @@ class Record:
         return found
 
 
+# What a record has, by name.
+KINDS = {spec.name: str(spec.type) for spec in fields(Record)}
+
+
 def _finite(value: Any) -> Any:
     """Return a value, or what a list or an object holds, as JSON has it."""
     if isinstance(value, list):
@@ -222,7 +227,8 @@ def _finite(value: Any) -> Any:
 
 def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
     """Return what a record's line in the log says; `pieces` are the ids of the keys and values that it needs."""
-    values = {name: _finite(value) for name, value in record.as_dict().items() if value or name not in ASKED_FOR}
+    values = {name: value for name, value in record.as_dict().items() if value or name not in ASKED_FOR}
+    values |= {name: _finite(value) for name, value in values.items() if name in REALS or isinstance(value, float)}
     return {**{name: values[name] for name in HEAD}, "pieces": list(pieces), **values}
 
 
@@ -255,14 +261,13 @@ def read_record(values: Mapping[str, Any], where: str) -> Record:
     DataError
         If a field is missing, unknown, or of another type.
     """
-    specs = {spec.name: spec for spec in fields(Record)}
-    if strange := values.keys() - {*specs, "pieces"}:
+    if strange := values.keys() - KINDS.keys() - {"pieces"}:
         raise DataError(f"{where} has unknown fields: {', '.join(sorted(map(str, strange))[:5])}")
     strings(values.get("pieces"), f"{where}: pieces")
     found: dict[str, Any] = {}
-    for name, spec in specs.items():
+    for name, kind in KINDS.items():
         if name in values:
-            found[name] = _read_field(values[name], name, str(spec.type), where)
+            found[name] = _read_field(values[name], name, kind, where)
         elif name not in ASKED_FOR:
             raise DataError(f"{where}: {name} is missing")
     record = Record(**found)
@@ -274,7 +279,7 @@ def read_record(values: Mapping[str, Any], where: str) -> Record:
 def _read_field(value: Any, name: str, kind: str, where: str) -> Any:
     if name in ARRAYS:
         is_real = name in REALS
-        if isinstance(value, list) and all(_is_number(one, is_real) or (is_real and one is None) for one in value):
+        if isinstance(value, list) and (_are_reals(value) if is_real else _are_whole(value)):
             return tuple(-inf if one is None else float(one) for one in value) if is_real else tuple(value)
         expected = "a list of numbers" if is_real else "a list of whole numbers"
     elif kind == "str":
@@ -290,7 +295,16 @@ def _read_field(value: Any, name: str, kind: str, where: str) -> Any:
     raise DataError(f"{where}: {name} is {str(value)[:60]!r}; expected {expected}")
 
 
-def _is_number(value: Any, is_real: bool) -> bool:
+def _are_whole(values: list[Any]) -> bool:
+    """Whether all values are whole numbers of 64 bits: token ids are most of what a record holds."""
+    return {*map(type, values)} <= {int} and (not values or (_is_number(min(values)) and _is_number(max(values))))
+
+
+def _are_reals(values: list[Any]) -> bool:
+    return all(one is None or _is_number(one, is_real=True) for one in values)
+
+
+def _is_number(value: Any, is_real: bool = False) -> bool:
     """Whether a value is a number of 64 bits."""
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 63
