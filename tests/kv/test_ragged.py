@@ -326,8 +326,7 @@ def resident_bytes(which: str = "VmRSS") -> int:
 
 
 @pytest.mark.long  # in a process that other tests have left alone
-@pytest.mark.parametrize("by_heads", [False, True])
-def test_memory_is_given_back(by_heads: bool) -> None:
+def test_memory_is_given_back() -> None:
     """As the process sees it: 250 MB of keys and values, of which a quarter is kept."""
     loaded, tokens, slack = tiny("llama-gqa"), 800_000, 100
     retained: Retained = [[torch.arange(tokens // 8), torch.arange(3 * tokens // 8)] for _ in range(3)]
@@ -339,8 +338,6 @@ def test_memory_is_given_back(by_heads: bool) -> None:
         layer.post()
         layer.buffer.fill_(1.0)
         layer.length = tokens
-        if by_heads:
-            layer.lay_by_heads()
     whole = cache.held_bytes
     assert whole == 3 * tokens * 2 * 2 * 8 * 4 and resident_bytes() - before > 0.95 * whole
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
