@@ -67,7 +67,7 @@ def test_greedy_answers_are_the_same_on_any_ranks(job: Path, schema: Path, tmp_p
     found = []
     for ranks in (1, 2, 3):
         out = tmp_path / str(ranks)
-        settings = with_settings(f"generation.json_schema={schema}", ROOM, f"output.path={out}")
+        settings = with_settings(f"generation.json_schema={schema}", ROOM, "documents.limit=4", f"output.path={out}")
         assert run_here(ranks, [job, *settings]).returncode == EXIT_OK
         found.append({name: record.answer for name, record in found_in(out).items()})
     assert found[0] == found[1] == found[2]
