@@ -157,7 +157,7 @@ def run_on(
     limit_s = None if options.time_limit is None else time.time() + parse_duration(options.time_limit)
     on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
     Log(world.rank).root(
-        f"{name} is valid; starting {counted(world.size, 'rank')}, which import torch and read the documents"
+        f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents"
     )
     # Only now what takes seconds to import.
     from kvr_mpi.cli.launch import quiet_libraries
