@@ -206,5 +206,5 @@ def test_groups_go_on_from_what_any_other_stored(stored: Run, job: Path, tmp_pat
     for number, run in enumerate((alone, groups)):
         again = stored(4, GROUPS, f"documents.reuse={run}", name=f"again-{number}")
         assert answers(again) == answers(alone)
-        reused = [record.id for record in open_results(again) if record.computed_tokens < record.prompt_tokens]
+        reused = [record.id for record in open_results(again) if record.prompt_tokens - record.computed_tokens >= 256]
         assert reused == [record.id for record in open_results(alone) if record.prompt_tokens > 256] != []
