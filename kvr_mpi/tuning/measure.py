@@ -223,9 +223,12 @@ def _probe_lengths(device: str, max_tokens: int | None) -> tuple[int, int]:
 
 
 def _layers_timed(layers: Sequence[LayerShape]) -> tuple[int, int]:
-    """Say how many layers are timed, and how many together: whole periods where layers of several kinds take turns."""
-    most = len(layers) - 1
-    period = next((one for one in range(1, most + 1) if all(map(eq, layers, layers[one:]))), most)
+    """Say how many layers are timed, and how many together: whole periods where layers of several kinds take turns.
+
+    Of the layers up to the last that keeps anything: of those behind it no beginning is known.
+    """
+    most = max(at for at, layer in enumerate(layers) if layer.elements or layer.states)
+    period = next((one for one in range(1, most + 1) if all(map(eq, layers[: most + 1], layers[one : most + 1]))), most)
     return (period * min(most // period, -(-LAYERS // period)), period) if period else (0, 0)
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny
+from models import STATES, tiny
 
 from kvr_mpi.costs.solve import equal_time
 from kvr_mpi.model import LayerShape, StateShape
@@ -13,7 +13,7 @@ from kvr_mpi.tuning import measure
 from kvr_mpi.tuning.measure import MOST_RUNS, fastest, measure_rates
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "falcon-mqa"])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "falcon-mqa", *STATES])
 def test_rates_are_positive_and_make_a_partition(name: str) -> None:
     loaded = tiny(name)
     prepare_model(loaded.model, chain=True)
@@ -70,6 +70,8 @@ def test_whole_periods_of_layers_are_timed() -> None:
     assert measure._layers_timed(([recurrent] * 5 + [attention]) * 4) == (6, 6)
     assert measure._layers_timed([recurrent, attention, recurrent]) == (2, 2)
     assert measure._layers_timed([attention]) == (0, 0)
+    shared = LayerShape()  # its keys are those of an earlier layer
+    assert measure._layers_timed([recurrent, attention] * 5 + [shared] * 4) == (4, 2)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
