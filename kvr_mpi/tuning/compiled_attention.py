@@ -45,7 +45,14 @@ TRIED_OUTS, TRIED_ROWS = 71, (1, 2, 3, 8, 13)
 Say = Callable[[str], None]
 
 
-def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float = LIMIT_S) -> AttentionLibrary | None:
+def open_attention(
+    cache_dir: Path,
+    say: Say,
+    *,
+    compiles: bool,
+    limit_s: float = LIMIT_S,
+    environ: Mapping[str, str] = os.environ,
+) -> AttentionLibrary | None:
     """Load the kernel, compiled now if it never was; None if it cannot be had.
 
     Parameters
@@ -59,7 +66,7 @@ def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float 
         For the compiler.
     """
     texts = " ".join(each.read_text() for each in (*SOURCES, *HEADERS))
-    known = f"{processor_key()} {texts} {' '.join([*OPTIONS, *os.environ.get('CXX', '').split()[1:]])}"
+    known = f"{processor_key()} {texts} {' '.join([*OPTIONS, *environ.get('CXX', '').split()[1:]])}"
     folder = cache_dir / "kernels" / xxhash.xxh3_64_hexdigest(known.encode())
     file = folder / "attention.so"
     if compiles and not file.exists():

@@ -8,6 +8,7 @@ import platform
 import re
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -58,13 +59,13 @@ def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
     )
 
 
-def processor_key() -> str:
+def processor_key(environ: Mapping[str, str] = os.environ) -> str:
     """Name what code and timings of this processor hold for: its model, its instructions, and which of them are used.
 
     torch, oneDNN and MKL can be kept from using some of them (`RESTRICTING`).
     """
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    restricted = [f"{name}={value}" for name in RESTRICTING if (value := os.environ.get(name))]
+    restricted = [f"{name}={value}" for name in RESTRICTING if (value := environ.get(name))]
     known = " ".join([*sorted(flags.group(1).split() if flags else ()), torch.backends.cpu.get_cpu_capability()])
     known += " ".join(["", *restricted])
     return f"{processor_name()} {xxhash.xxh3_64_hexdigest(known.encode())}"
