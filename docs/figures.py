@@ -140,8 +140,8 @@ def render_summary(measured: dict[str, Measurement]) -> str:
         )
         rows.append([what, f"**{ours}**", *others])
     for what, name in (
-        ("documents an hour, 11 of up to 8192 tokens: Zen 5", "documents-an-hour"),
-        ("the same, 6 of up to 3008 tokens: Zen 4, AVX2 only", "documents-an-hour-avx"),
+        ("documents an hour, 11 transcripts of up to 8192 tokens: Zen 5", "documents-an-hour"),
+        ("documents an hour, 6 of up to 3008 tokens: Zen 4, AVX2 only", "documents-an-hour-avx"),
     ):
         ways = {row[0].partition(":")[0].strip("`"): row[1] for row in measured[name].rows}
         rows.append([what, f"**{ways['auto']}**", str(ways["generate"]), NOT_MEASURED, NOT_MEASURED])

@@ -234,7 +234,7 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
         kept = _repair_log(folder / name, header) if LOG_NAME.fullmatch(name) else _set_aside(folder / name)
         say(f"{folder / name} is damaged: {why}; it is kept as {kept.name}, and its documents are processed again")
     for path, why in {piece.path: why for piece, why in found.spoilt.items()}.items():
-        say(f"{path} is damaged: {why}; documents whose keys and values are are processed again")
+        say(f"{path} is damaged: {why}; the documents concerned are processed again")
     if found.spoilt:
         _drop(log, found.index().unreadable)
     if damaged or found.spoilt:

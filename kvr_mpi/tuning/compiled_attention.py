@@ -66,7 +66,8 @@ def open_attention(
         For the compiler.
     """
     texts = " ".join(each.read_text() for each in (*SOURCES, *HEADERS))
-    known = f"{processor_key()} {texts} {' '.join([*OPTIONS, *environ.get('CXX', '').split()[1:]])}"
+    options = [*OPTIONS, *(word for word in environ.get("CXX", "").split() if word.startswith("-"))]
+    known = f"{processor_key()} {texts} {' '.join(options)}"
     folder = cache_dir / "kernels" / xxhash.xxh3_64_hexdigest(known.encode())
     file = folder / "attention.so"
     if compiles and not file.exists():
@@ -113,13 +114,15 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
 
 def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the command of a C++ compiler, None if there is none."""
-    return environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    return environ.get("CXX", "").strip() or next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: float = LIMIT_S) -> str:
     """Make a library, with a compiler in a session of its own; return why there is none, nothing if there is."""
-    program, *options = compiler.split()
-    command = [program, *OPTIONS, *options, *map(str, sources), "-o", str(made)]  # the last -march counts
+    words = compiler.split()  # options of its own, perhaps, among them other instructions than this processor's
+    names_march = any(word.startswith("-march=") for word in words)
+    options = [each for each in OPTIONS if not (names_march and each.startswith("-march="))]
+    command = [*words, *options, *map(str, sources), "-o", str(made)]
     with tempfile.TemporaryFile() as output:
         try:
             process = subprocess.Popen(

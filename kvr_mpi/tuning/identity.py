@@ -66,8 +66,8 @@ def processor_key(environ: Mapping[str, str] = os.environ) -> str:
     """
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     restricted = [f"{name}={value}" for name in RESTRICTING if (value := environ.get(name))]
-    known = " ".join([*sorted(flags.group(1).split() if flags else ()), torch.backends.cpu.get_cpu_capability()])
-    known += " ".join(["", *restricted])
+    present = sorted(flags.group(1).split()) if flags else []
+    known = " ".join([*present, torch.backends.cpu.get_cpu_capability(), *restricted])
     return f"{processor_name()} {xxhash.xxh3_64_hexdigest(known.encode())}"
 
 

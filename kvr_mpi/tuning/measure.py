@@ -181,8 +181,7 @@ LAYERS = 3
 # Tokens of the slice, and of the prefix: enough to keep the device busy. A GPU has done 768 tokens before it has been
 # told of them all, and what it takes for a pair of tokens would seem to be a multiple of the truth.
 PROBES = {"cpu": (768, 3072), "cuda": (8192, 16384)}
-# A time is measured in two runs or more until the three fastest that were found differ by no more than this, or in so
-# many.
+# A time is measured in at least two runs, until its three smallest values differ by no more than this, or so many runs.
 AGREE_WITHIN, MOST_RUNS = 1.02, 6
 # Ranks that differ by less than this are the same machine, and the difference is noise.
 SAME_WITHIN = 1.25
@@ -228,7 +227,8 @@ def _layers_timed(layers: Sequence[LayerShape]) -> tuple[int, int]:
     Of the layers up to the last that keeps anything: of those behind it no beginning is known.
     """
     most = max(at for at, layer in enumerate(layers) if layer.elements or layer.states)
-    period = next((one for one in range(1, most + 1) if all(map(eq, layers[: most + 1], layers[one : most + 1]))), most)
+    known = layers[: most + 1]
+    period = next((one for one in range(1, most + 1) if all(map(eq, known, known[one:]))), most)
     return (period * min(most // period, -(-LAYERS // period)), period) if period else (0, 0)
 
 

@@ -60,6 +60,14 @@ def test_a_compiler_with_options_makes_another_library(kept: Path, monkeypatch: 
     assert found.multiple == 16  # heads of two vectors of eight numbers
 
 
+@needs_compiler
+def test_a_compiler_may_be_called_through_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"env {find_compiler()}")
+    assert try_to_open(tmp_path)[0] is not None
+    monkeypatch.setenv("CXX", " ")
+    assert find_compiler() == find_compiler({}), "no program is named"
+
+
 def test_timings_hold_for_the_instructions_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = processor_key()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
