@@ -22,13 +22,20 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.cores import all_cores, plain
-from benchmarks.options import check_writable, json_option, open_rivals, patience_options, rival_options
+from benchmarks.options import (
+    check_writable,
+    json_option,
+    open_rivals,
+    patience_options,
+    rival_options,
+    transport_option,
+)
 from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
 from benchmarks.rivals import Rival
 from benchmarks.tables import print_corpus
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.launch import guarded, quiet_libraries
-from kvr_mpi.cli.options import command, job_argument, parse_names, set_option, transport_option
+from kvr_mpi.cli.options import command, job_argument, parse_names, set_option
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError, DocumentError, counted

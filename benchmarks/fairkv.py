@@ -27,12 +27,17 @@ import torch
 from transformers import GenerationConfig
 
 from benchmarks.decode_turns import STEPS, PrefilledDocuments, TimedSums, Way
-from benchmarks.options import check_writable, json_option, patience_options
+from benchmarks.options import (
+    check_writable,
+    json_option,
+    patience_options,
+    transport_option,
+)
 from benchmarks.pairs import Patience, Ratio, drift_of, ratio_of
 from benchmarks.tables import print_heads
 from kvr_mpi.cli.environment import is_offline, read_environment
 from kvr_mpi.cli.launch import guarded, quiet_libraries
-from kvr_mpi.cli.options import command, job_argument, parse_numbers, set_option, transport_option
+from kvr_mpi.cli.options import command, job_argument, parse_numbers, set_option
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
 from kvr_mpi.costs.decoding import Wave, decode_costs_of

@@ -20,13 +20,22 @@ import click
 
 from benchmarks.cores import all_cores, plain
 from benchmarks.memory import held_bytes, peak_bytes, reset_peak
-from benchmarks.options import check_writable, json_option, open_rivals, patience_options, plot_option, rival_options
+from benchmarks.options import (
+    check_writable,
+    json_option,
+    model_options,
+    open_rivals,
+    patience_options,
+    plot_option,
+    rival_options,
+    transport_option,
+)
 from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
 from benchmarks.rivals import Rival, exactness_of
 from benchmarks.roofline import measure_rooflines
 from benchmarks.tables import print_rooflines, print_strategies
 from kvr_mpi.cli.launch import default_dtype, guarded, load_everywhere, open_links
-from kvr_mpi.cli.options import command, model_options, parse_names, parse_numbers, transport_option
+from kvr_mpi.cli.options import command, parse_names, parse_numbers
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.model import LoadedModel
@@ -414,7 +423,7 @@ def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, sa
 
 
 @command("first-token")
-@model_options(dtype=None)
+@model_options
 @click.option(
     "--strategies",
     default="single,tsp-dense,tsp-causal,ring,kvr-e,kvr-s,kvr-p",

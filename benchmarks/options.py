@@ -14,15 +14,44 @@ import click
 from benchmarks.half_weights import half_gguf
 from benchmarks.rivals import Rival, open_rival
 from kvr_mpi.cli.environment import read_environment
-from kvr_mpi.cli.options import grouped, parse_names
+from kvr_mpi.cli.options import DEFAULT_MODEL, grouped, parse_names
 from kvr_mpi.duration import parse_duration
 from kvr_mpi.model import find_model
 from kvr_mpi.store.targets import check_file
 from kvr_mpi.transport import Transport, on_root
+from kvr_mpi.transport.choose import NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])
 # The value of an option that prints, or writes where a file is named.
 PRINT = "-"
+
+transport_option = click.option(
+    "--transport",
+    type=click.Choice(NAMES),
+    default="auto",
+    show_default=True,
+    help="What carries keys and values between ranks; auto tests what works here, and reports its choice.",
+)
+model_options = grouped(
+    click.option(
+        "--model",
+        default=DEFAULT_MODEL,
+        show_default=True,
+        help="Model folder, .gguf file, or id on the Hugging Face hub.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        help="Data type of the weights; auto: as stored in the model.  [default: float32 on CPUs, auto on GPUs]",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        show_default=True,
+        help="auto: a GPU if there is one.",
+    ),
+)
 
 
 def make_parser(name: str, about: str | None) -> argparse.ArgumentParser:

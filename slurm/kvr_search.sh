@@ -1,7 +1,7 @@
 #!/bin/bash
 # The best slices for this machine and model, measured on the ranks that will use them, into a lookup table.
 #
-#     sbatch --nodes=2 --ntasks-per-node=4 slurm/kvr_search.sh --model /models/mine --contexts 8k,32k,128k --output tables/
+#     sbatch --nodes=2 --ntasks-per-node=4 slurm/kvr_search.sh JOB.toml --contexts 8k,32k,128k
 #SBATCH --job-name=kvr-search
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=2

@@ -35,17 +35,17 @@ def a_key(**changes: Any) -> Key:
 
 
 def an_entry(bounds: tuple[int, ...], ttft_s: float | None = None, date: str = DATE, **changes: Any) -> Entry:
-    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    predicted_s = chain_seconds(COSTS, [b - a for a, b in zip(bounds, bounds[1:], strict=False)])
     return Entry(
         context_tokens=bounds[-1],
         bounds_tokens=bounds,
-        ttft_s=ttft_s,
-        predicted_ttft_s=changes.pop("predicted_ttft_s", chain_seconds(COSTS, lengths)),
-        runs=0 if ttft_s is None else 3,
-        repetitions=0 if ttft_s is None else 1,
+        ttft_s=predicted_s if ttft_s is None else ttft_s,
+        predicted_ttft_s=changes.pop("predicted_ttft_s", predicted_s),
+        runs=3,
+        repetitions=1,
         spread_ratio=None,
         noise_ratio=None,
-        method="model" if ttft_s is None else "refit",
+        method="refit",
         provenance=Provenance(
             date=date, hosts=["vm"], processor="a core", command="kvr search", versions={"torch": "2"}
         ),

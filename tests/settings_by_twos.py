@@ -49,7 +49,7 @@ KEPT: dict[str, Job] = {
     "kv": {"output.kv": True},
     "sharded": {"output.kv": "sharded"},
     "reuse": {"documents.reuse": "{stored}"},
-    "logprobs": {"generation.logprobs": True, "generation.top_logprobs": 2},
+    "logprobs": {"generation.logprobs": 2},
 }
 ASKED: dict[str, Job] = {
     "prompts": {"prompt.template": None, "prompts": NAMED},
@@ -64,7 +64,7 @@ ASKED: dict[str, Job] = {
     "score": SCORED,
     "score-column": {
         "documents.path": "{rows}",
-        "generation.score_column": "choices",
+        "generation.score": "choices",
         "generation.max_new_tokens": None,
     },
     "samples": {**SAMPLED, "generation.n": 2},

@@ -48,7 +48,7 @@ def test_a_value_of_another_type_is_never_made_to_fit(tmp_path: Path, setting: s
         ("prompt.too_long", ("error", "truncate", "split")),
         ("prompt.keep", ("head", "tail", "middle")),
         ("parallel.strategy", ("kvr", "ring", "auto", "single")),
-        ("parallel.partition", ("equal_time", "even", "table")),
+        ("parallel.partition", ("equal_time", "even")),
     ],
 )
 def test_a_wrong_choice_lists_the_choices(tmp_path: Path, key: str, choices: tuple[str, ...]) -> None:
@@ -116,9 +116,9 @@ def test_an_empty_stop_string_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_sections_is_named_once_each_and_in_lines_of_their_own(tmp_path: Path) -> None:
-    path = write_job(tmp_path, "[generation]\ntop_logprobs = 2\n[compress]\nmethod = 'snapkv'")
+    path = write_job(tmp_path, "[generation]\nn = 2\n[compress]\nmethod = 'snapkv'")
     assert re.search(
-        r"^job\.toml: generation\.top_logprobs needs .*\njob\.toml: compress\.budget = TOKENS or .*\Z",
+        r"^job\.toml: generation\.n = 2: .*\njob\.toml: compress\.budget = TOKENS or .*\Z",
         refusal(path).replace(str(path), "job.toml"),
     )
 

@@ -100,9 +100,7 @@ def run(
     return RunOutcome(code, Path(spec.output.path))
 
 
-def plan(
-    job: Job, ranks: int, hardware: str | None = None, *, settings: Sequence[str] = (), exact: bool = False
-) -> PlannedJob:
+def plan(job: Job, ranks: int, hardware: str | None = None, *, settings: Sequence[str] = ()) -> PlannedJob:
     """Plan a job for so many ranks: which documents on which chains, when, for how long; no MPI, no weights.
 
     Parameters
@@ -111,8 +109,6 @@ def plan(
         As for `run`.
     hardware : str, optional
         How fast a rank is: a profile, a JSON file, or a table's hardware.
-    exact : bool
-        Count the tokens of large corpora, too, rather than estimate them.
 
     Raises
     ------
@@ -126,7 +122,7 @@ def plan(
 
     spec = read_job(job, settings)
     quiet_libraries()
-    return plan_job(spec, read_environment().machine, ranks, hardware, exact=exact)
+    return plan_job(spec, read_environment().machine, ranks, hardware)
 
 
 def simulate(

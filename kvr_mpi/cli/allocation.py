@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 RANKS_PER_NODE = 4
 
-# What a node has.
+# What a node has, in SLURM's words.
 node_options = grouped(
     click.option(
-        "--ranks-per-node",
+        "--ntasks-per-node",
         type=click.IntRange(1),
         help="Ranks on each node.  [default: 4, or all of them if there are fewer]",
     ),
@@ -27,7 +27,7 @@ node_options = grouped(
         help="GPUs on each node.  [default: one per rank if the job or the hardware profile uses GPUs, else 0]",
     ),
     click.option(
-        "--cpus-per-rank",
+        "--cpus-per-task",
         type=click.IntRange(1),
         help="Cores per rank.  [default: parallel.threads, or else 1, as in SLURM]",
     ),
@@ -61,10 +61,11 @@ class Allocation:
 def allocation_of(
     spec: JobSpec,
     ranks: int,
-    ranks_per_node: int | None,
-    gpus_per_node: int | None,
-    cpus_per_rank: int | None,
     hardware: str | None,
+    *,
+    ntasks_per_node: int | None,
+    gpus_per_node: int | None,
+    cpus_per_task: int | None,
 ) -> Allocation:
     """Say what a job of so many ranks takes.
 
@@ -76,14 +77,14 @@ def allocation_of(
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.topology import divides
 
-    per_node = ranks_per_node or min(RANKS_PER_NODE, ranks)
+    per_node = ntasks_per_node or min(RANKS_PER_NODE, ranks)
     if not divides(per_node, ranks):
         raise ConfigError(
-            f"--ranks {ranks} --ranks-per-node {per_node}: expected the same number of ranks on every node"
+            f"--ranks {ranks} --ntasks-per-node {per_node}: expected the same number of ranks on every node"
         )
     nodes = ranks // per_node
     gpus = _gpus(spec, per_node, hardware) if gpus_per_node is None else gpus_per_node
-    return Allocation(nodes, ranks, nodes * gpus, ranks * (cpus_per_rank or spec.parallel.threads or 1))
+    return Allocation(nodes, ranks, nodes * gpus, ranks * (cpus_per_task or spec.parallel.threads or 1))
 
 
 def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:

@@ -41,9 +41,7 @@ def _directive(key: str, value: str) -> str:
     from kvr_mpi.errors import ConfigError
 
     if not OPTION.fullmatch(key):
-        raise ConfigError(
-            f"--sbatch --{key!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
-        )
+        raise ConfigError(f"--{key!r}: expected a long option of sbatch, such as --partition=gpu")
     if not value.isprintable():
         hint = "start this from another folder" if key == "chdir" else "remove them"
         raise ConfigError(f"--{key}={value!r} contains control characters, which could run as a command: {hint}")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     type=click.Choice(["jsonl", "csv", "parquet", "openai-batch"]),
     default="jsonl",
     show_default=True,
-    help="Output format; csv: answers, errors, and what the job asked for; openai-batch: "
-    "responses to the requests of a job with documents.format = 'openai-batch'.",
+    help="Output format; csv: answers, errors, and what the job asked for; the others: all fields; "
+    "openai-batch: responses to the requests of a job with documents.format = 'openai-batch'.",
 )
 @click.option(
     "-o",
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     type=click.Path(file_okay=False, path_type=Path),
     help="Instead, write keys and values into this folder, one safetensors file per document.",
 )
-@click.option("--all-fields", is_flag=True, help="With --format csv: all fields of the records.")
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @click.option(
     "--status",
@@ -61,7 +60,6 @@ def export(
     output: Path | None,
     errors: Path | None,
     kv: Path | None,
-    all_fields: bool,
     overwrite: bool,
     status: str | None,
     verify: bool,
@@ -80,15 +78,13 @@ def export(
         raise click.UsageError("--kv FOLDER writes keys and values, -o FILE writes answers: give only one")
     if output is None and kv is None and kind == "parquet":
         raise click.UsageError("Parquet is a binary format: name a file with -o FILE")
-    if all_fields and kind != "csv":
-        raise click.UsageError(f"--all-fields is for --format csv: {kind} always has all fields")
     if errors is not None and (kind != "openai-batch" or output is None or errors.absolute() == output.absolute()):
         raise click.UsageError("--errors FILE needs --format openai-batch and -o ANOTHER_FILE")
     for target in filter(None, (output, errors)):
         check_file(target, overwrite=overwrite, reads=paths)
     results = open_results(*paths, verify=verify, partial=True)
     if kv is None:
-        _write(results, kind, (output, errors), status, all_fields=all_fields)
+        _write(results, kind, (output, errors), status)
     else:
         from kvr_mpi.store.tensors import export_kv
 
@@ -101,9 +97,7 @@ def export(
     return EXIT_BAD_DATA if results.missing else EXIT_OK
 
 
-def _write(
-    results: Results, kind: str, targets: tuple[Path | None, Path | None], status: str | None, *, all_fields: bool
-) -> None:
+def _write(results: Results, kind: str, targets: tuple[Path | None, Path | None], status: str | None) -> None:
     from contextlib import ExitStack
 
     from kvr_mpi.disk import replacing
@@ -112,8 +106,7 @@ def _write(
 
     records = results.records(status)
     output, errors = targets
-    is_plain = kind == "csv" and not all_fields
-    chosen = asked_fields(results.records(status)) if is_plain else ()
+    chosen = asked_fields(results.records(status)) if kind == "csv" else ()
     with ExitStack() as files:
         if output is not None:  # else it is standard output, whose reader may be gone
             files.enter_context(writing(output))

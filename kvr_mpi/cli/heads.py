@@ -10,8 +10,11 @@ import click
 
 from kvr_mpi.cli.writing import writing
 
+# Documents, unless documents.limit says how many.
+SAMPLED = 8
 
-def measure_heads(job: Path, settings: tuple[str, ...], documents: int, output: Path, *, replace: bool) -> None:
+
+def measure_heads(job: Path, settings: tuple[str, ...], output: Path, *, overwrite: bool) -> None:
     """Prefill a sample of a job's documents on one rank, and write how many tokens each KV head keeps.
 
     Parameters
@@ -19,11 +22,9 @@ def measure_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     job : Path
     settings : tuple of str
         ``section.key=value``, over those of the job.
-    documents : int
-        Most documents to sample.
     output : Path
         The profile, as JSON.
-    replace : bool
+    overwrite : bool
         Replace the file if it exists.
 
     Raises
@@ -42,10 +43,12 @@ def measure_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     alone = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1")  # whatever ranks the job itself runs on
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
-    if output.exists() and not replace:
-        raise OutputError(f"{output} exists; choose another file, or --replace it")
+    if output.exists() and not overwrite:
+        raise OutputError(f"{output} exists; choose another file, or --overwrite it")
     check_file(output, overwrite=True)
-    setup, sample = sample_heads(spec, read_environment().machine, documents, lambda text: click.echo(text, err=True))
+    setup, sample = sample_heads(
+        spec, read_environment().machine, spec.documents.limit or SAMPLED, lambda text: click.echo(text, err=True)
+    )
     for name, reason in sample.left_out:
         click.echo(f"left out: {name}: {reason}", err=True)
     found = sample.as_json(setup, spec.documents.path)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvr_mpi.transport.choose import NAMES
+if TYPE_CHECKING:
+    from kvr_mpi.job import JobSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,13 +26,8 @@ resume_option = click.option(
     is_flag=True,
     help="Continue from the results in the output folder; implied if SLURM has requeued the job that wrote them.",
 )
-transport_option = click.option(
-    "--transport",
-    type=click.Choice(NAMES),
-    default="auto",
-    show_default=True,
-    help="What carries keys and values between ranks; auto tests what works here, and reports its choice.",
-)
+overwrite_file_option = click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+optional_job_argument = click.argument("job", required=False, type=click.Path(dir_okay=False, path_type=Path))
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., Any]], click.Command]:
@@ -39,37 +35,26 @@ def command(name: str | None = None) -> Callable[[Callable[..., Any]], click.Com
     return click.command(name, context_settings={"help_option_names": ["-h", "--help"]})
 
 
-def model_options(*, dtype: str | None) -> Callable[[F], F]:
-    """Make a decorator for the options of commands that load a model without a job.
+def load_model_job(job: Path | None, settings: Sequence[str]) -> JobSpec:
+    """Read what a command that processes no documents needs of a job: its model, ranks and transport.
 
     Parameters
     ----------
-    dtype : str or None
-        The default of ``--dtype``; None: chosen by the device (`launch.default_dtype`).
+    job : Path or None
+        None: the small model that comes with the program, in float32.
+    settings : sequence of str
+        ``section.key=value``, over those of the job.
     """
-    by_device = "" if dtype is not None else "  [default: float32 on CPUs, auto on GPUs]"
-    return grouped(
-        click.option(
-            "--model",
-            default=DEFAULT_MODEL,
-            show_default=True,
-            help="Model folder, .gguf file, or id on the Hugging Face hub.",
-        ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-            default=dtype,
-            show_default=dtype is not None,
-            help=f"Data type of the weights; auto: as stored in the model.{by_device}",
-        ),
-        click.option(
-            "--device",
-            type=click.Choice(["auto", "cpu", "cuda"]),
-            default="auto",
-            show_default=True,
-            help="auto: a GPU if there is one.",
-        ),
-    )
+    from kvr_mpi.job import load_job, make_job
+
+    if job is not None:
+        return load_job(job, settings)[0]
+    raw = {
+        "model": {"path": DEFAULT_MODEL, "dtype": "float32"},
+        "documents": {"path": "none"},
+        "output": {"path": "none"},
+    }
+    return make_job(raw, Path("no job"), settings)[0]
 
 
 def grouped(*options: Callable[[Any], Any]) -> Callable[[F], F]:

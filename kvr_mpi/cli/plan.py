@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Half and twice the ranks are planned, too, up to this number: forecasts of longer chains take seconds.
 COMPARED_RANKS = 128
+SHOWN_ROWS = 20
 
 
 @command()
@@ -39,15 +40,7 @@ COMPARED_RANKS = 128
     "folder of them.  [default: the job's parallel.table]",
 )
 @node_options
-@click.option(
-    "--exact",
-    is_flag=True,
-    help="Count the tokens of every document, even in large corpora, instead of estimating them.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON that includes every document.")
-@click.option(
-    "--limit-rows", default=20, show_default=True, type=click.IntRange(0), help="Number of rows to print; 0: all."
-)
 def plan(
     job: Path | None,
     settings: tuple[str, ...],
@@ -55,9 +48,7 @@ def plan(
     tokens: str | None,
     model: str | None,
     hardware: str | None,
-    exact: bool,
     as_json: bool,
-    limit_rows: int,
     **node: int | None,
 ) -> None:
     """Show which documents of JOB would run on which chains of ranks, when, for how long and why.
@@ -84,9 +75,9 @@ def plan(
             raise click.UsageError("--tokens needs --model and --ranks, such as --model 'Llama 3.1 8B' --ranks 8")
         _plan_prompts(parse_numbers("--tokens", str(tokens)), model, hardware, count, as_json=as_json)
         return
-    made = read_and_plan(job, settings, count, hardware, exact=exact)
+    made = read_and_plan(job, settings, count, hardware)
     found, forecast, outline = made.schedule, made.forecast, made.outline
-    nodes = allocation_of(made.spec, made.ranks, **node, hardware=hardware)
+    nodes = allocation_of(made.spec, made.ranks, hardware, **node)
     if as_json:
         used = nodes.used(found.makespan_s)
         decoding = None if made.decoding is None else asdict(made.decoding)
@@ -113,7 +104,7 @@ def plan(
         click.echo(
             f"each rank below is a tensor-parallel group of {made.tensor_parallel} ranks: {made.ranks} ranks in total\n"
         )
-    _print_rows(found, forecast, limit_rows)
+    _print_rows(found, forecast)
     _print_summary(made)
     if made.decoding is not None:
         click.echo(str(made.decoding))
@@ -150,9 +141,7 @@ def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: 
     click.echo("\nfirst token: of a chain with the best slices; efficiency: 1 if p ranks are p times as fast as one")
 
 
-def read_and_plan(
-    job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None, *, exact: bool = False
-) -> PlannedJob:
+def read_and_plan(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None) -> PlannedJob:
     """Read a job, and plan it for so many ranks."""
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
@@ -168,7 +157,7 @@ def read_and_plan(
 
     machine = read_environment().machine
     quiet_libraries()
-    return plan_job(spec, machine, ranks, hardware, exact=exact)
+    return plan_job(spec, machine, ranks, hardware)
 
 
 def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
@@ -208,7 +197,7 @@ def _as_json(found: Schedule, forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
+def _print_rows(found: Schedule, forecast: Forecast) -> None:
     import shutil
 
     from rich.console import Console
@@ -224,7 +213,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("why", overflow="fold", ratio=1)
     rows = sorted(found.placements, key=lambda place: (place.start_s, place.first_rank))
-    for place in rows[: limit or None]:
+    for place in rows[:SHOWN_ROWS]:
         row = _columns(place, forecast)
         lengths = [str(b - a) for a, b in zip(row["slices"], row["slices"][1:], strict=False)]
         slices = "+".join(lengths if len(lengths) <= 4 else [*lengths[:2], "...", lengths[-1]])
@@ -246,8 +235,8 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
         width=max(120, shutil.get_terminal_size((150, 24)).columns), highlight=False, force_terminal=False
     )
     console.print(table)
-    if limit and len(rows) > limit:
-        click.echo(f"... and {len(rows) - limit} more; --limit-rows 0 prints all of them, --json all details")
+    if len(rows) > SHOWN_ROWS:
+        click.echo(f"... and {len(rows) - SHOWN_ROWS} more, which --json prints, too")
     for name, _, why in found.does_not_fit:
         click.echo(f"FITS NOWHERE: {printable(name)}: {why}")
 

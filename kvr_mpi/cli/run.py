@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from kvr_mpi.runtime.options import STOP_SIGNALS, RunOptions
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
+    from kvr_mpi.report.log import Level
     from kvr_mpi.transport import Transport
 
 
@@ -56,12 +58,9 @@ run_options = grouped(
         "75; a second signal ends it at once.",
     ),
     click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and exit."),
+    click.option("--quiet", is_flag=True, help="Of the log, show only warnings, errors and the last line."),
     click.option(
-        "--progress",
-        type=click.Choice(["auto", "bar", "lines"]),
-        default="auto",
-        show_default=True,
-        help="Show a progress bar, or one line per document; auto: a bar on a terminal without a launcher.",
+        "--verbose", is_flag=True, help="Show kernels, rates and versions, too, and lines in place of a progress bar."
     ),
 )
 
@@ -99,13 +98,19 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
         Given settings, makes the job, and says of each of its settings where it is from; called on one rank.
     """
     shows_config, settings = given.pop("show_config"), given.pop("settings")
-    options = RunOptions(**{**given, "stop_signals": tuple(parse_names(given["stop_signals"]))})
-    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume or options.extend)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.errors import KvrError, exit_line
     from kvr_mpi.report.log import Log
-    from kvr_mpi.transport.mpi import connect
+    from kvr_mpi.transport.mpi import connect, launched_size
 
+    quiet, verbose = given.pop("quiet"), given.pop("verbose")
+    if quiet and verbose:
+        raise click.UsageError("--quiet and --verbose exclude each other: give only one")
+    level: Level = "quiet" if quiet else "verbose" if verbose else "normal"
+    names = tuple(parse_names(given.pop("stop_signals")))
+    bar = level == "normal" and launched_size(os.environ) is None and sys.stderr.isatty()
+    options = RunOptions(**given, stop_signals=names, level=level, bar=bar)
+    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume or options.extend)
     try:
         world = connect()
     except KvrError as error:
@@ -156,24 +161,20 @@ def run_on(
     overwrite = options.overwrite and not resume
     limit_s = None if options.time_limit is None else time.time() + parse_duration(options.time_limit)
     on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
-    Log(world.rank).root(
-        f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents"
-    )
+    log = Log(world.rank, options.level)
+    log.root(f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents")
     # Only now what takes seconds to import.
     from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.report.progress import wants_bar
     from kvr_mpi.runtime.batch import run_job
-    from kvr_mpi.transport.mpi import launched_size
 
     quiet_libraries()
     environment = read_environment()
-    log, deadline_s = Log(world.rank), environment.deadline_s
+    deadline_s = environment.deadline_s
     if limit_s is not None:
         deadline_s = limit_s
     elif deadline_s is not None and deadline_s <= time.time():  # whoever it was meant for, this job is running
         ago = duration_text(time.time() - deadline_s)
         log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")
         deadline_s = None
-    has_bar = wants_bar(options.progress, launched_size(os.environ) is not None)
-    options = replace(options, overwrite=overwrite, resume=resume, progress="bar" if has_bar else "lines")
+    options = replace(options, overwrite=overwrite, resume=resume)
     return run_job(spec, options, replace(environment, deadline_s=deadline_s), world, log)

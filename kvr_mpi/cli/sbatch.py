@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import subprocess
@@ -10,13 +11,12 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi import removed
 from kvr_mpi.cli.allocation import Allocation, allocation_of, node_options
 from kvr_mpi.cli.batch_script import fill_in
 from kvr_mpi.cli.options import (
     check_fresh_or_resumed,
-    command,
     extend_option,
-    job_argument,
     overwrite_option,
     resume_option,
     set_option,
@@ -34,8 +34,8 @@ NO_LIMIT = ("0", "-1", "INFINITE", "UNLIMITED")
 MARGIN, START_S = 1.5, 600.0
 
 
-@command()
-@job_argument
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
+@click.argument("words", metavar="JOB [--SBATCH_OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 @set_option
 @click.option(
     "--ranks",
@@ -44,65 +44,41 @@ MARGIN, START_S = 1.5, 600.0
     help="Number of ranks: one per GPU, or one per few cores.",
 )
 @node_options
-@click.option(
-    "--time", "limit", metavar="TIME", help="Time limit, in a format that sbatch accepts.  [default: from the forecast]"
-)
 @click.option("--hardware", metavar="NAME_OR_FILE", help="Speed of a rank, as for kvr plan.")
 @resume_option
 @extend_option
 @overwrite_option
 @click.option(
     "--array",
-    type=click.IntRange(2),
-    metavar="N",
-    help="Split the corpus into N shares, each a job of --ranks ranks with its results in OUTPUT/share-I-of-N.",
-)
-@click.option(
-    "--at-once", type=click.IntRange(1), metavar="K", help="Maximum number of shares that run at the same time."
-)
-@click.option(
-    "--gather/--no-gather",
-    default=True,
-    help="After an array, however its tasks ended (afterany), merge all shares into OUTPUT/all.h5, verifying every "
-    "checksum, and report what is missing.  [default: gather]",
-)
-@click.option(
-    "--sbatch",
-    "options",
-    multiple=True,
-    metavar="--OPTION=VALUE",
-    help="An option passed on to sbatch; may be repeated. Account: --sbatch=--account=PROJECT. Partition: "
-    "--sbatch=--partition=gpu. Mail at the end: --sbatch=--mail-type=END,FAIL --sbatch=--mail-user=YOU@SITE. After "
-    "another job, however that ended: --sbatch=--dependency=afterany:JOB (afterok: only if its exit code was 0).",
+    metavar="N[%K]",
+    help="Split the corpus into N shares, at most K of which run at the same time: each is a job of --ranks ranks with "
+    "its results in OUTPUT/share-I-of-N. However they end, a job after them merges all into OUTPUT/all.h5, verifying "
+    "every checksum, and reports what is missing.",
 )
 @click.option("--print", "show", is_flag=True, help="Print the script and exit.")
 @click.option("--test-only", is_flag=True, help="Ask SLURM when the job would start; do not submit it.")
 def sbatch(
-    job: Path,
+    words: tuple[str, ...],
     settings: tuple[str, ...],
     ranks: int,
-    ranks_per_node: int | None,
-    gpus_per_node: int | None,
-    cpus_per_rank: int | None,
-    limit: str | None,
     hardware: str | None,
     resume: bool,
     extend: bool,
     overwrite: bool,
-    array: int | None,
-    at_once: int | None,
-    gather: bool,
-    options: tuple[str, ...],
+    array: str | None,
     show: bool,
     test_only: bool,
+    **node: int | None,
 ) -> int:
     """Submit JOB to SLURM: slurm/kvr_prefill.sh with nodes, ranks and time limit filled in from the plan.
 
     \b
     kvr sbatch jobs/summarize.toml --ranks 16 --hardware h200 --print
-    kvr sbatch jobs/summarize.toml --ranks 16 --time 8:00:00 --sbatch=--partition=gpu
-    kvr sbatch jobs/summarize.toml --ranks 4 --hardware h200 --array 100 --at-once 20
+    kvr sbatch jobs/summarize.toml --ranks 16 --time=8:00:00 --partition=gpu
+    kvr sbatch jobs/summarize.toml --ranks 4 --hardware h200 --array 100%20
 
+    Any long option of sbatch may be given as --NAME=VALUE: --account, --partition, --mem, --mail-type, --dependency
+    and others; without --time, the forecast decides. Defaults for all jobs go into variables such as SBATCH_ACCOUNT.
     The expected cost in node, GPU and core hours is printed first.
     """  # noqa: D301
     if show and test_only:
@@ -110,45 +86,44 @@ def sbatch(
     check_fresh_or_resumed(overwrite=overwrite, resume=resume or extend)
     if extend and array is not None:
         raise click.UsageError("--extend cannot be combined with --array: other documents would be in each share")
-    if at_once is not None and array is None:
-        raise click.UsageError("--at-once needs --array N")
+    job, chosen = _read_words(words)
+    shares, at_once = _read_array(array)
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job
 
     spec, _ = load_job(job, settings)
-    if array is not None and (spec.documents.shard is not None or spec.questions is not None):
+    if shares and (spec.documents.shard is not None or spec.questions is not None):
         what = "documents.shard" if spec.questions is None else "[questions]"
         raise ConfigError(f"--array splits the corpus into shares itself: remove {what} from the job")
-    chosen = _chosen(options)
-    nodes = allocation_of(spec, ranks, ranks_per_node, gpus_per_node, cpus_per_rank, hardware)
+    nodes = allocation_of(spec, ranks, hardware, **node)
     wanted: dict[str, str | int | None] = {
         "job-name": f"kvr-{re.sub('[^A-Za-z0-9._-]', '_', job.stem)}",
         "chdir": str(Path.cwd()),
         "nodes": nodes.nodes,
         "ntasks-per-node": nodes.ranks // nodes.nodes,
         "gpus-per-node": nodes.gpus // nodes.nodes,
-        "cpus-per-task": cpus_per_rank or spec.parallel.threads,
-        "time": limit or _time_limit(job, settings, hardware, array, nodes),
-        "array": _array(array, at_once),
+        "cpus-per-task": node["cpus_per_task"] or spec.parallel.threads,
+        "time": chosen.get("time") or _time_limit(job, settings, hardware, shares, nodes),
+        "array": f"0-{shares - 1}{at_once}" if shares else None,
         **chosen,
     }
-    if array is not None and "output" not in chosen:
+    if shares and "output" not in chosen:
         wanted["output"] = "%x-%A_%a.out"
     arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
     arguments += ["--resume"] * resume + ["--extend"] * extend + ["--overwrite"] * overwrite
-    script = _script(SCRIPT if array is None else ARRAY_SCRIPT, wanted, arguments)
+    script = _script(ARRAY_SCRIPT if shares else SCRIPT, wanted, arguments)
     gather_script = None
-    if array is not None and gather:
+    if shares:
         own = {"job-name": f"{wanted['job-name']}-gather", "chdir": str(Path.cwd())}
         shared = {key: value for key, value in chosen.items() if key in GATHER_TOO}
-        gather_script = _script(GATHER_SCRIPT, {**own, **shared}, [spec.output.path, str(array)])
+        gather_script = _script(GATHER_SCRIPT, {**own, **shared}, [spec.output.path, str(shares)])
     limit_text = str(wanted["time"]).strip()
     if limit_text.upper() not in NO_LIMIT:
         limit_s = parse_duration(limit_text)
-        most = nodes.hours(limit_s * (array or 1))
+        most = nodes.hours(limit_s * (shares or 1))
         click.echo(
             f"at most {most}: the time limit of {duration_text(limit_s)} on {counted(nodes.nodes, 'node')}"
-            f"{f' for each of {array} shares' if array else ''}",
+            f"{f' for each of {shares} shares' if shares else ''}",
             err=True,
         )
     if show:
@@ -156,7 +131,7 @@ def sbatch(
         if gather_script is not None:
             click.echo(f"# Then, submitted with --dependency=afterany:JOB:\n{gather_script}", nl=False)
         return 0
-    if array is None or test_only:
+    if gather_script is None or test_only:
         return _submit(script, test_only)
     return _submit_array(script, gather_script)
 
@@ -174,29 +149,38 @@ def scripts_folder() -> Path:
     return find_shipped("slurm", SCRIPT).parent
 
 
-def _chosen(options: Sequence[str]) -> dict[str, str]:
-    """Read what sbatch is to be told beside what is filled in."""
-    from kvr_mpi.errors import ConfigError
+def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
+    """Tell the job from the options of sbatch, which are those that `kvr sbatch` does not have."""
+    context = click.get_current_context()
+    own = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
+    jobs, chosen = [], {}
+    for word in words:
+        if not word.startswith("-"):
+            jobs.append(word)
+            continue
+        name, _, value = word.partition("=")
+        if instead := removed.COMMANDS.get(f"sbatch {name}"):
+            raise click.UsageError(f"kvr sbatch {name} was removed: {instead}")
+        if near := difflib.get_close_matches(name, [option for option in own if "-per-" not in option], cutoff=0.8):
+            raise click.UsageError(f"{name}: no such option. Did you mean {near[0]}?")
+        if not name.startswith("--"):
+            raise click.UsageError(f"{word!r}: expected a long option of sbatch, such as --partition=gpu")
+        chosen[name[2:]] = value
+    if len(jobs) != 1:
+        found = f"{len(jobs)}: {' '.join(map(repr, jobs))}" if jobs else "none"
+        raise click.UsageError(f"expected one job file, found {found}; options of sbatch are written --NAME=VALUE")
+    return Path(jobs[0]), chosen
 
-    chosen = {}
-    for option in options:
-        key, _, value = option.removeprefix("--").partition("=")
-        if not option.startswith("--") or not key:
-            raise ConfigError(
-                f"--sbatch {option!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
-            )
-        if key == "array":
-            raise ConfigError(
-                f"--sbatch {option!r}: every task would process the whole corpus; use --array N to split it into shares"
-            )
-        chosen[key] = value
-    return chosen
 
-
-def _array(array: int | None, at_once: int | None) -> str | None:
+def _read_array(array: str | None) -> tuple[int, str]:
+    """Read ``N%K``: the number of shares, 0 without an array, and ``%K`` or nothing."""
     if array is None:
-        return None
-    return f"0-{array - 1}" + ("" if at_once is None else f"%{at_once}")
+        return 0, ""
+    if not (found := re.fullmatch(r"([0-9]+)(%[1-9][0-9]*)?", array)) or int(found[1]) < 2:
+        raise click.UsageError(
+            f"--array {array!r}: expected a number of shares, at least 2, and how many may run at the same time: 100%20"
+        )
+    return int(found[1]), found[2] or ""
 
 
 def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequence[str]) -> str:
@@ -206,17 +190,15 @@ def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequen
     return fill_in((folder / name).read_text(), options, arguments, folder)
 
 
-def _time_limit(
-    job: Path, settings: tuple[str, ...], hardware: str | None, array: int | None, nodes: Allocation
-) -> str:
+def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shares: int, nodes: Allocation) -> str:
     """Forecast the job as it is written, or the longest of its shares, and leave a margin."""
     from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.setup.planning import plan_shares
 
     made = read_and_plan(job, settings, nodes.ranks, hardware)
-    shares = [made] if array is None else plan_shares(made, array)
-    times = [share.written_s for share in shares]
+    plans = plan_shares(made, shares) if shares else [made]
+    times = [one.written_s for one in plans]
     known = [seconds for seconds in times if seconds is not None]
     if len(known) < len(times):
         raise ConfigError(
@@ -225,7 +207,7 @@ def _time_limit(
             f"a chain for each document"
         )
     minutes = math.ceil((MARGIN * max(known) + START_S) / 60)
-    longest = "" if array is None else f" for the longest of {array} shares"
+    longest = f" for the longest of {shares} shares" if shares else ""
     click.echo(
         f"predicted {duration_text(max(known))}{longest}, by {made.forecast.source}; requesting {minutes} min", err=True
     )

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from kvr_mpi.cli.options import command, model_options, parse_numbers, transport_option
+from kvr_mpi.cli.options import command, load_model_job, optional_job_argument, parse_names, parse_numbers, set_option
 from kvr_mpi.errors import counted
 
 EXIT_DIFFERS = 1
 
 
+# Among the lengths: as many tokens as the model's context has room for.
+CONTEXT = "context"
+SEED = 0
+
+
 @command()
-@model_options(dtype="float32")
-@click.option("--lengths", default="64,512", show_default=True, help="Prompt lengths in tokens.")
+@optional_job_argument
+@set_option
 @click.option(
-    "--longest",
-    type=click.IntRange(1),
-    help="The longest prompt length, always checked.  [default: the model's context]",
+    "--lengths",
+    default=f"64,512,{CONTEXT}",
+    show_default=True,
+    help=f"Prompt lengths in tokens; {CONTEXT}: the longest that the model takes.",
 )
-@transport_option
-@click.option("--seed", default=0, show_default=True, help="Random seed for prompts and random partitions.")
-def verify(
-    model: str,
-    dtype: str,
-    device: str,
-    lengths: str,
-    longest: int | None,
-    transport: str,
-    seed: int,
-) -> int:
+def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     """Compare logits, keys, values and greedy tokens of every strategy with plain transformers.
 
     \b
-    mpirun -n 4 kvr verify --model /models/mine --dtype bfloat16 --longest 16k
+    mpirun -n 4 kvr verify jobs/summarize.toml --lengths 512,16k
+    mpirun -n 4 kvr verify --set model.path=/models/mine --set model.dtype=bfloat16
 
+    Of JOB, its model and transport are used; without it, a small model in float32.
     The exit code is 0 only if all of them agree.
     """  # noqa: D301
     from kvr_mpi.cli.launch import guarded
@@ -51,17 +51,22 @@ def verify(
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
-        loaded = load_everywhere(world, model, dtype, device)
-        links = open_links(world, loaded, transport, log)
+        spec = together(world, lambda: load_model_job(job, settings))
+        loaded = load_everywhere(
+            world, spec.model.path, spec.model.dtype, spec.model.device, kernels=spec.model.kernels
+        )
+        links = open_links(world, loaded, spec.parallel.transport, log)
 
         def choose() -> list[int]:
             context = loaded.shape.max_tokens
             most = (context or 4096) - NEW_TOKENS
-            chosen = sorted({*parse_numbers("--lengths", lengths), longest or most})
-            if chosen[0] < 2 * world.size or (context is not None and chosen[-1] > most):
+            named = parse_names(lengths)
+            numbers = ",".join(name for name in named if name != CONTEXT)
+            chosen = sorted({*(parse_numbers("--lengths", numbers) if numbers else ()), *[most] * (CONTEXT in named)})
+            if not chosen or chosen[0] < 2 * world.size or (context is not None and chosen[-1] > most):
                 raise ConfigError(
                     f"lengths {chosen}: expected from {2 * world.size} (two tokens per rank) to {most} (the model's "
-                    f"context minus {NEW_TOKENS} tokens to decode); change --lengths or --longest"
+                    f"context minus {NEW_TOKENS} tokens to decode); change --lengths"
                 )
             return chosen
 
@@ -70,7 +75,7 @@ def verify(
         for line in does_not_fit(checked):
             log.root(line)
         failed = count = 0
-        for finding in verify_all(checked, links, chosen, seed):
+        for finding in verify_all(checked, links, chosen, SEED):
             count, failed = count + 1, failed + (not finding.holds)
             log.root(
                 f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.strategy}: logits "

@@ -52,7 +52,7 @@ def check_folder(path: Path) -> list[Finding]:
         unchanged = write_and_read(folder, stem)
     except Exception as error:  # whatever HDF5 and the file system come up with
         reason = " ".join(str(error).split())
-        remedy = "choose a folder that you can write to (--output-dir, output.path), with free space and quota"
+        remedy = "choose a folder that you can write to (output.path), with free space and quota"
         return [fail("folder", f"{text} cannot be written: {reason}", remedy)]
     if not unchanged:
         remedy = "do not use this file system, and inform its administrators"

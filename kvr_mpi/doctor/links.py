@@ -177,7 +177,7 @@ def check_layout(ranks: int, tensor_parallel: int) -> list[Finding]:
         fail(
             "tensor-parallel",
             text,
-            f"start a multiple of {tensor_parallel} ranks, or choose another number for --tensor-parallel",
+            f"start a multiple of {tensor_parallel} ranks, or choose another parallel.tensor_parallel",
         )
     ]
 

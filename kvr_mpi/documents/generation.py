@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -12,9 +12,7 @@ from kvr_mpi.documents.json_schema import read_schema
 # As many as OpenAI's format asks for at most.
 MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128
 # Settings that are not transformers'.
-OURS = frozenset(
-    {"max_new_tokens", "stop", "seed", "logprobs", "top_logprobs", "score", "score_column", "n", "json_schema"}
-)
+OURS = frozenset({"max_new_tokens", "stop", "seed", "logprobs", "score", "n", "json_schema"})
 
 
 class GenerationSection(BaseModel):
@@ -41,30 +39,27 @@ class GenerationSection(BaseModel):
     stop: list[str] = Field([], description="the answer ends before the first of these strings")
     seed: int = Field(0, ge=0, description="seed for sampling; each document has its own random numbers")
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="number of answers to each prompt, sampled from one prefill")
-    logprobs: bool = Field(
-        False,
-        description="store the log-probability of every token of the answer, before temperature and other settings",
-    )
-    top_logprobs: int = Field(
-        0,
+    logprobs: int | None = Field(
+        None,
         ge=0,
         le=MAX_TOP_LOGPROBS,
-        description="with logprobs: also those of this many most likely tokens at each place",
+        description="store the log-probability of every token of the answer, before temperature and other settings, "
+        "and of this many most likely tokens at each place",
     )
     json_schema: str | None = Field(
         None, min_length=1, description="a JSON schema, or a file with one, that answers follow"
     )
-    score: list[str] = Field([], description="continuations to score by log-probability, instead of writing an answer")
-    score_column: str | None = Field(
-        None, min_length=1, description="field of a row with the continuations: a text or a list of texts"
+    score: list[str] | Annotated[str, Field(min_length=1)] = Field(
+        [],
+        description="continuations to score by log-probability, instead of writing an answer: a list, or the field of "
+        "a row with a text or a list of texts",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _writes_nothing(cls, given: Any) -> Any:
         """Where continuations are scored, no answer is written unless that is asked for, which is refused."""
-        scores = isinstance(given, dict) and (given.get("score") or given.get("score_column") is not None)
-        return {"max_new_tokens": 0, **given} if scores else given
+        return {"max_new_tokens": 0, **given} if isinstance(given, dict) and given.get("score") else given
 
     @field_validator("json_schema")
     @classmethod
@@ -73,7 +68,7 @@ class GenerationSection(BaseModel):
 
     @field_validator("score")
     @classmethod
-    def _has_words(cls, value: list[str]) -> list[str]:
+    def _has_words(cls, value: list[str] | str) -> list[str] | str:
         if not all(value):
             raise ValueError("an empty continuation has no probability")
         return value
@@ -87,8 +82,6 @@ class GenerationSection(BaseModel):
 
     @model_validator(mode="after")
     def _goes_together(self) -> GenerationSection:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("generation.top_logprobs needs generation.logprobs = true")
         if self.n > 1 and not self.do_sample:
             raise ValueError(
                 f"generation.n = {self.n}: without generation.do_sample = true, all answers are the same; set it, or "
@@ -104,14 +97,19 @@ class GenerationSection(BaseModel):
     @property
     def scores(self) -> bool:
         """Whether continuations are scored instead of answers written."""
-        return bool(self.score) or self.score_column is not None
+        return bool(self.score)
+
+    @property
+    def score_column(self) -> str | None:
+        """Field of a row with the continuations, if they are not the same for all."""
+        return self.score if isinstance(self.score, str) else None
 
     @property
     def of_answers(self) -> OwnGeneration:
         """What the job wants of final answers only, as a row would say it."""
         return OwnGeneration(
-            top_logprobs=self.top_logprobs if self.logprobs else None,
-            score=tuple(self.score) or None,
+            top_logprobs=self.logprobs,
+            score=tuple(self.score) or None if isinstance(self.score, list) else None,
             n=self.n if self.n > 1 else None,
             json_schema=self.json_schema,
         )

@@ -25,7 +25,8 @@ Kind = Literal["text", "messages", "openai-batch"]
 class RowFormat:
     """How the rows of a corpus are read.
 
-    kind : a row is a text, a conversation (`messages_field`), or a request (``openai_batch``).
+    text_field : field with the text or the conversation.
+    kind : a row is a text, a conversation, or a request (``openai_batch``).
     columns : fields that templates name.
     passed : fields that go into the records as they are.
     """
@@ -35,15 +36,13 @@ class RowFormat:
     columns: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     kind: Kind = "text"
-    messages_field: str = "messages"
 
     @property
     def needed(self) -> tuple[str, ...]:
         """All that is read of a row."""
         if self.kind == "openai-batch":
             return ("custom_id", "method", "url", "body", *self.passed)
-        content = self.text_field if self.kind == "text" else self.messages_field
-        return tuple(dict.fromkeys((self.id_field, content, *self.columns, *self.passed)))
+        return tuple(dict.fromkeys((self.id_field, self.text_field, *self.columns, *self.passed)))
 
     @property
     def passes_on(self) -> bool:
@@ -67,7 +66,7 @@ class RowFormat:
             return Document(name, error=error, passed=passed)
         if self.kind == "messages":
             try:
-                messages = parse_messages(row.get(self.messages_field), self.messages_field)
+                messages = parse_messages(row.get(self.text_field), self.text_field)
             except DocumentError as wrong:
                 return Document(name, error=f"{place}: {wrong}", passed=passed)
             return Document(name, joined(messages), passed=passed, messages=messages)

@@ -42,15 +42,13 @@ class _Sample:
     tokens: int | None
 
 
-def count_corpus(tokenizer: Any, documents: Iterable[Document], *, exact: bool = False) -> Counted:
+def count_corpus(tokenizer: Any, documents: Iterable[Document]) -> Counted:
     """Count the tokens of all documents, or estimate them if there are more than 20 million characters.
 
     Parameters
     ----------
     documents : iterable of Document
         Gone through once.
-    exact : bool
-        Count every document, however long it takes.
     """
     errors: dict[str, str] = {}
     stream = _noting(documents, errors)
@@ -62,16 +60,13 @@ def count_corpus(tokenizer: Any, documents: Iterable[Document], *, exact: bool =
         if chars > COUNTED_CHARS:
             break
     else:
-        exact = True
-    everything = _chain(first, stream)
-    if exact:
         texts = [
             (document.id, tokens)
-            for batch in _batches(everything)
+            for batch in _batches(first)
             for document, tokens in zip(batch, count_texts(tokenizer, _texts(batch)), strict=True)
         ]
         return Counted(texts, f"{sum(tokens for _, tokens in texts)} tokens of text", errors)
-    return Counted(*_estimate(list(_sample(tokenizer, everything))), errors)
+    return Counted(*_estimate(list(_sample(tokenizer, _chain(first, stream)))), errors)
 
 
 def count_texts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
@@ -140,7 +135,7 @@ def _estimate(samples: Sequence[_Sample]) -> tuple[list[tuple[str, int]], str]:
         errors = 100 * np.abs(factor * guessed / truth - 1)
         how += (
             f" ({len(control)} were counted: the median error of their estimates is {np.median(errors):.1f} %, the "
-            f"90th percentile {np.quantile(errors, 0.9):.1f} %); --exact counts all"
+            f"90th percentile {np.quantile(errors, 0.9):.1f} %)"
         )
     return texts, how
 

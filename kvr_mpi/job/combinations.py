@@ -28,8 +28,7 @@ PROMPTS, REUSE, SPLIT = "[[prompts]]", "documents.reuse", "prompt.too_long = 'sp
 ROWS, MESSAGES, REQUESTS = (f"documents.format{kind}" for kind in ("", " = 'messages'", " = 'openai-batch'"))
 PROMPT_KEYS = tuple(f"prompt.{key}" for key in ("template", "system", "too_long"))
 LOGPROBS, SAMPLES, SCHEMA = "generation.logprobs", "generation.n", "generation.json_schema"
-SCORE, SCORE_COLUMN, NO_ANSWER = "generation.score", "generation.score_column", "generation.max_new_tokens = 0"
-SCORES = (SCORE, SCORE_COLUMN)
+SCORE, SCORE_COLUMN, NO_ANSWER = "generation.score", "generation.score = FIELD", "generation.max_new_tokens = 0"
 
 # What a model is, as far as settings depend on it.
 STATES, GENERIC, LENGTH = (
@@ -97,7 +96,7 @@ REFUSED = (
         (REQUESTS, SAMPLES),
         "several answers to one prompt need its tokens, which are dropped while the first is written",
     ),
-    Row(ROLLING, SCORES, "tokens of the prompt are dropped while the first continuation is scored"),
+    Row(ROLLING, (SCORE,), "tokens of the prompt are dropped while the first continuation is scored"),
     # Compression.
     Row(
         COMPRESS,
@@ -116,7 +115,7 @@ REFUSED = (
         (QUESTIONS, REUSE),
         "it uses stored keys and values, but compression also needs the queries, which are not stored",
     ),
-    Row(COMPRESS, SCORES, "continuations are scored with all keys and values"),
+    Row(COMPRESS, (SCORE,), "continuations are scored with all keys and values"),
     Row(COMPRESS, (STATES,), "states cannot be compressed by tokens"),
     Row(COMPRESS, (GENERIC,), "its keys and values cannot be dropped by head"),
     Row(
@@ -148,7 +147,7 @@ REFUSED = (
     ),
     Row(
         QUESTIONS,
-        (ROWS, "documents.id_field", "documents.text_field", "documents.messages_field", REUSE),
+        (ROWS, "documents.id_field", "documents.text_field", REUSE),
         "they are about the documents of a run, whose prompts are stored",
         "leave it out",
     ),
@@ -168,22 +167,20 @@ REFUSED = (
     Row(PROMPTS, (REUSE, KV, PLANNED, QUESTIONS), "it works with one prompt about a document only"),
     Row(
         ROWS,
-        (*PROMPT_KEYS, "prompt.chat_template = false", "documents.text_field"),
+        (*PROMPT_KEYS, "prompt.chat_template = false"),
         "each row contains its whole prompt",
         "leave it out",
     ),
-    Row(REQUESTS, ("documents.id_field", "documents.messages_field"), "its rows have fixed fields", "leave it out"),
+    Row(REQUESTS, ("documents.id_field", "documents.text_field"), "its rows have fixed fields", "leave it out"),
     Row(ROWS, (KV,), "conversations and requests are not stored yet", "use documents.format = 'text', or leave it out"),
     Row(REQUESTS, (NO_ANSWER,), "requests need answers", "set at least 1"),
     # What an answer is.
     Row(SAMPLES, (KV,), "it stores the keys of only one answer"),
     Row(SAMPLES, (SPLIT,), "several answers to one prompt are not supported there yet"),
-    Row(SCORE, (SCORE_COLUMN,), "both name the continuations"),
     Row(SCORE, (SPLIT, REQUESTS), "scores are not supported there yet"),
-    Row(SCORE_COLUMN, (SPLIT, REQUESTS), "scores are not supported there yet"),
-    Row(LOGPROBS, (NO_ANSWER, *SCORES), "it is for the tokens of an answer, and none is written"),
-    Row(SCHEMA, (NO_ANSWER, *SCORES), "it is for answers, and none is written"),
-    Row(SAMPLES, (NO_ANSWER, *SCORES), "it is for answers, and none is written"),
+    Row(LOGPROBS, (NO_ANSWER, SCORE), "it is for the tokens of an answer, and none is written"),
+    Row(SCHEMA, (NO_ANSWER, SCORE), "it is for answers, and none is written"),
+    Row(SAMPLES, (NO_ANSWER, SCORE), "it is for answers, and none is written"),
     Row(
         SCHEMA,
         ("generation.stop", "generation.min_new_tokens"),
@@ -207,6 +204,7 @@ SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
         isinstance(job.parallel.ranks_per_chain, int) and job.parallel.ranks_per_chain > job.parallel.tensor_parallel
     ),
     PLANNED: lambda job: job.planned,
+    SCORE_COLUMN: lambda job: job.generation.score_column is not None,
     NO_ANSWER: lambda job: job.generation.max_new_tokens == 0 and not job.generation.scores,
 }
 

@@ -49,10 +49,10 @@ class DocumentsSection(Section):
         "text", description="contents of a row: a text, a conversation, or a request in OpenAI's batch format"
     )
     id_field: str = Field("id", description="field of a row with the document's id")
-    text_field: str = Field("text", description="field of a row with the document's text")
-    messages_field: str = Field("messages", description="field of a row with the conversation")
-    other_files: Literal["list", "error"] = Field(
-        "list", description="files of other types in a folder of documents: name them in the log, or refuse the job"
+    text_field: str | None = Field(
+        None,
+        min_length=1,
+        description="field of a row with the document's text, or its conversation; default: text, or messages",
     )
     limit: int | None = Field(None, ge=1, description="process only this many documents, the first ones")
     shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
@@ -75,6 +75,11 @@ class DocumentsSection(Section):
             if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
                 raise ValueError("expected 'i/n' with 0 <= i < n, such as '0/8'")
         return value
+
+    @property
+    def content_field(self) -> str:
+        """Field of a row with what is read."""
+        return self.text_field or {"text": "text", "messages": "messages", "openai-batch": "body"}[self.format]
 
     @property
     def share(self) -> slice:
@@ -133,11 +138,11 @@ class ParallelSection(Section):
     min_efficiency: float = Field(
         0.5, ge=0, le=1, description="auto: minimum parallel efficiency of a chain, unless that slows the batch down"
     )
-    partition: Literal["equal_time", "even", "table"] = Field(
-        "equal_time", description="slices of equal time, of even length, or from a table"
+    partition: Literal["equal_time", "even"] = Field(
+        "equal_time", description="slices of equal time, or of even length"
     )
     table: str | None = Field(
-        None, min_length=1, description="a file written by kvr search, or a folder of them, for partition = 'table'"
+        None, min_length=1, description="a file written by kvr search, or a folder of them, with slices to use instead"
     )
     chunk_tokens: ChunkTokens = Field(
         "auto", description="compute slices in chunks of this many tokens; auto: only if memory is short"
@@ -168,10 +173,8 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _table_where_it_is_used(self) -> ParallelSection:
-        if (self.partition == "table") != (self.table is not None):
-            raise ValueError(
-                "parallel.partition = 'table' needs parallel.table = 'tables/...', and the other way round"
-            )
+        if self.table is not None and self.partition == "even":
+            raise ValueError("a table has slices of its own: leave out either parallel.partition or parallel.table")
         return self
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.documents import SUFFIXES, describe_types, find_files, first_rows, is_table, other_files
+from kvr_mpi.documents import describe_types, find_files, first_rows, is_table, other_files
 from kvr_mpi.documents.templates import check_system, parse_template
 from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError, counted
 from kvr_mpi.job import JobSpec, ModelSection
@@ -31,11 +31,11 @@ from kvr_mpi.tuning.table import load_table, table_files
 SAMPLED_FILES = 8
 # Most files of other types that are named.
 NAMED_FILES = 50
-# What a row holds, by documents.format: the setting that names its field, the field if it has one name, and its type.
-CONTENT: dict[str, tuple[str, str, type]] = {
-    "text": ("text_field", "", str),
-    "messages": ("messages_field", "", list),
-    "openai-batch": ("format", "body", dict),
+# What a row holds, by documents.format: the setting to change, and the type of its field.
+CONTENT: dict[str, tuple[str, type]] = {
+    "text": ("text_field", str),
+    "messages": ("text_field", list),
+    "openai-batch": ("format", dict),
 }
 TELLTALE = {"messages": "messages", "body": "openai-batch"}
 NOUNS = {
@@ -298,7 +298,7 @@ def _check_columns(spec: JobSpec) -> None:
     scored = spec.generation.score_column
     if scored is not None and names is not None and scored not in names:
         there = f"the fields are {', '.join(sorted(names)[:20])}" if names else "text files have no fields"
-        raise ConfigError(f"generation.score_column: no row has a field {scored!r}; {there}")
+        raise ConfigError(f"generation.score: no row has a field {scored!r}; {there}")
 
 
 def _fields(spec: JobSpec) -> set[str] | None:
@@ -307,7 +307,7 @@ def _fields(spec: JobSpec) -> set[str] | None:
     for path in spec.documents.path if spec.questions is None else ():
         with contextlib.suppress(CorpusError):  # said of the documents
             tables += (Path(file) for file, _ in find_files([path]) if is_table(Path(file)))
-    rows = [row for file in tables[:SAMPLED_FILES] for row in first_rows(file, (spec.documents.text_field,))]
+    rows = [row for file in tables[:SAMPLED_FILES] for row in first_rows(file, (spec.documents.content_field,))]
     return {str(name) for row in rows for name in row} if rows or not (tables or spec.questions) else None
 
 
@@ -324,8 +324,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         )
     if texts:
         return
-    key, field, kind = CONTENT[documents.format]
-    field = field or getattr(documents, key)
+    (key, kind), field = CONTENT[documents.format], documents.content_field
     names: set[str] = set()
     for file in files[:SAMPLED_FILES]:
         for row in first_rows(file, (field,)):
@@ -333,30 +332,19 @@ def _check_documents(spec: JobSpec, path: str) -> None:
                 return
             names.update(map(str, row))
     if names:
+        written = field if key == "text_field" else documents.format
         others = [kind for name, kind in TELLTALE.items() if name in names and kind != documents.format]
         hint = f"; is it documents.format = {others[0]!r}?" if others else ""
         raise CorpusError(
-            f"documents.{key} = {getattr(documents, key)!r}: no {NOUNS[documents.format]} in the first rows of "
+            f"documents.{key} = {written!r}: no {NOUNS[documents.format]} in the first rows of "
             f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more' if len(files) > 1 else ''}; "
             f"the fields are {', '.join(sorted(names)[:20])}{hint}"
         )
 
 
 def find_others(spec: JobSpec) -> list[str]:
-    """List the files in the folders of a job's documents that no document is read from.
-
-    Raises
-    ------
-    CorpusError
-        If there are any, and the job wants that to be an error.
-    """
-    others = other_files(spec.documents.path) if spec.questions is None else []
-    if others and spec.documents.other_files == "error":
-        raise CorpusError(
-            f"documents.other_files = 'error': {describe_others(others)}; convert them to {', '.join(SUFFIXES)}, move "
-            f"them, or set documents.other_files = 'list'. They are {name_files(others)}"
-        )
-    return others
+    """List the files in the folders of a job's documents that no document is read from."""
+    return other_files(spec.documents.path) if spec.questions is None else []
 
 
 def describe_others(files: Sequence[str]) -> str:

@@ -43,11 +43,10 @@ def row_format(spec: JobSpec) -> RowFormat:
     wanted = spec.documents
     return RowFormat(
         wanted.id_field,
-        wanted.text_field,
+        wanted.content_field,
         tuple(columns),
         kept_columns(spec),
         wanted.format,
-        wanted.messages_field,
     )
 
 

@@ -1,11 +1,25 @@
-"""Whole lines, each with its time, and on ranks other than 0 with rank and host."""
+"""Whole lines, each with its time, and on ranks other than 0 with rank and host.
+
+A line says itself how much it matters: what begins with one of `LOUD` is always shown, a `Detail` only if asked for.
+"""
 
 from __future__ import annotations
 
 import socket
 import sys
 from datetime import datetime
-from typing import TextIO
+from typing import Literal, TextIO
+
+Level = Literal["quiet", "normal", "verbose"]
+# How lines begin that ``--quiet`` leaves: warnings, errors, and how it ended.
+LOUD = ("warning: ", "error: ", "exit code ")
+DOCUMENT_FAILED = ": error: "
+
+
+class Detail(str):
+    """A line that only ``--verbose`` shows: what a developer, or a report of a bug, needs."""
+
+    __slots__ = ()
 
 
 class Log:
@@ -13,15 +27,19 @@ class Log:
 
     Parameters
     ----------
-    rank, size : int
-        This rank, and how many there are; rank 0 needs no naming.
+    rank : int
+        This rank; rank 0 needs no naming.
+    level : {'quiet', 'normal', 'verbose'}
+        Which lines to show.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, stream: TextIO | None = None) -> None:
-        self._rank, self._size, self._stream = rank, size, stream or sys.stderr
+    def __init__(self, rank: int = 0, level: Level = "normal", stream: TextIO | None = None) -> None:
+        self._rank, self.level, self._stream = rank, level, stream or sys.stderr
 
     def line(self, text: str) -> None:
-        """Write one line, at once and in one piece."""
+        """Write one line, at once and in one piece, unless it matters less than what is to be shown."""
+        if not self._shows(text):
+            return
         who = f" rank {self._rank} {socket.gethostname()}" if self._rank else ""
         for row in text.splitlines() or [""]:
             self._stream.write(f"[{datetime.now():%Y-%m-%d %H:%M:%S}{who}] {row}\n")
@@ -31,3 +49,8 @@ class Log:
         """Write one line on rank 0 only."""
         if self._rank == 0:
             self.line(text)
+
+    def _shows(self, text: str) -> bool:
+        if isinstance(text, Detail):
+            return self.level == "verbose"
+        return self.level != "quiet" or text.startswith(LOUD) or DOCUMENT_FAILED in text

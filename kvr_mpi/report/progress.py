@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -170,13 +169,6 @@ class Progress:
         if self._deadline_s is not None:
             text += f", wall time left {duration_text(self._deadline_s - self._clock())}"
         return text
-
-
-def wants_bar(choice: str, launched: bool) -> bool:
-    """Whether to draw a bar: asked for, or ``auto`` on a terminal of our own, not one that a launcher gave us."""
-    if choice == "auto":
-        return sys.stderr.isatty() and not launched
-    return choice == "bar"
 
 
 def _times_of(record: Record) -> str:

@@ -221,7 +221,7 @@ def _texts_of(column: str, value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) and one for one in texts):
         raise DocumentError(
-            f"the field {column!r} (generation.score_column) is {str(value)[:60]!r}; expected a non-empty text or a "
+            f"the field {column!r} (generation.score) is {str(value)[:60]!r}; expected a non-empty text or a "
             f"list of them"
         )
     return tuple(texts)

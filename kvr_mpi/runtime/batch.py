@@ -28,7 +28,7 @@ from kvr_mpi.model import choose_device
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.preflight.checks import describe_others, find_others, lay_out, name_files
 from kvr_mpi.preflight.inputs import prompts_of, row_format
-from kvr_mpi.report.log import Log
+from kvr_mpi.report.log import Detail, Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.requests.sources import Source, TextSource
@@ -53,6 +53,7 @@ from kvr_mpi.setup.rates import Say
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.folder import check_writable, read_records, survey
 from kvr_mpi.store.lock import Owner
+from kvr_mpi.store.log import software
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Run, check_resumable, known_corpus, open_run
 from kvr_mpi.store.states import remove_states
@@ -94,7 +95,9 @@ def _run(
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     links, reason = open_transport(world, spec.parallel.transport, device)
-    log.root(reason)
+    is_usual = device.type == "cpu" and spec.parallel.transport == "auto"
+    log.root(Detail(reason) if is_usual else reason)
+    log.root(Detail(", ".join(f"{name} {version}" for name, version in software().items())))
     ranks = join_groups(links, world, topology, device)
     chain = ranks.lane.split(topology.by_group.chain_color(ranks.lane.rank))
     prepared = prepare(spec, machine, links, chain, log.line, ranks=ranks)
@@ -114,7 +117,7 @@ def _run(
         log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
     counters = open_counters(world, FIRST_LIST + shares.slots)
-    has_bar = options.progress == "bar" and world.rank == 0
+    has_bar = options.bar and world.rank == 0
     with (
         open_states(folder, session, world, stop.deadline_s, log, spec.parallel.tensor_parallel) as states,
         open_trace(prepared, folder, session, ranks, log, states) as trace,
@@ -284,7 +287,8 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     run.close()
     index = survey(folder).index()  # a share may be empty
     summary = index.summary()
-    print_summary(summary, read_records(index, rows_of(index)), result)
+    if log.level != "quiet":
+        print_summary(summary, read_records(index, rows_of(index)), result)
     code, line = conclusion(spec, summary.done, summary.failed)
     log.line(line)
     return code

@@ -21,6 +21,8 @@ class RunOptions:
     resume, extend : go on from results in the folder, of the same documents, or of others, too.
     time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the SLURM job, if it is one.
     stop_signals : names.
+    level : quiet: of the log, only warnings, errors and the last line; verbose: also what a developer needs.
+    bar : show progress as a bar on the terminal.
     """
 
     overwrite: bool = False
@@ -29,7 +31,8 @@ class RunOptions:
     retry_failed: bool = False
     time_limit: str | None = None
     stop_signals: Sequence[str] = STOP_SIGNALS
-    progress: Literal["auto", "bar", "lines"] = "lines"
+    level: Literal["quiet", "normal", "verbose"] = "normal"
+    bar: bool = False
 
     @property
     def mode(self) -> Literal["new", "overwrite", "resume", "extend"]:

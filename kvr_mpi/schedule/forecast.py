@@ -259,7 +259,7 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
         source = f"lookup table for {best.key.ranks} ranks of {best.key.hardware} ({best.key.device}), {measured}"
         source += "; memory unknown"
         forecast = forecast_measured(spec, best.rates.costs(), frame, source)
-        if spec.parallel.partition != "table":
+        if spec.parallel.table is None:
             return forecast
         return replace(forecast, cut=lambda tokens, ranks: choose_slices(best, tokens, ranks).partition)
     profile = load_hardware(given)

@@ -73,8 +73,8 @@ class PlannedJob:
         return _choose_decoding(self) if self.spec.decode.mode == "auto" else None
 
 
-def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, *, exact: bool = False) -> PlannedJob:
-    """Read a job's corpus, and plan it for so many ranks; `exact` as in `count_corpus`.
+def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) -> PlannedJob:
+    """Read a job's corpus, and plan it for so many ranks.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     groups = ranks if spec.parallel.tensor_parallel == 1 else lay_out(spec, ranks).by_group.ranks
     forecast = forecast_of(spec, outline, frame, groups, hardware)
     others = find_others(spec)
-    found = _count(spec, outline.tokenizer, exact)
+    found = _count(spec, outline.tokenizer)
     schedule = plan_documents(spec, found.texts, groups, forecast)
     too_long = {
         name: f"too long: {tokens} tokens, and {frame.text_budget} fit (prompt.too_long = 'error')"
@@ -136,12 +136,12 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
     ]
 
 
-def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
+def _count(spec: JobSpec, tokenizer: Any) -> Counted:
     """Tokens of the text of every document that is this job's."""
     wanted = spec.documents
     documents = read_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit)
     share = wanted.share
-    counted = count_corpus(tokenizer, islice(documents, share.start, None, share.step), exact=exact)
+    counted = count_corpus(tokenizer, islice(documents, share.start, None, share.step))
     if not counted.texts:
         of = "" if wanted.shard is None else f" of the share {wanted.shard}"
         raise CorpusError(f"documents.path {wanted.path}: the files contain no documents{of}; expected at least one")

@@ -42,6 +42,7 @@ from kvr_mpi.prefill.registry import AUTO, CHECKED_CHUNK, KVR, Strategy, candida
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.preflight.inputs import prompts_of
+from kvr_mpi.report.log import Detail
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.arena import open_arena
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
@@ -129,7 +130,7 @@ def prepare(
     rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
     if rates and rolling is None:
         mine = rates if spec.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
-        say(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
+        say(Detail(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS)))
     return JobSetup(
         spec=spec,
         loaded=loaded,

@@ -39,7 +39,7 @@ def rates_of(
     spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None, say: Say
 ) -> list[Rates]:
     """Measure all ranks if slices are to be cut by time; what `costs` say is not measured again."""
-    if spec.parallel.partition != "equal_time" or (chain.size == 1 and costs is None):
+    if spec.parallel.partition == "even" or spec.parallel.table is not None or (chain.size == 1 and costs is None):
         return []
     if costs is None:
         say("measuring the speed of the ranks, for slices of equal time")

@@ -232,9 +232,9 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
     damaged = found.damaged
     for name, why in sorted(damaged.items()):
         kept = _repair_log(folder / name, header) if LOG_NAME.fullmatch(name) else _set_aside(folder / name)
-        say(f"{folder / name} is damaged: {why}; it is kept as {kept.name}, and its documents are processed again")
+        say(f"warning: {folder / name} is damaged: {why}; kept as {kept.name}; its documents are processed again")
     for path, why in {piece.path: why for piece, why in found.spoilt.items()}.items():
-        say(f"{path} is damaged: {why}; the documents concerned are processed again")
+        say(f"warning: {path} is damaged: {why}; the documents concerned are processed again")
     if found.spoilt:
         _drop(log, found.index().unreadable)
     if damaged or found.spoilt:
@@ -243,7 +243,7 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
         _refuse_foreign(folder / name)
         (folder / name).unlink()
     for name in set(found.missing) - damaged.keys():
-        say(f"{folder / name} is gone: documents that need it are processed again")
+        say(f"warning: {folder / name} is gone: documents that need it are processed again")
     return found
 
 
@@ -345,7 +345,7 @@ def _check_job(
             f"choose another output.path"
         )
     elif recorded:
-        say(f"{folder / RUN_FILE} is missing or damaged, so it is unknown whether the documents are still the same")
+        say(f"warning: {folder / RUN_FILE} is missing or damaged: whether the documents are still the same is unknown")
     if others := recorded - wanted - gone:
         before = ALL if stored is None else share_of(stored[0])
         raise OutputError(

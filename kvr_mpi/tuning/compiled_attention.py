@@ -74,7 +74,7 @@ def open_attention(
         try:
             _compile(file, say, limit_s)
         except OSError as error:
-            say(f"attention is not compiled: {folder} cannot be written ({error.strerror or error})")
+            say(f"warning: attention is not compiled: {folder} cannot be written ({error.strerror or error})")
     try:
         check_kept(file)
         library = AttentionLibrary(file)
@@ -83,7 +83,7 @@ def open_attention(
     except (FileNotFoundError, NotADirectoryError):
         return None  # it was never compiled
     except (OSError, ValueError, AttributeError) as error:
-        say(f"{file} is not used: {str(error).splitlines()[0]}; remove it to compile it again")
+        say(f"warning: {file} is not used: {str(error).splitlines()[0]}; remove it to compile it again")
         return None
     return library
 

@@ -27,6 +27,7 @@ from kvr_mpi.model.cpu_attention import AttentionLibrary, CpuAttention
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.products import PREPACKED, find_products, give_products, narrow_weights
+from kvr_mpi.report.log import Detail
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
 from kvr_mpi.tuning.identity import processor_key
@@ -110,6 +111,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         here = [(found, share) for host, found, share in views if host == socket.gethostname()]
         gains, share = _middle(mine, [found for found, _ in here]), min(share for _, share in here)
         ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model, narrowed), room), say)
+    say(Detail(f"kernels: {'; '.join(f'{name}: {way}' for name, way in ways.items()) or 'those of torch'}"))
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
         give_kernel(loaded.model, CpuAttention(attention, taken))
     del pieces
@@ -250,7 +252,7 @@ def _right_ways(pieces: Sequence[Piece], chosen: Mapping[str, Ways], say: Say) -
         for way, count in zip(ways, ROWS, strict=bool(ways)):
             rows = piece.rows(count)
             if way != PLAIN and not is_same(piece.ways[PLAIN][0](rows), piece.ways[way][0](rows)):
-                say(f"{piece.name}: {way} is not used: its results for {count} rows differ from those of plain torch")
+                say(f"warning: {piece.name}: {way} is not used: for {count} rows it differs from plain torch")
                 break
         else:
             if ways:
@@ -300,7 +302,7 @@ def _keep(file: Path, kept: _Kept, say: Say) -> None:
     except OSError as error:
         if isinstance(error, FileExistsError) and file.parent.is_dir():
             return  # another host is writing it
-        say(f"kernel measurements are not kept: {file} cannot be written ({error.strerror or error})")
+        say(f"warning: kernel measurements are not kept: {file} cannot be written ({error.strerror or error})")
 
 
 def is_same(truth: torch.Tensor, found: torch.Tensor) -> bool:

@@ -53,7 +53,7 @@ def choose_slices(table: Table, tokens: int, ranks: int | None = None) -> Choice
         return Choice(split, seconds * _correction(table, tokens), "extrapolated")
     for entry in table.entries:
         if entry.context_tokens == tokens:
-            return Choice(entry.partition, entry.seconds, "entry")
+            return Choice(entry.partition, entry.ttft_s, "entry")
     shares = interpolate({entry.context_tokens: entry.shares for entry in table.entries}, tokens)
     split = Partition.by_ratio(tokens, shares, QUANTUM_TOKENS)
     return Choice(split, chain_seconds(costs, split.lengths) * _correction(table, tokens), "interpolated")
@@ -70,7 +70,7 @@ def _correction(table: Table, tokens: int) -> float:
     costs = table.rates.costs()
 
     def ratio(entry: Entry) -> tuple[float]:
-        return (entry.seconds / max(chain_seconds(costs, entry.partition.lengths), 1e-12),)
+        return (entry.ttft_s / max(chain_seconds(costs, entry.partition.lengths), 1e-12),)
 
     return interpolate({entry.context_tokens: ratio(entry) for entry in _nearest(table.entries, tokens)}, tokens)[0]
 

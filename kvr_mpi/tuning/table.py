@@ -34,7 +34,7 @@ Name = Annotated[str, Field(pattern=NAME)]
 Seconds = Annotated[float, Field(gt=0, lt=1e7)]
 RateS = Annotated[float, Field(ge=0, lt=1e7)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-Method = Literal["refit", "grid", "model"]
+Method = Literal["refit", "grid"]
 
 
 class Part(BaseModel):
@@ -111,10 +111,10 @@ class Entry(Part):
 
     context_tokens: Annotated[int, Field(ge=2, le=MAX_TOKENS)]
     bounds_tokens: Annotated[tuple[Tokens, ...], Field(min_length=3, max_length=MAX_RANKS + 1)]
-    ttft_s: Seconds | None = Field(description="measured; null where nothing was run")
+    ttft_s: Seconds
     predicted_ttft_s: Seconds
-    runs: Annotated[int, Field(ge=0, le=1_000_000)]
-    repetitions: Annotated[int, Field(ge=0, le=1_000_000, description="runs of the chosen slices")]
+    runs: Annotated[int, Field(ge=1, le=1_000_000)]
+    repetitions: Annotated[int, Field(ge=1, le=1_000_000, description="runs of the chosen slices")]
     spread_ratio: Annotated[float, Field(ge=0, lt=1e7)] | None
     noise_ratio: Annotated[float, Field(ge=0, lt=1e7)] | None
     method: Method
@@ -127,10 +127,8 @@ class Entry(Part):
             raise ValueError(
                 f"bounds_tokens {_short(bounds)}: expected to rise from 0 to context_tokens = {self.context_tokens}"
             )
-        if (self.ttft_s is None) != (self.repetitions == 0) or self.repetitions > self.runs:
-            raise ValueError(
-                "ttft_s, repetitions and runs do not match: expected a time if and only if there were runs"
-            )
+        if self.repetitions > self.runs:
+            raise ValueError(f"repetitions = {self.repetitions}: expected at most runs = {self.runs}")
         return self
 
     @property
@@ -142,11 +140,6 @@ class Entry(Part):
     def shares(self) -> tuple[float, ...]:
         """The slices as parts of the whole."""
         return tuple(length / self.context_tokens for length in self.partition.lengths)
-
-    @property
-    def seconds(self) -> float:
-        """What is known best of the time to the first token."""
-        return self.predicted_ttft_s if self.ttft_s is None else self.ttft_s
 
 
 class Table(Part):

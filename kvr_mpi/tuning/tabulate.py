@@ -1,7 +1,7 @@
 """Make a lookup table: the slices for some lengths, measured on these ranks (section 4.2).
 
-Stands between ``kvr search`` and a `Table`. Three methods: ``refit`` (a few instrumented runs a length), ``grid`` (the
-paper's hierarchical grid search), ``model`` (nothing is run but the probe of the rates).
+Stands between ``kvr search`` and a `Table`. Two methods: ``refit`` (a few instrumented runs a length) and ``grid``
+(the paper's hierarchical grid search).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvr_mpi.costs.costmodel import best_split, chain_seconds
+from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
@@ -20,7 +20,7 @@ from kvr_mpi.tuning.measure import Observation, Run
 from kvr_mpi.tuning.refit import MAX_RUNS, Say, fit, refit, steady
 from kvr_mpi.tuning.table import Entry, Key, Method, Provenance, Rates, Table
 
-# The paper's grid takes as many runs as it needs; that many are allowed where nobody says otherwise.
+# The paper's grid takes as many runs as it needs; that many are allowed.
 GRID_MAX_RUNS = 400
 # Runs of the split that a grid ended with, and runs of each length that the rates are fitted to.
 GRID_REPEATS, GRID_FITTED = 3, 8
@@ -28,14 +28,10 @@ GRID_REPEATS, GRID_FITTED = 3, 8
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is to be searched, and how.
-
-    max_runs : allowed for one length; None: the method's own limit.
-    """
+    """What is to be searched, and how."""
 
     contexts: Sequence[int]
     method: Method
-    max_runs: int | None = None
 
 
 @dataclass(slots=True)
@@ -78,33 +74,26 @@ def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Ru
     entries: list[Entry] = []
     everything: list[Observation] = []
     known = costs
-    if wish.method != "model":
-        run(Partition.even(min(wish.contexts), key.ranks))
-        say("one warm-up run")
+    run(Partition.even(min(wish.contexts), key.ranks))
+    say("one warm-up run")
     for tokens in wish.contexts:
-        if wish.method == "model":
-            found = _Found(*best_split(costs, tokens, key.ranks, quantum=QUANTUM_TOKENS))
-        elif wish.method == "refit":
-            found = _refit(tokens, known, key.ranks, run, say, wish.max_runs or MAX_RUNS)
-        else:
-            found = _grid(tokens, known, key.ranks, run, say, wish.max_runs or GRID_MAX_RUNS)
+        found = (_refit if wish.method == "refit" else _grid)(tokens, known, key.ranks, run, say)
         everything += found.observations
-        known = fit(known, found.observations) if found.observations else known
+        known = fit(known, found.observations)
         entry = _entry(found, wish.method, provenance, noise_of(known, found.observations))
         entries.append(entry)
         say(f"{tokens} tokens: {describe(entry)}")
-        rates = fit(costs, everything) if everything else costs
-        yield Table(key=key, rates=Rates.of(rates), entries=tuple(entries))
+        yield Table(key=key, rates=Rates.of(fit(costs, everything)), entries=tuple(entries))
 
 
-def _refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say, max_runs: int) -> _Found:
-    result = refit(tokens, costs, ranks, run, say, quantum=QUANTUM_TOKENS, max_runs=max_runs)
+def _refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> _Found:
+    result = refit(tokens, costs, ranks, run, say, quantum=QUANTUM_TOKENS, max_runs=MAX_RUNS)
     return _Found(
         result.best, result.forecasts_s[result.best], result.runs, result.times_of(result.best), result.observations
     )
 
 
-def _grid(tokens: int, costs: Costs, ranks: int, run: Run, say: Say, max_runs: int) -> _Found:
+def _grid(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> _Found:
     """Search as the paper does: from even slices, the first stride half a slice's reach, halved to the quantum."""
     observations: list[Observation] = []
     runs = 0
@@ -121,7 +110,7 @@ def _grid(tokens: int, costs: Costs, ranks: int, run: Run, say: Say, max_runs: i
     while 8 * stride * ranks <= tokens:  # two strides are about half an even slice
         stride *= 2
     start = Partition.by_ratio(tokens, [1.0] * ranks, quantum)
-    search = grid_search(start, measure, stride=stride, quantum=quantum, max_runs=max_runs)
+    search = grid_search(start, measure, stride=stride, quantum=quantum, max_runs=GRID_MAX_RUNS)
     say(f"{tokens} tokens: grid of {len(search.tried)} splits from {start}, strides {stride} to {quantum}")
     predicted_s = chain_seconds(fit(costs, _fastest(observations)), search.best.lengths)
     times_s = [search.best_s, *(measure(search.best) for _ in range(GRID_REPEATS - 1))]
@@ -133,17 +122,15 @@ def _fastest(observations: Sequence[Observation]) -> list[Observation]:
     return sorted(observations, key=lambda seen: seen.ttft_s)[:GRID_FITTED]
 
 
-def noise_of(costs: Costs, observations: Sequence[Observation]) -> float | None:
+def noise_of(costs: Costs, observations: Sequence[Observation]) -> float:
     """How far measured times lie from fitted ones: root mean square, relative."""
-    if not observations:
-        return None
     misses = [seen.ttft_s / chain_seconds(costs, seen.partition.lengths) - 1 for seen in observations]
     return math.sqrt(statistics.fmean(miss**2 for miss in misses))
 
 
-def _entry(found: _Found, method: Method, provenance: Provenance, noise: float | None) -> Entry:
+def _entry(found: _Found, method: Method, provenance: Provenance, noise: float) -> Entry:
     times = found.times_s
-    middle_s = statistics.median(times) if times else None
+    middle_s = statistics.median(times)
     return Entry(
         context_tokens=found.split.tokens,
         bounds_tokens=found.split.bounds,
@@ -151,7 +138,7 @@ def _entry(found: _Found, method: Method, provenance: Provenance, noise: float |
         predicted_ttft_s=found.predicted_s,
         runs=found.runs,
         repetitions=len(times),
-        spread_ratio=(max(times) - min(times)) / middle_s if middle_s and len(times) > 1 else None,
+        spread_ratio=(max(times) - min(times)) / middle_s if len(times) > 1 else None,
         noise_ratio=noise,
         method=method,
         provenance=provenance,
@@ -160,8 +147,6 @@ def _entry(found: _Found, method: Method, provenance: Provenance, noise: float |
 
 def describe(entry: Entry) -> str:
     """Say what was chosen and how it is known."""
-    if entry.ttft_s is None:
-        return f"{entry.partition}, predicted {entry.predicted_ttft_s:.3f} s, not run"
     return (
         f"{entry.partition} with {entry.ttft_s:.3f} s, predicted {entry.predicted_ttft_s:.3f} s "
         f"({100 * (entry.ttft_s / entry.predicted_ttft_s - 1):+.1f} %), after {counted(entry.runs, 'run')}"

@@ -96,7 +96,7 @@ def test_a_misspelt_command_is_told_what_is_like_it(wrote: str, meant: str, run_
     [
         ("kvr st", ["plain,status"]),
         ("kvr plan --har", ["plain,--hardware"]),
-        ("kvr verify --transport st", ["plain,staged"]),
+        ("kvr export x --format par", ["plain,parquet"]),
         ("kvr plan jobs/", ["file,jobs/"]),
         ("kvr-run --over", ["plain,--overwrite"]),
     ],

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from constants import TESTS
+from made_jobs import with_settings
 
+from kvr_mpi.cli.shipped import find_shipped
 from kvr_mpi.errors import counted
 
 PROGRAMS = TESTS / "programs"
@@ -30,7 +32,7 @@ def findings_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_doctor_under_mpirun(size: int, mpirun: Any, kvr: Path, tmp_path: Path) -> None:
     tried = "host" if size == 2 else "auto"
-    run = mpirun(size, [kvr, "doctor", "--json", "--output-dir", tmp_path, "--try-transfers", tried])
+    run = mpirun(size, [kvr, "doctor", "--json", "--try-transfers", tried], cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     found = findings_of(run)
     assert f"{counted(size, 'rank')} started by" in found["launcher"]["found"]
@@ -47,7 +49,7 @@ def test_doctor_under_mpirun(size: int, mpirun: Any, kvr: Path, tmp_path: Path) 
 @pytest.mark.quick
 def test_doctor_alone_says_what_fails(kvr: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    command = [kvr, "doctor", "--output-dir", "/proc"]
+    command = [kvr, "doctor", find_shipped("jobs", "demo.toml"), *with_settings("output.path=/proc/run")]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environ)
     assert run.returncode == 78, run.stderr
     lines = run.stdout.splitlines()

@@ -75,9 +75,8 @@ def test_large_corpora_are_estimated_and_say_how_well(tokenizer: Any, monkeypatc
             errors.append(abs(guess / count - 1))
     assert 0 < sorted(errors)[len(errors) // 2] < 0.03 and max(errors) < 0.25, "tables of figures, too"
     assert sum(count for _, count in found.texts) == pytest.approx(sum(count for _, count in exact), rel=0.03)
-    told = re.search(r"\((\d+) were counted: .* the 90th percentile ([\d.]+) %\); --exact counts all", found.how)
+    told = re.search(r"\((\d+) were counted: .* the 90th percentile ([\d.]+) %\)", found.how)
     assert told is not None and int(told[1]) > 1 and float(told[2]) < 25, found.how
-    assert count_corpus(tokenizer, iter(documents), exact=True).texts == exact
 
 
 def test_control_tokens_in_a_text_are_plain_text_here_too(tokenizer: Any) -> None:

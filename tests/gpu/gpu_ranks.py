@@ -13,8 +13,8 @@ from gpu_steps import Absent, Figures, Given, run_command
 
 from kvr_mpi.transport.mpi_query import describe_mpi
 
-LENGTHS = ["--lengths", "64,512", "--longest", "2000"]
-SMALL_LENGTHS = ["--lengths", "24", "--longest", "30"]
+LENGTHS = ["--lengths", "64,512,2000"]
+SMALL_LENGTHS = ["--lengths", "24,30"]
 
 
 def launch(ranks: int, *words: str, timeout_s: float) -> str:
@@ -37,7 +37,8 @@ def _verify(ranks: int, transport: str, given: Given, timeout_s: float) -> str:
     lengths = SMALL_LENGTHS if given.is_small else LENGTHS
     told = launch(
         ranks,
-        *["kvr", "verify", "--model", model_of(given), "--device", given.kind, "--transport", transport, *lengths],
+        *["kvr", "verify", *lengths, "--set", f"model.path={model_of(given)}", "--set", f"model.device={given.kind}"],
+        *["--set", "model.dtype=float32", "--set", f"parallel.transport={transport}"],
         timeout_s=timeout_s,
     )
     held = re.findall(r"(\d+ of \d+ hold on \d+ ranks?)", told)

@@ -178,18 +178,7 @@ def write_profile(given: Given) -> Figures:
         raise Absent("one GPU: there are no slices to measure")
     contexts = "256" if given.is_small else "8k,32k"
     folder = str(Path(given.output) / "tables") if given.is_small else "tables"
-    words = [
-        "--model",
-        model,
-        "--device",
-        given.kind,
-        "--dtype",
-        dtype_of(given),
-        "--contexts",
-        contexts,
-        "--output",
-        folder,
-        *(["--max-runs", "2"] if given.is_small else []),
-    ]
-    told = launch(ranks, "kvr", "search", *words, timeout_s=230)
+    settings = (f"model.path={model}", f"model.device={given.kind}", f"model.dtype={dtype_of(given)}")
+    words = [word for setting in settings for word in ("--set", setting)]
+    told = launch(ranks, "kvr", "search", *words, "--contexts", contexts, "--output", folder, timeout_s=230)
     return {"said": told.strip().splitlines()[-1], "folder": folder}

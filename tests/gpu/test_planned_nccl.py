@@ -123,7 +123,7 @@ def test_a_planned_job_over_nccl(size: int, gpus: PretendedCuda, run_on: Runs) -
 @pytest.mark.parametrize(
     "settings",
     [
-        (*COMPRESSED, "decode.mode=head-parallel", "report.trace=true", "generation.logprobs=true"),
+        (*COMPRESSED, "decode.mode=head-parallel", "report.trace=true", "generation.logprobs=0"),
         ("output.kv=sharded",),
         ("parallel.tensor_parallel=2", *COMPRESSED),
         (*SCORED, "parallel.chunk_tokens=37"),

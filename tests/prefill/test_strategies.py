@@ -279,7 +279,7 @@ def test_plans_name_the_strategy(job: Any, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_rings_slices_are_even(job: Any, run_here: Any) -> None:
-    settings = with_settings("parallel.strategy=ring", "parallel.partition=table", "parallel.table=tables")
+    settings = with_settings("parallel.strategy=ring", "parallel.table=tables")
     run = run_here(2, [job([1]), *settings])
     assert run.returncode == 78 and "a ring's slices are even" in run.stderr
 

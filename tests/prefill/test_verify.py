@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_jobs import with_settings
 from models import tiny
 
 from benchmarks.architectures import Entry, build
@@ -23,17 +24,16 @@ from kvr_mpi.transport.local import run_local
 
 @pytest.mark.slow
 def test_verify_holds_on_three_ranks(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
-    run = mpirun(3, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "7,61"])
+    run = mpirun(3, [kvr, "verify", *with_settings(f"model.path={tiny_model_dir}"), "--lengths", "7,61,context"])
     assert run.returncode == 0, run.stderr
     assert "24 of 24 hold on 3 ranks" in run.stderr
-    assert "480 tokens, ring" in run.stderr, "the model's context less 32 tokens is always checked"
+    assert "480 tokens, ring" in run.stderr, "the model's context less 32 tokens"
 
 
 @pytest.mark.slow
 def test_verify_in_bfloat16(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
-    run = mpirun(
-        2, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "64", "--longest", "200", "--dtype", "bfloat16"]
-    )
+    settings = with_settings(f"model.path={tiny_model_dir}", "model.dtype=bfloat16")
+    run = mpirun(2, [kvr, "verify", *settings, "--lengths", "64,200"])
     assert "16 of 16 hold" in run.stderr, run.stderr
     assert run.returncode == 0
 

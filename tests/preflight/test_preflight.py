@@ -59,7 +59,6 @@ ALL_WRONG = (
     "prompt.template={{question}} {{text}}",
     "prompt.reduce_template=Sum up.",
     "prompt.system=About {{text}}",
-    "parallel.partition=table",
     "parallel.table=no-tables/a.json",
     "parallel.ranks_per_chain=3",
     "output.path=job.toml/out",
@@ -137,7 +136,7 @@ def test_a_single_finding_is_said_as_it_is(job: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_table_for_other_chains_is_refused(job: Path, tmp_path: Path, ranks: int) -> None:
     save_table(a_table(), tmp_path / "table.json")
-    settings = ("parallel.partition=table", f"parallel.table={tmp_path / 'table.json'}")
+    settings = (f"parallel.table={tmp_path / 'table.json'}",)
     assert a_table().key.ranks == 2
     check(job, *settings)
     check(job, *settings, "parallel.ranks_per_chain=2", ranks=4)

@@ -14,7 +14,7 @@ from made_reports import STAMP, TEXT, done
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.report.log import Log
-from kvr_mpi.report.progress import Progress, wants_bar
+from kvr_mpi.report.progress import Progress
 from kvr_mpi.store.record import Record
 
 
@@ -243,16 +243,3 @@ def test_a_silent_report_tells_nothing() -> None:
     with Progress(Log(stream=stream), 1, 1, silent=True) as progress:
         progress.document(Record("d", "error"), 1, 1)
     assert not stream.getvalue()
-
-
-def test_a_bar_is_for_a_terminal_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr("sys.stderr", io.StringIO())
-    assert not wants_bar("auto", False)
-    monkeypatch.setattr("sys.stderr", Terminal())
-    # Under a launcher, the terminal is the launcher's, and shared by all ranks.
-    assert wants_bar("auto", False) and not wants_bar("auto", True)
-    assert wants_bar("bar", True) and not wants_bar("lines", False)

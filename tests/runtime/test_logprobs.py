@@ -21,7 +21,7 @@ from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
 CLOSE = 2e-4  # float32, of slices that are cut elsewhere
-WANTED = ("generation.logprobs=true", "generation.top_logprobs=3")
+WANTED = ("generation.logprobs=3",)
 
 
 def found_in(folder: Path) -> dict[str, Record]:
@@ -166,9 +166,9 @@ def test_only_the_answer_that_is_kept_has_them(job: Path, tmp_path: Path, run_he
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("generation.top_logprobs=3", "generation.top_logprobs needs generation.logprobs = true"),
-        ("generation.top_logprobs=21", "less than or equal to 20"),
-        ("generation.logprobs=1", "valid boolean"),
+        ("generation.top_logprobs=3", "Set generation.logprobs to the number"),
+        ("generation.logprobs=21", "less than or equal to 20"),
+        ("generation.logprobs=true", "Set it to 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(job: Path, run_here: Any, setting: str, said: str) -> None:
@@ -177,5 +177,5 @@ def test_what_cannot_be_meant_is_refused(job: Path, run_here: Any, setting: str,
 
 
 def test_of_no_tokens_there_are_none(job: Path, run_here: Any) -> None:
-    run = run_here(1, [job, *with_settings("generation.logprobs=true", "generation.max_new_tokens=0")])
-    assert run.returncode == EXIT_CONFIG and "cannot be combined with generation.logprobs = true" in run.stderr
+    run = run_here(1, [job, *with_settings("generation.logprobs=0", "generation.max_new_tokens=0")])
+    assert run.returncode == EXIT_CONFIG and "cannot be combined with generation.logprobs = 0" in run.stderr

@@ -67,14 +67,14 @@ def test_continuations_of_each_row_and_prompt(scoring: Path, tmp_path: Path, run
     prompts = "".join(f'\n[[prompts]]\nname = "{n}"\ntemplate = "{{text}} {n}?"\n' for n in ("p", "q"))
     text = scoring.read_text().replace(str(tmp_path / "corpus"), str(file))
     scoring.write_text(text.replace('template = "Summarise: {text} Summary:"', "") + prompts)
-    run = run_here(2, [scoring, *with_settings("generation.score_column=choices")])
+    run = run_here(2, [scoring, *with_settings("generation.score=choices")])
     assert run.returncode == EXIT_BAD_DATA, run.stderr
     found = found_in(tmp_path / "out")
     assert len(found) == 8
     for prompt in ("p", "q"):
         assert [score["text"] for score in found[f"two#{prompt}"].scored] == [" yes", " no"]
         assert [score["text"] for score in found[f"one#{prompt}"].scored] == [" perhaps"]
-        assert "'choices' (generation.score_column) is 'None'" in found[f"none#{prompt}"].error
+        assert "'choices' (generation.score) is 'None'" in found[f"none#{prompt}"].error
         assert "expected a non-empty text" in found[f"empty#{prompt}"].error
     assert found["two#p"].scored[0]["logprob"] != found["two#q"].scored[0]["logprob"]
 
@@ -103,10 +103,9 @@ def test_stored_documents_are_scored(job: Path, scoring: Path, tmp_path: Path, r
     [
         (['generation.score=[""]'], "an empty continuation has no probability"),
         ([SCORED, "generation.max_new_tokens=4"], "replaces the answer, but max_new_tokens = 4 asks for one"),
-        ([SCORED, "generation.score_column=x"], "both name the continuations"),
-        ([SCORED, "generation.logprobs=true"], "cannot be combined with generation.logprobs = true"),
+        ([SCORED, "generation.logprobs=0"], "cannot be combined with generation.logprobs = 0"),
         ([SCORED, "prompt.too_long=split"], "prompt.too_long = 'split' cannot be combined with generation.score"),
-        (["generation.score_column=x"], "generation.score_column: no row has a field 'x'; text files have no fields"),
+        (["generation.score=x"], "generation.score: no row has a field 'x'; text files have no fields"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(scoring: Path, run_here: Any, settings: list[str], said: str) -> None:

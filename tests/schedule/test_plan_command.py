@@ -23,17 +23,15 @@ from kvr_mpi.tuning.table import ModelIdentity, save_table
 def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) -> None:
     command = [str(job), "--ranks", "4", "--hardware", "h200"]
     # Once as a user starts it, without MPI.
-    shown = subprocess.run([kvr, "plan", *command, "--limit-rows", "3"], capture_output=True, text=True, check=True)
+    shown = subprocess.run([kvr, "plan", *command], capture_output=True, text=True, check=True)
     for words in (
         "profile h200: data sheet",
         "lower bound",
-        "... and 11 more",
         "2: ",
         "8: ",
         "all on one rank each",
     ):
         assert words in shown.stdout, shown.stdout
-    assert sum("doc-" in line for line in shown.stdout.splitlines()) <= 3
     assert "2 documents will have error records" in shown.stdout
     assert "  empty.txt: empty.txt is empty: there is no text to work on" in shown.stdout
 
@@ -130,7 +128,7 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     assert documents["doc-08.txt"]["ranks"] == 4 and documents["doc-08.txt"]["memory_bytes"] is None
     expected = single_seconds(a_table().rates.costs(), documents["doc-00.txt"]["tokens"])
     assert documents["doc-00.txt"]["ttft_s"] == pytest.approx(expected, rel=0.05)
-    settings = ("ranks_per_chain=4", "partition=table", "table=tables/mine-4.json")
+    settings = ("ranks_per_chain=4", "table=tables/mine-4.json")
     as_set = [word for setting in settings for word in ("--set", f"parallel.{setting}")]
     by_table = json.loads(planned(*as_set).stdout)["documents"]
     cut = next(document for document in by_table if document["id"] == "doc-08.txt")
@@ -163,7 +161,7 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], 78, ["'auto'", "'some'"]),
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], 78, ["'all', 'auto' or a number of at least 1"]),
         (
-            ["--ranks", "2", "--set", "parallel.partition=table", "--set", "parallel.table=x"],
+            ["--ranks", "2", "--set", "parallel.table=x"],
             78,
             ["parallel.table", "'auto'"],
         ),

@@ -35,8 +35,8 @@ def job(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
-    words = ["--ranks", "8", "--array", "3", "--at-once", "2", "--print", "--hardware", "h200"]
-    code, out, err = run_kvr("sbatch", job, *words, "--sbatch=--account=abc", "--sbatch=--exclusive")
+    words = ["--ranks", "8", "--array", "3%2", "--print", "--hardware", "h200"]
+    code, out, err = run_kvr("sbatch", job, *words, "--account=abc", "--exclusive")
     assert code == EXIT_OK
     array, gather = re.split(r"^# Then, submitted with --dependency=afterany:JOB:\n", out, flags=re.MULTILINE)
     for line in ("array=0-2%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "account=abc", "exclusive"):
@@ -48,7 +48,6 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     assert minutes is not None
     most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
     assert f"at most {most}: the time limit of {minutes[1]} min on 2 nodes for each of 3 shares" in err
-    assert "afterany" not in run_kvr("sbatch", job, *words, "--no-gather")[1]
 
 
 @pytest.mark.parametrize(
@@ -56,21 +55,34 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     [
         (["--array", "7"], "7 shares of 6 documents: some shares would be empty"),
         (["--array", "2", "--set", "documents.shard=0/2"], "remove documents.shard from the job"),
-        (["--sbatch=--array=0-3"], "use --array N"),
     ],
 )
 def test_arrays_that_cannot_be_meant(arguments: list[str], why: str, job: Path, run_kvr: Kvr) -> None:
     code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--hardware", "h200", "--print", *arguments)
     assert code == EXIT_CONFIG and why in err and out == ""
-    assert run_kvr("sbatch", job, "--ranks", "2", "--at-once", "2", "--print")[0] == EXIT_USAGE
-    code, _, err = run_kvr("sbatch", job, "--ranks", "2", "--array", "2", "--extend", "--print")
-    assert code == EXIT_USAGE and "--extend cannot be combined with --array" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--array", "2", "--extend"], "--extend cannot be combined with --array"),
+        (["--array", "0-3"], "expected a number of shares"),
+        (["--array", "1"], "at least 2"),
+        (["--account", "abc"], "options of sbatch are written --NAME=VALUE"),
+        (["-p"], "expected a long option of sbatch"),
+        (["--resum"], "Did you mean --resume?"),
+        (["--at-once=2"], "Use --array N%K"),
+    ],
+)
+def test_words_that_are_neither_ours_nor_sbatchs(arguments: list[str], why: str, job: Path, run_kvr: Kvr) -> None:
+    code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--hardware", "h200", "--print", *arguments)
+    assert code == EXIT_USAGE and why in " ".join(err.split()) and out == ""
 
 
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
-    code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-rank", "16")
+    code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-task", "16")
     assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours on 2 node", out)
-    code, _, err = run_kvr("plan", job, "--ranks", "6", "--hardware", "h200", "--ranks-per-node", "4")
+    code, _, err = run_kvr("plan", job, "--ranks", "6", "--hardware", "h200", "--ntasks-per-node", "4")
     assert code == EXIT_CONFIG and "the same number of ranks on every node" in err
     used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
     assert used == {"node_hours": 1.0, "gpu_hours": 4.0, "core_hours": 64.0}

@@ -159,7 +159,7 @@ def test_a_job_told_to_stop_is_queued_again_and_completes(
     cluster: Cluster, tmp_path: Path, job: Path, kvr: Path
 ) -> None:
     """What SLURM does before the time is up (``--signal=B:USR2``), done at once; submitted by ``kvr sbatch``."""
-    options = ["--ranks", "2", "--ranks-per-node", "1", "--time", "10", f"--sbatch=--output={tmp_path}/%j.log"]
+    options = ["--ranks", "2", "--ntasks-per-node", "1", "--time=10", f"--output={tmp_path}/%j.log"]
     tried = cluster.call(kvr, "sbatch", job, *options, "--test-only")
     assert "to start at" in tried.stderr and "n[1-2]" in tried.stderr
     said = cluster.call(kvr, "sbatch", job, *options).stdout
@@ -207,8 +207,8 @@ def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: 
 
 @pytest.mark.long
 def test_tables(cluster: Cluster, tmp_path: Path, tiny_model_dir: Path) -> None:
-    model = ("--model", tiny_model_dir, "--contexts", "128")
-    search = submit(cluster, tmp_path, SCRIPTS / "kvr_search.sh", *model, "--output", tmp_path / "tables")
+    words = ("--set", f"model.path={tiny_model_dir}", "--contexts", "128")
+    search = submit(cluster, tmp_path, SCRIPTS / "kvr_search.sh", *words, "--output", tmp_path / "tables")
     assert cluster.wait_ended(search, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, search)
     (table,) = (tmp_path / "tables").glob("*_p2.json")
     assert json.loads(table.read_text())["entries"][0]["context_tokens"] == 128

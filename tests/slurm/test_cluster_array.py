@@ -15,13 +15,13 @@ from kvr_mpi.errors import DataError
 ARRAY_S = 300.0
 
 
-def submit(cluster: Cluster, kvr: Path, job: Path, *options: str) -> tuple[str, str]:
+def submit(cluster: Cluster, kvr: Path, job: Path, array: str = "3") -> tuple[str, str]:
     """Submit an array of three shares of seven documents; its number, and that of its gathering."""
-    words = ["--ranks", "1", "--time", "10", "--array", "3", "--set", "documents.limit=7", *options]
+    words = ["--ranks", "1", "--time=10", "--array", array, "--set", "documents.limit=7"]
     done = cluster.call(kvr, "sbatch", job, *words, cwd=job.parent)
     assert "at most 0.5 node hours, 0.5 core hours" in done.stderr, done.stderr
-    array, gather = re.findall(r"^Submitted batch job (\d+)", done.stdout, re.MULTILINE)
-    return array, gather
+    number, gather = re.findall(r"^Submitted batch job (\d+)", done.stdout, re.MULTILINE)
+    return number, gather
 
 
 @pytest.mark.long
@@ -37,7 +37,7 @@ def test_an_array_is_gathered_when_it_is_over(cluster: Cluster, tmp_path: Path, 
 
 @pytest.mark.long
 def test_a_cancelled_task_is_missed_and_named(cluster: Cluster, tmp_path: Path, job: Path, kvr: Path) -> None:
-    array, gather = submit(cluster, kvr, job, "--at-once", "1")
+    array, gather = submit(cluster, kvr, job, "3%1")
     cluster.call("scancel", f"{array}_2")
     assert cluster.wait_ended(gather, ARRAY_S) == ("FAILED", 65)
     (log,) = tmp_path.glob(f"kvr-job-gather-{gather}.out")

@@ -74,10 +74,10 @@ def test_sbatch_is_refused_where_it_cannot_mean_anything(tmp_path: Path, kvr: Pa
     job.write_text('[model]\npath = "m"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
     for options, said in [
         (
-            ["--ranks", "6", "--time", "9"],
-            "--ranks 6 --ranks-per-node 4: expected the same number of ranks on every node",
+            ["--ranks", "6", "--time=9"],
+            "--ranks 6 --ntasks-per-node 4: expected the same number of ranks on every node",
         ),
-        (["--ranks", "4", "--time", "9", "--sbatch", "-p gpu"], "'-p gpu': expected one of sbatch's long options"),
+        (["--ranks", "4", "--time=9", "--Partition=gpu"], "--'Partition': expected a long option of sbatch"),
     ]:
         run = subprocess.run([kvr, "sbatch", job, *options, "--print"], capture_output=True, text=True, check=False)
         assert run.returncode == 78
@@ -93,10 +93,10 @@ def test_nothing_can_be_smuggled_into_the_script(tmp_path: Path, kvr: Path, sepa
     hostile.mkdir()
     command = [kvr, "sbatch", job, "--ranks", "4", "--print"]
     for options, folder, word in [
-        (["--time", "9"], hostile, "--chdir="),
-        (["--time", f"9{separator}touch smuggled"], tmp_path, "--time="),
-        (["--time", "9", f"--sbatch=--comment=x{separator}touch smuggled"], tmp_path, "--comment="),
-        (["--time", "9", f"--sbatch=--exclusive{separator}touch smuggled"], tmp_path, "--sbatch"),
+        (["--time=9"], hostile, "--chdir="),
+        ([f"--time=9{separator}touch smuggled"], tmp_path, "--time="),
+        (["--time=9", f"--comment=x{separator}touch smuggled"], tmp_path, "--comment="),
+        (["--time=9", f"--exclusive{separator}touch smuggled"], tmp_path, "exclusive"),
     ]:
         run = subprocess.run([*command, *options], capture_output=True, text=True, check=False, cwd=folder)
         assert run.returncode == 78 and run.stdout == "", run.stdout
@@ -108,7 +108,7 @@ def test_hostile_words_reach_the_job_as_they_are(tmp_path: Path, kvr: Path) -> N
     job = tmp_path / "a'; touch smuggled #\nb.toml"
     job.write_text('[model]\npath = "m"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
     setting = "prompt.system='\n#SBATCH --partition=x\ntouch smuggled\n$(touch smuggled)"
-    command = [kvr, "sbatch", job, "--ranks", "4", "--time", "9", "--print", "--set", setting]
+    command = [kvr, "sbatch", job, "--ranks", "4", "--time=9", "--print", "--set", setting]
     script = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
     (tmp_path / "common.sh").write_text("launch() { printf '%s\\0' \"$@\"; }\nconclude() { :; }\n")
     runnable = re.sub(r"export KVR_SLURM_DIR=.*", f"export KVR_SLURM_DIR={tmp_path}", script)

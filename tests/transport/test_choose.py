@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_jobs import with_settings
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.choose import NAMES, _View, choose, open_transport
@@ -64,12 +65,9 @@ def test_what_is_impossible_is_refused(wanted: Any, views: list[_View], message:
     assert caught.value.exit_code == 69
 
 
-def test_the_command_line_offers_the_same_names() -> None:
-    from kvr_mpi.cli.verify import verify
+def test_a_job_can_name_each() -> None:
     from kvr_mpi.job import ParallelSection
 
-    offered = next(option for option in verify.params if option.name == "transport")
-    assert tuple(offered.type.choices) == NAMES
     for name in NAMES:
         assert ParallelSection.model_validate({"transport": name}).transport == name
 
@@ -90,13 +88,13 @@ def test_threads_are_warmed_up_and_a_link_that_changes_data_is_found() -> None:
 
 @pytest.mark.slow
 def test_a_job_says_what_it_chose(mpirun: Any, kvr: Path, tiny_model_dir: Path) -> None:
-    options = ["verify", "--model", tiny_model_dir, "--lengths", "16", "--longest", "40"]
-    run = mpirun(2, [kvr, *options, "--transport", "staged"])
+    options = ["verify", *with_settings(f"model.path={tiny_model_dir}"), "--lengths", "16,40"]
+    run = mpirun(2, [kvr, *options, *with_settings("parallel.transport=staged")])
     assert run.returncode == 0, run.stderr
     assert (
         run.stderr.count("transport: staged: as requested") + run.stdout.count("transport: staged: as requested") == 1
     )
-    refused = mpirun(2, [kvr, *options, "--transport", "nccl"])
+    refused = mpirun(2, [kvr, *options, *with_settings("parallel.transport=nccl")])
     assert refused.returncode == 69
     assert "the model of rank 0 is on the CPU" in refused.stderr + refused.stdout
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from made_jobs import with_settings
 from made_tables import a_table, an_entry
 
-from kvr_mpi.cli.search import search
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job
 from kvr_mpi.partition import Partition
@@ -23,21 +22,23 @@ from kvr_mpi.tuning.tabulate import check_contexts
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 
 
+def of_model(folder: Path) -> list[str]:
+    return with_settings(f"model.path={folder}")
+
+
 def only_table(folder: Path) -> tuple[Path, Table]:
     (path,) = folder.glob("*.json")
     return path, load_table(path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "ranks"), [("refit", 2), pytest.param("grid", 3, marks=pytest.mark.long), ("model", 2)]
-)
+@pytest.mark.parametrize(("method", "ranks"), [("refit", 2), pytest.param("grid", 3, marks=pytest.mark.long)])
 def test_search_writes_a_table(
     method: str, ranks: int, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path
 ) -> None:
     run = mpirun(
         ranks,
-        [kvr, "search", "--model", tiny_model_dir, "--contexts", "256,128", "--method", method]
+        [kvr, "search", *of_model(tiny_model_dir), "--contexts", "256,128", "--method", method]
         + ["--hardware", "test-machine", "--output", tmp_path / "tables"],
     )
     assert run.returncode == 0, run.stderr
@@ -51,11 +52,8 @@ def test_search_writes_a_table(
         assert f"{entry.context_tokens} tokens: {entry.partition}" in run.stderr, "it says what it chose"
         assert "kvr search" in entry.provenance.command and "torch" in entry.provenance.versions
         assert entry.provenance.versions["mpi"] != "none" and entry.provenance.hosts
-        if method == "model":
-            assert (entry.ttft_s, entry.runs, entry.noise_ratio) == (None, 0, None)
-        else:
-            assert entry.ttft_s is not None and entry.ttft_s > 0 and entry.noise_ratio is not None
-            assert entry.runs >= entry.repetitions >= (3 if method == "grid" else 1)
+        assert entry.ttft_s > 0 and entry.noise_ratio is not None
+        assert entry.runs >= entry.repetitions >= (3 if method == "grid" else 1)
     if method == "refit":
         assert "equal-time split" in run.stderr and "run 1:" in run.stderr
 
@@ -64,10 +62,10 @@ def test_search_writes_a_table(
 def test_search_replaces_nothing_unasked_and_slices_are_checked(
     tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path
 ) -> None:
-    command = [kvr, "search", "--model", tiny_model_dir, "--hardware", "here", "--output", tmp_path / "t.json"]
-    first = mpirun(2, [*command, "--contexts", "400,256", "--method", "model"])
+    command = [kvr, "search", *of_model(tiny_model_dir), "--hardware", "here", "--output", tmp_path / "t.json"]
+    first = mpirun(2, [*command, "--contexts", "400,256"])
     table = load_table(tmp_path / "t.json")
-    assert [(entry.context_tokens, entry.method) for entry in table.entries] == [(256, "model"), (400, "model")]
+    assert [entry.context_tokens for entry in table.entries] == [256, 400]
     words = ["slices", "--model", tiny_model_dir, "--table", tmp_path / "t.json", "--trials", "1"]
     checked = mpirun(2, [sys.executable, "-m", "benchmarks", *words])
     # The times of a model this small are noise, so it may well miss; it says so, and the exit code does, too.
@@ -75,24 +73,11 @@ def test_search_replaces_nothing_unasked_and_slices_are_checked(
     assert "of 3 hold, median of 1 trial\n" in checked.stderr
     for text in (": 400 tokens: ", ": 256 tokens: ", ": 320 tokens, not in the table", "even slices"):
         assert text in checked.stderr
-    second = mpirun(2, [*command, "--contexts", "128", "--method", "model"])
+    second = mpirun(2, [*command, "--contexts", "128"])
     assert first.returncode == 0 and second.returncode == 78 and load_table(tmp_path / "t.json") == table
-    third = mpirun(2, [*command, "--contexts", "128", "--method", "model", "--replace"])
+    third = mpirun(2, [*command, "--contexts", "128", "--overwrite"])
     assert third.returncode == 0, third.stderr
     assert [entry.context_tokens for entry in load_table(tmp_path / "t.json").entries] == [128]
-
-
-@pytest.mark.slow
-def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
-    run = mpirun(
-        1,
-        [kvr, "search", "--model", tiny_model_dir, "--contexts", "512", "--method", "model", "--profile", "a100-80gb"]
-        + ["--ranks", "8", "--output", tmp_path],
-    )
-    assert run.returncode == 0, run.stderr
-    path, table = only_table(tmp_path)
-    assert path.name.endswith("_a100-80gb_p8.json") and table.entries[0].partition.size == 8
-    assert table.key.device == "hardware profile a100-80gb"
 
 
 @pytest.mark.slow
@@ -100,9 +85,6 @@ def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun
     ("options", "code", "word"),
     [
         (["--contexts", "9999"], 78, "9999: expected from 4 (two tokens per rank) to 512"),
-        pytest.param(
-            *(["--method", "model", "--profile", "abacus"], 78, "'abacus': no such profile"), marks=pytest.mark.long
-        ),
         pytest.param(*(["--output", "bad.json"], 78, "exists already"), marks=pytest.mark.long),
         pytest.param(*(["--output", "bad.json/x"], 78, "cannot be written"), marks=pytest.mark.long),
     ],
@@ -111,24 +93,10 @@ def test_search_refuses(
     options: list[str], code: int, word: str, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path
 ) -> None:
     (tmp_path / "bad.json").write_text('{"schema_name": "cake"}')
-    run = mpirun(2, [kvr, "search", "--model", tiny_model_dir, "--contexts", "64", *options], cwd=tmp_path)
+    run = mpirun(2, [kvr, "search", *of_model(tiny_model_dir), "--contexts", "64", *options], cwd=tmp_path)
     assert run.returncode == code, run.stderr
     assert word in run.stderr and "Traceback" not in run.stderr
     assert not list(tmp_path.rglob("*_p2.json"))
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["--profile", "a100-80gb"], "--method model"),
-        (["--ranks", "4"], "--profile"),
-        (["--method", "luck"], "luck"),
-        (["--max-runs", "1"], "max-runs"),
-    ],
-)
-def test_wrong_arguments(options: list[str], word: str) -> None:
-    run = CliRunner().invoke(search, options)
-    assert run.exit_code == 2 and word in run.output
 
 
 def test_contexts_that_cannot_be_searched() -> None:
@@ -156,7 +124,6 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
         [generation]
         max_new_tokens = 4
         [parallel]
-        partition = "table"
         table = "{tmp_path / "tables"}"
         [output]
         path = "{tmp_path / "out"}"
@@ -171,8 +138,7 @@ def test_a_job_is_cut_by_its_table(
 ) -> None:
     found = mpirun(
         2,
-        [kvr, "search", "--model", tiny_model_dir, "--contexts", "32,160", "--method", "model"]
-        + ["--output", tmp_path / "tables"],
+        [kvr, "search", *of_model(tiny_model_dir), "--contexts", "32,160", "--output", tmp_path / "tables"],
     )
     assert found.returncode == 0, found.stderr
     # Splits nobody would choose, so that it shows where the slices come from.
@@ -214,7 +180,7 @@ def test_a_table_that_does_not_fit_is_refused_before_the_batch(
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        (["parallel.partition=even"], "the other way round"),
+        (["parallel.partition=even"], "a table has slices of its own"),
         (["parallel.table=''"], "at least 1 character"),
         (["parallel.ranks_per_chain=auto"], "'auto'"),
     ],
