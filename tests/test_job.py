@@ -37,6 +37,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     id_field = "key"
     text_field = "talk"
     format = "messages"
+    encoding = "latin-1"
     limit = 3
     shard = "1/4"
     reuse = "runs/old"

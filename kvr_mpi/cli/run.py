@@ -74,15 +74,28 @@ def run(**given: Any) -> int:
     \b
     mpirun -n 8 kvr-run jobs/summarize.toml --set documents.path=corpus/
     srun --mpi=pmi2 kvr-run jobs/summarize.toml --resume
+    mpirun -n 8 kvr-run requests.jsonl --set model.path=/models/mine
+
+    A file of requests in OpenAI's batch format is a job, too: its responses go to runs/NAME/responses.jsonl.
 
     Exit codes: 0 done; 65 done, but more documents have error records than output.max_failed allows (default: 0); 75
     stopped before the end: the same command with --resume continues; 69 the ranks cannot communicate; 78 the job cannot
     be run as written; 2 wrong arguments; 1 a bug. The last line of output explains the exit code.
     """  # noqa: D301
-    from kvr_mpi.job import load_job
+    job: Path = given.pop("job")
+    return run_as_told(str(job), given, lambda settings: _load(job, settings))
 
-    job = given.pop("job")
-    return run_as_told(str(job), given, lambda settings: load_job(job, settings))
+
+def _load(job: Path, settings: Sequence[str]) -> tuple[JobSpec, dict[str, str]]:
+    """Read a job file; a batch file is a job, too, but for the model."""
+    from kvr_mpi.job import load_job, make_job
+
+    name = job.name.removesuffix(".gz")
+    if not name.endswith(".jsonl"):
+        return load_job(job, settings)
+    documents = {"path": str(job), "format": "openai-batch"}
+    raw = {"model": {}, "documents": documents, "output": {"path": f"runs/{name.removesuffix('.jsonl')}"}}
+    return make_job(raw, job, settings)
 
 
 def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:

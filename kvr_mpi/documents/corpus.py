@@ -244,9 +244,10 @@ def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) ->
             first = copies.get(document.id, 2)
             copy = next(n for n in range(first, len(seen) + 3) if f"{document.id}#{n}" not in seen)
             copies[document.id] = copy + 1
-            error = (
-                document.error or f"duplicate id {document.id!r}: an earlier document has the same id; make ids unique"
-            )
+            what = "an earlier document has the same id"
+            if rows.kind == "openai-batch":
+                what = "an earlier request has the same custom_id, so this one was not run"
+            error = document.error or f"duplicate id {document.id!r}: {what}; make ids unique"
             document = Document(f"{document.id}#{copy}", error=error, passed=document.passed)
         model = document.passed.get("model") if rows.kind == "openai-batch" and document.error is None else None
         if model is not None and model != (asked_for := asked_for or model):
@@ -275,7 +276,7 @@ def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:
     """Return what reads the document at a place of a file."""
     kind = suffix_of(file)
     if kind in TEXT_SUFFIXES:
-        return lambda place: rows.text_file("file", read_text(file))
+        return lambda place: rows.text_file("file", read_text(file, rows.encoding))
     if kind == ".jsonl":
         return lambda place: _of_line(_line_at(file, place), rows)
     if kind == ".parquet":

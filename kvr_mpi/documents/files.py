@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.paths import TEXT_SUFFIXES, open_regular, suffix_of
-from kvr_mpi.documents.rows import RowFormat
+from kvr_mpi.documents.rows import UTF_8, RowFormat
 from kvr_mpi.errors import CorpusError
 
 MAX_ID_CHARS = 512
@@ -60,13 +60,14 @@ def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[t
 
 def _read_text(file: Path, name: str, rows: RowFormat) -> Iterator[tuple[int, Document]]:
     try:
-        yield 0, rows.text_file(name, read_text(file))
+        yield 0, rows.text_file(name, read_text(file, rows.encoding))
     except UnicodeDecodeError as error:
         if _is_binary(error.object):
             yield 0, Document(name, error=f"{file} is a binary file, not text; convert it to text, or remove it")
             return
         what = f"byte {error.object[error.start]:#04x} at position {error.start}"
-        yield 0, Document(name, error=f"{file} is not UTF-8: {what}; re-encode it")
+        wanted = f"{file} is not {rows.encoding.upper()}: {what}"
+        yield 0, Document(name, error=f"{wanted}; set documents.encoding to the encoding of all files, or re-encode it")
 
 
 def _is_binary(data: bytes) -> bool:
@@ -76,13 +77,21 @@ def _is_binary(data: bytes) -> bool:
     return data.startswith(BINARY) or len(data.translate(None, TEXT_BYTES)) > MOST_CONTROLS * len(data)
 
 
-def read_text(file: Path) -> str:
-    """Read a whole file as UTF-8; a byte order mark is no part of it."""
+def read_text(file: Path, encoding: str = UTF_8) -> str:
+    """Read a whole text file; a byte order mark is no part of it.
+
+    Raises
+    ------
+    UnicodeDecodeError
+        If it is not in this encoding, or binary, which some encodings would take for text.
+    """
     with open_regular(file) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MAX_TEXT_BYTES >> 20} MiB, the most of one document; split it")
-    return data.decode("utf-8-sig")
+    if not encoding.startswith("utf") and _is_binary(data):
+        raise UnicodeDecodeError(encoding, data, 0, 1, "binary")
+    return data.decode("utf-8-sig" if encoding == UTF_8 else encoding).removeprefix("\ufeff")
 
 
 def read_lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes | None]]:

@@ -18,6 +18,9 @@ from kvr_mpi.documents.messages import joined, parse_messages
 from kvr_mpi.documents.openai_batch import parse_request
 from kvr_mpi.errors import DocumentError
 
+# Of text files, unless a job says otherwise.
+UTF_8 = "utf-8"
+
 Kind = Literal["text", "messages", "openai-batch"]
 
 
@@ -26,6 +29,7 @@ class RowFormat:
     """How the rows of a corpus are read.
 
     text_field : field with the text or the conversation.
+    encoding : of text files.
     kind : a row is a text, a conversation, or a request (``openai_batch``).
     columns : fields that templates name.
     passed : fields that go into the records as they are.
@@ -36,6 +40,7 @@ class RowFormat:
     columns: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     kind: Kind = "text"
+    encoding: str = UTF_8
 
     @property
     def needed(self) -> tuple[str, ...]:

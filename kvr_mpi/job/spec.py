@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -54,6 +55,9 @@ class DocumentsSection(Section):
         min_length=1,
         description="field of a row with the document's text, or its conversation; default: text, or messages",
     )
+    encoding: str = Field(
+        "utf-8", description="of text files: an encoding that Python knows, such as latin-1; rows are always UTF-8"
+    )
     limit: int | None = Field(None, ge=1, description="process only this many documents, the first ones")
     shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
     reuse: str | None = Field(
@@ -66,6 +70,18 @@ class DocumentsSection(Section):
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("encoding")
+    @classmethod
+    def _known_encoding(cls, value: str) -> str:
+        try:
+            found = codecs.lookup(value)
+            b"".decode(value)  # some names are of no text encoding: base64, zip
+        except LookupError:
+            raise ValueError(
+                "expected an encoding that Python knows, such as utf-8, latin-1, cp1252 or utf-16"
+            ) from None
+        return found.name
 
     @field_validator("shard")
     @classmethod

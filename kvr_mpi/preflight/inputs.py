@@ -47,6 +47,7 @@ def row_format(spec: JobSpec) -> RowFormat:
         tuple(columns),
         kept_columns(spec),
         wanted.format,
+        wanted.encoding,
     )
 
 

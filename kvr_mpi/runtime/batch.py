@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.disk import replacing
 from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.errors import (
     EXIT_BAD_DATA,
@@ -51,9 +52,11 @@ from kvr_mpi.setup.job_setup import JobSetup, identity_of
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.setup.stored_size import check_stored_size
+from kvr_mpi.store.batch_responses import write_responses
 from kvr_mpi.store.folder import check_writable, read_records, survey
 from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.log import software
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Run, check_resumable, known_corpus, open_run
 from kvr_mpi.store.states import remove_states
@@ -62,6 +65,9 @@ from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
+
+# What a batch file's job writes beside its results.
+RESPONSES = "responses.jsonl"
 
 
 def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world: Transport, log: Log) -> int:
@@ -285,6 +291,8 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     run.check(anew=True)  # merging replaces files: never in another folder
     result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
     run.close()
+    if spec.documents.format == "openai-batch":
+        write_batch(folder, log)
     index = survey(folder).index()  # a share may be empty
     summary = index.summary()
     if log.level != "quiet":
@@ -292,6 +300,18 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     code, line = conclusion(spec, summary.done, summary.failed)
     log.line(line)
     return code
+
+
+def write_batch(folder: Path, log: Log) -> None:
+    """Write the responses to all requests, in OpenAI's format, beside the results."""
+    file, results = folder / RESPONSES, open_results(folder, verify=False, partial=True)
+    try:
+        with replacing(file) as stream:
+            write_responses(results.records(), stream, stream, str(results.header.model["name"]))
+    except OSError as error:
+        log.line(f"warning: {file} cannot be written: {error.strerror or error}; kvr export writes it elsewhere")
+    else:
+        log.line(f"responses: {file}")
 
 
 def conclusion(spec: JobSpec, done: int, failed: int) -> tuple[int, str]:

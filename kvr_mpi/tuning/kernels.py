@@ -111,7 +111,8 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         here = [(found, share) for host, found, share in views if host == socket.gethostname()]
         gains, share = _middle(mine, [found for found, _ in here]), min(share for _, share in here)
         ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model, narrowed), room), say)
-    say(Detail(f"kernels: {'; '.join(f'{name}: {way}' for name, way in ways.items()) or 'those of torch'}"))
+    chosen = "; ".join(f"{name}: {', '.join(way)}" for name, way in ways.items())
+    say(Detail(f"kernels: {chosen or 'those of torch'}"))
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
         give_kernel(loaded.model, CpuAttention(attention, taken))
     del pieces

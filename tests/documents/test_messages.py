@@ -107,7 +107,9 @@ def test_rows_of_conversations(tmp_path: Path, suffix: str) -> None:
         {"id": "none", "messages": None, "n": 3},
         {"id": "void", "messages": [{"role": "user", "content": " "}], "n": 4},
     ]
-    documents = read(WRITERS[suffix](tmp_path / f"a{suffix}", rows), kind="messages", passed=("n",))
+    documents = read(
+        WRITERS[suffix](tmp_path / f"a{suffix}", rows), kind="messages", text_field="messages", passed=("n",)
+    )
     assert documents[0].messages == (Message("user", "one"),) and documents[0].text == "one"
     assert [document.passed["n"] for document in documents] == [1, 2, 3, 4]
     errors = errors_of(documents)

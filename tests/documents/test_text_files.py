@@ -39,9 +39,18 @@ def test_text_that_is_not_utf8_says_which_byte(tmp_path: Path, raw: bytes, byte:
     (tmp_path / "b.txt").write_text("sound")
     bad, good = read(tmp_path)
     assert bad.error is not None and re.search(
-        rf"a\.txt is not UTF-8: byte {byte} at position {position}; re-encode", bad.error
+        rf"a\.txt is not UTF-8: byte {byte} at position {position}; set documents.encoding", bad.error
     )
     assert good == Document("b.txt", "sound")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+def test_text_in_another_encoding_is_read_and_binary_files_are_still_refused(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("caf\xe9 \xdcber".encode(encoding))
+    (tmp_path / "z.txt").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(33))
+    text, image = read(tmp_path, encoding=encoding)
+    assert text.text == "caf\xe9 \xdcber" and text.error is None
+    assert (image.error is not None and "binary file" in image.error) or encoding != "latin-1"
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t \r\n", "\u2003\u00a0", "\ufeff"])

@@ -66,6 +66,27 @@ def found_in(folder: Path) -> dict[str, Record]:
     return {record.id: record for record in open_results(folder)}
 
 
+def test_a_batch_file_is_a_job_and_its_responses_lie_beside_the_results(
+    tmp_path: Path, tiny_model_dir: Path, run_here: Any, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_batch(tmp_path / "asked.jsonl", [request("b"), request("a"), request("b"), request("c", tools=[{}])])
+    words = [file, *with_settings(f"model.path={tiny_model_dir}", "generation.max_new_tokens=4")]
+    missing = run_here(1, [file]
+    assert missing.returncode == EXIT_CONFIG and "model.path: is missing" in missing.stderr
+    run = run_here(2, words
+    assert run.returncode == EXIT_BAD_DATA, run.stderr
+    responses = tmp_path / "runs" / "asked" / "responses.jsonl"
+    found = [json.loads(line) for line in responses.read_text().splitlines()]
+    assert [one["custom_id"] for one in found] == ["a", "b", "b", "c"]
+    assert [one["error"] is None for one in found] == [True, True, False, False]
+    assert "the same custom_id, so this one was not run" in found[2]["error"]["message"]
+    exported = run_kvr("export", responses.parent, "--format", "openai-batch")
+    assert exported[1] == responses.read_text()
+    again = run_here(1, [*words, "--resume"]
+    assert again.returncode == EXIT_BAD_DATA and responses.read_text() == exported[1]
+
+
 def test_every_request_is_answered_as_it_asks(batch_job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr) -> None:
     run = run_here(2, [batch_job])
     assert run.returncode == EXIT_BAD_DATA and "8 done, 4 failed" in run.stdout, run.stderr

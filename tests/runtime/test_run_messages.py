@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from constants import ROOT
+from constants import ROOT, Kvr
 from made_jobs import last_line
 
 from kvr_mpi.cli import group
+from kvr_mpi.errors import EXIT_USAGE
 
 
 @pytest.mark.slow
@@ -53,6 +54,20 @@ def test_each_phase_has_its_line_before_it_begins(
     ]
     places = [run.stderr.index(phase) for phase in phases]
     assert places == sorted(places)
+
+
+def test_quiet_leaves_what_went_wrong_and_verbose_adds_what_was_chosen(
+    job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr
+) -> None:
+    (tmp_path / "corpus" / "empty.txt").write_text(" ")
+    quiet = run_here(2, [job, "--quiet"])
+    failed, last = quiet.stderr.splitlines()
+    assert "empty.txt: error: " in failed and "exit code 65: " in last and quiet.stdout == ""
+    normal, verbose = (run_here(2, [job, "--overwrite", *words]) for words in ((), ("--verbose",)))
+    for word in ("transport: ", "torch 2"):
+        assert word in verbose.stderr and word not in normal.stderr
+    assert len(re.findall(r"is valid|loading|documents: 6|layers", normal.stderr)) == 4
+    assert run_kvr("run", job, "--quiet", "--verbose")[0] == EXIT_USAGE
 
 
 def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_here: Any) -> None:
