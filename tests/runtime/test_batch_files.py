@@ -72,9 +72,9 @@ def test_a_batch_file_is_a_job_and_its_responses_lie_beside_the_results(
     monkeypatch.chdir(tmp_path)
     file = write_batch(tmp_path / "asked.jsonl", [request("b"), request("a"), request("b"), request("c", tools=[{}])])
     words = [file, *with_settings(f"model.path={tiny_model_dir}", "generation.max_new_tokens=4")]
-    missing = run_here(1, [file]
+    missing = run_here(1, [file])
     assert missing.returncode == EXIT_CONFIG and "model.path: is missing" in missing.stderr
-    run = run_here(2, words
+    run = run_here(2, words)
     assert run.returncode == EXIT_BAD_DATA, run.stderr
     responses = tmp_path / "runs" / "asked" / "responses.jsonl"
     found = [json.loads(line) for line in responses.read_text().splitlines()]
@@ -83,7 +83,7 @@ def test_a_batch_file_is_a_job_and_its_responses_lie_beside_the_results(
     assert "the same custom_id, so this one was not run" in found[2]["error"]["message"]
     exported = run_kvr("export", responses.parent, "--format", "openai-batch")
     assert exported[1] == responses.read_text()
-    again = run_here(1, [*words, "--resume"]
+    again = run_here(1, [*words, "--resume"])
     assert again.returncode == EXIT_BAD_DATA and responses.read_text() == exported[1]
 
 
