@@ -1,14 +1,18 @@
-"""The table of architectures, as docs/architectures.md has it."""
+"""What docs/how-it-works.md says of every architecture: one line for all that have the same in common."""
 
 from __future__ import annotations
 
 import collections
 import datetime
 import re
+import textwrap
 from collections.abc import Sequence
 
 from benchmarks.architectures import CLASSES, FAST, GENERIC, NOT_HERE, REFUSED, Entry, Verdict
 
+# Between these a page has the text.
+BEGIN, END = "<!-- architectures -->", "<!-- end of architectures -->"
+WIDTH, LINES = 120, {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
 # Groups of strategies as the table names them, by how their names begin.
 STRATEGIES = ("chain", "ring", "tsp", "prefix", "packed")
 
@@ -28,9 +32,7 @@ REASONS = {
     "requires the": "needs a package that is not installed",
 }
 
-HEAD = """# Architectures
-
-Written by `python -m benchmarks architectures` ({versions}, {date}); do not edit.
+HEAD = """Written by `python -m benchmarks architectures` ({versions}, {date}); do not edit.
 
 Every causal language model that transformers knows, and variants of some, tiny and with random weights, compared with
 plain transformers in float32. Prompts have 90 tokens, more than every window, chunk and rotary threshold in them.
@@ -53,7 +55,7 @@ MEANINGS = {
 
 
 def render(entries: dict[str, Entry], verdicts: Sequence[Verdict], versions: str, date: datetime.date) -> str:
-    """Render the table; entries that were not judged are left out."""
+    """Render the lists; entries that were not judged are left out."""
     found = {verdict.name: verdict for verdict in verdicts}
     own = [found[name] for name, entry in entries.items() if name in found and not entry.is_variant]
     variants = [found[name] for name, entry in entries.items() if name in found and entry.is_variant]
@@ -64,17 +66,24 @@ def render(entries: dict[str, Entry], verdicts: Sequence[Verdict], versions: str
         if kind in MEANINGS or own_kinds[kind] or variant_kinds[kind]
     ]
     text = HEAD.format(versions=versions, date=date.isoformat(), counts="\n".join(counts))
-    for title, rows in (("The mapping", own), ("Variants", variants)):
-        if rows:
-            text += f"\n## {title}\n\n| name | class | strategies, or why not |\n|---|---|---|\n"
-            text += "".join(_row(verdict) for verdict in rows)
+    for title, rows in (("In the mapping", own), ("Variants", variants)):
+        alike = collections.defaultdict(list)
+        for verdict in sorted(rows, key=lambda verdict: (CLASSES.index(verdict.kind), verdict.name)):
+            alike[verdict.kind, _in_words(verdict)].append(verdict.name)
+        text += f"\n{title}:\n\n" * bool(alike)
+        for (kind, words), names in alike.items():
+            text += textwrap.fill(f"- **{kind}: {words}**: {', '.join(names)}", WIDTH, **LINES) + "\n"
     return text
 
 
-def _row(verdict: Verdict) -> str:
-    kind = re.sub(r"exact \((.*)\)", r"\1", verdict.kind)
-    cells = [f"`{verdict.name}`", kind, _short(verdict) if verdict.reason else _strategies(verdict)]
-    return f"| {' | '.join(_cell(cell) for cell in cells)} |\n"
+def put_into(page: str, text: str) -> str:
+    """Return a page with the text between its marks."""
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n{text}{END}{rest.partition(END)[2]}"
+
+
+def _in_words(verdict: Verdict) -> str:
+    return _cell(_short(verdict) if verdict.reason else _strategies(verdict))
 
 
 def _strategies(verdict: Verdict) -> str:
@@ -98,6 +107,6 @@ def _short(verdict: Verdict) -> str:
 
 
 def _cell(text: str) -> str:
-    """Keep a text within one line of a cell."""
+    """Keep a text within a few words."""
     text = re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
     return text if len(text) <= 60 else text[:57] + "..."

@@ -24,7 +24,7 @@ from typing import IO
 import click
 
 from benchmarks.architectures import BAD, BEGINS, CLASSES, TRACEBACK, Entry, Verdict, catalogue, choose
-from benchmarks.catalogue_table import render
+from benchmarks.catalogue_table import put_into, render
 from kvr_mpi.cli.options import command, parse_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,7 +154,7 @@ def _last_words(code: int, errors: str) -> str:
 @click.option("--only", default="", metavar="NAME,...", help="Check only these model types and variants.")
 @click.option("--sample", type=click.IntRange(1), help="Check only this many, chosen at random.")
 @click.option("--seed", default=0, show_default=True, help="Of the choice of --sample.")
-@click.option("--table", type=click.Path(dir_okay=False, path_type=Path), help="Write a Markdown table.")
+@click.option("--table", type=click.Path(dir_okay=False, path_type=Path), help="Write the lists into a page.")
 @click.option("--json", "lines", type=click.File("w"), help="Write one line of JSON per architecture.")
 def main(only: str, sample: int | None, seed: int, table: Path | None, lines: IO[str] | None) -> int:
     """Compare every architecture in transformers, tiny and random, with plain transformers.
@@ -180,5 +180,5 @@ def main(only: str, sample: int | None, seed: int, table: Path | None, lines: IO
     click.echo(f"of {len(verdicts)}: {', '.join(f'{count} {kind}' for kind, count in counts.items() if count)}")
     if table is not None:
         versions = ", ".join(f"{name} {version(name)}" for name in ("kvr-mpi", "transformers", "torch"))
-        table.write_text(render(entries, verdicts, versions, datetime.date.today()))
+        table.write_text(put_into(table.read_text(), render(entries, verdicts, versions, datetime.date.today())))
     return EXIT_DIFFERS if any(verdict.kind in BAD for verdict in verdicts) else 0

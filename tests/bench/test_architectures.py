@@ -28,14 +28,14 @@ from benchmarks.architectures import (
     choose,
 )
 from benchmarks.architectures import judge as judge_entry
-from benchmarks.catalogue_table import render
+from benchmarks.catalogue_table import BEGIN, END, put_into, render
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
 from kvr_mpi.prefill.registry import STRATEGIES
 
 pytestmark = pytest.mark.slow
-TABLE = ROOT / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "how-it-works.md"
 # Mechanism by mechanism; each is there once.
 EXACT = {
     "llama mqa": "one head of keys for all",
@@ -198,16 +198,19 @@ def test_the_table() -> None:
     assert "kvr-mpi 1, 2026-11-22" in text
     counts = re.findall(r"^\| (.*) \| .* \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     assert counts[:3] == [("exact (fast)", "1", "0"), ("exact (generic)", "0", "1"), ("refused", "1", "0")]
-    assert "| `bert` | refused | sees \\| all |" in text
-    assert "| `llama` | fast | all |" in text
-    assert "| `llama odd` | generic | all but packed |" in text
-    assert text.index("`llama`") < text.index("`bert`") < text.index("## Variants") < text.index("`llama odd`")
+    lines = ["- **exact (fast): all**: llama", "- **refused: sees \\| all**: bert", "Variants:"]
+    lines.append("- **exact (generic): all but packed**: llama odd")
+    places = [text.index(f"{line}\n") for line in lines]
+    assert places == sorted(places)
+    page = put_into(f"# Page\n{BEGIN}\nold\n{END}\nmore\n", text)
+    assert page == f"# Page\n{BEGIN}\n{text}{END}\nmore\n"
 
 
 def test_the_table_in_docs_has_every_entry() -> None:
-    rows = [line.split("|") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
-    assert {row[1].strip().strip("`") for row in rows} == set(catalogue())
-    assert not {row[2].strip() for row in rows} & set(BAD)
+    text = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].replace("\n  ", " ")
+    rows = re.findall(r"^- \*\*(.*?): .*?\*\*: (.*)$", text, re.MULTILINE)
+    assert sorted(name for _, names in rows for name in names.split(", ")) == sorted(catalogue())
+    assert not {kind for kind, _ in rows} & set(BAD)
 
 
 @pytest.mark.long
