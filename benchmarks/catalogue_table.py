@@ -12,7 +12,7 @@ from benchmarks.architectures import CLASSES, FAST, GENERIC, NOT_HERE, REFUSED, 
 
 # Between these a page has the text.
 BEGIN, END = "<!-- architectures -->", "<!-- end of architectures -->"
-WIDTH, LINES = 120, {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+WRAPPER = textwrap.TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 # Groups of strategies as the table names them, by how their names begin.
 STRATEGIES = ("chain", "ring", "tsp", "prefix", "packed")
 
@@ -72,7 +72,7 @@ def render(entries: dict[str, Entry], verdicts: Sequence[Verdict], versions: str
             alike[verdict.kind, _in_words(verdict)].append(verdict.name)
         text += f"\n{title}:\n\n" * bool(alike)
         for (kind, words), names in alike.items():
-            text += textwrap.fill(f"- **{kind}: {words}**: {', '.join(names)}", WIDTH, **LINES) + "\n"
+            text += WRAPPER.fill(f"- **{kind}: {words}**: {', '.join(names)}") + "\n"
     return text
 
 
