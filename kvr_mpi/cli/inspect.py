@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
             "lost": len(index.gone),
             "missing": results.missing,
             "reasons": summary.reasons,
+            "cost": asdict(results.cost) if index.costs else None,
         }
         click.echo(json.dumps({**about, **counts, "documents": index.ids()}))
         return
@@ -67,6 +69,8 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
         click.echo(f"compress  {', '.join(f'{name} {value}' for name, value in told if value is not None)}")
     if cache := header.identity.get("cache"):
         click.echo(f"cache     {cache}")
+    if index.costs:
+        click.echo(f"cost      {results.cost.describe(summary.done)}")
     for line in results.missing:
         click.echo(f"missing   {line}")
     click.echo()

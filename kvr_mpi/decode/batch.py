@@ -7,6 +7,7 @@ and what each of them computes, is the batch's `group`. Stands between the prefi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -44,6 +45,7 @@ class Finished(Generic[K]):
     prefill: Prefill  # with all its keys and values that are here; without a cache after an error
     answer: Answer | None
     error: str | None = None
+    rank_s: float = 0.0  # of decoding, as in `Running`
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +280,7 @@ class DecodeBatch(Generic[K]):
 
     def _step(self, row: Sequence[Running[K]]) -> None:
         """Write one token of each of a row; if there is no memory for that, in halves, from now on."""
+        began = time.perf_counter()
         try:
             logits = self.group.run(row)
         except (RuntimeError, MemoryError) as error:
@@ -288,6 +291,9 @@ class DecodeBatch(Generic[K]):
             for document, token in zip(row, self.group.choose(row, logits), strict=True):
                 if document.writing is not None:
                     document.writing.write(token)
+            ranks = 1 if self.group.ranks is None else self.group.ranks.size
+            for document in row:
+                document.rank_s += ranks * (time.perf_counter() - began) / len(row)
             self._go_on(row, self.group.tell([self._word_of(document) for document in row]))
             return
         # Out of the except block: the error held on to what the failed step had made.
@@ -331,7 +337,7 @@ class DecodeBatch(Generic[K]):
             prefill.cache = prefill.share = None
         answer = None if writing.error is not None else (document.samples or writing).answer()
         assert document.key is not None, "it was given with the prompt"
-        self._finished.append(Finished(document.key, prefill, answer, writing.error))
+        self._finished.append(Finished(document.key, prefill, answer, writing.error, document.rank_s))
         return ENDED if prefill.error is None else FAILED, 0
 
     def _go_on(self, documents: Sequence[Running[K]], words: Sequence[tuple[int, int]]) -> None:

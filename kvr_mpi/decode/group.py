@@ -40,6 +40,7 @@ class Running(Generic[K]):
     prefill : with the keys and values that this rank has.
     last_token : the one to run next.
     key, writing, samples : at the prompt's home; samples if there is to be more than one answer.
+    rank_s : seconds of all ranks of the group: its share of the steps it was in.
     """
 
     prefill: Prefill
@@ -47,6 +48,7 @@ class Running(Generic[K]):
     key: K | None = None
     writing: DecodeSequence | None = None
     samples: Samples | None = None
+    rank_s: float = 0.0
 
 
 class Group(Generic[K]):

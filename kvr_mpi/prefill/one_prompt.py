@@ -63,6 +63,7 @@ class Prefill:
     retained: RetainedSize | None = None  # what compression has left of the cache; None: it is whole
     rolling: Rolling | None = None  # the cache that does not hold all tokens
     began_s: float = 0.0  # on the clock of `layer_begins_s`, time.perf_counter
+    row_share: float = 1.0  # of `seconds`, those that are its own: a row computes several prompts
     layer_begins_s: Sequence[float] = ()  # when each layer's keys were made; empty on a GPU, which computes on its own
 
     @property
@@ -73,6 +74,11 @@ class Prefill:
         if self.rolling is None or self.rolling.approximation is None:
             return 0.0
         return float(min(self.rolling.cache_tokens, self.partition.tokens))
+
+    @property
+    def rank_s(self) -> float:
+        """Seconds of all ranks that it took."""
+        return self.seconds * self.row_share * self.partition.size
 
     @property
     def is_plain(self) -> bool:

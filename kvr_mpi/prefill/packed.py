@@ -122,9 +122,10 @@ def _prefill_row(
     for cache in caches:
         cache.settle()
         cache.finish()
+    parts = [(len(ids) - start) / row.shape[1] for ids in prompts]
     return [
-        Prefill(partition, cache, each.clone(), seconds, known_tokens=start, began_s=began)
-        for partition, cache, each in zip(partitions, caches, logits, strict=True)
+        Prefill(partition, cache, each.clone(), seconds, known_tokens=start, began_s=began, row_share=part)
+        for part, partition, cache, each in zip(parts, partitions, caches, logits, strict=True)
     ]
 
 

@@ -31,6 +31,7 @@ SUMS = (
     "new_tokens",
     "ttft_s",
     "wait_s",
+    "rank_s",
     "parts",
     "retained_tokens",
     "retained_bytes",
@@ -98,7 +99,7 @@ class Prompt(PromptText):
             self.error_record(""), slices=partition.bounds, prompt_sha256=self.sha256, prompt_tokens=self.tokens
         )
 
-    def record(self, prefill: Prefill, answer: Answer) -> Record:
+    def record(self, prefill: Prefill, answer: Answer, rank_s: float = 0.0) -> Record:
         """Make the record of an answered prompt: of a part by itself, of the final one with all before it."""
         retained = prefill.retained
         own = replace(
@@ -116,6 +117,7 @@ class Prompt(PromptText):
             ttft_s=prefill.seconds,
             wait_s=prefill.wait_s,
             decode_s=answer.seconds,
+            rank_s=rank_s,
             compression="" if retained is None else retained.method,
             retained_tokens=prefill.held_tokens,
             retained_bytes=0 if retained is None else retained.kv_bytes,

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvr_mpi.disk import replacing
 from kvr_mpi.documents import Corpus, scan_corpus
@@ -37,6 +40,7 @@ from kvr_mpi.requests.split import error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
+from kvr_mpi.runtime.meters import Meters
 from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
@@ -100,6 +104,7 @@ def _run(
     topology = together(world, lambda: lay_out(spec, world.size))
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
+    meters = Meters.of(device, world)
     links, reason = open_transport(world, spec.parallel.transport, device)
     is_usual = device.type == "cpu" and spec.parallel.transport == "auto"
     log.root(Detail(reason) if is_usual else reason)
@@ -123,11 +128,18 @@ def _run(
         log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
     counters = open_counters(world, FIRST_LIST + shares.slots)
+    threads = torch.get_num_threads()  # of this thread: another one is told another number
     has_bar = options.bar and world.rank == 0
     with (
         open_states(folder, session, world, stop.deadline_s, log, spec.parallel.tensor_parallel) as states,
         open_trace(prepared, folder, session, ranks, log, states) as trace,
-        closing(ResultWriter(folder, world.rank, prepared.header(), session, recorder=trace.recorder)) as writer,
+        closing(
+            ResultWriter(
+                *(folder, world.rank, prepared.header(), session),
+                recorder=trace.recorder,
+                cost=partial(meters.cost, trace.tally, threads),
+            )
+        ) as writer,
         Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar) as progress,
     ):
         source = open_source(prepared, corpus)
@@ -295,6 +307,7 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
         write_batch(folder, log)
     index = survey(folder).index()  # a share may be empty
     summary = index.summary()
+    log.line(f"cost: {index.cost.describe(summary.done)}")
     if log.level != "quiet":
         print_summary(summary, read_records(index, rows_of(index)), result)
     code, line = conclusion(spec, summary.done, summary.failed)

@@ -43,7 +43,8 @@ class Decoder:
         self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group[Prompt] | None = None
     ) -> None:
         self._compression, self._batch = setup.compression, setup.open_decode_batch(group)
-        self._kernels = setup.kernels
+        self._kernels, tp_group = setup.kernels, setup.loaded.tp_group
+        self._group_size = 1 if tp_group is None else tp_group.size
         self._decodes = setup.spec.generation.max_new_tokens > 0  # anything after the first logits
         self._sink, self._stop, self._trace = sink, stop, trace
         self._parts: list[tuple[str, Record]] = []
@@ -110,7 +111,9 @@ class Decoder:
             if answer is None:
                 record = prompt.error_record(finished.error or "unknown")
             else:
-                record = replace(prompt.record(finished.prefill, answer), kernels=self._kernels)
+                rank_s = self._group_size * (finished.prefill.rank_s + finished.rank_s)
+                record = replace(prompt.record(finished.prefill, answer, rank_s), kernels=self._kernels)
+                self._trace.tally.rank_s += rank_s
                 self._trace.tally.prompt_tokens += prompt.tokens - finished.prefill.known_tokens
                 self._trace.tally.new_tokens += answer.new_tokens
                 self._trace.tally.answers += prompt.is_final and record.status == "done"

@@ -16,6 +16,7 @@ class Tally:
     phase_s: float = 0.0  # in prefill phases
     busy_s: float = 0.0  # of them, computing
     decode_s: float = 0.0
+    rank_s: float = 0.0  # of all ranks, for what was answered here (`Record.rank_s`)
     prompt_tokens: int = 0  # computed, of prompts that were decoded here
     new_tokens: int = 0
     answers: int = 0  # documents that were answered

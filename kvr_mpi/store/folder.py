@@ -16,6 +16,7 @@ from typing import Any
 
 from kvr_mpi.disk import LOG_NAME, PART, VOLUME_NAME, create
 from kvr_mpi.errors import DataError, ForeignError, MissingError, OutputError, counted
+from kvr_mpi.store.cost import COST, Cost, read_cost, total_cost
 from kvr_mpi.store.hdf5 import explained, group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, Header, is_sealed, parse, read_header, strings, unseal
@@ -65,12 +66,19 @@ class Index:
     gone : documents whose keys and values are in no file any more, and in which they were.
     unreadable : documents whose keys and values are in a damaged file, and why.
     damaged : files that are not as they were written, and why; they were passed over.
+    costs : what each rank has spent in each session.
     """
 
     places: dict[str, Place]
     gone: dict[str, str] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
     damaged: dict[Path, str] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> Cost:
+        """What the run has cost so far, in all sessions."""
+        return total_cost(self.costs.values())
 
     def summary(self) -> Summary:
         """Count the documents."""
@@ -108,6 +116,7 @@ class Survey:
     headers: dict[Path, Header] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     spoilt: dict[Piece, str] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
 
     @property
     def unlisted(self) -> list[str]:
@@ -141,6 +150,7 @@ class Survey:
         """Say where each document is."""
         there, gone, unreadable = self._pieces()
         index = Index({}, damaged={Path(piece.path): why for piece, why in self.spoilt.items()})
+        index.costs.update(self.costs)
         index.damaged.update({self.folder / name: why for name, why in self.damaged.items()})
         for name, found in self.records.items():
             best = _choose(found, there)
@@ -281,6 +291,9 @@ def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
         for name in strings(values["ids"], "ids"):
             if name in found.records:
                 found.records[name] = [replace(place, needs=()) for place in found.records[name]]
+    elif kind == COST:
+        cost = read_cost(values)
+        found.costs[cost.key] = cost
     else:
         raise DataError(f"{str(kind)[:60]!r} is no kind of line")
 
@@ -383,6 +396,7 @@ def join_indexes(indexes: Iterable[Index]) -> Index:
         joined.gone.update(index.gone)
         joined.unreadable.update(index.unreadable)
         joined.damaged.update(index.damaged)
+        joined.costs.update(index.costs)
     return joined
 
 
@@ -394,6 +408,7 @@ def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
     DataError
         If one is damaged.
     """
+    joules = index.cost.joules_per_rank_s
     with ExitStack() as stack:
         sources: dict[Path, Source] = {}
         for name in ids:
@@ -410,7 +425,7 @@ def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
             record = read_record(values, f"{place.source}: {name!r}")
             if (record.id, record.status) != (name, "done" if place.is_done else "error"):
                 raise DataError(f"{place.source}: the record of {name!r} has changed since it was looked up")
-            yield record
+            yield replace(record, joules=joules * record.rank_s) if joules else record
 
 
 @contextmanager

@@ -17,6 +17,9 @@
       {"line": "pruned", "ids": [...]}
                              records of these documents from earlier sessions
                              need no keys and values any more
+      {"line": "cost", "key": ..., "node_s": ..., "joules": ..., ...}
+                             what a rank has spent in this session so far; the
+                             last line of a key counts (see ``cost``)
       ..., "seal": "..."}    ends every line: CRC32 of what precedes it
 
 A file is made by one process and no other ever appends to it, so only its last line can be torn by a crash: one without

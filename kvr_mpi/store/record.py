@@ -14,6 +14,10 @@
     dropped_tokens   of the text, cut off from a prompt that was too long
     new_tokens, finish_reason, strategy, parts, finished_at
     ttft_s, prefill_tokens_per_s, wait_s, decode_s
+    rank_s           seconds of all ranks: its prefill, and its share of the
+                     steps it was decoded in
+    joules           its share of the run's energy, by rank_s; only where that
+                     could be read
     compression      method and settings; empty: nothing was dropped
     retained_tokens, retained_bytes    what compression has left
     cache            of a rolling cache: what it held, and whether that is
@@ -63,7 +67,11 @@ ASKED_FOR = (
     "cache",
     "text_tokens",
     "kernels",
+    "rank_s",
+    "joules",
 )
+# Not written at all: it is of the run, and may grow.
+OF_RUN = "joules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,8 @@ class Record:
     wait_s: float = 0.0  # of ttft_s, the last rank's wait for keys and values
     decode_s: float = 0.0  # from its first token to its last, the wait for the rest of its wave included; parts of a
     # split text are decoded side by side, and the longest counts
+    rank_s: float = 0.0  # of all ranks: of a prompt in a row, and of a step, its share
+    joules: float = 0.0  # of the run's energy, in proportion to rank_s; 0: not known
     parts: int = 1  # prompts it took: more than one if the text was split
     compression: str = ""  # by which keys and values were dropped before decoding; empty: none, the answer is exact
     retained_tokens: float = 0.0  # with it, or a rolling cache that drops tokens: those a KV head kept on average
@@ -116,7 +126,8 @@ class Record:
         """Fields as JSON has them: no infinities, no NaN; what is kept as JSON as what it is."""
         read = {"columns": self.passed, "token_texts": self.texts, "scores": self.scored, "samples": self.sampled}
         values = {**self.as_dict(), **read}
-        return {name: _finite(value) for name, value in values.items()} | {"coverage": self.coverage}
+        found = {name: _finite(value) for name, value in values.items()}
+        return found | {"coverage": self.coverage, "joules": self.joules or None}
 
     @property
     def coverage(self) -> float:
@@ -227,7 +238,9 @@ def _finite(value: Any) -> Any:
 
 def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
     """Return what a record's line in the log says; `pieces` are the ids of the keys and values that it needs."""
-    values = {name: value for name, value in record.as_dict().items() if value or name not in ASKED_FOR}
+    values = {
+        name: value for name, value in record.as_dict().items() if name != OF_RUN and (value or name not in ASKED_FOR)
+    }
     values |= {name: _finite(value) for name, value in values.items() if name in REALS or isinstance(value, float)}
     return {**{name: values[name] for name in HEAD}, "pieces": list(pieces), **values}
 

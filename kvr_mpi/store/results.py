@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, DataError
+from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.folder import Index, Place, open_document, read_records
 from kvr_mpi.store.head_rows import refuse_compressed
 from kvr_mpi.store.log import Header
@@ -116,6 +117,11 @@ class Results:
         left = f", {self.left} left" if self.left else ""
         gone = f"; {tell_missing(self.missing)}" if self.missing else ""
         return f"{found.done} done, {found.failed} failed{left} in {where}{gone}"
+
+    @property
+    def cost(self) -> Cost:
+        """What the run has cost so far: node, GPU and core seconds, and joules where they could be read."""
+        return self.index.cost
 
     @property
     def software(self) -> dict[str, str]:

@@ -205,6 +205,8 @@ def write_results(
         for volume, pieces in sorted(beside.items()):
             size = volume.stat().st_size
             log.write(seal({"line": VOLUME, "name": volume.name, "size_bytes": size, "pieces": pieces}))
+        for cost in index.costs.values():
+            log.write(seal(cost.as_line()))
         write_lines(file, LOG, log)
     return {volume.name for volume in beside}
 

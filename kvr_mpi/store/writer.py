@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
 import queue
 import shutil
@@ -25,6 +26,7 @@ import h5py
 
 from kvr_mpi.disk import truncate
 from kvr_mpi.errors import WriteError
+from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.kv import write_kv
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.log import LINE_BYTES, VOLUME, Header, LogWriter, seal, sync
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 # Records are synced this long after the first that is not.
 SYNC_S = 1.0
+# What a rank has spent is written so often: a kill costs no more of it.
+COST_S = 60.0
 # A volume is closed this long after its first keys and values, or at this size. A young job has little, and closes its
 # volumes after a tenth of its age: it loses no more than that if it is killed, and a long one makes few files more.
 VOLUME_S, LEAST_VOLUME_S, AGE_SHARE = 60.0, 1.0, 0.1
@@ -120,6 +124,8 @@ class ResultWriter:
         Of the job; by default the one that has the folder.
     recorder : Recorder, optional
         Told of every document that is written, and of every volume that is made durable.
+    cost : callable, optional
+        Says what this rank has spent; called once a minute, and at the end, in another thread.
     """
 
     def __init__(
@@ -130,7 +136,9 @@ class ResultWriter:
         session: int | None = None,
         *,
         recorder: Recorder | None = None,
+        cost: Callable[[], Cost] | None = None,
     ) -> None:
+        self._cost, self._cost_s = cost, math.inf if cost is None else time.monotonic() + COST_S
         self._recorder = Recorder() if recorder is None else recorder
         self._folder = folder
         session = session_of(folder) if session is None else session
@@ -273,6 +281,8 @@ class ResultWriter:
                     self._end_what_is_due()
                 else:
                     self._end_volume()
+                    if task is _Mark.STOP:
+                        self._add_cost()
                     self._sync()
                 if isinstance(task, _Document) or volume is not self._volume:
                     self._recorder.note("write", began_s, prompt=-1)
@@ -288,6 +298,7 @@ class ResultWriter:
     def _next(self) -> _Document | _Layer | _Mark | threading.Event:
         due = [self._sync_s] if self._sync_s is not None else []
         due += [self._volume.due_s] if self._volume is not None else []
+        due += [self._cost_s] if self._cost is not None else []
         try:
             return self._tasks.get(timeout=max(0.0, min(due) - time.monotonic()) if due else None)
         except queue.Empty:
@@ -370,8 +381,16 @@ class ResultWriter:
         now, volume = time.monotonic(), self._volume
         if volume is not None and (now > volume.due_s or volume.file.id.get_filesize() > VOLUME_BYTES):
             self._end_volume()
+        if now >= self._cost_s:
+            self._add_cost()
         if self._sync_s is not None and now >= self._sync_s:
             self._sync()
+
+    def _add_cost(self) -> None:
+        self._cost_s = time.monotonic() + COST_S
+        if self._cost is not None and self._error is None:
+            self._log.write(seal(self._cost().as_line()))
+            self._sync_s = self._sync_s or time.monotonic()
 
     def _end_volume(self) -> None:
         """Make the volume count: close it, sync it, and list it."""

@@ -1,0 +1,136 @@
+"""Energy counters of the machine: RAPL of Linux's powercap for processors and memory, NVML for a GPU.
+
+A rank counts its share of its host's energy: all ranks of a host read the same counters, and take equal parts.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.store.cost import NOT_READABLE, Cost
+from kvr_mpi.transport import Transport
+
+POWERCAP = Path("/sys/class/powercap")
+# Zones that count what no other counts, too: cores and graphics are part of a package, ``psys`` holds packages.
+ZONES = ("package", "dram")
+
+
+class Counter(Protocol):
+    """Something that counts joules."""
+
+    def joules(self) -> float:
+        """All that were counted since it was opened."""
+
+
+class Zone:
+    """A zone of powercap; its counter begins anew at its end, some minutes of full load after the last time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = (folder / "name").read_text().strip()
+        self._file, self._range = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
+        self._last, self._sum = int(self._file.read_text()), 0
+
+    def joules(self) -> float:
+        """All that were counted."""
+        now = int(self._file.read_text())
+        self._sum += now - self._last + (self._range if now < self._last else 0)
+        self._last = now
+        return self._sum / 1e6
+
+
+class Gpu:
+    """A GPU's own counter, by NVML (package nvidia-ml-py)."""
+
+    def __init__(self, device: torch.device) -> None:
+        import pynvml  # type: ignore[import-not-found]
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        self._nvml: Any = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        self._first = self._count()
+
+    def _count(self) -> int:
+        return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+
+    def joules(self) -> float:
+        """All that were counted."""
+        return (self._count() - self._first) / 1e3
+
+
+class Meters:
+    """What a rank has spent since this was made.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of this rank: of a GPU it counts the energy, too.
+    ranks_here, rank_here : int
+        Ranks on this host, which share its processors and GPUs, and which of them this is.
+    powercap : Path, optional
+        Folder of the processors' counters.
+    """
+
+    def __init__(
+        self, device: torch.device, ranks_here: int = 1, rank_here: int = 0, powercap: Path | None = None
+    ) -> None:
+        self._key, self._began_s = secrets.token_hex(8), time.monotonic()
+        self._is_first = rank_here == 0
+        self._gpus = min(1.0, torch.cuda.device_count() / ranks_here) if device.type == "cuda" else 0.0
+        zones, why = _zones(powercap or POWERCAP)
+        self._counters: list[tuple[Counter, float]] = [(zone, 1 / ranks_here) for zone in zones]
+        about = [f"RAPL: {', '.join(sorted({zone.name.split('-')[0] for zone in zones}))}"] if zones else []
+        if device.type == "cuda":
+            try:
+                self._counters.append((Gpu(device), self._gpus))
+                about.append("NVML: GPU")
+            except Exception as error:  # a package that is missing, or a driver without the counter
+                self._counters, about = [], []
+                why = f"the GPU's counter: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        self._about = "; ".join(about) or f"{NOT_READABLE}: {why}"
+
+    @classmethod
+    def of(cls, device: torch.device, world: Transport) -> Meters:
+        """Begin to count what a rank of a job spends."""
+        return cls(device, world.local_size, world.local_rank)
+
+    def cost(self, tally: Tally, threads: int) -> Cost:
+        """Say what was spent so far, on so many threads; once a minute, so that no counter begins anew twice unseen."""
+        seconds = time.monotonic() - self._began_s
+        return Cost(
+            self._key,
+            node_s=seconds if self._is_first else 0.0,
+            gpu_s=seconds * self._gpus,
+            core_s=seconds * threads,
+            rank_s=tally.rank_s,
+            joules=self._joules(),
+            meters=self._about,
+        )
+
+    def _joules(self) -> float | None:
+        try:
+            found = [part * counter.joules() for counter, part in self._counters]
+        except Exception as error:  # a counter that can no longer be read: no figure is better than a wrong one
+            self._counters, self._about = [], f"{NOT_READABLE}: a counter failed: {error}"
+            return None
+        return sum(found) if found else None
+
+
+def _zones(powercap: Path) -> tuple[list[Zone], str]:
+    """Open the zones of packages and memory; without any, say why."""
+    found, why = [], f"{powercap} has no RAPL zones"
+    for folder in sorted(powercap.glob("intel-rapl:*")):  # AMD's have that name, too
+        try:
+            if (folder / "name").read_text().strip().startswith(ZONES):
+                found.append(Zone(folder))
+        except PermissionError:
+            return [], f"{folder / 'energy_uj'} is for root only"
+        except (OSError, ValueError) as error:
+            return [], f"{folder}: {error}"
+    return found, why

@@ -1,0 +1,93 @@
+"""What a run has cost: node, GPU and core seconds, and energy where ranks may read it.
+
+Each rank's log says what that rank has spent so far, once a minute and at its end: the last line of a log counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from math import isfinite
+from typing import Any
+
+from kvr_mpi.errors import DataError
+
+NOT_READABLE = "energy is not readable here"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What some ranks have spent.
+
+    key : names the rank's session, so that nothing is counted twice.
+    node_s, gpu_s, core_s : seconds, of all nodes, GPUs and cores.
+    rank_s : of these, what went into documents (`Record.rank_s`).
+    joules : None: not known of all ranks.
+    meters : what the joules were read from, or why they are not known.
+    """
+
+    key: str
+    node_s: float = 0.0
+    gpu_s: float = 0.0
+    core_s: float = 0.0
+    rank_s: float = 0.0
+    joules: float | None = None
+    meters: str = NOT_READABLE
+
+    def as_line(self) -> dict[str, Any]:
+        """As a log has it."""
+        return {"line": COST, **asdict(self)}
+
+    @property
+    def joules_per_rank_s(self) -> float:
+        """What a second of a rank's work on a document took; 0: not known."""
+        return self.joules / self.rank_s if self.joules and self.rank_s else 0.0
+
+    def describe(self, documents: int) -> str:
+        """Say it in one line, for so many answered documents."""
+        hours = [("node", self.node_s), ("GPU", self.gpu_s), ("core", self.core_s)]
+        spent = ", ".join(f"{seconds / 3600:.3g} {name} hours" for name, seconds in hours if seconds or name != "GPU")
+        if self.joules is None:
+            return f"{spent}; {self.meters}"
+        each = f", {joules_text(self.joules / documents)} per answered document" if documents else ""
+        return f"{spent}; {joules_text(self.joules)} ({self.meters}){each}"
+
+
+COST = "cost"
+NUMBERS = ("node_s", "gpu_s", "core_s", "rank_s")
+
+
+def read_cost(values: Mapping[str, Any]) -> Cost:
+    """Read a log's line.
+
+    Raises
+    ------
+    DataError
+        If it says anything else.
+    """
+    found = {spec.name: values[spec.name] for spec in fields(Cost)}
+    known = Cost(**found)
+    numbers = [getattr(known, name) for name in NUMBERS] + [0.0 if known.joules is None else known.joules]
+    if any(type(one) not in (int, float) or not isfinite(one) or one < 0 for one in numbers):
+        raise DataError(f"a cost of {str(found)[:100]}; expected numbers of at least 0")
+    if not isinstance(known.key, str) or not isinstance(known.meters, str):
+        raise DataError(f"a cost of {str(found)[:100]}; expected texts for key and meters")
+    return known
+
+
+def total_cost(costs: Iterable[Cost]) -> Cost:
+    """Add what ranks have spent; the energy is known only if all of them know theirs."""
+    found = list(costs)
+    joules = [one.joules for one in found if one.joules is not None]
+    sums = {name: sum(getattr(one, name) for one in found) for name in NUMBERS}
+    unknown = sorted({one.meters for one in found if one.joules is None})
+    meters = unknown or sorted({one.meters for one in found})
+    return Cost("", **sums, joules=sum(joules) if joules and not unknown else None, meters="; ".join(meters))
+
+
+def joules_text(joules: float) -> str:
+    """Write an energy: ``940 J``, ``12.3 kJ``, ``4.5 MJ``."""
+    for unit, size in (("MJ", 1e6), ("kJ", 1e3)):
+        if joules >= size:
+            return f"{joules / size:.3g} {unit}"
+    return f"{joules:.3g} J"

@@ -1,0 +1,114 @@
+"""What a run costs: energy from a tree like powercap's, shared among documents, kept when it is merged or resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_jobs import with_settings
+
+from kvr_mpi.errors import DataError
+from kvr_mpi.runtime import meters
+from kvr_mpi.runtime.meters import Meters
+from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.store.cost import Cost, read_cost, total_cost
+from kvr_mpi.store.results import open_results
+
+CPU = torch.device("cpu")
+RANGE_UJ = 10_000_000
+
+
+def add_zone(powercap: Path, zone: str, name: str, microjoules: int = 0) -> Path:
+    folder = powercap / f"intel-rapl:{zone}"
+    folder.mkdir(parents=True)
+    (folder / "name").write_text(f"{name}\n")
+    (folder / "max_energy_range_uj").write_text(f"{RANGE_UJ}\n")
+    (folder / "energy_uj").write_text(f"{microjoules}\n")
+    return folder / "energy_uj"
+
+
+@pytest.fixture
+def powercap(tmp_path: Path) -> Path:
+    return tmp_path / "powercap"
+
+
+def spent(meter: Meters) -> float | None:
+    return meter.cost(Tally(), 1).joules
+
+
+def test_packages_and_memory_count_once_and_ranks_of_a_host_share_them(powercap: Path) -> None:
+    files = [add_zone(powercap, zone, name) for zone, name in (("0", "package-0"), ("1", "package-1"), ("0:1", "dram"))]
+    others = [add_zone(powercap, zone, name) for zone, name in (("2", "psys"), ("0:0", "core"))]
+    first, second = (Meters(CPU, 2, rank, powercap) for rank in range(2))
+    for file in (*files, *others):
+        file.write_text("4000000")
+    assert spent(first) == spent(second) == pytest.approx(6.0)
+    found = total_cost(meter.cost(Tally(rank_s=3.0), 4) for meter in (first, second))
+    assert found.joules == pytest.approx(12.0) and found.meters == "RAPL: dram, package"
+    assert found.joules_per_rank_s == pytest.approx(2.0)
+    assert found.core_s == pytest.approx(8 * found.node_s, rel=0.5), "the first rank of a host counts the node"
+
+
+def test_a_counter_that_begins_anew_goes_on(powercap: Path) -> None:
+    file = add_zone(powercap, "0", "package-0", RANGE_UJ - 1_000_000)
+    meter = Meters(CPU, powercap=powercap)
+    for now, seen in ((2_000_000, 3.0), (9_000_000, 10.0), (1_000_000, 12.0)):
+        file.write_text(str(now))
+        assert spent(meter) == pytest.approx(seen)
+
+
+def test_what_cannot_be_read_has_no_figure_but_a_reason(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "has no RAPL zones" in Meters(CPU, powercap=powercap).cost(Tally(), 1).meters
+    file = add_zone(powercap, "0", "package-0")
+    meter = Meters(CPU, powercap=powercap)
+    file.unlink()
+    assert spent(meter) is None and "a counter failed" in meter.cost(Tally(), 1).meters
+    file.write_text("much")
+    assert "much" in Meters(CPU, powercap=powercap).cost(Tally(), 1).meters
+
+    def refuse(self: Path, *given: Any, **options: Any) -> str:
+        if self.name == "energy_uj":
+            raise PermissionError(13, "Permission denied")
+        return read(self, *given, **options)
+
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", refuse)
+    closed = Meters(CPU, powercap=powercap).cost(Tally(), 1)
+    assert closed.joules is None and closed.meters.endswith("energy_uj is for root only")
+    known = Cost("a", joules=5.0, rank_s=1.0, meters="RAPL: package")
+    assert total_cost([known, closed]).joules is None, "half of the energy is no figure"
+    assert total_cost([known, closed]).describe(1).endswith("for root only")
+
+
+@pytest.mark.parametrize(
+    "change", [{"joules": -1.0}, {"rank_s": float("inf")}, {"core_s": "1"}, {"node_s": True}, {"key": 3}, {"meters": 1}]
+)
+def test_a_line_that_is_no_cost_is_damaged(change: dict[str, Any]) -> None:
+    line = {**Cost("k", joules=2.0).as_line(), **change}
+    with pytest.raises((DataError, TypeError)):
+        read_cost(line)
+
+
+def test_documents_share_what_a_run_has_spent(
+    job: Path, tmp_path: Path, powercap: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_zone(powercap, "0", "package-0")
+    readings = iter(range(1, 1000))
+    monkeypatch.setattr(meters, "POWERCAP", powercap)
+    monkeypatch.setattr(meters.Zone, "joules", lambda zone: 100.0 * next(readings))
+    first = run_here(2, [job, *with_settings("documents.limit=3")])
+    assert first.returncode == 0 and "(RAPL: package)" in first.stderr and "core hours" in first.stderr, first.stderr
+    before = open_results(tmp_path / "out")
+    again = run_here(1, [job, "--extend"])
+    assert again.returncode == 0, again.stderr
+    results = open_results(tmp_path / "out")
+    assert len(results) == 5 and results.cost.joules and before.cost.joules
+    assert results.cost.joules > before.cost.joules and results.cost.core_s > before.cost.core_s
+    assert len(results.index.costs) == 3, "two ranks, and then one"
+    records = list(results)
+    assert sum(record.joules for record in records) == pytest.approx(results.cost.joules)
+    assert sum(record.rank_s for record in records) == pytest.approx(results.cost.rank_s)
+    for record in records:
+        assert record.rank_s >= record.ttft_s * (len(record.slices) - 1) * 0.99
