@@ -57,6 +57,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "parallel.table": {"parallel.table": "tables"},
     "prompt.chat_template": {"prompt.chat_template": True},
     "prompt.keep": {"prompt.keep": "tail"},
+    "prompt.overlap_tokens": {"prompt.overlap_tokens": 20},
     "prompt.reduce_template": {"prompt.reduce_template": "{text} All?"},
     "prompt.system": {"prompt.system": "Be brief."},
     "prompt.template": {"prompt.template": "{text} Why?"},

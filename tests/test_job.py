@@ -47,6 +47,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     chat_template = true
     too_long = "split"
     keep = "tail"
+    overlap_tokens = 20
     reduce_template = "Sum up these: {text}"
     max_tokens = 2048
     min_coverage = 0.9

@@ -253,6 +253,11 @@ def _print_summary(made: PlannedJob) -> None:
     if made.errors:
         click.echo(f"{counted(len(made.errors), 'document')} will have error records:")
         click.echo(listed(made.errors))
+    if forecast.more or forecast.apart:
+        saved_s = sum(forecast.saved_s(place.tokens, place.ranks) for place in found.placements)
+        prompts = f"{1 + len(forecast.more) + forecast.apart} prompts about each document"
+        apart = f"; {counted(forecast.apart, 'prompt')} by itself" if forecast.apart else ""
+        click.echo(f"{prompts}: reading it once saves {duration_text(saved_s)} of prefill on its ranks{apart}")
     others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))
@@ -261,7 +266,7 @@ def _print_summary(made: PlannedJob) -> None:
     costs = [f"{count}: {duration_text(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
     click.echo("by number of ranks: " + "; ".join(costs))
     if not spec.planned and spec.takes_chains:
-        runs = "; with 'auto' it follows the plan above" if made.tensor_parallel == 1 else ""
+        runs = "; with 'auto' it follows the plan above" if made.tensor_parallel == 1 and not spec.prompts else ""
         wanted = spec.parallel.ranks_per_chain
         seconds = made.written_s
         takes = "does not fit, or does not divide the ranks" if seconds is None else f"takes {duration_text(seconds)}"

@@ -53,6 +53,7 @@ class Frame:
     """The ids before and after the text of a document, and the longest prompt allowed.
 
     head_gaps, tail_gaps : fields of the document's row that are still to be filled in.
+    overlap : tokens of text that each part of a text that is cut repeats of the part before.
     """
 
     head: tuple[int, ...]
@@ -60,6 +61,7 @@ class Frame:
     max_tokens: int
     head_gaps: Gaps = ()
     tail_gaps: Gaps = ()
+    overlap: int = 0
 
     @property
     def text_budget(self) -> int:
@@ -89,7 +91,7 @@ class Frame:
             _fill(ids, [(at, encode_text(tokenizer, columns[name])) for at, name in gaps])
             for ids, gaps in ((self.head, self.head_gaps), (self.tail, self.tail_gaps))
         )
-        frame = Frame(head, tail, self.max_tokens)
+        frame = Frame(head, tail, self.max_tokens, overlap=self.overlap)
         if frame.text_budget < 1:
             raise DocumentError(
                 f"too long: the template with the fields of its row has {len(head) + len(tail)} tokens; a prompt can "
@@ -223,13 +225,16 @@ def fit_prompt(frame: Frame, text_ids: Sequence[int], *, truncate: Keep | None) 
 
 def count_parts(frame: Frame, text_tokens: int) -> int:
     """Say into how many prompts `split_text` cuts a text of so many tokens."""
-    budget = frame.text_budget
-    return 1 if text_tokens <= budget else -(-text_tokens // max(1, int(budget * (1 - SEAM_SHARE))))
+    budget = frame.text_budget - frame.overlap
+    return 1 if text_tokens <= frame.text_budget else -(-text_tokens // max(1, int(budget * (1 - SEAM_SHARE))))
 
 
 def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[PromptText]:
-    """Cut a long text into prompts of nearly equal length, preferably where a paragraph, line or sentence ends."""
-    budget, tokens = frame.text_budget, len(text_ids)
+    """Cut a long text into prompts of nearly equal length, preferably where a paragraph, line or sentence ends.
+
+    Each but the first begins with the last `Frame.overlap` tokens of the part before.
+    """
+    budget, tokens = frame.text_budget - frame.overlap, len(text_ids)
     count = count_parts(frame, tokens)
     # Both ends of a part may move by this without its outgrowing the budget.
     reach = (budget - -(-tokens // count)) // 2
@@ -237,7 +242,7 @@ def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[Pr
     for part in range(1, count):
         bounds.append(_best_cut(tokenizer, text_ids, part * tokens // count, reach))
     bounds.append(tokens)
-    return [frame.around(text_ids[start:stop]) for start, stop in pairwise(bounds)]
+    return [frame.around(text_ids[max(0, start - frame.overlap) : stop]) for start, stop in pairwise(bounds)]
 
 
 def _best_cut(tokenizer: Any, ids: Sequence[int], ideal: int, reach: int) -> int:

@@ -141,7 +141,7 @@ REFUSED = (
     Row(KV, (STATES,), "states cannot be stored yet", "set output.kv = false"),
     Row(
         QUESTIONS,
-        (*PROMPT_KEYS, "prompt.chat_template", "prompt.keep", "prompt.reduce_template"),
+        (*PROMPT_KEYS, "prompt.chat_template", "prompt.keep", "prompt.overlap_tokens", "prompt.reduce_template"),
         "the stored prompts are used up to the end of the document",
         "leave it out, and set questions.template for the text after that",
     ),

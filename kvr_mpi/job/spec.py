@@ -120,6 +120,7 @@ class PromptSection(Section):
     min_coverage: float = Field(
         0.0, ge=0, le=1, description="fraction of a document that its answer has to have seen, or it becomes an error"
     )
+    overlap_tokens: int = Field(0, ge=0, description="split: tokens of text that a part repeats of the part before")
     reduce_template: str | None = Field(
         None, description="template that combines the answers about the parts; default: template"
     )

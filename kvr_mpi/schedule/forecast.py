@@ -59,7 +59,7 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
             f"generation.max_new_tokens = {spec.generation.max_new_tokens} leaves no room for a prompt in a context of "
             f"{context} tokens; lower it"
         )
-    return make_frame(
+    frame = make_frame(
         tokenizer,
         template,
         system=prompt.system,
@@ -67,6 +67,12 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
         after=after,
         max_prompt_tokens=room,
     )
+    if 2 * prompt.overlap_tokens > frame.text_budget:
+        raise ConfigError(
+            f"prompt.overlap_tokens = {prompt.overlap_tokens}: expected at most half of the {frame.text_budget} tokens "
+            f"of text that fit into a prompt"
+        )
+    return replace(frame, overlap=prompt.overlap_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,8 @@ class Forecast:
     chunk_tokens : of the chunks in which slices are computed; auto: `chunks` says.
     chunks : in which chunks (tokens, ranks) are computed, if they do not fit at once; None if that is unknown.
     rolling : the cache that prompts go through, each on one rank; None: a whole one.
+    more : tokens that follow the text in further prompts about each document, which go on from its keys and values.
+    apart : further prompts that begin differently, and are prefilled by themselves.
     """
 
     source: str
@@ -110,6 +118,8 @@ class Forecast:
     chunk_tokens: int | Literal["auto"] = "auto"
     chunks: Callable[[int, int], int | None] | None = None
     rolling: Rolling | None = None
+    more: tuple[int, ...] = ()
+    apart: int = 0
 
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
         """Chunk length in tokens for a prompt's slices on so many ranks; None: whole slices."""
@@ -179,7 +189,20 @@ class Forecast:
             return [tokens]
         count = count_parts(self.frame, tokens)
         around = most - self.frame.text_budget
-        return [-(-tokens // count)] * count + [min(most, around + count * self.new_tokens)]
+        each = min(most, -(-tokens // count) + self.frame.overlap)
+        return [each] * count + [min(most, around + count * self.new_tokens)]
+
+    def continued_s(self, tokens: int, known: int) -> float:
+        """Time to the first token of a prompt that goes on from `known` tokens, on one rank."""
+        costs = self.costs
+        token_s = costs.qkv_token_s + costs.rest_token_s + costs.pair_s * (known + tokens / 2)
+        return max(costs.layers * tokens * token_s + costs.head_s, self.step_s)
+
+    def saved_s(self, tokens: int, ranks: int) -> float:
+        """Time of prefilling that a document's prompts save by going on from its keys and values."""
+        if not self.more or not tokens or len(self.parts(tokens)) > 1:
+            return 0.0
+        return sum(max(0.0, self.ttft_s(tokens, ranks) - self.continued_s(each, tokens)) for each in self.more)
 
     def document_s(self, tokens: int, ranks: int, ttft_s: Seconds | None = None) -> float:
         """Time of a whole document: all its prompts, each prefilled and answered.
@@ -197,7 +220,11 @@ class Forecast:
             together, prompts = 1.0, [min(prompt, self.rolling.cache_tokens) for prompt in prompts]
         step_s = (self.step_s + (together - 1) * self.row_s) / together
         decode_s = steps * sum(step_s + self.step_token_s * prompt for prompt in prompts)
-        return prefill_s + decode_s / max(1.0, ranks * min(1.0, self.load))
+        whole_s = prefill_s + decode_s / max(1.0, ranks * min(1.0, self.load))
+        if len(prompts) > 1:  # each prompt's parts by themselves
+            return whole_s * (1 + len(self.more) + self.apart)
+        more_s = sum(self.continued_s(each, tokens) for each in self.more)
+        return whole_s * (1 + self.apart) + more_s + (whole_s - prefill_s) * len(self.more)
 
     def for_corpus(self, documents: int, ranks: int) -> Forecast:
         """Return a forecast for documents that are decoded together with others of a corpus."""

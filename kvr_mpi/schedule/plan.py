@@ -25,7 +25,8 @@ def prompt_tokens(prompt: PromptSection, frame: Frame, text_tokens: int) -> int:
     if text_tokens == 0 or text_tokens <= frame.text_budget:
         return text_tokens and text_tokens + around
     if prompt.too_long == "split":
-        return text_tokens + around * count_parts(frame, text_tokens)
+        count = count_parts(frame, text_tokens)
+        return text_tokens + around * count + frame.overlap * (count - 1)
     return frame.max_tokens if prompt.too_long == "truncate" else 0
 
 

@@ -14,13 +14,13 @@ from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError, counted
 from kvr_mpi.job import JobSpec
-from kvr_mpi.job.combinations import why_not_heads
+from kvr_mpi.job.combinations import PROMPTS, why_no_effect, why_not_heads
 from kvr_mpi.kv.rolling import check_held, rolling_of
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.shared_heads import why_not_by_config
 from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
-from kvr_mpi.preflight.inputs import parse_templates, row_format
+from kvr_mpi.preflight.inputs import parse_templates, prompts_of, row_format
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents, prompt_tokens
@@ -83,11 +83,6 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
     """
     parse_templates(spec)
     check_tensor_parallel(spec)
-    if spec.prompts:
-        raise ConfigError(
-            "[[prompts]]: plans for several prompts per document are not supported yet; plan one of them as "
-            "prompt.template"
-        )
     check_system(spec.prompt.system)
     source = spec.model
     outline = load_outline(
@@ -101,10 +96,13 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
         outline = replace(outline, fingerprint=with_adapter(outline.fingerprint, source.adapter))
     if (rolling := rolling_of(spec.cache)) is not None:
         check_held(outline.shape, rolling, in_parts=outline.shape.why_whole is None)
-    frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
+    templates = [*prompts_of(spec).values()] or [spec.prompt.template]
+    first, *others = (frame_of(spec, outline.tokenizer, outline.shape, template) for template in templates)
+    frame = min((first, *others), key=lambda one: one.text_budget)
     groups = ranks if spec.parallel.tensor_parallel == 1 else lay_out(spec, ranks).by_group.ranks
-    forecast = forecast_of(spec, outline, frame, groups, hardware)
-    others = find_others(spec)
+    alike = [one for one in others if one.begins_like(first) and why_no_effect(PROMPTS, spec) is None]
+    more = tuple(len(one.tail) for one in alike)
+    forecast = replace(forecast_of(spec, outline, frame, groups, hardware), more=more, apart=len(others) - len(alike))
     found = _count(spec, outline.tokenizer)
     schedule = plan_documents(spec, found.texts, groups, forecast)
     too_long = {
@@ -112,7 +110,9 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
         for name, tokens in found.texts
         if tokens and not prompt_tokens(spec.prompt, frame, tokens)
     }
-    return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule, others, found.errors | too_long)
+    return PlannedJob(
+        spec, outline, forecast, found.texts, found.how, schedule, find_others(spec), found.errors | too_long
+    )
 
 
 def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:

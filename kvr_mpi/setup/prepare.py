@@ -233,6 +233,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         check_has_chat_template(tokenizer)
     frame = frame_of(spec, tokenizer, shape, template)
     reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
+    reduce_frame = replace(reduce_frame, overlap=0)
     generation = make_generation_config(loaded.model, spec.generation.transformers_settings())
     if spec.generation.json_schema is not None:
         Grammars(tokenizer, ends_of(generation)).matcher(spec.generation.json_schema)

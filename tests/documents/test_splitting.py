@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,9 +25,16 @@ def test_split_parts_cover_every_token_once_in_order(
     tokenizer: Any, long_ids: list[int], frame: Frame, data: st.DataObject
 ) -> None:
     ids = long_ids[: data.draw(st.integers(1, 1500))]
+    overlap = data.draw(st.integers(0, frame.text_budget // 2))
+    frame = replace(frame, overlap=overlap)
     parts = split_text(tokenizer, frame, ids)
     bodies = [body_of(frame, part) for part in parts]
-    assert [token for body in bodies for token in body] == ids
+    whole: list[int] = []
+    for body in bodies:
+        repeated = min(overlap, len(whole))
+        assert [*body[:repeated]] == whole[len(whole) - repeated :], "the end of what was before it"
+        whole += body[repeated:]
+    assert whole == ids
     assert all(1 <= len(body) <= frame.text_budget for body in bodies)
     assert all(part.tokens <= frame.max_tokens and part.dropped_tokens == 0 for part in parts)
     assert split_text(tokenizer, frame, ids) == parts

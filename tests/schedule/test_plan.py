@@ -55,6 +55,26 @@ def test_prompts_are_counted_as_they_will_be_made(job: Path, tokenizer: Any) -> 
     assert [prompt_tokens(prompt, frame, tokens) for tokens in (0, 1, 197, 198)] == [0, 4, 200, 0]
 
 
+def test_parts_that_overlap_are_counted_as_they_will_be_made(job: Path, tokenizer: Any) -> None:
+    frame, ids = Frame((1, 2), (3,), 200, overlap=50), encode_text(tokenizer, TEXT * 60)
+    made = split_text(tokenizer, frame, ids)
+    assert prompt_tokens(spec_of(job, "prompt.too_long=split").prompt, frame, len(ids)) == sum(
+        prompt.tokens for prompt in made
+    )
+    plain = replace(frame, overlap=0)
+    parts, fewer = (replace(FORECAST, frame=each).parts(1000)[:-1] for each in (frame, plain))
+    assert sum(parts) > sum(fewer) and max(parts) <= 200
+
+
+def test_more_prompts_about_a_document_go_on_from_its_keys() -> None:
+    two, apart = replace(FORECAST, more=(20,)), replace(FORECAST, apart=1)
+    one_s = FORECAST.document_s(800, 1)
+    assert apart.document_s(800, 1) == pytest.approx(2 * one_s) and apart.saved_s(800, 1) == 0
+    assert two.document_s(800, 1) == pytest.approx(2 * one_s - two.saved_s(800, 1))
+    assert 0.5 * FORECAST.ttft_s(800, 1) < two.saved_s(800, 1) < FORECAST.ttft_s(800, 1)
+    assert two.document_s(5000, 2) == pytest.approx(2 * FORECAST.document_s(5000, 2)), "parts are not shared"
+
+
 def test_ranks_share_the_counting(tokenizer: Any) -> None:
     documents = [Document(f"{number}", TEXT * number, error=None if number else "bad") for number in range(7)]
     counts = run_local(3, lambda rank: count_tokens(tokenizer, documents[rank.rank :: 3], rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -45,6 +46,21 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     assert "error" in bad["reason"]
     share = CliRunner().invoke(plan_command, [*command, "--json", "--set", "documents.shard=1/4"])
     assert {document["id"] for document in json.loads(share.stdout)["documents"]} == set(sorted(documents)[1::4])
+
+
+def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> None:
+    text = job.read_text().replace('"auto"', "2")
+    asked = "".join(f'\n[[prompts]]\nname = "{name}"\ntemplate = "{{text}} {name}?"' for name in ("who", "what"))
+    (other := job.with_name("two.toml")).write_text(re.sub("template = .*", "", text) + asked)
+    command = [str(other), "--ranks", "2", "--hardware", "h200"]
+    shown = CliRunner().invoke(plan_command, command, catch_exceptions=False).stdout
+    assert "2 prompts about each document: reading it once saves" in shown and "with 'auto'" not in shown
+    found = [CliRunner().invoke(plan_command, [str(each), *command[1:], "--json"]).stdout for each in (other, job)]
+    two, one = (json.loads(each)["makespan_s"] for each in found)
+    assert one < two < 3 * one
+    overlap = ["--set", "prompt.overlap_tokens=99999"]
+    with pytest.raises(ConfigError, match="prompt.overlap_tokens = 99999: expected at most half of the"):
+        CliRunner().invoke(plan_command, [*command, *overlap], catch_exceptions=False)
 
 
 def test_how_ranks_would_decode_is_said_where_the_job_leaves_it_open(job: Path) -> None:
