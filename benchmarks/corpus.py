@@ -40,7 +40,6 @@ from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError, DocumentError, counted
 from kvr_mpi.job import JobSpec, load_job
-from kvr_mpi.model import choose_device
 from kvr_mpi.preflight.checks import choose_chain_size
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
@@ -52,6 +51,7 @@ from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
+from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import Topology
@@ -442,7 +442,7 @@ def main(
         )
         corpus = Corpus.from_json(share_json(world, on_root(world, lambda: scan_documents(spec).to_json())))
         corpus = replace(corpus, entries=tuple(corpus.entries[number] for number in corpus.share(spec.documents.share)))
-        device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
+        device = own_device(world, spec.model.device)
         links, reason = open_transport(world, cast(Name, transport), device)
         log.root(reason)
         comparison = Comparison(parse_names(ways), Patience(repeats, until, time_limit), batch_size)

@@ -48,11 +48,11 @@ from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, counted
 from kvr_mpi.job import JobSpec, load_job
-from kvr_mpi.model import choose_device
 from kvr_mpi.preflight.checks import check_job
 from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.batch import open_source, scan_documents
 from kvr_mpi.setup.job_setup import JobSetup, Machine
+from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import Name, open_transport
@@ -466,7 +466,7 @@ def main(
         quiet_libraries()
         text, budgets, listed = share_json(world, on_root(world, read))
         spec = JobSpec.model_validate_json(text)
-        device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
+        device = own_device(world, spec.model.device)
         wanted = cast(Name, transport)
         links, reason = open_transport(world, wanted, device, every_pair=True)
         log.root(reason)

@@ -16,11 +16,11 @@ from kvr_mpi.documents.document import AS_THE_JOB
 from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec, make_job
-from kvr_mpi.model import choose_device
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.plan import Plan
+from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.transport import share_json, together
 from kvr_mpi.transport.choose import open_transport
@@ -96,7 +96,7 @@ class Chain:
         with ending_all(self._world):
             spec = together(self._world, lambda: _spec(model, generation, parallel))
             self._check_same(spec)
-            device = together(self._world, lambda: choose_device(spec.model.device, self._world.local_rank))
+            device = own_device(self._world, spec.model.device)
             self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
             tell = say or (lambda line: None)
             self._setup = prepare(spec, machine, self._ranks, self._ranks, tell)

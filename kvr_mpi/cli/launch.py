@@ -98,7 +98,6 @@ def load_everywhere(
         device=device,
         offline=machine.offline,
         cache_dir=machine.cache_dir,
-        device_index=world.local_rank,
         kernels=kernels,
         say=say if world.rank == 0 else None,
     )

@@ -1,6 +1,6 @@
 """A causal LM: loaded, its shape, and what is known of its masks and rotary embeddings."""
 
-from kvr_mpi.model.devices import choose_device
+from kvr_mpi.model.devices import choose_device, visible_gpus
 from kvr_mpi.model.load import LoadedModel, Outline, load_model, load_outline
 from kvr_mpi.model.shape import LayerShape, ModelShape, StateShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.source import (
@@ -22,6 +22,7 @@ __all__ = [
     "Outline",
     "StateShape",
     "choose_device",
+    "visible_gpus",
     "convert_gguf",
     "converted_folder",
     "find_model",

@@ -26,7 +26,7 @@ def choose_device(name: str, index: int) -> torch.device:
     Parameters
     ----------
     index : int
-        This rank's number on its host.
+        Of the GPU; beyond the last one they are counted again.
 
     Raises
     ------
@@ -47,6 +47,15 @@ def choose_device(name: str, index: int) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def visible_gpus() -> list[str]:
+    """Name the GPUs that this process sees, in its order, by ids that are the same for all that see them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
 
 
 def explain_unusable_gpu(environ: Mapping[str, str] = os.environ) -> str:

@@ -28,7 +28,6 @@ from kvr_mpi.errors import (
     exit_line,
 )
 from kvr_mpi.job import JobSpec
-from kvr_mpi.model import choose_device
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.preflight.checks import describe_others, find_others, lay_out, name_files
 from kvr_mpi.preflight.inputs import prompts_of, row_format
@@ -53,6 +52,7 @@ from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.setup.job_setup import JobSetup, identity_of
+from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.setup.stored_size import check_stored_size
@@ -103,7 +103,7 @@ def _run(
     folder, machine = Path(spec.output.path), environment.machine
     topology = together(world, lambda: lay_out(spec, world.size))
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
-    device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
+    device = own_device(world, spec.model.device)
     meters = Meters.of(device, world)
     links, reason = open_transport(world, spec.parallel.transport, device)
     is_usual = device.type == "cpu" and spec.parallel.transport == "auto"

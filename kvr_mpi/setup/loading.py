@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvr_mpi.model import LoadedModel, load_model
+import torch
+
+from kvr_mpi.model import LoadedModel, choose_device, load_model, visible_gpus
 from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.source import locate
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
-from kvr_mpi.transport import Transport, host_by_host, together
+from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.kernels import choose_kernels
 
 
@@ -40,7 +42,8 @@ def load_on_all(
     **arguments
         Of `load_model`.
     """
-    load = partial(load_model, path, tp_group=tp_group, **arguments)
+    index = gpu_index(world, arguments.get("device", "auto"))
+    load = partial(load_model, path, tp_group=tp_group, device_index=index, **arguments)
     # One rank of a host converts a GGUF file, or downloads from the hub; files that are there are read by all at once.
     early = host_by_host(world, lambda: load() if locate(path, True, False, arguments["cache_dir"])[0].is_hub else None)
     plain = together(world, lambda: early or load())
@@ -51,6 +54,26 @@ def load_on_all(
         with alone(tp_group):  # a part's rows are tried without the sums over its group
             choose_kernels(loaded, world, free, arguments["cache_dir"], say or _say_nothing)
     return loaded
+
+
+def own_device(world: Transport, name: str) -> torch.device:
+    """Choose a rank's device (``auto``, ``cpu``, ``cuda``), as `choose_device`; every rank calls this."""
+    index = gpu_index(world, name)
+    return together(world, lambda: choose_device(name, index))
+
+
+def gpu_index(world: Transport, name: str = "auto") -> int:
+    """Choose among the GPUs that a rank sees, so that ranks share one only if there are too few; every rank calls this.
+
+    Ranks may see different GPUs of a host, each numbered from 0 (``--gpu-bind``): what they share is known by its id.
+    """
+    mine = together(world, lambda: visible_gpus() if name != "cpu" else [])
+    users: dict[str, int] = {}
+    for seen in share_json(world, gather_json(world, mine))[: world.rank]:
+        if seen:
+            taken = min(seen, key=lambda gpu: users.get(gpu, 0))
+            users[taken] = users.get(taken, 0) + 1
+    return min(range(len(mine)), key=lambda index: users.get(mine[index], 0), default=0)
 
 
 def _say_nothing(text: str) -> None:

@@ -180,7 +180,7 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
     arguments: dict[str, Any] = source.model_dump(exclude={"path", "kernels"})
-    arguments |= {"offline": machine.offline, "cache_dir": machine.cache_dir, "device_index": world.local_rank}
+    arguments |= {"offline": machine.offline, "cache_dir": machine.cache_dir}
     kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
     conversion = on_root(world, lambda: _conversion(source.path, machine.cache_dir))
     say(f"loading {source.path}{conversion or ''}")

@@ -91,12 +91,12 @@ def run_on(
 
         def rank(world: Any) -> int:
             try:
-                return run_job(spec, RunOptions(), environment, world, Log(world.rank, world.size, io.StringIO()))
+                return run_job(spec, RunOptions(), environment, world, Log(world.rank, stream=io.StringIO()))
             except FailedTogetherError as error:
                 raise error.cause or error from error
 
         with monkeypatch.context() as there:
-            there.setattr("kvr_mpi.runtime.batch.choose_device", lambda name, rank: _own() if size else CPU)
+            there.setattr("kvr_mpi.runtime.batch.own_device", lambda ranks, name: _own() if size else CPU)
             if size:
                 there.setattr(prepare, "load_on_all", load_there)
                 there.setattr("kvr_mpi.runtime.batch.open_transport", open_there)

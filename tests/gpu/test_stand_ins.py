@@ -21,7 +21,7 @@ from kvr_mpi.model import LayerShape, choose_device, devices
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.prefill import one_prompt
-from kvr_mpi.setup import prepare
+from kvr_mpi.setup import loading, prepare
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -95,6 +95,31 @@ def test_bfloat16_is_refused_where_it_is_emulated(
         return
     with pytest.raises(ModelError, match=r"Tesla T4 has compute capability 7.5.*use 'float16' or 'float32'"):
         check_dtype(dtype, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("visible", "used"),
+    [
+        (["AB", "AB", "AB", "AB"], "ABAB"),  # all of a host's
+        (["A", "B", "C", "D"], "ABCD"),  # --gpus-per-task: each its own, as number 0
+        (["AB", "CD", "AB", "CD"], "ACBD"),  # --gpu-bind=closest, ranks in turn over the sockets
+        (["AB", "AC", "A", "AC"], "ACAC"),
+        (["", "A", "", "A"], "-A-A"),
+    ],
+)
+def test_ranks_take_different_gpus_whatever_each_of_them_sees(
+    visible: list[str], used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[int, list[str]] = {}
+    monkeypatch.setattr(loading, "visible_gpus", lambda: seen[threading.get_ident()])
+
+    def work(rank: LocalTransport) -> str:
+        mine = seen[threading.get_ident()] = [*visible[rank.rank]]
+        index = loading.gpu_index(rank)
+        return mine[index] if mine else "-"
+
+    assert "".join(run_local(4, work)) == used
+    assert run_local(2, lambda rank: loading.gpu_index(rank, "cpu")) == [0, 0]
 
 
 def test_fewer_gpus_than_ranks_are_shared_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

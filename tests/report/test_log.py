@@ -41,14 +41,14 @@ def test_rank_0_needs_no_naming() -> None:
 @pytest.mark.parametrize("rank", [1, 3, 127])
 def test_other_ranks_name_themselves_and_their_host(rank: int) -> None:
     stream = io.StringIO()
-    Log(rank, 128, stream).line("model loaded")
+    Log(rank, stream=stream).line("model loaded")
     assert re.fullmatch(rf"{STAMP} rank {rank} {re.escape(socket.gethostname())}\] model loaded\n", stream.getvalue())
 
 
 def test_root_lines_come_from_rank_0_only() -> None:
     streams = [io.StringIO() for _ in range(3)]
     for rank, stream in enumerate(streams):
-        Log(rank, 3, stream).root("8 documents")
+        Log(rank, stream=stream).root("8 documents")
     assert [stream.getvalue().count("8 documents") for stream in streams] == [1, 0, 0]
 
 
@@ -56,7 +56,7 @@ def test_root_lines_come_from_rank_0_only() -> None:
 @given(text=TEXT, rank=st.integers(0, 3))
 def test_every_line_is_whole_prefixed_and_written_in_one_piece(text: str, rank: int) -> None:
     stream = RecordedStream()
-    Log(rank, 4, stream).line(text)
+    Log(rank, stream=stream).line(text)
     prefix = re.compile(STAMP + (rf" rank {rank} \S+" if rank else "") + r"\] ")
     assert stream.writes and stream.unflushed == 0
     for piece in stream.writes:

@@ -115,7 +115,7 @@ def test_documents_without_room_are_refused_and_the_rest_is_done(
     environment = Environment(Machine(cache_dir, cores=2, offline=True), this_process())
     monkeypatch.setattr("kvr_mpi.setup.prepare.free_bytes", lambda device, sharers: 1_000_000)
     run = partial(run_job, spec, RunOptions(), environment)
-    codes = run_local(2, lambda rank: run(rank, Log(rank.rank, rank.size, io.StringIO())))
+    codes = run_local(2, lambda rank: run(rank, Log(rank.rank, stream=io.StringIO())))
     assert codes == [65, 65]
     records = {record.id: record for record in open_results(tmp_path / "out")}
     assert {name for name, record in records.items() if record.status == "error"} == {"doc-08.txt"}

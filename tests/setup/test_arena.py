@@ -90,7 +90,7 @@ def test_a_job_from_pages_gives_the_same_answers_and_stores_the_same(
     def run(name: str) -> tuple[Any, dict[str, bytes]]:
         spec = spec_of(job, "output.kv=true", f"output.path={tmp_path / name}")
         work = partial(run_job, spec, RunOptions(), environment)
-        codes = run_local(2, lambda rank: work(rank, Log(rank.rank, rank.size, io.StringIO())))
+        codes = run_local(2, lambda rank: work(rank, Log(rank.rank, stream=io.StringIO())))
         assert codes == [0, 0]
         return answers(tmp_path / name), stored_arrays(tmp_path / name / "results.h5")
 
