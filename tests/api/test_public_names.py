@@ -30,6 +30,7 @@ METHODS = {
     "DocumentKV": {"layers", "numpy", "text", "to_cache", "token_ids", "tokens"},
     "Results": {
         "columns",
+        "cost",
         "header",
         "ids",
         "index",
