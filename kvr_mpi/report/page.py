@@ -55,6 +55,7 @@ class RunFacts:
     """What a page says of its run beside the documents.
 
     left : documents neither done nor failed; None: not known.
+    cost : in a line; empty: not known.
     skipped : which ranks' traces could not be read, and why.
     """
 
@@ -62,6 +63,7 @@ class RunFacts:
     model: str
     software: str
     left: int | None = None
+    cost: str = ""
     skipped: tuple[str, ...] = ()
 
 
@@ -82,10 +84,12 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     skipped: list[str] = []
     traces = list(read_traces(folder, skipped.append)) if path.is_dir() else []
     records: list[Record] = []
-    model, software = "nothing is stored yet", f"{len(traces)} traces"
+    model, software, cost = "nothing is stored yet", f"{len(traces)} traces", ""
     if has_results(path) or not traces:  # of a job that was killed early there may be traces only
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
+        if results.index.costs:
+            cost = results.cost.describe(sum(record.status == "done" for record in records))
         model = f"{about['name']} ({about['architecture']}, {about['dtype']})"
         software = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("kvr_mpi", "torch"))
     rates = [(trace.header.token_s, trace.header.pair_s) for trace in traces if trace.header.token_s]
@@ -98,6 +102,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
         model=model,
         software=software,
         left=left,
+        cost=cost,
         skipped=tuple(skipped),
     )
     fastest = min(rates, default=(0.0, 0.0))
@@ -133,6 +138,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
         f"<h1>{escaped(facts.name)}</h1>",
         f'<p class="about">{escaped(facts.model)} · {escaped(facts.software)} · '
         f"page made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p>",
+        f'<p class="about">cost: {escaped(facts.cost)}</p>' * bool(facts.cost),
         _tiles(facts, records),
         *(
             [f'<section class="warn">{"".join(f"<p>{escaped(line)}</p>" for line in warnings)}</section>']

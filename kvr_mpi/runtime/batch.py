@@ -122,6 +122,8 @@ def _run(
     done = set(ids)
     todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
     what = "questions about documents" if spec.questions else "documents"
+    if spec.prompts:
+        what = f"documents: {len(corpus) // len(spec.prompts)}, prompts about them"
     log.root(f"{what}: {len(corpus)}" + (f", {len(done)} of them already done" if done else ""))
     if spec.output.kv and spec.questions is None:
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))

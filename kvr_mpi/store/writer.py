@@ -389,8 +389,9 @@ class ResultWriter:
     def _add_cost(self) -> None:
         self._cost_s = time.monotonic() + COST_S
         if self._cost is not None and self._error is None:
-            self._log.write(seal(self._cost().as_line()))
-            self._sync_s = self._sync_s or time.monotonic()
+            with contextlib.suppress(OSError):  # no answer is lost by it
+                self._log.write(seal(self._cost().as_line()))
+                self._sync_s = self._sync_s or time.monotonic()
 
     def _end_volume(self) -> None:
         """Make the volume count: close it, sync it, and list it."""
