@@ -1,36 +1,29 @@
-"""The cost model against the measurements of the KV-Runahead paper, or of a file of such cells."""
+"""The cost model against the measurements of the KV-Runahead paper."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import asdict
 
 import click
 
 from benchmarks.options import printed_options
-from benchmarks.paper_cells import paper_cells, read_cells
-from benchmarks.paper_cells import score as score_cells
+from benchmarks.paper_cells import paper_cells, score
 from benchmarks.tables import write
 from kvr_mpi.cli.options import command
 from kvr_mpi.costs.hardware import load_hardware
 
 
 @command("paper")
-@click.option(
-    "--score",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Measurements in a CSV file (table, model, gpus, context_tokens, ...).  [default: those of the paper]",
-)
 @click.option("--hardware", default="a100-80gb", show_default=True, help="A hardware profile, or a JSON file.")
 @printed_options
-def main(score: Path | None, hardware: str, json_file: str | None, csv_file: str | None) -> None:
+def main(hardware: str, json_file: str | None, csv_file: str | None) -> None:
     """Compare forecasts of the time to the first token with measurements.
 
     \b
     python -m benchmarks paper
-    python -m benchmarks paper --score cells.csv --json
+    python -m benchmarks paper --json
     """  # noqa: D301
-    found = score_cells(read_cells(score) if score is not None else paper_cells(), load_hardware(hardware))
+    found = score(paper_cells(), load_hardware(hardware))
     if json_file is not None or csv_file is not None:
         cells = found.as_json()
         write(json_file, csv_file, cells, cells["cells"])
@@ -45,6 +38,6 @@ def main(score: Path | None, hardware: str, json_file: str | None, csv_file: str
         ("time to first token", found.ttft, len(found.cells)),
         ("speed-up TSP / KVR-S", found.speedup, len(found.speedups)),
     ):
-        figures = ", ".join(f"{key} {100 * value:.1f} %" for key, value in spread.figures()) or "nothing to compare"
+        figures = ", ".join(f"{key} {100 * value:.1f} %" for key, value in asdict(spread).items())
         click.echo(f"\nrelative error of the {name} ({count}): {figures}", nl=False)
     click.echo()

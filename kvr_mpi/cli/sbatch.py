@@ -95,7 +95,11 @@ def sbatch(
     if shares and (spec.documents.shard is not None or spec.questions is not None):
         what = "documents.shard" if spec.questions is None else "[questions]"
         raise ConfigError(f"--array splits the corpus into shares itself: remove {what} from the job")
+    if (wished := chosen.get("nodes", "")).isdecimal() and node["ntasks_per_node"] is None:
+        node["ntasks_per_node"] = max(1, ranks // max(1, int(wished)))
     nodes = allocation_of(spec, ranks, hardware, **node)
+    if wished not in ("", str(nodes.nodes)):
+        raise ConfigError(f"--nodes={wished}: {ranks} ranks, {nodes.ranks // nodes.nodes} per node, take {nodes.nodes}")
     wanted: dict[str, str | int | None] = {
         "job-name": f"kvr-{re.sub('[^A-Za-z0-9._-]', '_', job.stem)}",
         "chdir": str(Path.cwd()),

@@ -139,7 +139,7 @@ def _run(
             ResultWriter(
                 *(folder, world.rank, prepared.header(), session),
                 recorder=trace.recorder,
-                cost=partial(meters.cost, trace.tally, threads),
+                cost=partial(meters.cost, trace.tally, threads, ranks.tells),
             )
         ) as writer,
         Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar) as progress,
@@ -149,6 +149,9 @@ def _run(
         sink = _open_sink(prepared, ranks, writer, counters, progress)
         context = open_context(prepared, source, sink, stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
+        world.barrier()
+        if counters.read()[Slot.DONE]:  # else the folder is as it was
+            writer.end_with(meters.cost(trace.tally, threads, ranks.tells))
     world.barrier()
     if run is not None:
         _forget_states(run, folder)

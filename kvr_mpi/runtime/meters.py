@@ -100,15 +100,23 @@ class Meters:
         """Begin to count what a rank of a job spends."""
         return cls(device, world.local_size, world.local_rank)
 
-    def cost(self, tally: Tally, threads: int) -> Cost:
-        """Say what was spent so far, on so many threads; once a minute, so that no counter begins anew twice unseen."""
+    def cost(self, tally: Tally, threads: int = 1, tells: bool = True) -> Cost:
+        """Say what was spent so far; called once a minute, so that no counter begins anew twice unseen.
+
+        Parameters
+        ----------
+        threads : int
+            Of this rank.
+        tells : bool
+            Whether this rank's documents are counted by no other rank of its tensor-parallel group.
+        """
         seconds = time.monotonic() - self._began_s
         return Cost(
             self._key,
             node_s=seconds if self._is_first else 0.0,
             gpu_s=seconds * self._gpus,
             core_s=seconds * threads,
-            rank_s=tally.rank_s,
+            rank_s=tally.rank_s if tells else 0.0,
             joules=self._joules(),
             meters=self._about,
         )

@@ -191,6 +191,11 @@ class LogWriter:
         self.path, self._header = folder / f"{name}.jsonl", header
         self._handle, self._size, self._is_synced = -1, 0, True
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is a file."""
+        return self._handle >= 0
+
     def write(self, line: bytes) -> None:
         """Add a line of `seal`; after a failure the file ends with the line before.
 

@@ -125,7 +125,7 @@ class ResultWriter:
     recorder : Recorder, optional
         Told of every document that is written, and of every volume that is made durable.
     cost : callable, optional
-        Says what this rank has spent; called once a minute, and at the end, in another thread.
+        Says what this rank has spent; called once a minute in another thread, if this rank has written something.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class ResultWriter:
         cost: Callable[[], Cost] | None = None,
     ) -> None:
         self._cost, self._cost_s = cost, math.inf if cost is None else time.monotonic() + COST_S
+        self._last_cost: Cost | None = None
         self._recorder = Recorder() if recorder is None else recorder
         self._folder = folder
         session = session_of(folder) if session is None else session
@@ -199,6 +200,10 @@ class ResultWriter:
             raise
         finally:
             self._tasks.put(_Mark.DROP if layers.is_dropped else _Mark.END)
+
+    def end_with(self, cost: Cost) -> None:
+        """Say what this rank has spent in all; `close` writes it."""
+        self._last_cost = cost
 
     def flush(self) -> None:
         """Wait until all documents are durable."""
@@ -281,8 +286,8 @@ class ResultWriter:
                     self._end_what_is_due()
                 else:
                     self._end_volume()
-                    if task is _Mark.STOP:
-                        self._add_cost()
+                    if task is _Mark.STOP and self._last_cost is not None:
+                        self._add_cost(self._last_cost)
                     self._sync()
                 if isinstance(task, _Document) or volume is not self._volume:
                     self._recorder.note("write", began_s, prompt=-1)
@@ -381,16 +386,17 @@ class ResultWriter:
         now, volume = time.monotonic(), self._volume
         if volume is not None and (now > volume.due_s or volume.file.id.get_filesize() > VOLUME_BYTES):
             self._end_volume()
-        if now >= self._cost_s:
-            self._add_cost()
+        if now >= self._cost_s and self._cost is not None:
+            self._cost_s = now + COST_S
+            if self._log.is_begun:
+                self._add_cost(self._cost())
         if self._sync_s is not None and now >= self._sync_s:
             self._sync()
 
-    def _add_cost(self) -> None:
-        self._cost_s = time.monotonic() + COST_S
-        if self._cost is not None and self._error is None:
+    def _add_cost(self, cost: Cost) -> None:
+        if self._error is None:
             with contextlib.suppress(OSError):  # no answer is lost by it
-                self._log.write(seal(self._cost().as_line()))
+                self._log.write(seal(cost.as_line()))
                 self._sync_s = self._sync_s or time.monotonic()
 
     def _end_volume(self) -> None:

@@ -74,6 +74,8 @@ def replace_logits(prefill: Prefill) -> Prefill:
 def test_any_lengths_are_exact(name: str, lengths: list[int]) -> None:
     loaded = ready(name)
     together = prefill_packed(loaded, [other_prompt(tokens) for tokens in lengths])
+    shares = [each.row_share for each in together]
+    assert shares == pytest.approx([tokens / sum(lengths) for tokens in lengths]), "each its part of the row's time"
     for tokens, found in zip(lengths, together, strict=True):
         check_equal(loaded, found, alone(loaded, other_prompt(tokens)))
 

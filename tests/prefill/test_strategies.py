@@ -150,7 +150,7 @@ def test_auto_takes_what_a_table_forecasts_to_be_faster(
     for chosen, changes in (("ring", {"entries": tuple(uneven)}), ("kvr", {"rates": slow})):
         table = best.model_copy(update=changes)
         save_table(fitting(table, tiny_model_dir), tmp_path / "table.json")
-        settings = ("partition=table", f"table={tmp_path / 'table.json'}", "threads=1", "strategy=auto")
+        settings = ("partition=equal_time", f"table={tmp_path / 'table.json'}", "threads=1", "strategy=auto")
         run = run_here(2, [path, "--overwrite", *with_settings(*(f"parallel.{setting}" for setting in settings))])
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
@@ -279,7 +279,7 @@ def test_plans_name_the_strategy(job: Any, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_rings_slices_are_even(job: Any, run_here: Any) -> None:
-    settings = with_settings("parallel.strategy=ring", "parallel.table=tables")
+    settings = with_settings("parallel.strategy=ring", "parallel.partition=equal_time", "parallel.table=tables")
     run = run_here(2, [job([1]), *settings])
     assert run.returncode == 78 and "a ring's slices are even" in run.stderr
 

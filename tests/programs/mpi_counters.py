@@ -14,6 +14,10 @@ NUMBERS = 200
 world = connect()
 counters = open_counters(world, 3)
 drawn = []
+if world.rank == 0:  # it has one, however late its processor runs it again
+    drawn.append(counters.add(1))
+    counters.add(2, drawn[0])
+world.barrier()
 began = time.perf_counter()
 while (number := counters.add(1)) < NUMBERS:
     drawn.append(number)

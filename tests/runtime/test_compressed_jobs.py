@@ -48,7 +48,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(compressed: Any, tiny_mode
     bounds = [(0, tokens * 30 // 31, tokens) for tokens in (64, 4096)]
     table = a_table().model_copy(update={"entries": tuple(map(an_entry, bounds))})
     save_table(fitting(table, tiny_model_dir), tmp_path / "table.json")
-    by_table = (f"parallel.table={tmp_path / 'table.json'}", "parallel.threads=1")
+    by_table = ("parallel.partition=equal_time", f"parallel.table={tmp_path / 'table.json'}", "parallel.threads=1")
     uneven = compressed(2, *SMALL, *by_table)
     assert tokens(uneven) == tokens(truth)
     longest = max(uneven.values(), key=lambda record: record.prompt_tokens)

@@ -79,6 +79,14 @@ def test_words_that_are_neither_ours_nor_sbatchs(arguments: list[str], why: str,
     assert code == EXIT_USAGE and why in " ".join(err.split()) and out == ""
 
 
+def test_nodes_may_be_given_in_place_of_ranks_on_each(job: Path, run_kvr: Kvr) -> None:
+    words = ["--ranks", "6", "--time=9", "--print"]
+    code, out, err = run_kvr("sbatch", job, *words, "--nodes=3")
+    assert code == EXIT_OK and "--nodes=3\n" in out and "--ntasks-per-node=2\n" in out and "on 3 nodes" in err
+    code, _, err = run_kvr("sbatch", job, *words, "--nodes=4")
+    assert code == EXIT_CONFIG and "--nodes=4: 6 ranks, 1 per node, take 6" in err
+
+
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
     code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-task", "16")
     assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours on 2 node", out)
