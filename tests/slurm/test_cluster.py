@@ -212,7 +212,7 @@ def test_tables(cluster: Cluster, tmp_path: Path, tiny_model_dir: Path) -> None:
     assert cluster.wait_ended(search, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, search)
     (table,) = (tmp_path / "tables").glob("*_p2.json")
     assert json.loads(table.read_text())["entries"][0]["context_tokens"] == 128
-    assert "launcher" in log_of(tmp_path, search), "it looks first whether the machine is ready"
+    assert "launched by srun" in log_of(tmp_path, search)
 
 
 def test_the_time_limit(cluster: Cluster, long_job: tuple[str, Path]) -> None:
