@@ -22,6 +22,7 @@ from benchmarks.cores import all_cores, plain
 from benchmarks.memory import held_bytes, peak_bytes, reset_peak
 from benchmarks.options import (
     check_writable,
+    default_dtype,
     json_option,
     model_options,
     open_rivals,
@@ -34,7 +35,7 @@ from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of,
 from benchmarks.rivals import Rival, exactness_of
 from benchmarks.roofline import measure_rooflines
 from benchmarks.tables import print_rooflines, print_strategies
-from kvr_mpi.cli.launch import default_dtype, guarded, load_everywhere, open_links
+from kvr_mpi.cli.launch import guarded, load_everywhere, open_links
 from kvr_mpi.cli.options import command, parse_names, parse_numbers
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, counted

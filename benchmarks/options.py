@@ -54,6 +54,17 @@ model_options = grouped(
 )
 
 
+def default_dtype(device: str) -> str:
+    """Choose what a model is timed in on a device (``auto``, ``cpu``, ``cuda``): on GPUs its own, as jobs run it.
+
+    In float32 no attention on a GPU is flash attention.
+    """
+    import torch
+
+    is_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return "auto" if is_gpu else "float32"
+
+
 def make_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """Make a parser of a benchmark's options."""
     formatter = argparse.RawDescriptionHelpFormatter

@@ -109,6 +109,12 @@ def test_a_section_that_is_a_value_is_refused(tmp_path: Path) -> None:
     assert re.search("prompt = 'Sum up': .*dictionary", refusal(path, "prompt.template={text}"))
 
 
+@pytest.mark.parametrize("name", ["base64", "zip", "undefined", "klingon", "a\\u0000b"])
+def test_an_encoding_is_of_text_and_known(tmp_path: Path, name: str) -> None:
+    told = refusal(write_job(tmp_path), f'documents.encoding="{name}"')
+    assert "documents.encoding" in told and "expected an encoding that Python knows" in told
+
+
 def test_an_empty_stop_string_is_refused(tmp_path: Path) -> None:
     assert re.search(
         r"generation\.stop = \['END', ''\]: an empty stop", refusal(write_job(tmp_path), "generation.stop=['END', '']")

@@ -61,17 +61,6 @@ def quiet_libraries() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def default_dtype(device: str) -> str:
-    """Choose what a model is timed in on a device (``auto``, ``cpu``, ``cuda``): on GPUs its own, as jobs run it.
-
-    In float32 no attention on a GPU is flash attention.
-    """
-    import torch
-
-    is_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    return "auto" if is_gpu else "float32"
-
-
 def load_everywhere(
     world: Transport,
     path: str,

@@ -44,11 +44,28 @@ def load_model_job(job: Path | None, settings: Sequence[str]) -> JobSpec:
         None: the small model that comes with the program, in float32.
     settings : sequence of str
         ``section.key=value``, over those of the job.
+
+    Raises
+    ------
+    ConfigError
+        If the job runs another model than the one in its folder, or a part of it on each rank.
     """
+    from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job, make_job
 
     if job is not None:
-        return load_job(job, settings)[0]
+        spec = load_job(job, settings)[0]
+        whole = (
+            ("model.adapter", spec.model.adapter),
+            ("model.trust_remote_code", spec.model.trust_remote_code),
+            ("parallel.tensor_parallel", spec.parallel.tensor_parallel > 1),
+        )
+        if unknown := [key for key, is_used in whole if is_used]:
+            raise ConfigError(
+                f"{job} sets {', '.join(unknown)}, which this command does not support: without the job, --set "
+                f"model.path=PATH names a whole model"
+            )
+        return spec
     raw = {
         "model": {"path": DEFAULT_MODEL, "dtype": "float32"},
         "documents": {"path": "none"},

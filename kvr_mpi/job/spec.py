@@ -76,11 +76,10 @@ class DocumentsSection(Section):
     def _known_encoding(cls, value: str) -> str:
         try:
             found = codecs.lookup(value)
-            b"".decode(value)  # some names are of no text encoding: base64, zip
-        except LookupError:
-            raise ValueError(
-                "expected an encoding that Python knows, such as utf-8, latin-1, cp1252 or utf-16"
-            ) from None
+            "a".encode(value)  # some names are of no text encoding: base64, zip
+        except (LookupError, ValueError):
+            known = "utf-8, latin-1, cp1252 or utf-16"
+            raise ValueError(f"expected an encoding that Python knows, such as {known}") from None
         return found.name
 
     @field_validator("shard")

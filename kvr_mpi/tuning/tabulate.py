@@ -17,7 +17,7 @@ from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.grid import grid_search
 from kvr_mpi.tuning.measure import Observation, Run
-from kvr_mpi.tuning.refit import MAX_RUNS, Say, fit, refit, steady
+from kvr_mpi.tuning.refit import Say, fit, refit, steady
 from kvr_mpi.tuning.table import Entry, Key, Method, Provenance, Rates, Table
 
 # The paper's grid takes as many runs as it needs; that many are allowed.
@@ -87,7 +87,7 @@ def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Ru
 
 
 def _refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> _Found:
-    result = refit(tokens, costs, ranks, run, say, quantum=QUANTUM_TOKENS, max_runs=MAX_RUNS)
+    result = refit(tokens, costs, ranks, run, say, quantum=QUANTUM_TOKENS)
     return _Found(
         result.best, result.forecasts_s[result.best], result.runs, result.times_of(result.best), result.observations
     )

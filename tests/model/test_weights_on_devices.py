@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import tiny
 
-from kvr_mpi.cli.launch import default_dtype
+from benchmarks.options import default_dtype
 from kvr_mpi.model import LoadedModel, load, load_model
 from kvr_mpi.model.source import ModelSource
 from kvr_mpi.setup import loading

@@ -12,7 +12,8 @@ from made_jobs import with_settings
 from models import tiny
 
 from benchmarks.architectures import Entry, build
-from kvr_mpi.errors import ModelError
+from kvr_mpi.cli.options import load_model_job
+from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv import layer as layer_module
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import probe_shape
@@ -28,6 +29,14 @@ def test_verify_holds_on_three_ranks(tiny_model_dir: Path, mpirun: Any, kvr: Pat
     assert run.returncode == 0, run.stderr
     assert "24 of 24 hold on 3 ranks" in run.stderr
     assert "480 tokens, ring" in run.stderr, "the model's context less 32 tokens"
+
+
+@pytest.mark.parametrize("setting", ["model.adapter=lora", "parallel.tensor_parallel=2"])
+def test_what_is_not_the_model_of_the_job_is_not_passed_for_it(setting: str, tmp_path: Path) -> None:
+    (job := tmp_path / "job.toml").write_text('model.path = "m"\ndocuments.path = "d"\noutput.path = "o"\n')
+    assert load_model_job(job, ()).model.path == "m"
+    with pytest.raises(ConfigError, match=setting.partition("=")[0]):
+        load_model_job(job, (setting,))
 
 
 @pytest.mark.slow
