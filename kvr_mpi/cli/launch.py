@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvr_mpi.job import JobSpec
     from kvr_mpi.model import LoadedModel
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import Transport
@@ -59,6 +61,16 @@ def quiet_libraries() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def share_model_job(world: Transport, job: Path | None, settings: Sequence[str]) -> JobSpec:
+    """Read what a command needs of a job (`load_model_job`) on one rank, so that all ranks have the same."""
+    from kvr_mpi.cli.options import load_model_job
+    from kvr_mpi.job import JobSpec
+    from kvr_mpi.transport import on_root, share_json
+
+    text = share_json(world, on_root(world, lambda: load_model_job(job, settings).model_dump_json()))
+    return JobSpec.model_validate_json(text)
 
 
 def load_everywhere(

@@ -11,7 +11,6 @@ import click
 
 from kvr_mpi.cli.options import (
     command,
-    load_model_job,
     optional_job_argument,
     overwrite_file_option,
     parse_numbers,
@@ -88,7 +87,7 @@ def search(
     size = world.size
 
     def work() -> int:
-        from kvr_mpi.cli.launch import load_everywhere, open_links
+        from kvr_mpi.cli.launch import load_everywhere, open_links, share_model_job
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
@@ -104,7 +103,7 @@ def search(
             return check_contexts(parse_numbers("--contexts", contexts), size, None)
 
         asked = together(world, check_arguments)
-        spec = together(world, lambda: load_model_job(job, settings))
+        spec = share_model_job(world, job, settings)
         loaded = load_everywhere(
             world, spec.model.path, spec.model.dtype, spec.model.device, kernels=spec.model.kernels
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvr_mpi.cli.options import command, load_model_job, optional_job_argument, parse_names, parse_numbers, set_option
+from kvr_mpi.cli.options import command, optional_job_argument, parse_names, parse_numbers, set_option
 from kvr_mpi.errors import counted
 
 EXIT_DIFFERS = 1
@@ -42,7 +42,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     world = connect()
 
     def work() -> int:
-        from kvr_mpi.cli.launch import load_everywhere, open_links
+        from kvr_mpi.cli.launch import load_everywhere, open_links, share_model_job
         from kvr_mpi.errors import ConfigError
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.prefill.verify import NEW_TOKENS, does_not_fit
@@ -51,7 +51,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
-        spec = together(world, lambda: load_model_job(job, settings))
+        spec = share_model_job(world, job, settings)
         loaded = load_everywhere(
             world, spec.model.path, spec.model.dtype, spec.model.device, kernels=spec.model.kernels
         )
