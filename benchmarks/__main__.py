@@ -34,6 +34,7 @@ BENCHMARKS = {
     "streaming": ("streaming", "A rolling cache against a whole one in chunks; memory of short and long prompts."),
     "network": ("network", "First tokens on hosts with slow links between them (root)."),
     "handoff": ("handoff", "Bandwidth of handing KV on between two ranks, against a plain ping."),
+    "links": ("links", "Bandwidth of every link of a chain, by the size of a message."),
     "store": ("store", "Writing keys and values, against np.tofile and fsync; what durability costs."),
     "gather": ("gather", "Merging the shares of an array, against copying their bytes."),
     "report": ("report", "Seconds that a browser takes to open the report of 10,000 documents."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from kvr_mpi.errors import ConfigError
 
@@ -47,3 +48,9 @@ def duration_text(seconds: float) -> str:
             left = whole % unit_s // smaller_s
             return f"{whole // unit_s} {unit}" + (f" {left} {smaller}" if left else "")
     return f"{whole} s"
+
+
+def expected_text(expected_s: Sequence[float]) -> str:
+    """Write a forecast: the low end of its interval, itself, and the high end."""
+    low, middle, high = map(duration_text, expected_s)
+    return f"{middle} ({low} to {high} in 80 % of cases)"

@@ -222,9 +222,29 @@ def others_before(rank: int, size: int) -> Iterator[int]:
     return ((rank - step) % size for step in range(1, size))
 
 
-def device_index(local_rank: int, devices: int) -> int:
-    """Choose the device of a host for one of its ranks: in turn."""
-    return local_rank % devices
+def gpus_in_turn(visible: Sequence[Sequence[str]]) -> list[int]:
+    """Choose for each rank one of the GPUs that it sees, so that ranks share one only if there are too few.
+
+    Ranks may see different GPUs of a host, each numbered from 0 (``--gpu-bind``): what they share is known by its id.
+
+    Parameters
+    ----------
+    visible : sequence of sequences of str
+        Ids of the GPUs that each rank sees, in its order.
+
+    Returns
+    -------
+    list of int
+        Numbers among those that each rank sees; 0 where it sees none.
+    """
+    users: dict[str, int] = {}
+    found = []
+    for seen in visible:
+        number = min(range(len(seen)), key=lambda each: users.get(seen[each], 0), default=0)  # noqa: B023 - at once
+        if seen:
+            users[seen[number]] = users.get(seen[number], 0) + 1
+        found.append(number)
+    return found
 
 
 def share_of_cores(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:

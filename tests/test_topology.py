@@ -11,10 +11,10 @@ from kvr_mpi.topology import (
     KVHeads,
     Rotation,
     Topology,
-    device_index,
     divides,
     first_of_each,
     following,
+    gpus_in_turn,
     in_lane_of,
     least_of_each,
     others_after,
@@ -81,7 +81,7 @@ def test_the_others_of_a_ring(size: int, data: st.DataObject) -> None:
 
 @given(st.integers(1, 64), st.integers(1, 16))
 def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
-    used = [device_index(rank, devices) for rank in range(ranks)]
+    used = gpus_in_turn([list(map(str, range(devices)))] * ranks)
     counts = [used.count(device) for device in range(devices)]
     assert max(counts) - min(counts) <= 1
     shares = [share_of_cores(range(devices), rank, ranks) for rank in range(ranks)]

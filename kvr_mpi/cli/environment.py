@@ -45,7 +45,7 @@ VARIABLES: dict[str, dict[str, str]] = {
     },
     "libraries": {
         "HF_HOME": "cache for models from the hub; download them on a login node",
-        "CUDA_VISIBLE_DEVICES": "GPUs that a process can see; each rank uses the one with its local rank number",
+        "CUDA_VISIBLE_DEVICES": "GPUs that a process can see; each rank uses one that the fewest ranks before it use",
         "MPICH_GPU_SUPPORT_ENABLED": "1: Cray MPICH accepts GPU memory",
         "NCCL_MAX_CTAS": "thread blocks on the GPU for an NCCL transfer; default here: 4",
     },

@@ -24,6 +24,7 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
     from kvr_mpi.transport import FailedTogetherError
 
     tell_libraries()
+    _show_stacks_when_asked()
     log = Log(world.rank)
 
     def tell(error: Exception, code: int) -> None:
@@ -43,6 +44,18 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
         tell(error, code)
         world.abort(code)
         return code
+
+
+def _show_stacks_when_asked() -> None:
+    """Write all threads' stacks to standard error on ``SIGUSR1``, for a rank that seems to stand still."""
+    import contextlib
+    import faulthandler
+    import signal
+    import sys
+
+    if sys.__stderr__ is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        with contextlib.suppress(ValueError, OSError):  # a stream without a file
+            faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
 
 
 def _message(error: Exception) -> str:
@@ -80,9 +93,10 @@ def load_everywhere(
     device: str,
     *,
     kernels: str = "measured",
+    threads: int | None = None,
     say: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """Load a model on every rank, for commands without a job."""
+    """Load a model on every rank, for commands that need nothing else of a job."""
     import torch
 
     from kvr_mpi.cli.environment import read_environment
@@ -91,7 +105,7 @@ def load_everywhere(
 
     quiet_libraries()
     machine = read_environment().machine
-    torch.set_num_threads(machine.threads or cores_per_rank(machine.cores, world.local_size))
+    torch.set_num_threads(threads or machine.threads or cores_per_rank(machine.cores, world.local_size))
     return load_on_all(
         world,
         path,

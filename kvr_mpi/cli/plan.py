@@ -37,7 +37,7 @@ SHOWN_ROWS = 20
     "--hardware",
     metavar="NAME_OR_FILE",
     help="Speed of a rank: a hardware profile, such as h200, a JSON file with the same keys, or a lookup table or a "
-    "folder of them.  [default: the job's parallel.table]",
+    "folder of them.  [default: the job's parallel.table, or what earlier jobs with its model took here]",
 )
 @node_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON that includes every document.")
@@ -87,6 +87,7 @@ def plan(
             "nodes": nodes.nodes,
             **used,
             "decoding": decoding,
+            "expected": None if made.expected is None else asdict(made.expected),
             "other_files": made.others,
             "errors": made.errors,
         }
@@ -109,6 +110,8 @@ def plan(
     if made.decoding is not None:
         click.echo(str(made.decoding))
     click.echo(f"the plan takes {nodes.hours(found.makespan_s)} on {counted(nodes.nodes, 'node')}")
+    if made.expected is not None:
+        click.echo(f"expected: {made.expected}")
 
 
 def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: int, *, as_json: bool) -> None:

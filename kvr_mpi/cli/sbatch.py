@@ -202,7 +202,8 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
 
     made = read_and_plan(job, settings, nodes.ranks, hardware)
     plans = plan_shares(made, shares) if shares else [made]
-    times = [one.written_s for one in plans]
+    # As long as one job in ten may take, where earlier jobs told.
+    times = [one.written_s if one.expected is None else one.expected.high_s for one in plans]
     known = [seconds for seconds in times if seconds is not None]
     if len(known) < len(times):
         raise ConfigError(

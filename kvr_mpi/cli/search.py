@@ -104,9 +104,8 @@ def search(
 
         asked = together(world, check_arguments)
         spec = share_model_job(world, job, settings)
-        loaded = load_everywhere(
-            world, spec.model.path, spec.model.dtype, spec.model.device, kernels=spec.model.kernels
-        )
+        model, threads = spec.model, spec.parallel.threads
+        loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels, threads=threads)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
         chain = open_links(world, loaded, spec.parallel.transport, log)
         loaded = check_chain(loaded)

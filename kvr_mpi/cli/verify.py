@@ -52,9 +52,8 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
 
         log = Log(world.rank)
         spec = share_model_job(world, job, settings)
-        loaded = load_everywhere(
-            world, spec.model.path, spec.model.dtype, spec.model.device, kernels=spec.model.kernels
-        )
+        model, threads = spec.model, spec.parallel.threads
+        loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels, threads=threads)
         links = open_links(world, loaded, spec.parallel.transport, log)
 
         def choose() -> list[int]:

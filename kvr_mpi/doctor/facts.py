@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 
 from kvr_mpi.doctor.deadlines import within
 from kvr_mpi.model.devices import NVIDIA_DRIVER, explain_unusable_gpu
-from kvr_mpi.topology import device_index
 from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
 
 LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
@@ -60,14 +59,22 @@ class RankFacts:
 RANK_FACTS: TypeAdapter[RankFacts] = TypeAdapter(RankFacts)
 
 
-def look_at_rank(rank: int, local_rank: int, environ: Mapping[str, str], with_mpi: bool) -> RankFacts:
-    """Look at this process and its host; `with_mpi` is False where touching MPI would end the process."""
+def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool) -> RankFacts:
+    """Look at this process and its host.
+
+    Parameters
+    ----------
+    gpu : int
+        The GPU that a job would take, of those that this rank sees.
+    with_mpi : bool
+        False where touching MPI would end the process.
+    """
     return RankFacts(
         rank=rank,
         host=socket.gethostname(),
         cores=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
         threads=environ.get("OMP_NUM_THREADS", ""),
-        device=look_at_device(local_rank, environ),
+        device=look_at_device(gpu, environ),
         mpi=describe_mpi(environ) if with_mpi else None,
         versions={"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
     )
@@ -78,14 +85,14 @@ def unknown_rank(rank: int, error: str) -> RankFacts:
     return RankFacts(rank, "an unknown host", (), "", DeviceFacts(error=error), None, {})
 
 
-def look_at_device(local_rank: int, environ: Mapping[str, str]) -> DeviceFacts:
-    """Find the GPU that this rank would take: the one with its number on the host, counted over those it sees."""
+def look_at_device(gpu: int, environ: Mapping[str, str]) -> DeviceFacts:
+    """Look at a GPU."""
 
     def look() -> DeviceFacts:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = device_index(local_rank, count) if count else None
+        index = gpu if count else None
         properties = None if index is None else torch.cuda.get_device_properties(index)
         free, total = (0, 0) if index is None else torch.cuda.mem_get_info(index)
         return DeviceFacts(

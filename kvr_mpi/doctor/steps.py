@@ -17,11 +17,13 @@ import torch
 
 from kvr_mpi.doctor import devices, folder, links, ranks, trial
 from kvr_mpi.doctor.deadlines import SilentError, gather_tried, meet, within
-from kvr_mpi.doctor.facts import RANK_FACTS, RankFacts, group_hosts, look_at_rank, unknown_rank
+from kvr_mpi.doctor.facts import DEVICE_TIMEOUT_S, RANK_FACTS, RankFacts, group_hosts, look_at_rank, unknown_rank
 from kvr_mpi.doctor.findings import Finding, fail, warn
 from kvr_mpi.doctor.launch import MISMATCH_REMEDY, REQUEST, TRIAL_TIMEOUT_S, Request
 from kvr_mpi.doctor.process import Tell, python_module
 from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError
+from kvr_mpi.model.devices import visible_gpus
+from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi import connect, launched_rank, launched_size
@@ -188,7 +190,7 @@ def examine(
         in_order = True
     except SilentError as error:
         in_order = False
-        facts = [look_at_rank(transport.rank, transport.local_rank, environ, launch is None)]
+        facts = [look_at_rank(transport.rank, 0, environ, launch is None)]
         _tell_root(transport, tell, [_silent("ranks", error)])
     scene = Scene(transport, request, environ, facts, launch)
     for step in STEPS:
@@ -213,10 +215,14 @@ def examine(
 def _gather_facts(
     transport: Transport, request: Request, environ: Mapping[str, str], with_mpi: bool
 ) -> list[RankFacts]:
+    def see() -> list[str]:
+        return within(DEVICE_TIMEOUT_S, visible_gpus, "asking torch for GPUs")
+
+    seen = gather_tried(transport, see, request.patience_s)
+    gpu = gpus_in_turn(share_json(transport, [one.get("value", []) for one in seen]))[transport.rank]
+
     def look() -> object:
-        return RANK_FACTS.dump_python(
-            look_at_rank(transport.rank, transport.local_rank, environ, with_mpi), mode="json"
-        )
+        return RANK_FACTS.dump_python(look_at_rank(transport.rank, gpu, environ, with_mpi), mode="json")
 
     gathered = gather_tried(transport, look, request.patience_s)
     return [

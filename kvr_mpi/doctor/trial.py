@@ -133,14 +133,13 @@ def swap_buffers(kind: str, timeout_s: float) -> None:
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     import torch
 
-    from kvr_mpi.topology import device_index
     from kvr_mpi.transport.links import checksum, pattern
     from kvr_mpi.transport.mpi import connect
     from kvr_mpi.transport.mpi_query import swap_in_place
 
     world = connect()
     count = torch.cuda.device_count() if kind == "cuda" else 0
-    device = torch.device("cuda", device_index(world.rank, count)) if count else torch.device("cpu")
+    device = torch.device("cuda", world.rank % count) if count else torch.device("cpu")
     if count:
         torch.cuda.set_device(device)  # a GPU's memory is handed over while it is the current one only
     buffers = [

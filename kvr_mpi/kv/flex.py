@@ -19,6 +19,9 @@ BLOCK = 128
 LEAST_HEAD_DIM = 16
 # Not the form for few queries, which wants as many heads in a group as a power of two.
 KERNEL = {"BACKEND": "TRITON"}
+# Of heads wider than this torch's own blocks need 262,144 bytes of shared memory, more than any GPU has; these 131,072.
+USUAL_HEAD_DIM, WIDE_BYTES = 256, 131_072
+WIDE_KERNEL = KERNEL | {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 1}
 
 Bend = Callable[..., torch.Tensor]
 
@@ -86,7 +89,7 @@ def attend_flex(
         scale=scale,
         enable_gqa=query.shape[1] != keys.shape[1],
         return_aux=AuxRequest(lse=True),
-        kernel_options=KERNEL,
+        kernel_options=KERNEL if max(query.shape[-1], values.shape[-1]) <= USUAL_HEAD_DIM else WIDE_KERNEL,
     )
     return out, aux.lse
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.topology import device_index
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +25,7 @@ def choose_device(name: str, index: int) -> torch.device:
     Parameters
     ----------
     index : int
-        Of the GPU; beyond the last one they are counted again.
+        Of the GPU, among those that this rank sees.
 
     Raises
     ------
@@ -43,7 +42,7 @@ def choose_device(name: str, index: int) -> torch.device:
             "model.device = 'cuda', but this rank sees no GPU; use 'auto' or 'cpu', or request GPUs for the job"
         )
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        device = torch.device("cuda", device_index(index, torch.cuda.device_count()))
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

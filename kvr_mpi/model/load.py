@@ -79,7 +79,7 @@ def load_model(
     cache_dir : Path
         Where converted GGUF models are kept.
     device_index : int
-        This rank's number on its host; it takes GPU ``device_index % visible GPUs``.
+        Of the GPU, among those that this rank sees.
     tp_group : TensorParallelGroup, optional
         The ranks that have the other parts; nobody waits for them here.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from datetime import datetime
 from typing import Literal, TextIO
 
@@ -35,6 +36,12 @@ class Log:
 
     def __init__(self, rank: int = 0, level: Level = "normal", stream: TextIO | None = None) -> None:
         self._rank, self.level, self._stream = rank, level, stream or sys.stderr
+        self._began_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the log began."""
+        return time.monotonic() - self._began_s
 
     def line(self, text: str) -> None:
         """Write one line, at once and in one piece, unless it matters less than what is to be shown."""

@@ -89,7 +89,8 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
         if results.index.costs:
-            cost = results.cost.describe(sum(record.status == "done" for record in records))
+            told = results.cost.describe(sum(record.status == "done" for record in records))
+            cost = "; ".join(filter(None, (told, results.cost.describe_outcome())))
         model = f"{about['name']} ({about['architecture']}, {about['dtype']})"
         software = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("kvr_mpi", "torch"))
     rates = [(trace.header.token_s, trace.header.pair_s) for trace in traces if trace.header.token_s]

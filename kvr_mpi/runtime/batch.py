@@ -8,7 +8,7 @@ the front of its own list, and, when that is empty, from the list with most left
 from __future__ import annotations
 
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,13 @@ from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
 from kvr_mpi.runtime.meters import Meters
 from kvr_mpi.runtime.options import Environment, RunOptions
+from kvr_mpi.runtime.outcome import keep_outcome
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import Stop, listening
 from kvr_mpi.runtime.stored_source import StoredSource, check_askable, scan_stored
-from kvr_mpi.runtime.tally import Tally, describe_throughput
+from kvr_mpi.runtime.tally import Tally, describe_throughput, total_tally
 from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
@@ -150,16 +151,24 @@ def _run(
         context = open_context(prepared, source, sink, stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
         world.barrier()
-        if counters.read()[Slot.DONE]:  # else the folder is as it was
-            writer.end_with(meters.cost(trace.tally, threads, ranks.tells))
+        seconds, ended_s, left = progress.elapsed_s, log.elapsed_s, len(todo) - counters.read()[Slot.DONE]
+        # The first lane's, whose first rank is the job's: the others have done the same.
+        total = total_tally(Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(trace.tally))))
+        expected = None
+        if share_json(world, not done and total.answers == len(todo)):
+            started_s = ended_s - seconds
+            expected = keep_outcome(prepared, links, total, seconds, started_s, machine.cache_dir, log.line)
+        if left < len(todo):  # else the folder is as it was
+            cost = meters.cost(trace.tally, threads, ranks.tells)
+            if expected is not None:
+                cost = replace(cost, expected_s=expected.range_s, took_s=ended_s)
+                log.root(cost.describe_outcome())
+            writer.end_with(cost)
     world.barrier()
     if run is not None:
         _forget_states(run, folder)
-    left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
-    # The first lane's, whose first rank is the job's: the others have done the same.
-    tallies = [Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(trace.tally)))]
-    for line in describe_throughput(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
+    for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s):
         log.root(line)
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
 

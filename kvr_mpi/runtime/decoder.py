@@ -116,7 +116,10 @@ class Decoder:
                 self._trace.tally.rank_s += rank_s
                 self._trace.tally.prompt_tokens += prompt.tokens - finished.prefill.known_tokens
                 self._trace.tally.new_tokens += answer.new_tokens
-                self._trace.tally.answers += prompt.is_final and record.status == "done"
+                self._trace.tally.prompts += 1
+                if prompt.is_final and record.status == "done":
+                    self._trace.tally.answers += 1
+                    self._trace.tally.texts.append(record.text_tokens + record.dropped_tokens)
                 self._trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
             if not prompt.is_final:
                 self._parts.append((prompt.key, record))

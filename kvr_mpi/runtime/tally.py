@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted
@@ -20,6 +20,8 @@ class Tally:
     prompt_tokens: int = 0  # computed, of prompts that were decoded here
     new_tokens: int = 0
     answers: int = 0  # documents that were answered
+    texts: list[int] = field(default_factory=list)  # tokens of their texts
+    prompts: int = 0  # that were answered: of a document in parts there are several
     partly_seen: int = 0  # answers that have not seen all of their document
 
     def add(self, other: Tally) -> None:
@@ -28,13 +30,16 @@ class Tally:
             setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
 
 
-def describe_throughput(
-    tallies: Sequence[Tally], documents: int, seconds: float, predicted_s: float | None
-) -> Iterator[str]:
-    """Say how fast all ranks together were."""
+def total_tally(tallies: Iterable[Tally]) -> Tally:
+    """Add what ranks did."""
     total = Tally()
     for tally in tallies:
         total.add(tally)
+    return total
+
+
+def describe_throughput(total: Tally, documents: int, seconds: float, predicted_s: float | None) -> Iterator[str]:
+    """Say how fast all ranks together were."""
     if not documents or seconds <= 0:
         return
     planned = "" if predicted_s is None else f" (planned: {duration_text(predicted_s)})"

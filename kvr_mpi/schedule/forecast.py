@@ -30,6 +30,7 @@ from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.prefill.registry import KVR, Strategy, candidates, choose_chunks, fastest
 from kvr_mpi.prefill.routes import relay
+from kvr_mpi.schedule.history import LEAST_S, History, expected_tokens
 from kvr_mpi.schedule.placement import Seconds
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import Table, holds_tables, load_table, table_files
@@ -258,26 +259,34 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
     )
 
 
-def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardware: str | None) -> Forecast:
-    """Forecast without running anything: from a hardware profile, or else from a lookup table for this model.
+def forecast_of(
+    spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardware: str | None, history: History | None = None
+) -> Forecast:
+    """Forecast without running anything: from a hardware profile, a lookup table for this model, or what it took here.
 
     Parameters
     ----------
     hardware : str or None
         A shipped profile, a JSON file with the same keys, a lookup table or a folder of them; None: the tables that
         the job names (``parallel.table``).
+    history : History, optional
+        Of jobs of this model on this machine; taken where there is nothing else.
 
     Raises
     ------
     ConfigError
-        If neither is there, with the choices.
+        If there is none of these, with the choices.
     """
     size = spec.parallel.tensor_parallel
     given = hardware or spec.parallel.table
+    if given is None and history is not None:
+        forecast = forecast_measured(spec, history.rates.costs(), frame, history.source)
+        return replace(forecast, new_tokens=expected_tokens(history.jobs, forecast.new_tokens))
     if given is None:
         raise ConfigError(
             f"the speed of a rank is unknown: give --hardware {', '.join(profiles())} (profiles), a JSON file with the "
-            f"same keys, or a lookup table of this model, which kvr search measures"
+            f"same keys, or a lookup table of this model, which kvr search measures; or run a job of at least "
+            f"{LEAST_S:.0f} s with this model here, and later plans know"
         )
     if holds_tables(Path(given)):
         tables = _tables(Path(given), outline, size)

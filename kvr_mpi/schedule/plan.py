@@ -8,6 +8,7 @@ scheduling; here is what is around it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvr_mpi.documents import Document
@@ -16,7 +17,11 @@ from kvr_mpi.duration import duration_text
 from kvr_mpi.job import JobSpec, PromptSection
 from kvr_mpi.schedule.forecast import Forecast
 from kvr_mpi.schedule.placement import Schedule, sampled, schedule
+from kvr_mpi.topology import whole_groups
 from kvr_mpi.transport import Transport, gather_json, share_json
+
+# So many documents stand for all where only the time of the whole is asked for.
+MOST_DOCUMENTS = 2000
 
 
 def prompt_tokens(prompt: PromptSection, frame: Frame, text_tokens: int) -> int:
@@ -53,6 +58,33 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
         return forecast.document_s(tokens, length, ttft_s)
 
     return schedule(documents, ranks, seconds, fits, min_efficiency=spec.parallel.min_efficiency, smooth=False)
+
+
+def written_seconds(spec: JobSpec, plan: Schedule) -> float | None:
+    """Predicted time of the job as it is written; None where it does not fit, or no chain is as long."""
+    if spec.planned:
+        return plan.makespan_s
+    if not spec.takes_chains:
+        return plan.data_parallel_s
+    wanted = spec.ranks_per_chain
+    length = plan.ranks if wanted == "all" else whole_groups(int(wanted), spec.parallel.tensor_parallel)
+    return dict(plan.fixed_s).get(length)
+
+
+def two_parts(
+    spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, forecast: Forecast
+) -> tuple[float, float] | None:
+    """Predict prefill and decoding of the job as it is written, of many documents by some of them."""
+    step = -(-len(texts) // MOST_DOCUMENTS)
+    some = sorted(texts, key=lambda text: text[1])[step // 2 :: step]
+    scale = len(texts) / max(1, len(some))
+    found = [
+        written_seconds(spec, plan_documents(spec, some, ranks, one))
+        for one in (replace(forecast, new_tokens=min(1, forecast.new_tokens)), forecast)
+    ]
+    if found[0] is None or found[1] is None:
+        return None
+    return scale * found[0], scale * (found[1] - found[0])
 
 
 def describe(plan: Schedule) -> list[str]:

@@ -13,6 +13,7 @@ from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.source import locate
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
+from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.kernels import choose_kernels
 
@@ -63,17 +64,9 @@ def own_device(world: Transport, name: str) -> torch.device:
 
 
 def gpu_index(world: Transport, name: str = "auto") -> int:
-    """Choose among the GPUs that a rank sees, so that ranks share one only if there are too few; every rank calls this.
-
-    Ranks may see different GPUs of a host, each numbered from 0 (``--gpu-bind``): what they share is known by its id.
-    """
+    """Choose this rank's GPU, as `gpus_in_turn`; every rank calls this."""
     mine = together(world, lambda: visible_gpus() if name != "cpu" else [])
-    users: dict[str, int] = {}
-    for seen in share_json(world, gather_json(world, mine))[: world.rank]:
-        if seen:
-            taken = min(seen, key=lambda gpu: users.get(gpu, 0))
-            users[taken] = users.get(taken, 0) + 1
-    return min(range(len(mine)), key=lambda index: users.get(mine[index], 0), default=0)
+    return gpus_in_turn(share_json(world, gather_json(world, mine)))[world.rank]
 
 
 def _say_nothing(text: str) -> None:

@@ -22,10 +22,10 @@ from kvr_mpi.model.shared_heads import why_not_by_config
 from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
 from kvr_mpi.preflight.inputs import parse_templates, prompts_of, row_format
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
+from kvr_mpi.schedule.history import Expected, History, expect, find_history
 from kvr_mpi.schedule.placement import Schedule
-from kvr_mpi.schedule.plan import plan_documents, prompt_tokens
+from kvr_mpi.schedule.plan import plan_documents, prompt_tokens, two_parts, written_seconds
 from kvr_mpi.setup.job_setup import Machine
-from kvr_mpi.topology import whole_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class PlannedJob:
     """A job's plan and what it was made from; `counted` says how the tokens of `texts` were.
 
     `others` are the files of other types in the folders of documents, `errors` tells by id what cannot be answered.
+
+    `history` is of jobs on this machine, where they say how fast it is.
 
     A tensor-parallel group counts as one rank of the plan.
     """
@@ -45,17 +47,20 @@ class PlannedJob:
     schedule: Schedule
     others: list[str]
     errors: dict[str, str]
+    history: History | None = None
 
     @property
     def written_s(self) -> float | None:
         """Predicted time of the job as it is written; None where it does not fit, or no chain is as long."""
-        wanted = self.spec.ranks_per_chain
-        if self.spec.planned:
-            return self.schedule.makespan_s
-        if not self.spec.takes_chains:
-            return self.schedule.data_parallel_s
-        length = self.schedule.ranks if wanted == "all" else whole_groups(int(wanted), self.tensor_parallel)
-        return dict(self.schedule.fixed_s).get(length)
+        return written_seconds(self.spec, self.schedule)
+
+    @property
+    def expected(self) -> Expected | None:
+        """How long the job as it is written takes here, its start included; None where no job of its model has run."""
+        if self.history is None:
+            return None
+        parts = two_parts(self.spec, self.texts, self.schedule.ranks, self.forecast)
+        return None if parts is None else expect(self.history.jobs, *parts)
 
     @property
     def tensor_parallel(self) -> int:
@@ -102,7 +107,12 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
     groups = ranks if spec.parallel.tensor_parallel == 1 else lay_out(spec, ranks).by_group.ranks
     alike = [one for one in others if one.begins_like(first) and why_no_effect(PROMPTS, spec) is None]
     more = tuple(len(one.tail) for one in alike)
-    forecast = replace(forecast_of(spec, outline, frame, groups, hardware), more=more, apart=len(others) - len(alike))
+    history = None
+    if hardware is None and spec.parallel.table is None and spec.parallel.tensor_parallel == 1:
+        dtype = str(outline.dtype).removeprefix("torch.")
+        history = find_history(machine.cache_dir, outline.fingerprint, dtype, groups)
+    forecast = forecast_of(spec, outline, frame, groups, hardware, history)
+    forecast = replace(forecast, more=more, apart=len(others) - len(alike))
     found = _count(spec, outline.tokenizer)
     schedule = plan_documents(spec, found.texts, groups, forecast)
     too_long = {
@@ -110,9 +120,8 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
         for name, tokens in found.texts
         if tokens and not prompt_tokens(spec.prompt, frame, tokens)
     }
-    return PlannedJob(
-        spec, outline, forecast, found.texts, found.how, schedule, find_others(spec), found.errors | too_long
-    )
+    errors = found.errors | too_long
+    return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule, find_others(spec), errors, history)
 
 
 def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:

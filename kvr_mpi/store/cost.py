@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any
 
+from kvr_mpi.duration import duration_text, expected_text
 from kvr_mpi.errors import DataError
 
 NOT_READABLE = "energy is not readable here"
@@ -24,6 +25,8 @@ class Cost:
     rank_s : of these, what went into documents (`Record.rank_s`).
     joules : None: not known of all ranks.
     meters : what the joules were read from, or why they are not known.
+    expected_s, took_s : how long the job was to take, start included (low, middle, high: 80 % of cases lie between),
+        and did; by its first rank, if earlier jobs told.
     """
 
     key: str
@@ -33,6 +36,8 @@ class Cost:
     rank_s: float = 0.0
     joules: float | None = None
     meters: str = NOT_READABLE
+    expected_s: tuple[float, ...] = ()
+    took_s: float = 0.0
 
     def as_line(self) -> dict[str, Any]:
         """As a log has it."""
@@ -52,8 +57,18 @@ class Cost:
         each = f", {joules_text(self.joules / documents)} per answered document" if documents else ""
         return f"{spent}; {joules_text(self.joules)} ({self.meters}){each}"
 
+    def describe_outcome(self) -> str:
+        """Say how the job's forecast turned out; empty if there was none."""
+        if not self.expected_s:
+            return ""
+        low, _, high = self.expected_s
+        how = "within" if low <= self.took_s <= high else "faster" if self.took_s < low else "slower"
+        return f"forecast: {expected_text(self.expected_s)}; it took {duration_text(self.took_s)}: {how}"
+
 
 COST = "cost"
+# Not in logs of earlier versions.
+OUTCOME = ("expected_s", "took_s")
 NUMBERS = ("node_s", "gpu_s", "core_s", "rank_s")
 
 
@@ -65,9 +80,13 @@ def read_cost(values: Mapping[str, Any]) -> Cost:
     DataError
         If it says anything else.
     """
-    found = {spec.name: values[spec.name] for spec in fields(Cost)}
+    found = {spec.name: values[spec.name] for spec in fields(Cost) if spec.name not in OUTCOME}
+    found |= {"expected_s": tuple(values.get("expected_s", ())), "took_s": values.get("took_s", 0.0)}
     known = Cost(**found)
-    numbers = [getattr(known, name) for name in NUMBERS] + [0.0 if known.joules is None else known.joules]
+    numbers = [*(getattr(known, name) for name in NUMBERS), known.took_s, *known.expected_s]
+    numbers.append(0.0 if known.joules is None else known.joules)
+    if len(known.expected_s) not in (0, 3):
+        raise DataError(f"a cost of {str(found)[:100]}; expected none or three numbers for expected_s")
     if any(type(one) not in (int, float) or not isfinite(one) or one < 0 for one in numbers):
         raise DataError(f"a cost of {str(found)[:100]}; expected numbers of at least 0")
     if not isinstance(known.key, str) or not isinstance(known.meters, str):
@@ -82,7 +101,11 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
     sums = {name: sum(getattr(one, name) for one in found) for name in NUMBERS}
     unknown = sorted({one.meters for one in found if one.joules is None})
     meters = unknown or sorted({one.meters for one in found})
-    return Cost("", **sums, joules=sum(joules) if joules and not unknown else None, meters="; ".join(meters))
+    told = next((one for one in found if one.expected_s), Cost(""))
+    joules_of_all = sum(joules) if joules and not unknown else None
+    return Cost(
+        "", **sums, joules=joules_of_all, meters="; ".join(meters), expected_s=told.expected_s, took_s=told.took_s
+    )
 
 
 def joules_text(joules: float) -> str:

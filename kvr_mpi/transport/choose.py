@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.topology import following
@@ -33,7 +33,7 @@ class _View:
     """What one rank sees of what matters here."""
 
     device: str  # "cpu" or "cuda"
-    gpu: str  # who the GPU is, on which host; empty on a CPU
+    gpu: str  # the host, and the GPU's place on its bus; empty on a CPU
     claims: bool | None  # whether MPI says it takes GPU buffers
     claims_why: str
     has_nccl: bool
@@ -134,8 +134,8 @@ def _need_nccl(views: Sequence[_View]) -> None:
     if ranks > 1:
         sharing = [rank for rank, view in enumerate(views) if view.gpu == gpu]
         raise TransportError(
-            f"transport 'nccl': ranks {sharing} share one GPU ({gpu}), which NCCL does not allow; start one rank per "
-            f"GPU, or use 'staged'"
+            f"transport 'nccl': ranks {sharing} share one GPU, or have partitions (MIG) of one ({gpu}), which NCCL "
+            f"does not allow; start one rank per GPU, or use 'staged'"
         )
 
 
@@ -182,5 +182,6 @@ def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) ->
     import torch
 
     claims, why = cuda_support(loaded_libraries(), environ) if isinstance(world, MpiTransport) else (None, "no MPI")
-    gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-    return _View("cuda", gpu, claims, why, torch.distributed.is_nccl_available())
+    board: Any = torch.cuda.get_device_properties(device)  # partitions (MIG) of one are one to NCCL
+    place = f"{board.pci_domain_id:04x}:{board.pci_bus_id:02x}:{board.pci_device_id:02x}"
+    return _View("cuda", f"{socket.gethostname()} {place}", claims, why, torch.distributed.is_nccl_available())

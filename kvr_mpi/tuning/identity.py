@@ -33,8 +33,7 @@ def key_of(loaded: LoadedModel, chain: Transport, hardware: str | None = None, r
     ranks : int or None
         Of the chain that is meant, if it is not this one.
     """
-    devices = share_json(chain, gather_json(chain, _device(loaded)))
-    device = "; ".join(dict.fromkeys(devices))[:1000]
+    device = devices_of(loaded, chain)
     return Key(
         model=ModelIdentity(
             name=loaded.name[-1000:], fingerprint=loaded.fingerprint, architecture=loaded.shape.architecture
@@ -44,6 +43,12 @@ def key_of(loaded: LoadedModel, chain: Transport, hardware: str | None = None, r
         device=device,
         ranks=ranks or chain.size,
     )
+
+
+def devices_of(loaded: LoadedModel, ranks: Transport) -> str:
+    """Name what ranks compute with, each sort once; every rank calls this and gets the same."""
+    devices = share_json(ranks, gather_json(ranks, _device(loaded)))
+    return "; ".join(dict.fromkeys(devices))[:1000]
 
 
 def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gpu_machine import rank_count
+from gpu_machine import WORDS, make_model, rank_count
 from gpu_ranks import launch
 from gpu_steps import Absent, Figures, Given
 
-WORDS, DOCUMENT_TOKENS, NEW_TOKENS = 240, (900, 1700, 60), 12
+DOCUMENT_TOKENS, NEW_TOKENS = (900, 1700, 60), 12
 JOB = """
 [model]
 path = "{model}"
@@ -26,32 +26,6 @@ max_new_tokens = {new_tokens}
 path = "{output}"
 """
 Answers = dict[str, tuple[int, ...]]
-
-
-def make_model(folder: Path) -> Path:
-    """Write a small random Llama with a tokenizer of words, whose heads two ranks and four can share out."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-    return folder
 
 
 def make_job(given: Given, name: str) -> Path:
@@ -93,7 +67,7 @@ def groups_answer_alike(given: Given) -> Figures:
         settings = [f"output.path={output}", "parallel.tensor_parallel=2", "parallel.partition=even"]
         told = launch(size, "kvr-run", str(job), *_set(settings), timeout_s=90)
         assert answers_of(output) == truth, f"{size} ranks: other answers than one rank's"
-        found[f"sums, {size // 2} groups"] = _line(told, "measured sums take")
+        found[f"sums, {size // 2} groups"] = _line(told, "sums were measured to take")
     return found
 
 

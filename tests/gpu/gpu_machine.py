@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from gpu_steps import Absent, Figures, Given, run_command
@@ -32,6 +33,8 @@ SHAPE_SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+# Of the vocabulary of `make_model`.
+WORDS = 240
 LAYER_BYTES = 2 * 218_112_000  # of its weights, bfloat16
 OTHER_BYTES = 4 * 128256 * 4096
 
@@ -152,6 +155,32 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
         dtype=torch.bfloat16,
         device=device,
     )
+
+
+def make_model(folder: Path, head_dim: int = 32) -> Path:
+    """Write a small random Llama with a tokenizer of words, whose heads two ranks and four can share out."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=8 * head_dim,
+        intermediate_size=16 * head_dim,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return folder
 
 
 def model_of(given: Given) -> str:

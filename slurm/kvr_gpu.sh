@@ -1,0 +1,50 @@
+#!/bin/bash
+# What the GPUs of two nodes show, in half an hour: kvr doctor, the bandwidth of every link, exactness, first tokens.
+#
+#     sbatch slurm/kvr_gpu.sh MODEL [more options of the benchmark first-token]
+#
+# MODEL: a folder that all nodes see. It runs from a clone of the repository; `make test-gpu` is for one node. What it
+# finds is in the job's output and in runs/gpu-JOB/.
+#SBATCH --job-name=kvr-gpu
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --time=00:40:00
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+
+# SLURM runs a copy of this file: the others are beside the original, or where kvr sbatch says.
+here=${KVR_SLURM_DIR:-$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/kvr_[a-z]*\.sh.*|\1|p' | head -n 1)}
+. "${here:-$SLURM_SUBMIT_DIR/slurm}/common.sh" || exit 78
+
+if [ $# -eq 0 ]; then
+    echo "usage: sbatch slurm/kvr_gpu.sh MODEL [more options of the benchmark first-token]" >&2
+    exit 2
+fi
+model=$1
+shift
+cd "${here:-$SLURM_SUBMIT_DIR/slurm}/.." || exit 78
+out=runs/gpu-$SLURM_JOB_ID
+mkdir -p "$out"
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+worst=0
+# try COMMAND...: a step that fails does not keep the next ones from being run.
+try() {
+    local code
+    echo "$(date +'%F %T') $*"
+    launch "$@"
+    code=$?
+    if [ "$code" -ne 0 ]; then
+        echo "$(date +'%F %T') exit code $code: $*"
+        worst=$code
+    fi
+}
+try kvr doctor
+for blocks in ${KVR_CTAS:-1 2 4 8 16}; do
+    export NCCL_MAX_CTAS=$blocks
+    try python -m benchmarks links --json "$out/links-$blocks.json"
+done
+unset NCCL_MAX_CTAS
+try kvr verify --set "model.path=$model" --set model.dtype=bfloat16
+try python -m benchmarks first-token --model "$model" --contexts 16k,64k --json "$out/first-token.json" "$@"
+conclude "$worst"

@@ -1,0 +1,233 @@
+"""What this program asks of torch's CUDA build, checked against the real wheel on a machine without a GPU.
+
+First names: every one that only such a build has. Then FlexAttention, compiled for GPUs of three architectures: how
+much shared memory its kernels take, and whether that is more than such a GPU has. For the Python of an environment that
+has the wheel (``make test-long PARTS=wheel`` makes it); prints a line of JSON for each finding, and ends with 1 if
+something is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Bytes of shared memory that a block may have (NVIDIA, CUDA programming guide, compute capabilities).
+LIMITS = {(8, 0): 166_912, (8, 6): 101_376, (9, 0): 232_448}
+# (head_dim, soft cap, whether masked): Gemma 2's, and wide heads.
+LAYERS = ((128, 50.0, True), (256, 50.0, True), (256, 50.0, False), (320, None, True), (512, None, True))
+PROPERTIES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id", "shared_memory_per_block_optin")
+
+
+class Compiled(Exception):  # noqa: N818 - what was to be seen
+    """The kernel is there; there is nothing to launch it on."""
+
+
+def missing_names() -> Iterator[str]:
+    """Name what the wheel lacks."""
+    if not dist.is_nccl_available():
+        yield "NCCL"
+        return
+    group: Any = dist.ProcessGroupNCCL
+    yield from (
+        f"ProcessGroupNCCL.{name}" for name in ("send", "recv", "shutdown", "abort") if not hasattr(group, name)
+    )
+    options = group.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 4
+    if options.config.max_ctas != 4:
+        yield "ProcessGroupNCCL.Options.config.max_ctas"
+    work: Any = dist.Work
+    yield from (f"Work.{name}" for name in ("is_completed", "exception", "wait") if not hasattr(work, name))
+    about: Any = torch._C._CudaDeviceProperties
+    yield from (f"device properties: {name}" for name in PROPERTIES if not hasattr(about, name))
+
+
+@contextmanager
+def pretended(capability: tuple[int, int]) -> Iterator[list[int]]:
+    """Let torch's compiler believe in a GPU; yields a list of the shared memory of every kernel that it compiles."""
+    import torch._inductor.runtime.triton_heuristics as heuristics
+    from torch._dynamo import device_interface
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    limit, number = LIMITS[capability], 10 * capability[0] + capability[1]
+    about = SimpleNamespace(
+        name="a GPU that is not there",
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=108,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        total_memory=80 << 30,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=limit,
+        shared_memory_per_multiprocessor=limit + 1024,
+        L2_cache_size=40 << 20,
+        uuid="none",
+        gcnArchName="",
+        memory_bus_width=5120,
+        memory_clock_rate=1_500_000,
+        clock_rate=1_400_000,
+    )
+    stream = SimpleNamespace(cuda_stream=0)
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "_lazy_init": None,
+        "get_device_properties": about,
+        "get_device_capability": capability,
+        "get_device_name": about.name,
+        "synchronize": None,
+        "mem_get_info": (80 << 30, 80 << 30),
+        "is_bf16_supported": True,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
+        "current_stream": stream,
+        "is_initialized": True,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *given, answer=answer, **how: answer)
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
+    interface: Any = device_interface.CudaInterface
+    told = {
+        "get_compute_capability": number,
+        "is_available": True,
+        "is_bf16_supported": True,
+        "current_device": 0,
+        "get_device_properties": about,
+        "synchronize": None,
+        "get_raw_stream": 0,
+        "exchange_device": 0,
+        "maybe_exchange_device": 0,
+    }
+    for name, answer in told.items():
+        setattr(interface, name, staticmethod(lambda *given, answer=answer, **how: answer))
+    for name in ("get_device_properties", "current_device", "set_device"):
+        answer = about if name == "get_device_properties" else 0
+        setattr(interface.Worker, name, staticmethod(lambda *given, answer=answer, **how: answer))
+
+    class Driver:
+        """What triton asks a driver before it compiles."""
+
+        utils = SimpleNamespace(
+            get_device_properties=lambda device: {
+                "max_shared_mem": limit,
+                "multiprocessor_count": 108,
+                "warpSize": 32,
+                "max_num_regs": 65536,
+                "sm_clock_rate": 1,
+                "mem_clock_rate": 1,
+                "mem_bus_width": 1,
+            }
+        )
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", number, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+        def get_device_interface(self) -> Any:
+            return torch.cuda
+
+    driver.set_active(Driver())
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("torch") and hasattr(module, "has_triton"):
+            module.has_triton = lambda *given, **how: True
+    found: list[int] = []
+    compile_one: Any = heuristics.CachingAutotuner._precompile_config
+
+    def compile_and_note(self: Any, config: Any) -> Any:
+        made = compile_one(self, config)
+        found.append(int(getattr(made.kernel, "metadata", made.kernel).shared))
+        return made
+
+    def stop(self: Any, *given: Any, **how: Any) -> None:
+        raise Compiled
+
+    heuristics.CachingAutotuner._precompile_config = compile_and_note
+    heuristics.CachingAutotuner._make_launchers = stop
+    yield found
+
+
+def compile_layer(head_dim: int, softcap: float | None, is_masked: bool) -> None:
+    """Compile FlexAttention as `kvr_mpi.kv.flex` asks for it, for tensors that are not there."""
+    import torch._subclasses.fake_tensor as fake
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from kvr_mpi.kv import flex
+
+    fake.init_gpu_context = lambda device=None: None  # type: ignore[assignment]
+    torch._dynamo.reset()
+    for kept in (flex._function, flex._bend, flex.visible_blocks):
+        kept.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        device = torch.device("cuda", 0)
+        query = torch.empty(1, 8, 300, head_dim, dtype=torch.bfloat16, device=device)
+        keys = torch.empty(1, 4, 700, head_dim, dtype=torch.bfloat16, device=device)
+        offset = 400 if is_masked else None
+        flex.attend_flex(
+            query, keys, torch.empty_like(keys), scale=head_dim**-0.5, softcap=softcap, offset=offset, window=None
+        )
+
+
+def main(capability: tuple[int, int] | None) -> int:
+    """Check names, or compile for one architecture."""
+    if capability is None:
+        missing = list(missing_names())
+        print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "missing": missing}), flush=True)
+        return int(bool(missing) or torch.version.cuda is None)
+    code = 0
+    with pretended(capability) as shared:
+        for head_dim, softcap, is_masked in LAYERS:
+            shared.clear()
+            said = ""
+            try:
+                compile_layer(head_dim, softcap, is_masked)
+            except BaseException as error:
+                said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            limit = LIMITS[capability]
+            fits = bool(shared) and max(shared) <= limit
+            is_expected = fits or (bool(shared) and head_dim > 256 and limit < 131_072)  # the portable way then
+            code |= int(not is_expected)
+            print(
+                json.dumps(
+                    {
+                        "capability": capability,
+                        "head_dim": head_dim,
+                        "softcap": softcap,
+                        "masked": is_masked,
+                        "shared_bytes": shared[:],
+                        "limit": limit,
+                        "fits": fits,
+                        "said": "" if fits else said,
+                    }
+                ),
+                flush=True,
+            )
+    return code
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+        sys.exit(main((int(wanted[0]), int(wanted[1])) if wanted else None))

@@ -1,0 +1,238 @@
+"""Jobs of settings by twos, what they leave, and whether that is what the same settings leave on one rank.
+
+For `test_settings_together`, and on pretended GPUs; the settings are in `settings_by_twos`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_adapters import base_of, save_adapter
+from made_jobs import TEXT
+from made_runs import stored_layers
+from settings_by_twos import ASKED, RUNS, SETTINGS, WAYS, Job, covering, merged, said_of, written
+
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
+from kvr_mpi.kv.arena import Arena
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.setup import prepare
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.results import open_results
+
+RANKS = 2
+LIMIT_S = 300  # of one job, which takes a second: one that hangs is to fail, and not the module's whole run
+TOLERANCE = 2e-3
+# In these, weights are compared with those of a run: they are read first.
+LATE = {"adapter"}
+
+
+@dataclass
+class Outcome:
+    """What a job left: its exit code, what it said, and what is stored of each document."""
+
+    code: int
+    said: str
+    records: dict[str, Record] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+def within_limit(work: Callable[[], Any]) -> Any:
+    """Do it in a thread that is given up after `LIMIT_S`."""
+    found: list[Any] = []
+
+    def body() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    if not found:
+        raise TimeoutError(f"a job of a second has not ended after {LIMIT_S} s")
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+@dataclass
+class Bench:
+    """Runs jobs in one folder; each truth once."""
+
+    folder: Path
+    launch: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch
+    base: dict[str, Any]
+    places: dict[str, Path]
+    truths: dict[frozenset[str], Outcome] = field(default_factory=dict)
+
+    def run(self, names: Collection[str], ranks: int, more: Job | None = None) -> Outcome:
+        out, path = self.folder / "out", self.folder / "job.toml"
+        shutil.rmtree(out, ignore_errors=True)
+        job = self.job(names, more)
+        path.write_text(written(job))
+        with self.monkeypatch.context() as patch:
+            if "pages" in names:
+                patch.setattr(prepare, "open_arena", open_pages)
+            arguments: list[Any] = [path]
+            if "resumed" in names:
+                path.write_text(written({**job, "documents.shard": "0/2"}))
+                begun = within_limit(lambda: self.launch(ranks, [path]))
+                if not out.exists():
+                    return Outcome(begun.returncode, begun.stderr)
+                path.write_text(written(job))
+                arguments.append("--resume")
+            done = within_limit(lambda: self.launch(ranks, arguments))
+        found = Outcome(done.returncode, done.stderr)
+        if out.exists() and list(out.glob("*.h5")):
+            found.records = {record.id: record for record in open_results(out)}
+            found.kept = keys_and_values(out / "results.h5")
+        return found
+
+    def job(self, names: Collection[str], more: Job | None = None) -> dict[str, Any]:
+        job = merged(names)
+        assert job is not None
+        job = {**self.base, "output.path": str(self.folder / "out"), **job, **(more or {})}
+        return {key: self._place(value) for key, value in job.items()}
+
+    def _place(self, value: Any) -> Any:
+        """Fill in a folder or file; a run is made when it is first asked for."""
+        name = value[1:-1] if isinstance(value, str) and value.startswith("{") else ""
+        if name in RUNS and name not in self.places:
+            place = self.folder / name
+            done = self.run([], 1, {**RUNS[name], "output.path": str(place)})
+            assert done.code == EXIT_OK, done.said
+            self.places[name] = place
+        return str(self.places[name]) if name in self.places else value
+
+    def truth(self, names: Collection[str]) -> Outcome:
+        known = frozenset(names)
+        if known not in self.truths:
+            self.truths[known] = self.run(known, 1)
+        return self.truths[known]
+
+
+def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, *, is_packed: bool) -> Arena | None:
+    """As on a GPU, without the trial."""
+    if not is_packed or spec.is_spread:
+        return None
+    return Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
+
+
+def keys_and_values(path: Path) -> dict[str, Any]:
+    found = {name: stored_layers(path, name) for name in open_results(path).ids()}
+    return {name: layers for name, layers in found.items() if layers}
+
+
+def differences(found: Outcome, truth: Outcome, *, error: float | None) -> list[str]:
+    """Say what is not as it should be; also of what is kept, whose keys and values may be off by so much."""
+    wrong = []
+    if found.records.keys() != truth.records.keys():
+        wrong.append(f"records of {sorted(found.records)}, not of {sorted(truth.records)}")
+    for name in found.records.keys() & truth.records.keys():
+        mine, other = found.records[name], truth.records[name]
+        for key in ("status", "error", "token_ids", "answer", "finish_reason", "prompt_sha256", "prompt_tokens"):
+            if getattr(mine, key) != getattr(other, key):
+                wrong.append(f"{name}: {key} is {getattr(mine, key)!r}, not {getattr(other, key)!r}")
+        if [one["token_ids"] for one in mine.sampled] != [one["token_ids"] for one in other.sampled]:
+            wrong.append(f"{name}: other samples")
+        if error is not None:
+            wrong += told_differences(name, mine, other)
+    if error is not None:
+        wrong += kept_differences(found.kept, truth.kept, error)
+    return wrong
+
+
+def told_differences(name: str, mine: Record, other: Record) -> list[str]:
+    wrong = []
+    if mine.compression != other.compression:
+        wrong.append(f"{name}: compression {mine.compression!r}, not {other.compression!r}")
+    pairs = {"logprobs": (mine.logprobs, other.logprobs), "top": (mine.top_logprobs, other.top_logprobs)}
+    for number, (one, two) in enumerate(zip(mine.sampled, other.sampled, strict=True)):
+        pairs[f"sample {number}"] = one.get("logprobs", ()), two.get("logprobs", ())
+    if len(mine.scored) != len(other.scored):
+        wrong.append(f"{name}: {len(mine.scored)} scores, not {len(other.scored)}")
+    for number, (one, two) in enumerate(zip(mine.scored, other.scored, strict=False)):
+        pairs[f"score {number}"] = one["token_logprobs"], two["token_logprobs"]
+    for what, (one, two) in pairs.items():
+        if tuple(one) != pytest.approx(tuple(two), abs=TOLERANCE):
+            wrong.append(f"{name}: {what} {list(one)[:4]}, not {list(two)[:4]}")
+    if mine.logprobs and len(mine.logprobs) != len(mine.token_ids):
+        wrong.append(f"{name}: {len(mine.logprobs)} log-probabilities of {len(mine.token_ids)} tokens")
+    return wrong
+
+
+def kept_differences(mine: Mapping[str, Any], other: Mapping[str, Any], error: float) -> list[str]:
+    if mine.keys() != other.keys():
+        return [f"keys and values of {sorted(mine)}, not of {sorted(other)}"]
+    wrong = []
+    for name, layers in mine.items():
+        if layers.keys() != other[name].keys():
+            wrong.append(f"{name}: layers {sorted(layers)}, not {sorted(other[name])}")
+            continue
+        for number, tensors in layers.items():
+            for one, two in zip(tensors, other[name][number], strict=True):
+                if one.shape != two.shape:
+                    wrong.append(f"{name}, layer {number}: {tuple(one.shape)}, not {tuple(two.shape)}")
+                elif not torch.allclose(one.float(), two.float(), atol=error):
+                    wrong.append(f"{name}, layer {number}: off by {float((one.float() - two.float()).abs().max())}")
+    return wrong
+
+
+def prepare_places(folder: Path, model: Path) -> tuple[Path, dict[str, Any], Any, Any]:
+    """Four documents of 20 to 370 tokens as texts, rows and requests, an adapter, and what is done already."""
+    texts = {f"doc-{number}": f"Document {number}. " + TEXT * more for number, more in enumerate((1, 4, 9, 11))}
+    (folder / "corpus").mkdir()
+    for name, text in texts.items():
+        (folder / "corpus" / f"{name}.txt").write_text(text)
+    rows = [{"id": name, "text": text, "choices": [" yes", " no it is not"]} for name, text in texts.items()]
+    requests = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": text, "max_tokens": 6}}
+        for name, text in texts.items()
+    ]
+    for name, lines in (("rows", rows), ("requests", requests)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    base = {
+        "model.path": str(model),
+        "model.dtype": "float32",
+        "model.kernels": "plain",  # nothing is measured: that is another test's, and takes time
+        "parallel.partition": "even",
+        "documents.path": str(folder / "corpus"),
+        "prompt.template": "Summarise: {text} Summary:",
+        "generation.max_new_tokens": 6,
+    }
+    places = {"rows": folder / "rows.jsonl", "requests": folder / "requests.jsonl", "adapter": folder / "adapter"}
+    save_adapter(base_of(model), places["adapter"])
+    return folder, base, places, {}
+
+
+def check(bench: Bench, names: Collection[str]) -> None:
+    found, refused = bench.run(names, RANKS), said_of(names, bench.job(names))
+    if refused:
+        assert not found.records and found.code == EXIT_CONFIG, found.said
+        assert all(re.search(said, found.said) for said in refused), found.said
+        assert LATE & set(names) or "loading" not in found.said, found.said
+        return
+    assert found.code == EXIT_OK, found.said
+    shown = [name for name in names if name not in WAYS]
+    wrong = differences(found, bench.truth(shown), error=TOLERANCE)
+    asked = [name for name in shown if name in ASKED]
+    wrong += differences(found, bench.truth(asked), error=None)
+    assert not wrong, "\n".join(wrong)
+
+
+PAIRS = [pair for pair in itertools.combinations(SETTINGS, 2) if merged(pair) is not None]
+REFUSED = [pair for pair in PAIRS if said_of(pair)]
+# One job of many settings shows many pairs at once.
+TOGETHER = covering(PAIRS, REFUSED, most=6)

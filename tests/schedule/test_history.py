@@ -1,0 +1,147 @@
+"""What past jobs say of the next one: its interval, and how long answers are."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from made_tables import a_table
+
+from kvr_mpi.job import JobSpec
+from kvr_mpi.runtime import outcome
+from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.schedule.history import (
+    KEPT_JOBS,
+    History,
+    PastJob,
+    expect,
+    expected_tokens,
+    file_of,
+    find_history,
+    keep,
+    read_history,
+)
+from kvr_mpi.tuning.table import Rates
+
+NAME = ("model", "float32")
+RATES = a_table().rates
+
+
+def a_job(prefill_s: float, decode_s: float, seconds: float, **more: Any) -> PastJob:
+    told = {"date": "2026-11-26T08:00:00Z", "start_s": 10.0, "answer_tokens": 50.0, "limit_tokens": 96} | more
+    return PastJob(prefill_s=prefill_s, decode_s=decode_s, seconds=seconds, **told)
+
+
+def a_history(ranks: int = 2, device: str = "a processor", **more: Any) -> History:
+    jobs = (a_job(90.0, 10.0, 110.0, **more),)
+    return History(fingerprint=NAME[0], dtype=NAME[1], device=device, ranks=ranks, rates=RATES, jobs=jobs)
+
+
+def test_four_of_five_jobs_end_within_their_interval() -> None:
+    """On machines that are slower than the model by any factors, and scatter by 6 %; jobs of every kind."""
+    draw, inside, widths = random.Random(0), 0, []
+    for _ in range(100):
+        factors, jobs = (draw.uniform(0.8, 1.5), draw.uniform(0.8, 1.5)), []
+        for number in range(10):
+            parts = draw.uniform(50, 300), draw.uniform(2, 200)
+            took = sum(factor * part for factor, part in zip(factors, parts, strict=True)) * draw.lognormvariate(
+                0, 0.06
+            )
+            if number >= 4:
+                found = expect(jobs, *parts)
+                inside += found.low_s <= 10.0 + took <= found.high_s
+                widths.append(found.high_s / found.seconds - 1)
+            jobs.append(a_job(*parts, took))
+    assert 0.8 <= inside / 600 <= 0.95
+    assert sorted(widths)[570] < 0.2, "of nineteen in twenty"
+
+
+def test_jobs_of_another_mix_make_a_wider_interval_and_scatter_does() -> None:
+    prefills = [a_job(100.0, 1.0, 120.0)] * 5
+    like, other = expect(prefills, 200.0, 2.0), expect(prefills, 2.0, 200.0)
+    assert like.seconds == pytest.approx(10 + 240, rel=0.02) and like.start_s == 10
+    assert other.high_s / other.seconds > like.high_s / like.seconds + 0.1
+    scattered = [a_job(100.0, 1.0, seconds) for seconds in (70.0, 190.0, 100.0, 150.0, 90.0)]
+    wide = expect(scattered, 200.0, 2.0)
+    assert wide.high_s / wide.seconds > 1.3 > like.high_s / like.seconds
+
+
+@pytest.mark.parametrize(
+    ("past", "limit", "expected"),
+    [
+        ([(50.0, 96)], 96, 50),
+        ([(50.0, 96)], 16, 16),
+        ([(15.5, 16)], 96, 96),  # would have been longer
+        ([(15.5, 16), (50.0, 96), (60.0, 200)], 96, 60),
+        ([], 96, 96),
+        ([(0.2, 96)], 96, 1),
+        ([(50.0, 96)], 0, 0),
+    ],
+)
+def test_answers_are_as_long_as_those_of_earlier_jobs(past: list[tuple[float, int]], limit: int, expected: int) -> None:
+    jobs = [a_job(1.0, 1.0, 2.0, answer_tokens=mean, limit_tokens=most) for mean, most in past]
+    assert expected_tokens(jobs, limit) == expected
+
+
+def test_histories_are_found_by_model_and_ranks_and_nothing_else_is_read(tmp_path: Path) -> None:
+    assert find_history(tmp_path, *NAME, 2) is None
+    for ranks, device, date in ((2, "old", "2026-11-24T08:00:00Z"), (2, "new", "2026-11-25T08:00:00Z"), (8, "x", None)):
+        history = a_history(ranks, device, **({"date": date} if date else {}))
+        keep(file_of(tmp_path, *NAME, device, ranks), history)
+    found = [find_history(tmp_path, *NAME, ranks) for ranks in (1, 2, 6)]
+    assert [one and (one.ranks, one.device) for one in found] == [(2, "new"), (2, "new"), (8, "x")]
+    assert "measured by a job with this model on 8 ranks here (x)" in (found[2] or a_history()).source
+    assert find_history(tmp_path, "another", "float32", 2) is None
+    file = file_of(tmp_path, *NAME, "new", 2)
+    told = json.loads(file.read_text())
+    for planted in (b"", b"{", json.dumps(told | {"fingerprint": "another"}).encode(), b'{"jobs": ' + b"[" * 100_000):
+        file.write_bytes(planted)
+        assert read_history(file, *NAME) is None
+    told["jobs"][0]["seconds"] = -1.0
+    file.write_text(json.dumps(told))
+    assert read_history(file, *NAME) is None
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert read_history(file, *NAME) is None
+    history = a_history()
+    for _ in range(KEPT_JOBS + 3):
+        history = history.after(a_job(1.0, 1.0, 2.0))
+    assert len(history.jobs) == KEPT_JOBS
+
+
+def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once measured, ranks are not measured again; a job that is too short, or of another kind, leaves nothing."""
+    measured: list[object] = []
+
+    def measure(loaded: object, ranks: object) -> Any:
+        measured.append(loaded)
+        return RATES.costs()
+
+    monkeypatch.setattr(outcome, "measure_costs", measure)
+    monkeypatch.setattr(outcome, "devices_of", lambda loaded, ranks: "a processor")
+    job = {"model": {"path": "m"}, "documents": {"path": "d"}, "output": {"path": "o"}}
+    loaded = SimpleNamespace(fingerprint=NAME[0], dtype="torch.float32")
+    frame: Any = SimpleNamespace(max_tokens=8000, text_budget=7900, overlap=0)
+    done, said = Tally(texts=[3000, 5000, 500], prompts=3, new_tokens=150, answers=3), list[str]()
+
+    def keeps(seconds: float, **more: Any) -> Any:
+        from kvr_mpi.transport.local import LocalTransport
+
+        setup: Any = SimpleNamespace(spec=JobSpec.model_validate(job | more), loaded=loaded, frame=frame, costs=None)
+        return outcome.keep_outcome(setup, LocalTransport(), done, seconds, 8.0, tmp_path, said.append)
+
+    assert keeps(3.0) is None and not list(tmp_path.iterdir())
+    prompts = [{"name": "a", "template": "{text} a"}, {"name": "b", "template": "{text} b"}]
+    assert keeps(300.0, prompts=prompts) is None and not list(tmp_path.iterdir())
+    assert keeps(300.0) is None and len(measured) == 1
+    expected = keeps(310.0)
+    assert expected.low_s < 308 < expected.high_s and expected.jobs == 1 and len(measured) == 1
+    history = find_history(tmp_path, *NAME, 1)
+    assert history is not None and [one.seconds for one in history.jobs] == [300.0, 310.0]
+    assert history.jobs[0].answer_tokens == 50 and history.rates == Rates.of(RATES.costs())
+    monkeypatch.setattr(outcome, "keep", lambda file, history: (_ for _ in ()).throw(OSError("disk full")))
+    assert keeps(310.0) is not None and "disk full" in said[-1]
