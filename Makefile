@@ -8,10 +8,12 @@ VENV   ?= .venv
 WORKERS ?= 2
 # Where torch comes from, if not from the default index: https://download.pytorch.org/whl/cu126 for an older NVIDIA driver.
 TORCH_INDEX ?=
+# Where the wheel of torch's CUDA build is looked for, for `make test-long PARTS=wheel`.
+CUDA_INDEX ?= https://download.pytorch.org/whl/cu130
 # Of `make test`: tests with this mark.
 TESTS  ?= quick
 # Of `make test-long`: which parts, and how much of each.
-PARTS  ?= tests seeds faults many fuzz architectures versions
+PARTS  ?= tests seeds faults many fuzz architectures wheel versions
 SEEDS  ?= 1-100
 DOCUMENTS ?= 50000
 FILES  ?= 10000
@@ -48,7 +50,7 @@ help:
 	@echo "make test-all  all tests but those that take hours (about half an hour)"
 	@echo "make test-long  hours: all tests; property tests by 20 seeds, in 20 orders; jobs killed, starved and damaged at random (SEEDS=$(SEEDS)); a great many documents"
 	@echo "               (DOCUMENTS=$(DOCUMENTS)); damaged files (FILES=$(FILES)); jobs of every architecture (NAMES=bart,lfm2: of"
-	@echo "               some); other versions of Python (VERSIONS=\"$(VERSIONS)\"). PARTS=\"$(PARTS)\""
+	@echo "               some); torch's CUDA wheel, 5 GB; other versions of Python (VERSIONS=\"$(VERSIONS)\"). PARTS=\"$(PARTS)\""
 	@echo "make test-gpu  what only a GPU can show, on one or more of them; writes a report to send in (half an hour; ARGS=--help)"
 	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
 	@echo "make bench NAME=first-token ARGS=\"--contexts 4k\"  a benchmark, on RANKS=$(RANKS) where it uses ranks; without NAME lists them"
@@ -92,6 +94,9 @@ test-long: lint
 	$(if $(filter many,$(PARTS)),$(in_venv) KVR_TEST_DOCUMENTS=$(DOCUMENTS) python -m pytest -s tests/faults/test_many_documents.py)
 	$(if $(filter fuzz,$(PARTS)),$(in_venv) PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} python tests/fuzz/driver.py $(FILES) $(ARGS))
 	$(if $(filter architectures,$(PARTS)),$(in_venv) KVR_TEST_ARCHITECTURES=$(NAMES) python -m pytest -n $(WORKERS) tests/runtime/test_every_architecture.py)
+	$(if $(filter wheel,$(PARTS)),test -x $(VENV)-cuda/bin/python || $(PYTHON) -m venv $(VENV)-cuda; \
+	    $(VENV)-cuda/bin/pip install --quiet --index-url $(CUDA_INDEX) torch==2.13.0 numpy && \
+	    $(in_venv) KVR_TEST_CUDA_PYTHON=$(abspath $(VENV)-cuda/bin/python) python -m pytest tests/gpu/test_wheel.py)
 	$(if $(filter versions,$(PARTS)),set -e; for version in $(VERSIONS); do \
 	    $(MAKE) test TESTS="not slow and not long" PYTHON=python$$version VENV=$(VENV)-$$version; done)
 

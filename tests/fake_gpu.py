@@ -300,6 +300,8 @@ def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """Let tensors be fake ones, a Hopper GPU be there, and flash attention check what it is given."""
     attention._has_flash.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    about = SimpleNamespace(shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "Event", _Event)

@@ -118,12 +118,12 @@ def load_everywhere(
     )
 
 
-def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log) -> Transport:
-    """Open what carries the tensors between all ranks, and say once what it is."""
+def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log, *, every_pair: bool = True) -> Transport:
+    """Open what carries the tensors between all ranks, or only between neighbours, and say once what it is."""
     from typing import cast
 
     from kvr_mpi.transport.choose import Name, open_transport
 
-    transport, reason = open_transport(world, cast(Name, wanted), loaded.device, every_pair=True)
+    transport, reason = open_transport(world, cast(Name, wanted), loaded.device, every_pair=every_pair)
     log.root(reason)
     return transport

@@ -107,7 +107,7 @@ def search(
         model, threads = spec.model, spec.parallel.threads
         loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels, threads=threads)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
-        chain = open_links(world, loaded, spec.parallel.transport, log)
+        chain = open_links(world, loaded, spec.parallel.transport, log, every_pair=False)
         loaded = check_chain(loaded)
         with pinned(chain):
             key, provenance = _who(loaded, chain, hardware)

@@ -19,9 +19,9 @@ BLOCK = 128
 LEAST_HEAD_DIM = 16
 # Not the form for few queries, which wants as many heads in a group as a power of two.
 KERNEL = {"BACKEND": "TRITON"}
-# Of heads wider than this torch's own blocks need 262,144 bytes of shared memory, more than any GPU has; these 131,072.
-USUAL_HEAD_DIM, WIDE_BYTES = 256, 131_072
-WIDE_KERNEL = KERNEL | {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 1}
+# Bytes of shared memory that torch's own blocks take of heads of up to 256, as compiled for Ampere and Hopper, and that
+# blocks of 64 take of heads of up to 512 (torch's own would take 262,144).
+OWN_BYTES, WIDE_BYTES = 151_552, 139_264
 
 Bend = Callable[..., torch.Tensor]
 
@@ -89,7 +89,7 @@ def attend_flex(
         scale=scale,
         enable_gqa=query.shape[1] != keys.shape[1],
         return_aux=AuxRequest(lse=True),
-        kernel_options=KERNEL if max(query.shape[-1], values.shape[-1]) <= USUAL_HEAD_DIM else WIDE_KERNEL,
+        kernel_options=_options(device, max(query.shape[-1], values.shape[-1])),
     )
     return out, aux.lse
 
@@ -100,6 +100,19 @@ def _function(device_type: str) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return _compiled(flex_attention) if device_type == "cuda" else flex_attention
+
+
+@functools.cache
+def _options(device: torch.device, head_dim: int) -> dict[str, Any]:
+    """Choose blocks that fit into a multiprocessor's shared memory: torch's own, or smaller ones."""
+    if device.type != "cuda" or head_dim <= 128:
+        return KERNEL
+    about: Any = torch.cuda.get_device_properties(device)
+    room = about.shared_memory_per_block_optin
+    if head_dim <= 256 and room >= OWN_BYTES:
+        return KERNEL
+    side = 32 if head_dim > 256 and room < WIDE_BYTES else 64  # of GPUs for graphics, room is 101,376
+    return KERNEL | {"BLOCK_M": side, "BLOCK_N": side, "num_stages": 1}
 
 
 def _compiled(function: Any, backend: Any = "inductor") -> Any:

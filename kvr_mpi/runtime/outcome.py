@@ -93,4 +93,4 @@ def keep_outcome(
             keep(file, history.after(job))
         except OSError as error:
             say(f"warning: what this job took is not kept for later plans: {error}")
-    return None if before is None else expect(history.jobs, *before)
+    return None if before is None else expect(history.jobs, *before, limit)

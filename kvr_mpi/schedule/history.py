@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated
 
 import numpy as np
@@ -30,10 +30,10 @@ KEPT_JOBS, LEAST_S = 20, 10.0
 # Standard deviations: of what either part is off by, once the whole is right; and of one job, known as if from so many
 # of them.
 MODEL_SIGMA, JOB_SIGMA, JOBS_BEFORE = 0.3, 0.08, 3
+# The same of the logarithm of how long answers would be without a limit, from job to job.
+LENGTH_SIGMA = 0.4
 # 80 % of a normal distribution lie within so many standard deviations.
 WITHIN = 1.2816
-# An answer that is on average this close to its limit would have been longer without it.
-CUT_SHARE = 0.9
 DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
@@ -99,8 +99,16 @@ class Expected:
         return f"{expected_text(self.range_s)}, {start}; by {counted(self.jobs, 'job')} with this model here"
 
 
-def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float) -> Expected:
-    """Correct the cost model's forecast by what jobs took; there has to be at least one."""
+def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float, limit_tokens: int) -> Expected:
+    """Correct the cost model's forecast by what jobs took; there has to be at least one.
+
+    Parameters
+    ----------
+    prefill_s, decode_s : float
+        By the cost model; answers are as long as `expected_tokens` says.
+    limit_tokens : int
+        Of an answer.
+    """
     scale = median(job.seconds / (job.prefill_s + job.decode_s) for job in jobs)
     seconds = np.array([[job.seconds] for job in jobs])
     parts = scale * np.array([[job.prefill_s, job.decode_s] for job in jobs]) / seconds
@@ -114,21 +122,43 @@ def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float) -> Expect
     coefficients = np.maximum(coefficients, 0.05)
     own = scale * np.array([prefill_s, decode_s])
     work_s = float(coefficients @ own)
-    along = own / work_s
-    factor = math.exp(WITHIN * math.sqrt(sigma**2 + along @ spread @ along))
+    along, decoding = own / work_s, coefficients[1] * own[1] / work_s
+    variance = sigma**2 + along @ spread @ along + (decoding * _length_error(jobs, limit_tokens)) ** 2
+    factor = math.exp(WITHIN * math.sqrt(variance))
     start_s = median(job.start_s for job in jobs)
     return Expected(start_s + work_s / factor, start_s + work_s, start_s + work_s * factor, start_s, len(jobs))
 
 
 def expected_tokens(jobs: Sequence[PastJob], limit_tokens: int) -> int:
-    """Say how long answers of at most so many tokens are on average, as those of earlier jobs were."""
-    found = [
-        limit_tokens
-        if job.limit_tokens < limit_tokens and job.answer_tokens > CUT_SHARE * job.limit_tokens
-        else min(float(limit_tokens), job.answer_tokens)
-        for job in jobs
-    ]
-    return max(1, round(median(found))) if found and limit_tokens else limit_tokens
+    """Say how long answers of at most so many tokens are on average, if they are like those of earlier jobs.
+
+    Lengths are taken to be distributed exponentially, and cut at the limit.
+    """
+    if not jobs or not limit_tokens:
+        return limit_tokens
+    free = math.exp(fmean(_log_lengths(jobs)))
+    return max(1, round(free * -math.expm1(-limit_tokens / free)))
+
+
+def _log_lengths(jobs: Sequence[PastJob]) -> list[float]:
+    """Logarithms of the tokens that answers would have had, on average, without a limit."""
+    found = []
+    for job in jobs:
+        share, low, high = job.answer_tokens / max(1, job.limit_tokens), 1e-2, 1e7
+        for _ in range(60):  # the limit over the free length, by bisection: the larger it is, the smaller the share
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if -math.expm1(-middle) / middle > share else (low, middle)
+        found.append(math.log(max(1, job.limit_tokens) / low))
+    return found
+
+
+def _length_error(jobs: Sequence[PastJob], limit_tokens: int) -> float:
+    """Say by how much, as a share of it, the mean length of answers may be off."""
+    lengths = _log_lengths(jobs)
+    cut = limit_tokens / math.exp(fmean(lengths))
+    missed = sum((one - fmean(lengths)) ** 2 for one in lengths)
+    sigma = math.sqrt((JOBS_BEFORE * LENGTH_SIGMA**2 + missed) / (JOBS_BEFORE + len(jobs)))
+    return sigma * (1 - cut / math.expm1(cut) if 0 < cut < 500 else float(cut > 0))
 
 
 def file_of(cache_dir: Path, fingerprint: str, dtype: str, device: str, ranks: int) -> Path:

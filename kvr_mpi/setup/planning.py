@@ -60,7 +60,7 @@ class PlannedJob:
         if self.history is None:
             return None
         parts = two_parts(self.spec, self.texts, self.schedule.ranks, self.forecast)
-        return None if parts is None else expect(self.history.jobs, *parts)
+        return None if parts is None else expect(self.history.jobs, *parts, self.spec.generation.max_new_tokens)
 
     @property
     def tensor_parallel(self) -> int:

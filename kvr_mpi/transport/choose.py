@@ -26,6 +26,9 @@ Name = Literal["auto", "mpi", "staged", "nccl", "local"]
 NAMES: tuple[Name, ...] = ("auto", "mpi", "staged", "nccl", "local")
 
 WARM_UP_BYTES = 1 << 20
+# Streams that torch has for NCCL on a GPU; each pair of ranks takes one for each direction, and from there on two pairs
+# have one stream: a receive of the one would hold up a send of the other, which may wait for it.
+NCCL_STREAMS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +152,17 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
     Raises
     ------
     TransportError
-        If what arrives is not what was sent.
+        If what arrives is not what was sent, or NCCL is to link more pairs than torch has streams for.
     """
     import torch
 
     size = transport.size
+    if every_pair and isinstance(transport, NcclTransport) and 2 * (size - 1) > NCCL_STREAMS:
+        raise TransportError(
+            f"transport 'nccl': {size} ranks that all send to each other take {2 * (size - 1)} streams of each GPU, "
+            f"and torch has {NCCL_STREAMS}: use at most {NCCL_STREAMS // 2 + 1} ranks per chain, decode.mode = "
+            f"'data-parallel', or parallel.transport = 'staged'"
+        )
     neighbours = [(rank, following(rank, size)) for rank in range(size)]
     pairs = list(dict.fromkeys(link for one, other in neighbours for link in ((one, other), (other, one))))
     pairs = [link for link in pairs if link[0] != link[1]]

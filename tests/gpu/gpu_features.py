@@ -14,7 +14,7 @@ from benchmarks.kept import keep_only
 from kvr_mpi.kv.arena import Arena, make_rows
 from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window, why_no_flex
 from kvr_mpi.kv.decode_cache import DecodeCache
-from kvr_mpi.kv.flex import USUAL_HEAD_DIM, WIDE_BYTES, suits_flex
+from kvr_mpi.kv.flex import suits_flex
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.units import attend_units, unit_table, write_token
@@ -48,8 +48,8 @@ def bent_scores_are_exact(given: Given) -> Figures:
         if not suits_flex(query, values):
             raise Absent("no compiler of kernels (triton) for this GPU")
         why = why_no_flex(device, query.dtype, 8, 4, (dim, dim), softcap)
-        found[name] = why or "flex"
-        assert why is None or not has_room(device, dim), f"{name}: FlexAttention is not used: {why}"
+        found[name] = "flex"
+        assert why is None, f"{name}: FlexAttention is not used: {why}"
         before = length - queries
         for part, first, window in (
             (attend(query, keys, values, params), None, None),
@@ -65,14 +65,6 @@ def bent_scores_are_exact(given: Given) -> Figures:
             assert error <= ALLOWED[torch.bfloat16], f"{name}: {error:.1e}"
             found[f"{name}, worst error"] = max(error, found.get(f"{name}, worst error", 0.0))
     return found
-
-
-def has_room(device: torch.device, head_dim: int) -> bool:
-    """Whether a block of such heads fits into a multiprocessor's shared memory: wide ones do not on consumers' GPUs."""
-    if device.type != "cuda" or head_dim <= USUAL_HEAD_DIM:
-        return True
-    about: Any = torch.cuda.get_device_properties(device)
-    return bool(about.shared_memory_per_block_optin >= WIDE_BYTES)
 
 
 def parts_lose_little(given: Given) -> Figures:

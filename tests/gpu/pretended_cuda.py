@@ -83,6 +83,9 @@ class GpuTensor(torch.Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    def __deepcopy__(self, memo: Any) -> GpuTensor:
+        return self.gpus.put(self.on_cpu.clone(), self.place)
+
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError(f"can't convert {self.place} device type tensor to numpy")
 
@@ -345,6 +348,8 @@ class OnDevices(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)  # needs a driver
+        if func is torch.Tensor.pin_memory:
+            return args[0]
         if func is torch.Tensor.to:
             named = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, (torch.device, str))]
             if named and torch.device(named[0]).type == "cuda":
@@ -379,6 +384,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpus, torch.device(device)))
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event(gpus, **options))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device=CPU: generator())
     monkeypatch.setattr(
         "kvr_mpi.kv.arena.share_memory", lambda tensor: gpus.put(from_dlpack(tensor.on_cpu), tensor.device)
     )

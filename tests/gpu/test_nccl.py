@@ -78,6 +78,14 @@ def test_every_strategy_over_nccl(size: int, gpus: PretendedCuda, network: Netwo
     assert [group.ended for group in network.groups] == ["shut down"] * (2 * size)
 
 
+def test_more_pairs_than_torch_has_streams_are_refused() -> None:
+    """Two pairs on one stream may wait for each other; a ring takes two peers, however long it is."""
+    ranks = object.__new__(NcclTransport)
+    ranks.rank, ranks.size = 0, 18
+    with pytest.raises(TransportError, match=r"18 ranks .* take 34 streams .* at most 17 ranks per chain"):
+        warm_up(ranks, CPU, every_pair=True)
+
+
 def test_chains_of_a_planned_job_share_the_links(gpus: PretendedCuda, network: Network) -> None:
     """Chains of all ranks, and then of half of them, over the connections that are there."""
     loaded, ids = tiny("llama-gqa"), prompt(40)

@@ -46,8 +46,6 @@ max_new_tokens = 4
 path = "{output}"
 """
 COMPRESSED = ("compress.method=ada-snapkv", "compress.budget=32", "compress.window=8")
-SCORED = ('generation.score=[" yes", " no"]', "generation.max_new_tokens=0")
-SCHEMA = 'generation.json_schema={"type": "object", "properties": {"a": {"type": "boolean"}}}'
 Runs = Callable[..., dict[str, tuple[int, ...]]]
 
 
@@ -120,24 +118,11 @@ def test_a_planned_job_over_nccl(size: int, gpus: PretendedCuda, run_on: Runs) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "settings",
-    [
-        (*COMPRESSED, "decode.mode=head-parallel", "report.trace=true", "generation.logprobs=0"),
-        ("output.kv=sharded",),
-        ("parallel.tensor_parallel=2", *COMPRESSED),
-        (*SCORED, "parallel.chunk_tokens=37"),
-        (SCHEMA, "parallel.strategy=ring"),
-    ],
-    ids=lambda settings: " ".join(settings)[-40:],
-)
-def test_options_of_jobs_send_nothing_that_nccl_refuses(
-    settings: tuple[str, ...], gpus: PretendedCuda, run_on: Runs
-) -> None:
-    """On two hosts, so that their clocks are compared, too."""
+def test_groups_and_compression_send_nothing_that_nccl_refuses(gpus: PretendedCuda, run_on: Runs) -> None:
+    """Other settings, each and by twos, are in `test_settings_on_gpus`."""
     gpus.watches = False
-    alone = [each for each in settings if not each.startswith(("parallel", "decode", "output"))]
-    assert run_on(2, *settings, "parallel.partition=even") == run_on(0, *alone)
+    found = run_on(2, "parallel.tensor_parallel=2", *COMPRESSED, "parallel.partition=even")
+    assert found == run_on(0, *COMPRESSED)
 
 
 @pytest.mark.slow

@@ -27,6 +27,9 @@ from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.nccl import NcclTransport
 
+# So many of the jobs that show all pairs are run where tests may not take hours.
+FEW = 3
+
 
 def own() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
@@ -88,7 +91,13 @@ def test_every_setting_on_gpus(name: str, bench: Bench) -> None:
     check(bench, [name])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("names", TOGETHER, ids="+".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=pytest.mark.slow if number < FEW else pytest.mark.long)
+        for number, names in enumerate(TOGETHER)
+    ],
+    ids="+".join,
+)
 def test_settings_together_on_gpus(names: tuple[str, ...], bench: Bench) -> None:
     check(bench, names)

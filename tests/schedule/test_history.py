@@ -52,7 +52,7 @@ def test_four_of_five_jobs_end_within_their_interval() -> None:
                 0, 0.06
             )
             if number >= 4:
-                found = expect(jobs, *parts)
+                found = expect(jobs, *parts, 96)
                 inside += found.low_s <= 10.0 + took <= found.high_s
                 widths.append(found.high_s / found.seconds - 1)
             jobs.append(a_job(*parts, took))
@@ -62,11 +62,11 @@ def test_four_of_five_jobs_end_within_their_interval() -> None:
 
 def test_jobs_of_another_mix_make_a_wider_interval_and_scatter_does() -> None:
     prefills = [a_job(100.0, 1.0, 120.0)] * 5
-    like, other = expect(prefills, 200.0, 2.0), expect(prefills, 2.0, 200.0)
+    like, other = expect(prefills, 200.0, 2.0, 96), expect(prefills, 2.0, 200.0, 96)
     assert like.seconds == pytest.approx(10 + 240, rel=0.02) and like.start_s == 10
     assert other.high_s / other.seconds > like.high_s / like.seconds + 0.1
     scattered = [a_job(100.0, 1.0, seconds) for seconds in (70.0, 190.0, 100.0, 150.0, 90.0)]
-    wide = expect(scattered, 200.0, 2.0)
+    wide = expect(scattered, 200.0, 2.0, 96)
     assert wide.high_s / wide.seconds > 1.3 > like.high_s / like.seconds
 
 
@@ -74,17 +74,28 @@ def test_jobs_of_another_mix_make_a_wider_interval_and_scatter_does() -> None:
     ("past", "limit", "expected"),
     [
         ([(50.0, 96)], 96, 50),
-        ([(50.0, 96)], 16, 16),
-        ([(15.5, 16)], 96, 96),  # would have been longer
-        ([(15.5, 16), (50.0, 96), (60.0, 200)], 96, 60),
+        ([(50.0, 96)], 16, 14),
+        ([(15.5, 16)], 16, 16),
+        ([(15.5, 16)], 96, 80),  # would have been longer
+        ([(50.0, 10**6)], 10**6, 50),
+        ([(50.0, 10**6), (200.0, 10**6)], 10**6, 100),
         ([], 96, 96),
-        ([(0.2, 96)], 96, 1),
+        ([(0.0, 96)], 96, 1),
+        ([(96.0, 96)], 96, 96),
         ([(50.0, 96)], 0, 0),
     ],
 )
 def test_answers_are_as_long_as_those_of_earlier_jobs(past: list[tuple[float, int]], limit: int, expected: int) -> None:
     jobs = [a_job(1.0, 1.0, 2.0, answer_tokens=mean, limit_tokens=most) for mean, most in past]
-    assert expected_tokens(jobs, limit) == expected
+    assert expected_tokens(jobs, limit) == pytest.approx(expected, abs=1)
+
+
+def test_what_is_not_known_of_answers_makes_a_decoding_job_s_interval_wider() -> None:
+    jobs = [a_job(10.0, 100.0, 120.0)] * 5
+    short, long = (expect(jobs, 10.0, 100.0, limit) for limit in (2, 5000))
+    prefill = expect(jobs, 100.0, 0.1, 5000)
+    assert long.high_s / long.seconds > short.high_s / short.seconds + 0.1
+    assert long.seconds == short.seconds and prefill.low_s < prefill.seconds
 
 
 def test_histories_are_found_by_model_and_ranks_and_nothing_else_is_read(tmp_path: Path) -> None:
