@@ -126,6 +126,7 @@ def attention_of(given: Given) -> Figures:
     return {"attention": name_attention(torch.device(given.device)) if given.kind == "cuda" else "CPU"}
 
 
+@torch.inference_mode()
 def where_time_goes(given: Given) -> Figures:
     """The profiler's tables of a prefill on one rank, of one on four that share the GPU, and of a step of decoding."""
     loaded, device = random_model(given, **SMALL), torch.device(given.device)
@@ -146,7 +147,7 @@ def where_time_goes(given: Given) -> Figures:
         ("a step", lambda: run_next(loaded.model, held, token)),
     ):
         work()  # what is only done once
-        with torch.inference_mode(), profile(acc_events=True) as profiled:
+        with profile(acc_events=True) as profiled:
             work()
             wait_for(given)
         by = f"self_{'cuda' if given.kind == 'cuda' else 'cpu'}_time_total"
