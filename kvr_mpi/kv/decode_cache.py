@@ -8,62 +8,16 @@ single document is decoded in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from kvr_mpi.kv.attention import PartialAttention
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.units import attend_units, unit_table, write_token
 from kvr_mpi.model.attention_hook import AttentionParams
 
 Merge = Callable[[PartialAttention], PartialAttention]
-
-
-class DecodeLayer(RowLayer):
-    """One layer of all documents."""
-
-    cache: DecodeCache
-
-    def __init__(self, cache: DecodeCache, layer_idx: int, documents: Sequence[SliceLayer]) -> None:
-        self.stores = [layer.store for layer in documents]
-        super().__init__(cache, layer_idx, self.stores[0].shape)
-        self.documents = documents
-        self._table = unit_table(self.stores)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append each document's token of (1, kv_heads, documents, head_dim) to its own rows."""
-        cache = self.cache
-        cache.enter(self)
-        write_token(self.stores, self._table, key_states, value_states, cache.lengths, cache.on_device)
-        for layer, length in zip(self.documents, cache.lengths, strict=True):
-            layer.length = length + 1
-        return key_states, value_states
-
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Attend from each document's token to those before it; (1, heads, documents, value_dim), as the query.
-
-        Of one document the heads may come folded into the query length (1, kv_heads, group, head_dim), and stay so.
-        """
-        cache, self.attended = self.cache, True
-        shape = query.shape
-        if len(self.stores) == 1:
-            query = query.reshape(1, -1, 1, shape[-1])
-        lengths = [length + 1 for length in cache.lengths]
-        part = attend_units(query, self.stores, self._table, lengths, params, self.shape.visibility)
-        if cache.merge is not None:
-            part = cache.merge(part)
-        return part.finish(params).to(query.dtype).reshape(*shape[:-1], self.shape.value_dim)
-
-    def get_max_length(self) -> int:
-        """Most tokens any of the documents has room for."""
-        return max(layer.cache.capacity for layer in self.documents)
 
 
 class DecodeCache(RowCache):
@@ -89,11 +43,36 @@ class DecodeCache(RowCache):
         self.documents, self.merge = documents, merge
         self.lengths = [0] * len(documents)
         self.on_device = torch.zeros(len(documents), dtype=torch.int64, device=documents[0].device)
-        count = len(documents[0].layers)
-        super().__init__(
-            [DecodeLayer(self, at, [document.layers[at] for document in documents]) for at in range(count)]
-        )
+        layers = zip(*(document.layers for document in documents), strict=True)
+        self._stores = [[layer.store for layer in layer_of_all] for layer_of_all in layers]
+        self._tables = [unit_table(stores) for stores in self._stores]
+        super().__init__([RowLayer(self, at, stores[0].shape) for at, stores in enumerate(self._stores)])
         self.take_up()
+
+    def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append each document's token of (1, kv_heads, documents, head_dim) to its own rows."""
+        at = layer.layer_idx
+        write_token(self._stores[at], self._tables[at], keys, values, self.lengths, self.on_device)
+        for document, length in zip(self.documents, self.lengths, strict=True):
+            document.layers[at].length = length + 1
+
+    def attend(
+        self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend from each document's token to those before it; of one document the heads may come folded."""
+        at, shape = layer.layer_idx, query.shape
+        if len(self.documents) == 1:
+            query = query.reshape(1, -1, 1, shape[-1])
+        lengths = [length + 1 for length in self.lengths]
+        part = attend_units(query, self._stores[at], self._tables[at], lengths, params, layer.shape.visibility)
+        if self.merge is not None:
+            part = self.merge(part)
+        return part.finish(params).to(query.dtype).reshape(*shape[:-1], layer.shape.value_dim)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens any of the documents has room for."""
+        return max(document.capacity for document in self.documents)
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Of each document: its token in the row, and its length with it."""

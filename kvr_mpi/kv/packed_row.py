@@ -9,58 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from kvr_mpi.kv.attention import takes_flash
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.varlen import attend_documents
 from kvr_mpi.model.attention_hook import AttentionParams
-
-
-class PackedLayer(RowLayer):
-    """One layer of all prompts of a packed row."""
-
-    cache: PackedCache
-
-    def __init__(self, cache: PackedCache, layer_idx: int, documents: Sequence[SliceLayer]) -> None:
-        super().__init__(cache, layer_idx, documents[0].shape)
-        self.documents = documents
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put each prompt's tokens of (1, kv_heads, tokens, head_dim) into its own buffer."""
-        cache = self.cache
-        cache.enter(self)
-        for layer, (first, last) in zip(self.documents, cache.bounds, strict=True):
-            layer.update(key_states[:, :, first:last], value_states[:, :, first:last])
-        return key_states, value_states
-
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Attend from each prompt's tokens to those before them; (1, heads, tokens, value_dim) in the query's dtype."""
-        cache, self.attended = self.cache, True
-        seen = self.shape.visibility
-        is_plain = all(layer.cache.prefix is None for layer in self.documents) and seen.chunk is None
-        if is_plain and takes_flash(query, values, params):
-            for layer in self.documents:
-                layer.attended = True
-            part = attend_documents(query, keys, values, params, cache.edges, cache.longest, seen.window)
-            return part.finish(params).to(query.dtype)
-        outs = [
-            layer.attend(query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], params)
-            for layer, (first, last) in zip(self.documents, cache.bounds, strict=True)
-        ]
-        return torch.cat(outs, dim=2)
-
-    def get_max_length(self) -> int:
-        """Most tokens any of the buffers holds."""
-        return max(layer.cache.capacity for layer in self.documents)
 
 
 class PackedCache(RowCache):
@@ -82,10 +38,35 @@ class PackedCache(RowCache):
         self.bounds = list(zip([0, *stops], stops, strict=False))
         self.edges = torch.tensor([0, *stops], dtype=torch.int32, device=documents[0].device)
         self.longest = max(tokens)
-        count = len(documents[0].layers)
-        super().__init__(
-            [PackedLayer(self, at, [document.layers[at] for document in documents]) for at in range(count)]
-        )
+        super().__init__([RowLayer(self, at, layer.shape) for at, layer in enumerate(documents[0].layers)])
+
+    def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put each prompt's tokens into its own buffer."""
+        for document, (first, last) in zip(self.documents, self.bounds, strict=True):
+            document.layers[layer.layer_idx].update(keys[:, :, first:last], values[:, :, first:last])
+
+    def attend(
+        self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend from each prompt's tokens to those before them."""
+        own = [document.layers[layer.layer_idx] for document in self.documents]
+        seen = layer.shape.visibility
+        is_plain = all(document.prefix is None for document in self.documents) and seen.chunk is None
+        if is_plain and takes_flash(query, values, params):
+            for one in own:
+                one.attended = True
+            part = attend_documents(query, keys, values, params, self.edges, self.longest, seen.window)
+            return part.finish(params).to(query.dtype)
+        outs = [
+            one.attend(query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], params)
+            for one, (first, last) in zip(own, self.bounds, strict=True)
+        ]
+        return torch.cat(outs, dim=2)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens any of the buffers holds."""
+        return max(document.capacity for document in self.documents)
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Of each prompt: its tokens in the row, and its length with them."""

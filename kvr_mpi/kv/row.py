@@ -1,7 +1,8 @@
 """What a row of tokens needs to look like a cache to the model, whatever its tokens are of.
 
-``packed_row`` (several prompts), ``decode_cache`` (answers), ``shares`` (prompts that stay spread over ranks) and
-``rolling`` (a prompt's last tokens) say what a layer keeps and how it attends; the rest is here.
+The caches of ``packed_row`` (several prompts), ``decode_cache`` (answers) and ``shares`` (prompts that stay spread over
+ranks) say what a layer keeps and how it attends, as do the layers of ``rolling`` (a prompt's last tokens); the rest is
+here.
 """
 
 from __future__ import annotations
@@ -35,11 +36,20 @@ class RowLayer(CacheLayerMixin):
         self.cache = cast("RowCache", weakref.proxy(cache))  # see `SliceLayer`
         self.layer_idx, self.shape, self.attended = layer_idx, shape, True
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens (1, kv_heads, tokens, head_dim); they are returned as they came."""
+        self.cache.enter(self)
+        self.cache.append(self, key_states, value_states)
+        return key_states, value_states
+
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Attend from the tokens that came last; (1, heads, tokens, value_dim) in the query's dtype."""
-        raise NotImplementedError
+        self.attended = True
+        return self.cache.attend(self, query, keys, values, params)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: buffers are there before the model runs."""
@@ -51,6 +61,10 @@ class RowLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Nothing that could be said of several prompts: models are given every token's position."""
         return 0
+
+    def get_max_length(self) -> int:
+        """Most tokens that any prompt of the row has room for."""
+        return self.cache.capacity
 
 
 class RowCache(Cache):
@@ -92,6 +106,28 @@ class RowCache(Cache):
         if self.current is not None and not self.current.attended:
             raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
         self.current, layer.attended, layer.is_initialized = layer, False, True
+
+    def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep a layer's new tokens (1, kv_heads, tokens, head_dim)."""
+        raise NotImplementedError
+
+    def attend(
+        self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend in a layer from the tokens that came last; of a single token the heads may come folded, and stay so.
+
+        Returns
+        -------
+        torch.Tensor
+            (1, heads, tokens, value_dim), or folded into the query length (1, kv_heads, group, value_dim), in the
+            query's dtype.
+        """
+        raise NotImplementedError
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that any prompt of the row has room for."""
+        raise NotImplementedError
 
     @property
     def positions(self) -> torch.Tensor | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 
@@ -180,101 +179,6 @@ class Share:
         return self.prefix.read(number, self.first_row(self._shape.layers[number].visibility), self.stop)
 
 
-class SharedLayer(RowLayer):
-    """One layer of some prompts, of each this rank's share."""
-
-    cache: SharesCache
-    is_gathered = False  # once the ranks have told each other what they found, not any more
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new tokens of (1, kv_heads, tokens, head_dim) to the shares of this rank that are last."""
-        cache = self.cache
-        cache.enter(self)
-        for share, (first, last) in zip(cache.shares, cache.bounds, strict=True):
-            share.prepare(self.layer_idx)
-            layer = share.layers[self.layer_idx]
-            if share.is_last and layer is not None:
-                layer.write(share.length, key_states[:, :, first:last], value_states[:, :, first:last])
-        return key_states, value_states
-
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Attend from the new tokens to all before, on whatever rank they are.
-
-        Returns
-        -------
-        torch.Tensor
-            (1, heads, tokens, value_dim) in the query's dtype, the same on every rank; of a single token the heads may
-            come folded into the query length (1, kv_heads, group, head_dim), and stay so.
-        """
-        cache, self.attended, shape = self.cache, True, query.shape
-        query = query.reshape(1, -1, cache.bounds[-1][1], shape[-1])
-        # What a window or chunk lets a prompt see of a document is its own affair.
-        groups = cache.groups if self.shape.visibility.size is None else cache.apart
-        whole = reduce(PartialAttention.join, [part for some in groups for part in self._attend(some, query, params)])
-        gathered = gather_parts(whole, cache.chain)
-        self.is_gathered = True
-        out = merge_gathered(gathered).finish(params).to(query.dtype)
-        return out.reshape(*shape[:-1], self.shape.value_dim)
-
-    def play_on(self, heads: int) -> None:
-        """Tell the others that nothing was found here, if they wait for that."""
-        if not self.is_gathered and self.shape.elements:
-            gather_parts(self._nothing(heads, self.cache.bounds[-1][1]), self.cache.chain)
-
-    def _attend(self, numbers: range, query: torch.Tensor, params: AttentionParams) -> list[PartialAttention]:
-        """Attend from the new tokens of prompts that go on from one document; its rows are read once for all."""
-        cache, found = self.cache, []
-        begin, end = cache.bounds[numbers[0]][0], cache.bounds[numbers[-1]][1]
-        before = self._attend_document(numbers[0], query[:, :, begin:end], params)
-        for number in numbers:
-            first, last = cache.bounds[number]
-            part = self._attend_own(cache.shares[number], query[:, :, first:last], params)
-            if before is not None:
-                of_document = before.cut(first - begin, last - begin)
-                part = of_document if part is None else part.merge(of_document)
-            found.append(self._nothing(query.shape[1], last - first) if part is None else part)
-        return found
-
-    def _attend_document(self, number: int, query: torch.Tensor, params: AttentionParams) -> PartialAttention | None:
-        """Attend to what this rank has of a stored document; None if all of that is seen to elsewhere."""
-        share, (first, last) = self.cache.shares[number], self.cache.bounds[number]
-        document = share.document
-        if document is None or not self.shape.visibility.sees_all(share.length + last - first):
-            return None
-        rows = document.layers[self.layer_idx]
-        assert rows is not None, "it was read before the first tokens came"
-        return attend(query, *rows.rows(document.start, document.stop), params)
-
-    def _attend_own(self, share: Share, query: torch.Tensor, params: AttentionParams) -> PartialAttention | None:
-        """Attend from a prompt's new tokens to what this rank has of those before, but for a document that all see.
-
-        None if they see nothing of it.
-        """
-        layer, fresh, seen = share.layers[self.layer_idx], query.shape[2], self.shape.visibility
-        if layer is None:  # what follows the document is on another rank
-            return None
-        if seen.sees_all(share.length + fresh):
-            if share.is_last:
-                return layer.attend(query, share.length + fresh, params, share.start)
-            return attend(query, *layer.rows(share.start, share.stop), params)
-        if not share.is_last:
-            return None
-        if fresh == 1:
-            return layer.attend(query, share.length + 1, params, seen.first_key(share.length))
-        return attend_ranges(query, [(share.length, share.length + fresh)], layer.rows, seen, params)
-
-    def _nothing(self, heads: int, tokens: int) -> PartialAttention:
-        return PartialAttention.of_nothing((1, heads, tokens, self.shape.value_dim), self.cache.shares[0].device)
-
-    def get_max_length(self) -> int:
-        """Most tokens any of the shares has room for."""
-        return max(share.longest for share in self.cache.shares)
-
-
 class SharesCache(RowCache):
     """Some prompts that are spread over the ranks of a chain, seen by the model as one; every rank makes it alike.
 
@@ -298,7 +202,35 @@ class SharesCache(RowCache):
         for share, count in zip(shares, tokens, strict=True):
             if share.is_last and share.length + count > share.longest:
                 raise ValueError(f"a share with room for {share.longest} tokens is full; reserve room for more")
-        super().__init__([SharedLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
+        self._gathered: set[int] = set()  # layers of which the ranks have told each other what they found
+        super().__init__([RowLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
+
+    def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append new tokens to the shares of this rank that are last."""
+        for share, (first, last) in zip(self.shares, self.bounds, strict=True):
+            share.prepare(layer.layer_idx)
+            store = share.layers[layer.layer_idx]
+            if share.is_last and store is not None:
+                store.write(share.length, keys[:, :, first:last], values[:, :, first:last])
+
+    def attend(
+        self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend from the new tokens to all before, on whatever rank they are; the same result on every rank."""
+        shape = query.shape
+        query = query.reshape(1, -1, self.bounds[-1][1], shape[-1])
+        # What a window or chunk lets a prompt see of a document is its own affair.
+        groups = self.groups if layer.shape.visibility.size is None else self.apart
+        found = [part for some in groups for part in self._attend(layer, some, query, params)]
+        gathered = gather_parts(reduce(PartialAttention.join, found), self.chain)
+        self._gathered.add(layer.layer_idx)
+        out = merge_gathered(gathered).finish(params).to(query.dtype)
+        return out.reshape(*shape[:-1], layer.shape.value_dim)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens any of the shares has room for."""
+        return max(share.longest for share in self.shares)
 
     @property
     def prefilling(self) -> bool:
@@ -320,7 +252,59 @@ class SharesCache(RowCache):
     def play_on(self) -> None:
         """Take part in all that is left of a row that failed on this rank, so that the others come through."""
         for layer in self.layers:
-            layer.play_on(self._heads)
+            if layer.layer_idx not in self._gathered and layer.shape.elements:
+                gather_parts(self._nothing(layer, self._heads, self.bounds[-1][1]), self.chain)
+
+    def _attend(
+        self, layer: RowLayer, numbers: range, query: torch.Tensor, params: AttentionParams
+    ) -> list[PartialAttention]:
+        """Attend from the new tokens of prompts that go on from one document; its rows are read once for all."""
+        found = []
+        begin, end = self.bounds[numbers[0]][0], self.bounds[numbers[-1]][1]
+        before = self._attend_document(layer, numbers[0], query[:, :, begin:end], params)
+        for number in numbers:
+            first, last = self.bounds[number]
+            part = self._attend_own(layer, self.shares[number], query[:, :, first:last], params)
+            if before is not None:
+                of_document = before.cut(first - begin, last - begin)
+                part = of_document if part is None else part.merge(of_document)
+            found.append(self._nothing(layer, query.shape[1], last - first) if part is None else part)
+        return found
+
+    def _attend_document(
+        self, layer: RowLayer, number: int, query: torch.Tensor, params: AttentionParams
+    ) -> PartialAttention | None:
+        """Attend to what this rank has of a stored document; None if all of that is seen to elsewhere."""
+        share, (first, last) = self.shares[number], self.bounds[number]
+        document = share.document
+        if document is None or not layer.shape.visibility.sees_all(share.length + last - first):
+            return None
+        rows = document.layers[layer.layer_idx]
+        assert rows is not None, "it was read before the first tokens came"
+        return attend(query, *rows.rows(document.start, document.stop), params)
+
+    def _attend_own(
+        self, layer: RowLayer, share: Share, query: torch.Tensor, params: AttentionParams
+    ) -> PartialAttention | None:
+        """Attend from a prompt's new tokens to what this rank has of those before, but for a document that all see.
+
+        None if they see nothing of it.
+        """
+        store, fresh, seen = share.layers[layer.layer_idx], query.shape[2], layer.shape.visibility
+        if store is None:  # what follows the document is on another rank
+            return None
+        if seen.sees_all(share.length + fresh):
+            if share.is_last:
+                return store.attend(query, share.length + fresh, params, share.start)
+            return attend(query, *store.rows(share.start, share.stop), params)
+        if not share.is_last:
+            return None
+        if fresh == 1:
+            return store.attend(query, share.length + 1, params, seen.first_key(share.length))
+        return attend_ranges(query, [(share.length, share.length + fresh)], store.rows, seen, params)
+
+    def _nothing(self, layer: RowLayer, heads: int, tokens: int) -> PartialAttention:
+        return PartialAttention.of_nothing((1, heads, tokens, layer.shape.value_dim), self.shares[0].device)
 
 
 def _same_document(shares: Sequence[Share]) -> list[range]:
