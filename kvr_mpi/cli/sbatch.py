@@ -202,8 +202,8 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
 
     made = read_and_plan(job, settings, nodes.ranks, hardware)
     plans = plan_shares(made, shares) if shares else [made]
-    # As long as one job in ten may take, where earlier jobs told.
-    times = [one.written_s if one.expected is None else one.expected.high_s for one in plans]
+    ranges = [one.expected for one in plans]
+    times = [one.written_s if known is None else known.high_s for one, known in zip(plans, ranges, strict=True)]
     known = [seconds for seconds in times if seconds is not None]
     if len(known) < len(times):
         raise ConfigError(
@@ -213,8 +213,9 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
         )
     minutes = math.ceil((MARGIN * max(known) + START_S) / 60)
     longest = f" for the longest of {shares} shares" if shares else ""
+    said = "predicted" if None in ranges else "predicted to end, in nine of ten cases, within"
     click.echo(
-        f"predicted {duration_text(max(known))}{longest}, by {made.forecast.source}; requesting {minutes} min", err=True
+        f"{said} {duration_text(max(known))}{longest}, by {made.forecast.source}; requesting {minutes} min", err=True
     )
     click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus the time to start", err=True)
     return str(minutes)

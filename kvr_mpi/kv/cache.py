@@ -117,7 +117,7 @@ class SliceCache(Cache):
         self._write_layer = write_layer
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
-        self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
+        self._layers_ahead = 0 if transfers is None else transfers.forwarder.transport.layers_ahead
         if self._retain is not None:
             self._layers_ahead = min(self._layers_ahead, COMPRESSED_AHEAD)
         layers = [

@@ -119,8 +119,9 @@ class Footprint:
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
         if is_spread or not is_decode_rank or (drop is None and not self.admits):
             return needs
-        ahead = LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD
-        in_flight = min(len(layers), 2 + ahead) * layers[0] * tokens * self.shape.dtype_bytes
+        several = 2 + (LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD)
+        count = 1 if route.partition.size == 1 else min(len(layers), several)
+        in_flight = count * layers[0] * tokens * self.shape.dtype_bytes
         if drop is None:
             return needs + in_flight
         return needs - drop.kv_bytes + in_flight + int(self.heap_share * drop.choosing_bytes)

@@ -6,18 +6,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from kvr_mpi.job import JobSpec
+from kvr_mpi.costs.layer_costs import Costs
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.schedule.forecast import forecast_measured
 from kvr_mpi.schedule.history import (
     DATE,
     LEAST_S,
+    MOST_RANKS,
     Expected,
     History,
     PastJob,
     expect,
     expected_tokens,
     file_of,
+    is_forecast,
     keep,
     read_history,
 )
@@ -25,17 +28,10 @@ from kvr_mpi.schedule.plan import two_parts
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.identity import devices_of
 from kvr_mpi.tuning.measure import measure_costs
 from kvr_mpi.tuning.table import Rates
-
-
-def is_forecast(spec: JobSpec) -> bool:
-    """Whether `kvr plan` forecasts such a job whole, from rates measured on single ranks."""
-    is_plain = spec.parallel.strategy == "single" or spec.parallel.tensor_parallel > 1
-    goes_on = spec.questions is not None or bool(spec.prompts) or spec.documents.reuse is not None
-    asks_more = spec.generation.n > 1 or spec.generation.scores or spec.generation.max_new_tokens == 0
-    return not (is_plain or goes_on or asks_more or spec.parallel.table is not None)
 
 
 def keep_outcome(
@@ -43,7 +39,8 @@ def keep_outcome(
 ) -> Expected | None:
     """Keep what a job took that ran from its first document to its last; every rank calls this.
 
-    The first job of a model on a machine measures its ranks for that, for some seconds.
+    The first job of a model on a machine measures its ranks for that, for some seconds. Nothing that goes wrong here is
+    the job's failure: its answers are stored.
 
     Parameters
     ----------
@@ -58,25 +55,48 @@ def keep_outcome(
         What was to be expected by earlier jobs, on rank 0; None if there is none, or this one says too little.
     """
     spec, loaded = setup.spec, setup.loaded
-    if not share_json(ranks, seconds >= LEAST_S and is_forecast(spec)):
+    if not share_json(ranks, seconds >= LEAST_S and ranks.size <= MOST_RANKS and is_forecast(spec)):
         return None
     device, dtype = devices_of(loaded, ranks), str(loaded.dtype).removeprefix("torch.")
     file = file_of(cache_dir, loaded.fingerprint, dtype, device, ranks.size)
     history = read_history(file, loaded.fingerprint, dtype) if ranks.rank == 0 else None
-    if not share_json(ranks, history is not None):
-        costs = setup.costs or measure_costs(loaded, ranks)
-        history = History(
-            fingerprint=loaded.fingerprint, dtype=dtype, device=device, ranks=ranks.size, rates=Rates.of(costs)
-        )
-    if ranks.rank or history is None:
+    costs = setup.costs
+    if costs is None and not share_json(ranks, history is not None):
+        ranks.barrier()  # all at once, as they work
+        costs = _measured(loaded)
+    if ranks.rank:
         return None
-    limit, mean = spec.generation.max_new_tokens, done.new_tokens / max(1, done.prompts)
+    try:
+        if history is None:
+            if costs is None:
+                return None
+            rates = Rates.of(costs)
+            history = History(fingerprint=loaded.fingerprint, dtype=dtype, device=device, ranks=ranks.size, rates=rates)
+        return _kept(setup, file, history, done, seconds, start_s)
+    except (OSError, ValueError) as error:
+        say(f"warning: what this job took is not kept for later plans: {error}")
+    return None
+
+
+def _measured(loaded: LoadedModel) -> Costs | None:
+    """Measure this rank by itself, which no other waits for: a GPU may have no room for it, or anything else fail."""
+    try:
+        return measure_costs(loaded, LocalTransport())
+    except Exception:
+        return None
+
+
+def _kept(
+    setup: JobSetup, file: Path, history: History, done: Tally, seconds: float, start_s: float
+) -> Expected | None:
+    """Add a job to a history, and say what was to be expected by those before it."""
+    spec, limit, mean = setup.spec, setup.spec.generation.max_new_tokens, done.new_tokens / max(1, done.prompts)
     forecast = forecast_measured(spec, history.rates.costs(), setup.frame, history.source)
     texts = [(str(number), tokens) for number, tokens in enumerate(done.texts)]
 
     def parts(tokens: float) -> tuple[float, float] | None:
         """Predict the job, with answers of so many tokens."""
-        return two_parts(spec, texts, ranks.size, replace(forecast, new_tokens=max(1, round(tokens))))
+        return two_parts(spec, texts, history.ranks, replace(forecast, new_tokens=max(1, round(tokens))))
 
     before = parts(expected_tokens(history.jobs, limit)) if history.jobs else None
     if (now := parts(mean)) is not None:
@@ -89,8 +109,5 @@ def keep_outcome(
             answer_tokens=mean,
             limit_tokens=limit,
         )
-        try:
-            keep(file, history.after(job))
-        except OSError as error:
-            say(f"warning: what this job took is not kept for later plans: {error}")
+        keep(file, history.after(job))
     return None if before is None else expect(history.jobs, *before, limit)

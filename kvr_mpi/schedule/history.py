@@ -22,11 +22,14 @@ from pydantic import Field, ValidationError
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.duration import duration_text, expected_text
 from kvr_mpi.errors import counted
+from kvr_mpi.job import JobSpec
 from kvr_mpi.tuning.table import MAX_RANKS, Part, RateS, Rates, Seconds, Text
 
 FOLDER, MAX_FILE_BYTES = "jobs", 1 << 20
 # The last jobs count; a shorter one says little.
 KEPT_JOBS, LEAST_S = 20, 10.0
+# Plans of more ranks take seconds, in which all of them would wait.
+MOST_RANKS = 128
 # Standard deviations: of what either part is off by, once the whole is right; and of one job, known as if from so many
 # of them.
 MODEL_SIGMA, JOB_SIGMA, JOBS_BEFORE = 0.3, 0.08, 3
@@ -97,6 +100,14 @@ class Expected:
         """Say it in a line."""
         start = f"{duration_text(self.start_s)} of it to start"
         return f"{expected_text(self.range_s)}, {start}; by {counted(self.jobs, 'job')} with this model here"
+
+
+def is_forecast(spec: JobSpec) -> bool:
+    """Whether such a job is forecast whole, by rates measured on single ranks, and learned from."""
+    is_plain = spec.parallel.strategy == "single" or spec.parallel.tensor_parallel > 1
+    goes_on = spec.questions is not None or bool(spec.prompts) or spec.documents.reuse is not None
+    asks_more = spec.generation.n > 1 or spec.generation.scores or spec.generation.max_new_tokens == 0
+    return not (is_plain or goes_on or asks_more or spec.parallel.table is not None)
 
 
 def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float, limit_tokens: int) -> Expected:

@@ -22,7 +22,7 @@ from kvr_mpi.model.shared_heads import why_not_by_config
 from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
 from kvr_mpi.preflight.inputs import parse_templates, prompts_of, row_format
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
-from kvr_mpi.schedule.history import Expected, History, expect, find_history
+from kvr_mpi.schedule.history import Expected, History, expect, find_history, is_forecast
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents, prompt_tokens, two_parts, written_seconds
 from kvr_mpi.setup.job_setup import Machine
@@ -57,7 +57,7 @@ class PlannedJob:
     @property
     def expected(self) -> Expected | None:
         """How long the job as it is written takes here, its start included; None where no job of its model has run."""
-        if self.history is None:
+        if self.history is None or not is_forecast(self.spec):
             return None
         parts = two_parts(self.spec, self.texts, self.schedule.ranks, self.forecast)
         return None if parts is None else expect(self.history.jobs, *parts, self.spec.generation.max_new_tokens)
@@ -108,7 +108,8 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
     alike = [one for one in others if one.begins_like(first) and why_no_effect(PROMPTS, spec) is None]
     more = tuple(len(one.tail) for one in alike)
     history = None
-    if hardware is None and spec.parallel.table is None and spec.parallel.tensor_parallel == 1:
+    is_measured = spec.parallel.tensor_parallel == 1 and spec.parallel.strategy != "single"
+    if hardware is None and spec.parallel.table is None and is_measured:
         dtype = str(outline.dtype).removeprefix("torch.")
         history = find_history(machine.cache_dir, outline.fingerprint, dtype, groups)
     forecast = forecast_of(spec, outline, frame, groups, hardware, history)

@@ -25,6 +25,7 @@ from kvr_mpi.schedule.history import (
     keep,
     read_history,
 )
+from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.table import Rates
 
 NAME = ("model", "float32")
@@ -140,12 +141,13 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
     done, said = Tally(texts=[3000, 5000, 500], prompts=3, new_tokens=150, answers=3), list[str]()
 
     def keeps(seconds: float, **more: Any) -> Any:
-        from kvr_mpi.transport.local import LocalTransport
-
         setup: Any = SimpleNamespace(spec=JobSpec.model_validate(job | more), loaded=loaded, frame=frame, costs=None)
         return outcome.keep_outcome(setup, LocalTransport(), done, seconds, 8.0, tmp_path, said.append)
 
     assert keeps(3.0) is None and not list(tmp_path.iterdir())
+    with monkeypatch.context() as without_room:
+        without_room.setattr(outcome, "measure_costs", lambda loaded, ranks: 1 // 0)
+        assert keeps(300.0) is None and not list(tmp_path.iterdir()), "a job does not fail for that"
     prompts = [{"name": "a", "template": "{text} a"}, {"name": "b", "template": "{text} b"}]
     assert keeps(300.0, prompts=prompts) is None and not list(tmp_path.iterdir())
     assert keeps(300.0) is None and len(measured) == 1

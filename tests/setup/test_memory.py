@@ -98,6 +98,9 @@ def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None
     cache, activations = found[-1].cache, footprint.activation_bytes(tokens - last.owned[0][0])
     choosing = int(footprint.heap_share * drop.choosing_bytes)
     assert cache.held_bytes < max(held) <= need - activations - choosing < tokens * loaded.shape.kv_bytes_per_token
+    if ranks == 1:
+        layer_bytes = (tokens + 8) * loaded.shape.kv_bytes_per_token // len(loaded.shape.layers)
+        assert max(held) <= 1.15 * (cache.held_bytes + layer_bytes), "what is kept, and one layer"
 
 
 def test_layers_that_keep_everything_are_planned_as_a_whole() -> None:
