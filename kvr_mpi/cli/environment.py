@@ -38,6 +38,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_MPI_TYPE": "value for `srun --mpi=`; default: the one that fits the MPI that mpi4py loads",
         "KVR_LAUNCHER": "launcher to use instead of `srun`, with its options, such as `mpirun`",
         "KVR_SHARES": "number of shares into which `kvr_array.sh` splits the corpus; default: one per task",
+        "KVR_CTAS": "thread blocks per NCCL transfer that `kvr_gpu.sh` tries; default: `1 2 4 8 16`",
         "KVR_MAX_REQUEUES": "how often a job that was stopped early is requeued; default: 20",
         "KVR_LOCAL": "local folder on each node for what ranks compile and convert; default: `SLURM_TMPDIR`, `TMPDIR` "
         "or `/tmp`",

@@ -109,7 +109,7 @@ def search(
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
         chain = open_links(world, loaded, spec.parallel.transport, log, every_pair=False)
         loaded = check_chain(loaded)
-        with pinned(chain):
+        with pinned(chain, threads):
             key, provenance = _who(loaded, chain, hardware)
             target = on_root(world, lambda: _target(output, key, overwrite))
             costs = measure_costs(loaded, chain)

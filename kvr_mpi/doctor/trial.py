@@ -133,14 +133,16 @@ def swap_buffers(kind: str, timeout_s: float) -> None:
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     import torch
 
+    from kvr_mpi.model.devices import visible_gpus
+    from kvr_mpi.topology import gpus_in_turn
     from kvr_mpi.transport.links import checksum, pattern
     from kvr_mpi.transport.mpi import connect
     from kvr_mpi.transport.mpi_query import swap_in_place
 
     world = connect()
-    count = torch.cuda.device_count() if kind == "cuda" else 0
-    device = torch.device("cuda", world.rank % count) if count else torch.device("cpu")
-    if count:
+    device = torch.device("cpu")
+    if kind == "cuda" and (seen := visible_gpus()):
+        device = torch.device("cuda", gpus_in_turn([seen] * world.size)[world.rank])  # both see the same
         torch.cuda.set_device(device)  # a GPU's memory is handed over while it is the current one only
     buffers = [
         (pattern(size, world.rank).to(device), torch.zeros(size, dtype=torch.uint8, device=device)) for size in SIZES

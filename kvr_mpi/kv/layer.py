@@ -126,7 +126,9 @@ class SliceLayer(CacheLayerMixin):
         """
         cache = self.cache
         self._check(key_states, value_states)
-        if cache.prefilling and cache.transfers is None:  # the layer before lets go of its buffer before this one has one
+        if (
+            cache.prefilling and cache.transfers is None
+        ):  # the layer before lets go of its buffer before this one has one
             cache.advance(self.layer_idx)
         if self.layout is None:
             self.post()

@@ -114,7 +114,7 @@ def run_step(step: Step, command: Sequence[str], logs: Path) -> Outcome:
         except subprocess.TimeoutExpired:
             tell_all([member for member, catches in family_of(process.pid).items() if catches], signal.SIGUSR1)
         try:
-            process.wait(2 * DUMP_S)
+            process.wait(DUMP_S)
         except subprocess.TimeoutExpired:
             pass
         finally:  # also when this process is told to end

@@ -157,4 +157,4 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
     assert history is not None and [one.seconds for one in history.jobs] == [300.0, 310.0]
     assert history.jobs[0].answer_tokens == 50 and history.rates == Rates.of(RATES.costs())
     monkeypatch.setattr(outcome, "keep", lambda file, history: (_ for _ in ()).throw(OSError("disk full")))
-    assert keeps(310.0) is not None and "disk full" in said[-1]
+    assert keeps(310.0) is None and "disk full" in said[-1]
