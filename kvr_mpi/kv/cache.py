@@ -77,6 +77,8 @@ class SliceCache(Cache):
         The last layer takes the last token as a chunk of its own, the only one that attends (``layer_chunks``).
     keeps_all : bool
         This rank ends with the keys and values of all tokens.
+    is_alone : bool
+        No other rank takes part, and no layer is made ready before the one before it is through.
     shared_tokens : int
         Of the prefix, whose keys and values this cache only refers to.
     """
@@ -117,7 +119,10 @@ class SliceCache(Cache):
         self._write_layer = write_layer
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
-        self._layers_ahead = 0 if transfers is None else transfers.forwarder.transport.layers_ahead
+        self.is_alone = transfers is None and not shape.has_states  # states are asked for before keys come
+        self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
+        if self.is_alone:
+            self._layers_ahead = 0
         if self._retain is not None:
             self._layers_ahead = min(self._layers_ahead, COMPRESSED_AHEAD)
         layers = [

@@ -48,6 +48,7 @@ class LayersOwner(Protocol):
     capacity: int
     prefilling: bool
     keeps_all: bool
+    is_alone: bool
     arena: Arena | None
     observation: Observation | None
     in_parts: bool
@@ -126,9 +127,7 @@ class SliceLayer(CacheLayerMixin):
         """
         cache = self.cache
         self._check(key_states, value_states)
-        if (
-            cache.prefilling and cache.transfers is None
-        ):  # the layer before lets go of its buffer before this one has one
+        if cache.prefilling and cache.is_alone:  # the layer before gives its buffer back first
             cache.advance(self.layer_idx)
         if self.layout is None:
             self.post()

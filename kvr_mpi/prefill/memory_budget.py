@@ -120,7 +120,8 @@ class Footprint:
         if is_spread or not is_decode_rank or (drop is None and not self.admits):
             return needs
         several = 2 + (LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD)
-        count = 1 if route.partition.size == 1 else min(len(layers), several)
+        is_alone = route.partition.size == 1 and not self.shape.has_states
+        count = 1 if is_alone else min(len(layers), several)
         in_flight = count * layers[0] * tokens * self.shape.dtype_bytes
         if drop is None:
             return needs + in_flight
