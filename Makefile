@@ -8,8 +8,8 @@ VENV   ?= .venv
 WORKERS ?= 2
 # Where torch comes from, if not from the default index: https://download.pytorch.org/whl/cu126 for an older NVIDIA driver.
 TORCH_INDEX ?=
-# Where the wheel of torch's CUDA build is looked for, for `make test-long PARTS=wheel`.
-CUDA_INDEX ?= https://download.pytorch.org/whl/cu130
+# Where `make test-long PARTS=wheel` takes torch's CUDA build from, which is what this index has for Linux.
+CUDA_INDEX ?= https://pypi.org/simple
 # Of `make test`: tests with this mark.
 TESTS  ?= quick
 # Of `make test-long`: which parts, and how much of each.

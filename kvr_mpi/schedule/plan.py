@@ -75,7 +75,7 @@ def two_parts(
     spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, forecast: Forecast
 ) -> tuple[float, float] | None:
     """Predict prefill and decoding of the job as it is written, of many documents by some of them."""
-    step = -(-len(texts) // MOST_DOCUMENTS)
+    step = max(1, -(-len(texts) // MOST_DOCUMENTS))
     some = sorted(texts, key=lambda text: text[1])[step // 2 :: step]
     scale = len(texts) / max(1, len(some))
     found = [
