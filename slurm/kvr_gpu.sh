@@ -45,6 +45,6 @@ for blocks in ${KVR_CTAS:-1 2 4 8 16}; do
     try python -m benchmarks links --json "$out/links-$blocks.json"
 done
 unset NCCL_MAX_CTAS
-try kvr verify --set "model.path=$model" --set model.dtype=bfloat16
+try kvr verify --lengths 512,4096 --set "model.path=$model" --set model.dtype=bfloat16
 try python -m benchmarks first-token --model "$model" --contexts 16k,64k --json "$out/first-token.json" "$@"
 conclude "$worst"

@@ -74,7 +74,7 @@ class History(Part):
     def source(self) -> str:
         """Where the costs come from."""
         ranks = counted(self.ranks, "rank")
-        return f"measured by a job with this model on {ranks} here ({self.device}); memory unknown"
+        return f"rates of a job with this model on {ranks} here ({self.device}); memory unknown"
 
     def after(self, job: PastJob) -> History:
         """Add a job."""

@@ -106,7 +106,7 @@ def test_histories_are_found_by_model_and_ranks_and_nothing_else_is_read(tmp_pat
         keep(file_of(tmp_path, *NAME, device, ranks), history)
     found = [find_history(tmp_path, *NAME, ranks) for ranks in (1, 2, 6)]
     assert [one and (one.ranks, one.device) for one in found] == [(2, "new"), (2, "new"), (8, "x")]
-    assert "measured by a job with this model on 8 ranks here (x)" in (found[2] or a_history()).source
+    assert "rates of a job with this model on 8 ranks here (x)" in (found[2] or a_history()).source
     assert find_history(tmp_path, "another", "float32", 2) is None
     file = file_of(tmp_path, *NAME, "new", 2)
     told = json.loads(file.read_text())

@@ -179,7 +179,7 @@ def test_earlier_jobs_say_how_long_this_one_takes(
 
     found = planned()
     expected = found["expected"]
-    assert found["costs"].startswith("measured by a job with this model on 4 ranks here (cores)")
+    assert found["costs"].startswith("rates of a job with this model on 4 ranks here (cores)")
     assert expected["low_s"] < expected["seconds"] < expected["high_s"] and expected["jobs"] == 2
     assert expected["seconds"] == pytest.approx(9 + 2 * found["makespan_s"], rel=0.1), (
         "they took twice the model's time"
