@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.report.log import Detail
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.schedule.forecast import forecast_measured
 from kvr_mpi.schedule.history import (
@@ -63,7 +64,7 @@ def keep_outcome(
     costs = setup.costs
     if costs is None and not share_json(ranks, history is not None):
         ranks.barrier()  # all at once, as they work
-        costs = _measured(loaded)
+        costs = _measured(loaded, say)
     if ranks.rank:
         return None
     try:
@@ -78,11 +79,12 @@ def keep_outcome(
     return None
 
 
-def _measured(loaded: LoadedModel) -> Costs | None:
+def _measured(loaded: LoadedModel, say: Say) -> Costs | None:
     """Measure this rank by itself, which no other waits for: a GPU may have no room for it, or anything else fail."""
     try:
         return measure_costs(loaded, LocalTransport())
-    except Exception:
+    except Exception as error:
+        say(Detail(f"nothing is kept for later plans, since this rank could not be measured: {error}"))
         return None
 
 

@@ -95,13 +95,14 @@ def read_cost(values: Mapping[str, Any]) -> Cost:
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:
-    """Add what ranks have spent; the energy is known only if all of them know theirs."""
+    """Add what ranks have spent; the energy is known only if all of them know theirs, a forecast if there was one."""
     found = list(costs)
     joules = [one.joules for one in found if one.joules is not None]
     sums = {name: sum(getattr(one, name) for one in found) for name in NUMBERS}
     unknown = sorted({one.meters for one in found if one.joules is None})
     meters = unknown or sorted({one.meters for one in found})
-    told = next((one for one in found if one.expected_s), Cost(""))
+    forecasts = [one for one in found if one.expected_s]
+    told = forecasts[0] if len(forecasts) == 1 else Cost("")  # of several jobs, shares say, none is that of the whole
     joules_of_all = sum(joules) if joules and not unknown else None
     return Cost(
         "", **sums, joules=joules_of_all, meters="; ".join(meters), expected_s=told.expected_s, took_s=told.took_s

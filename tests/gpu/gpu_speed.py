@@ -122,7 +122,7 @@ def first_token(given: Given) -> Figures:
 
 
 def attention_of(given: Given) -> Figures:
-    """Which attention the step has used."""
+    """Which kinds of attention the GPU has; which of them ran is in the profiler's tables."""
     return {"attention": name_attention(torch.device(given.device)) if given.kind == "cuda" else "CPU"}
 
 

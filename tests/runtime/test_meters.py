@@ -102,6 +102,9 @@ def test_how_a_forecast_turned_out_is_said_and_kept() -> None:
     line = told.as_line()
     found = total_cost([Cost("other"), read_cost(line)])
     assert found.describe_outcome() == "forecast: 60.0 s (50.0 s to 70.0 s in 80 % of cases); it took 65.0 s: within"
+    assert total_cost([told, replace(told, key="another share's")]).describe_outcome() == "", (
+        "of the whole there is none"
+    )
     assert replace(told, took_s=49.0).describe_outcome().endswith("49.0 s: faster")
     assert replace(told, took_s=71.0).describe_outcome().endswith("71.0 s: slower")
     earlier = {name: value for name, value in line.items() if name not in ("expected_s", "took_s")}

@@ -148,6 +148,7 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as without_room:
         without_room.setattr(outcome, "measure_costs", lambda loaded, ranks: 1 // 0)
         assert keeps(300.0) is None and not list(tmp_path.iterdir()), "a job does not fail for that"
+        assert "could not be measured: integer division" in said.pop()
     prompts = [{"name": "a", "template": "{text} a"}, {"name": "b", "template": "{text} b"}]
     assert keeps(300.0, prompts=prompts) is None and not list(tmp_path.iterdir())
     assert keeps(300.0) is None and len(measured) == 1
