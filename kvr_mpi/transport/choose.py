@@ -29,6 +29,8 @@ WARM_UP_BYTES = 1 << 20
 # Streams that torch has for NCCL on a GPU; each pair of ranks takes one for each direction, and from there on two pairs
 # have one stream: a receive of the one would hold up a send of the other, which may wait for it.
 NCCL_STREAMS = 32
+# NCCL's own variable, from 2.30 on. Where ranks take turns on a GPU, a transfer waits for the other rank's turn.
+SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class _View:
     claims: bool | None  # whether MPI says it takes GPU buffers
     claims_why: str
     has_nccl: bool
+    shares: bool = False  # whether NCCL was told to let ranks share a GPU
 
 
 def open_transport(
@@ -134,11 +137,11 @@ def _need_nccl(views: Sequence[_View]) -> None:
     if not all(view.has_nccl for view in views):
         raise TransportError("transport 'nccl': this torch was built without NCCL; use 'staged' or 'auto'")
     gpu, ranks = Counter(view.gpu for view in views).most_common(1)[0]
-    if ranks > 1:
+    if ranks > 1 and not all(view.shares for view in views):
         sharing = [rank for rank, view in enumerate(views) if view.gpu == gpu]
         raise TransportError(
             f"transport 'nccl': ranks {sharing} share one GPU, or have partitions (MIG) of one ({gpu}), which NCCL "
-            f"does not allow; start one rank per GPU, or use 'staged'"
+            f"does not allow; start one rank per GPU, use 'staged', or set {SHARES}=1 for NCCL 2.30 or newer"
         )
 
 
@@ -193,4 +196,5 @@ def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) ->
     claims, why = cuda_support(loaded_libraries(), environ) if isinstance(world, MpiTransport) else (None, "no MPI")
     board: Any = torch.cuda.get_device_properties(device)  # partitions (MIG) of one are one to NCCL
     place = f"{board.pci_domain_id:04x}:{board.pci_bus_id:02x}:{board.pci_device_id:02x}"
-    return _View("cuda", f"{socket.gethostname()} {place}", claims, why, torch.distributed.is_nccl_available())
+    has_nccl, shares = torch.distributed.is_nccl_available(), environ.get(SHARES) == "1"
+    return _View("cuda", f"{socket.gethostname()} {place}", claims, why, has_nccl, shares)

@@ -1,6 +1,6 @@
 """Every setting of a job on pretended GPUs, whose NCCL refuses host memory: one CPU's answers, or the same refusal.
 
-Two ranks are two GPUs, each on a host of its own. No GPU has run any of this.
+Two ranks are two GPUs, each on a host of its own. On a machine with a GPU, two threads share it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nccl import Network
 from jobs_together import TOGETHER, Bench, check, prepare_places
 from pretended_cuda import PretendedCuda
 from settings_by_twos import SETTINGS
@@ -41,14 +40,20 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Pat
 
 
 @pytest.fixture
-def bench(
-    prepared: Any,
-    run_here: Any,
-    gpus: PretendedCuda,
-    network: Network,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Bench:
+def bench(prepared: Any, run_here: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Jobs of one rank run on a CPU, all others on GPUs."""
+    folder, base, places, truths = prepared
+    if torch.cuda.is_available():
+
+        def launch_on_one(ranks: int, arguments: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+            done: subprocess.CompletedProcess[str] = run_here(
+                ranks, [*arguments, "--set", f"model.device={'cpu' if ranks == 1 else 'cuda'}"]
+            )
+            return done
+
+        return Bench(folder, launch_on_one, monkeypatch, base, places, truths)
+    gpus: PretendedCuda = request.getfixturevalue("gpus")
+    request.getfixturevalue("network")
     gpus.watches = False
     load = prepare.load_on_all
 
@@ -81,7 +86,6 @@ def bench(
             codes = run_local(ranks, rank)
         return subprocess.CompletedProcess(list(arguments), max(codes), out.getvalue(), err.getvalue())
 
-    folder, base, places, truths = prepared
     return Bench(folder, launch, monkeypatch, base, places, truths)
 
 
