@@ -17,6 +17,7 @@ import torch
 
 from kvr_mpi.decode.samples import Samples
 from kvr_mpi.decode.sampling import DecodeSequence
+from kvr_mpi.decode.step_graph import Recorder, Steps
 from kvr_mpi.kv.cache import held_bytes
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.shares import Share
@@ -26,7 +27,6 @@ from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
-from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport
 
@@ -149,7 +149,8 @@ class Alone(Group[K]):
     def __init__(self, loaded: LoadedModel, *, why_alone: str | None = None) -> None:
         super().__init__(loaded)
         self._why_alone, self._anew_at = why_alone, begins_anew_at(loaded.model)
-        self._packs: dict[tuple[Running[K], ...], DecodeCache] = {}
+        self._packs: dict[tuple[Running[K], ...], Steps] = {}
+        self.recorder = Recorder(loaded)
 
     def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
         """Lay keys and values by heads, which a CPU reads faster."""
@@ -185,8 +186,8 @@ class Alone(Group[K]):
             return self._run_alone(documents[0].prefill, last[0]).unsqueeze(0)
         members = tuple(documents)
         if members not in self._packs:
-            self._packs[members] = DecodeCache([each.prefill.cache for each in documents])
-        return decode_packed(self.loaded, self._packs[members], last)
+            self._packs[members] = Steps(self.recorder, DecodeCache([each.prefill.cache for each in documents]))
+        return self._packs[members].run(last)
 
     def _begins_anew(self, document: Running[K]) -> bool:
         """Whether transformers' ``generate`` would now compute the whole cache anew (`begins_anew_at`)."""

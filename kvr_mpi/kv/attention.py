@@ -23,8 +23,12 @@ from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.collectives import all_gather
 
-# Widest head that flash attention takes.
-FLASH_HEAD_DIM = 256
+# Widest head that flash attention takes, and that cuDNN's was measured with.
+FLASH_HEAD_DIM, CUDNN_HEAD_DIM = 256, 128
+# Of these many scores (heads * queries * keys) and more, cuDNN's attention is taken. On an H100 it is twice as fast as
+# flash attention, but makes a plan for each new pair of lengths, which takes 40 ms: as long as 32 layers of so many
+# scores then take less.
+CUDNN_SCORES = 1 << 31
 # Largest score block the portable path makes, in elements (256 MiB in float32).
 MAX_SCORES = 1 << 26
 # Queries that share one band of keys under a sliding window.
@@ -121,6 +125,8 @@ def attend(
             )
             return PartialAttention(out.reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
         if takes_flash(query, values, params):
+            if _suits_cudnn(query, keys, causal=causal):
+                return _attend_cudnn(query, keys, values, params, causal=causal)
             return _attend_flash(query, keys, values, params, window=None, causal=causal)
     return _attend_bent(query, keys, values, params, offset=0 if causal else None, window=None)
 
@@ -189,9 +195,44 @@ def _has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def _suits_cudnn(query: torch.Tensor, keys: torch.Tensor, *, causal: bool) -> bool:
+    """Whether cuDNN's attention gains more than its plan costs, of what flash attention can do."""
+    scores = query.shape[1] * query.shape[2] * keys.shape[2] // (2 if causal else 1)
+    return scores >= CUDNN_SCORES and query.shape[-1] <= CUDNN_HEAD_DIM and _has_cudnn(query.device, query.dtype)
+
+
+@functools.cache
+def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GPU is one on which cuDNN's attention is the faster one (Hopper), and it gives what flash does."""
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    draw = torch.Generator(device).manual_seed(0)
+    query, keys, values = (
+        torch.randn(1, count, heads, 128, generator=draw, dtype=dtype, device=device).transpose(1, 2)
+        for count, heads in ((256, 8), (768, 2), (768, 2))
+    )
+    params = AttentionParams(128**-0.5)
+    try:
+        for last in (256, 768):  # as many keys as queries, causally; and more
+            given = query, keys[:, :, :last], values[:, :, :last], params
+            mine = _attend_cudnn(*given, causal=last == 256)
+            flash = _attend_flash(*given, window=None, causal=last == 256)
+            if not all(
+                torch.allclose(one.float(), other.float(), atol=TRIAL_ERROR, rtol=TRIAL_ERROR)
+                for one, other in ((mine.out, flash.out), (mine.lse, flash.lse))
+            ):
+                return False
+    except (RuntimeError, AttributeError):  # of another version than torch was built for, or none
+        return False
+    return True
+
+
 def name_attention(device: torch.device) -> str:
     """Say which attention a GPU has for 16-bit rows; what flash attention does not take goes the other ways."""
-    return "flash, FlexAttention, plain" if _has_flash(device) else "FlexAttention, plain"
+    if not _has_flash(device):
+        return "FlexAttention, plain"
+    cudnn = "cuDNN, " if _has_cudnn(device, torch.bfloat16) else ""
+    return f"{cudnn}flash, FlexAttention, plain"
 
 
 def _attend_flash(
@@ -226,6 +267,17 @@ def _attend_flash(
         window_size_right=right,
     )
     return PartialAttention(out.transpose(1, 2), lse.float())
+
+
+def _attend_cudnn(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool
+) -> PartialAttention:
+    """CuDNN's attention on a GPU: to all keys, or causally to as many as there are queries; as `_attend_flash`."""
+    assert not causal or query.shape[2] == keys.shape[2], "its first query stands at the first key"
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        query, keys, values, None, True, 0.0, causal, False, scale=params.scale
+    )
+    return PartialAttention(out, lse.squeeze(-1))
 
 
 def _attend_bent(

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.row import RowCache, RowLayer
-from kvr_mpi.kv.units import attend_units, unit_table, write_token
+from kvr_mpi.kv.units import attend_units, takes_pages, unit_table, write_token
 from kvr_mpi.model.attention_hook import AttentionParams
 
 Merge = Callable[[PartialAttention], PartialAttention]
@@ -34,9 +35,11 @@ class DecodeCache(RowCache):
     ----------
     lengths : list of int
         Tokens of each document, before the one that is run.
+    are_bounds : bool
+        Attention is told how long the documents may become, and not how long they are, which the device knows.
     """
 
-    prefilling = False
+    prefilling = are_bounds = False
 
     def __init__(self, documents: Sequence[SliceCache], merge: Merge | None = None) -> None:
         assert merge is None or len(documents) == 1, "the tokens of one document are divided"
@@ -63,8 +66,14 @@ class DecodeCache(RowCache):
         at, shape = layer.layer_idx, query.shape
         if len(self.documents) == 1:
             query = query.reshape(1, -1, 1, shape[-1])
-        lengths = [length + 1 for length in self.lengths]
-        part = attend_units(query, self._stores[at], self._tables[at], lengths, params, layer.shape.visibility)
+        seen, stores, table = layer.shape.visibility, self._stores[at], self._tables[at]
+        if self.are_bounds:
+            if not takes_pages(query, stores, table, params, seen):
+                raise ModelError(f"layer {at} does not attend by pages, but document by document")
+            lengths = [document.capacity for document in self.documents]
+        else:
+            lengths = [length + 1 for length in self.lengths]
+        part = attend_units(query, stores, table, lengths, params, seen)
         if self.merge is not None:
             part = self.merge(part)
         return part.finish(params).to(query.dtype).reshape(*shape[:-1], layer.shape.value_dim)
@@ -87,6 +96,12 @@ class DecodeCache(RowCache):
     def begin(self, lengths: torch.Tensor) -> None:
         """Begin a step of documents of such lengths (documents,), int64 on the device: those that were taken up."""
         self.on_device = lengths
+
+    def went_on(self) -> None:
+        """Note that each document has its token, which was written without `append`."""
+        for document, length in zip(self.documents, self.lengths, strict=True):
+            for layer in document.layers:
+                layer.length = length + 1
 
     def take_back(self) -> None:
         """Forget the tokens that failed on their way through the layers."""

@@ -23,6 +23,9 @@ KERNEL = {"BACKEND": "TRITON"}
 # blocks of 64 take of heads of up to 512 (torch's own would take 262,144).
 OWN_BYTES, WIDE_BYTES = 151_552, 139_264
 
+# Kinds of layers that are compiled, by heads, masks and whether scores are bent; torch stops at 8, those of two models.
+KINDS = 64
+
 Bend = Callable[..., torch.Tensor]
 
 
@@ -116,9 +119,11 @@ def _options(device: torch.device, head_dim: int) -> dict[str, Any]:
 
 
 def _compiled(function: Any, backend: Any = "inductor") -> Any:
+    import torch._dynamo.config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     compiled: Any = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+    compiled = torch._dynamo.config.patch(recompile_limit=KINDS)(compiled)
     refused: set[Any] = set()  # what it failed for once would take seconds to fail for again, in every layer
 
     def run(*given: Any, **how: Any) -> Any:

@@ -159,6 +159,13 @@ def write_token(
         torch._foreach_copy_(places, tokens)
 
 
+def takes_pages(
+    query: torch.Tensor, stores: Sequence[HeadStore], table: Table, params: AttentionParams, seen: Visibility
+) -> bool:
+    """Whether `attend_units` has calls for all documents at once, which are told of their lengths by the device."""
+    return isinstance(table, list) and seen.chunk is None and takes_flash(query, stores[0].memory.values, params)
+
+
 def attend_units(
     query: torch.Tensor,
     stores: Sequence[HeadStore],
@@ -187,7 +194,7 @@ def attend_units(
     PartialAttention
         Of (1, heads, documents, value_dim); of heads that are not held the log-sum-exp is minus infinity.
     """
-    if isinstance(table, list) and seen.chunk is None and takes_flash(query, stores[0].memory.values, params):
+    if isinstance(table, list) and takes_pages(query, stores, table, params, seen):
         return _attend_paged(query, table, stores[0].shape.num_kv_heads, lengths, params, seen.window)
     firsts = None if seen.size is None else [seen.first_key(length - 1) for length in lengths]
     kernel = params.kernel

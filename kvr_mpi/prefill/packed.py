@@ -6,7 +6,7 @@ See ``row`` for how the model is made to see several documents as one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -130,8 +130,18 @@ def _prefill_row(
 
 
 @torch.inference_mode()
-def decode_packed(loaded: LoadedModel, cache: DecodeCache, tokens: Sequence[int]) -> torch.Tensor:
+def decode_packed(
+    loaded: LoadedModel,
+    cache: DecodeCache,
+    tokens: Sequence[int],
+    run: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Run one more token of each document.
+
+    Parameters
+    ----------
+    run : callable, optional
+        What stands for `run_step`.
 
     Returns
     -------
@@ -143,25 +153,36 @@ def decode_packed(loaded: LoadedModel, cache: DecodeCache, tokens: Sequence[int]
     Exception
         Whatever the model raises; the documents are then as they were before.
     """
-    device = loaded.device
     lengths = cache.take_up()
     full = [length for length, document in zip(lengths, cache.documents, strict=True) if length >= document.capacity]
     if full:
         raise ValueError(f"a cache of {full[0]} tokens is full; reserve room for the tokens to be decoded")
     try:
         with guarded(loaded.tp_group):
-            before = torch.tensor([lengths], device=device)
-            cache.begin(before[0])
-            return run_model(
-                loaded.model,
-                torch.tensor([list(tokens)], device=device),
-                cache,
-                positions=before + loaded.shape.first_position,
-                keep=torch.arange(len(tokens), device=device),
-            )
+            inputs = torch.tensor([list(tokens), lengths], device=loaded.device)
+            return run_step(loaded, cache, inputs) if run is None else run(inputs)
     except BaseException:
         cache.take_back()
         raise
+
+
+def run_step(loaded: LoadedModel, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:
+    """Run the model on a token of each document, whose cache was taken up.
+
+    Parameters
+    ----------
+    inputs : Tensor
+        The tokens, and the documents' lengths before them (2, documents), int64 on the device.
+
+    Returns
+    -------
+    torch.Tensor
+        Logits (documents, vocab_size), float32.
+    """
+    cache.begin(inputs[1])
+    keep = torch.arange(inputs.shape[1], device=inputs.device)
+    positions = inputs[1:] + loaded.shape.first_position
+    return run_model(loaded.model, inputs[:1], cache, positions=positions, keep=keep)
 
 
 def why_never_packed(loaded: LoadedModel) -> str | None:

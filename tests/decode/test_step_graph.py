@@ -1,0 +1,160 @@
+"""Steps that are recorded and replayed; a stand-in records and replays what torch is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import paged_rows
+import pytest
+import torch
+from paged_rows import answer, arena_of, pages_read, ready
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvr_mpi.decode import step_graph
+from kvr_mpi.decode.step_graph import STEPS_CHECKED, Recorder
+from kvr_mpi.model import LoadedModel
+
+Operation = tuple[Any, Any, Any, list[Any]]
+
+
+class Recording(TorchDispatchMode):
+    """A graph of operations, each with the tensors that it gave: replayed, these are filled again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, tree_leaves(found)))
+        return found
+
+    def spoil(self) -> None:
+        """What was recorded has not run."""
+        for func, _, _, found in self.operations:
+            if all(each.alias_info is None for each in func._schema.returns):
+                for each in found:
+                    if isinstance(each, torch.Tensor):
+                        each.fill_(-1)
+
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, found in self.operations:
+            for old, new in zip(found, tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
+    """Every graph that is recorded, as if on a GPU."""
+    made: list[Recording] = []
+
+    @contextmanager
+    def record(recorder: Recorder) -> Iterator[Recording]:
+        made.append(Recording())
+        with made[-1]:
+            yield made[-1]
+        made[-1].spoil()
+
+    monkeypatch.setattr(Recorder, "record", record)
+    monkeypatch.setattr(paged_rows, "NEW_TOKENS", 24)
+    is_there = step_graph._why_not
+
+    def as_on_a_gpu(loaded: LoadedModel) -> str | None:
+        why = is_there(loaded)
+        return None if why and "processor" in why else why
+
+    monkeypatch.setattr(step_graph, "_why_not", as_on_a_gpu)
+    with pages_read(monkeypatch):
+        yield made
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
+    """Every recorder that is made."""
+    made: list[Recorder] = []
+    begin = Recorder.__init__
+
+    def begin_and_note(recorder: Recorder, loaded: LoadedModel) -> None:
+        begin(recorder, loaded)
+        made.append(recorder)
+
+    monkeypatch.setattr(Recorder, "__init__", begin_and_note)
+    return made
+
+
+def answers(name: str, *, pages: int = 64) -> dict[str, tuple[int, ...]]:
+    loaded = ready(name)
+    return answer(loaded, arena_of(loaded, pages))
+
+
+def truth(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ...]]:
+    with monkeypatch.context() as patch:
+        patch.setattr(step_graph, "STEPS_BEFORE", 1000)
+        return answers(name)
+
+
+@pytest.mark.parametrize("pages", [3, 64], ids=["many extents", "one extent"])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
+def test_replayed_steps_answer_as_those_that_run(
+    name: str, pages: int, graphs: list[Recording], recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents join and leave; some cross a page, or their window, while their steps are replayed."""
+    expected = truth(name, monkeypatch)
+    assert not graphs
+    assert answers(name, pages=pages) == expected
+    assert recorders[-1].why_not is None and not recorders[-1].checks_left
+    assert sum(graph.replays for graph in graphs) > STEPS_CHECKED + 5, "most steps are not run anew"
+
+
+def test_what_the_host_decides_is_not_recorded(
+    graphs: list[Recording], recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soft caps have no call for all documents; frequencies that depend on the length are the host's to choose."""
+    expected = truth("gemma2-softcap", monkeypatch)
+    assert answers("gemma2-softcap") == expected
+    assert "does not attend by pages, but document by document" in str(recorders[-1].why_not)
+    monkeypatch.setattr(step_graph, "depends_on_length", lambda model: "dynamic")
+    answers("llama-gqa")
+    assert "its rotary embedding (dynamic) depends on the length" in str(recorders[-1].why_not)
+    assert not any(graph.replays for graph in graphs)
+
+
+def fail(error: Exception) -> Callable[..., Any]:
+    def raise_it(*args: Any) -> Any:
+        raise error
+
+    return raise_it
+
+
+def test_a_replay_that_gives_something_else_is_found_and_none_is_used(
+    graphs: list[Recording], recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = truth("llama-gqa", monkeypatch)
+    monkeypatch.setattr(Recording, "replay", lambda graph: setattr(graph, "replays", graph.replays + 1))
+    assert answers("llama-gqa") == expected
+    assert "differ by" in str(recorders[-1].why_not)
+    assert [graph.replays for graph in graphs] == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"), [(torch.OutOfMemoryError("CUDA out of memory"), True), (RuntimeError("capturing"), False)]
+)
+def test_a_failed_recording_costs_no_answer(
+    error: Exception, goes_on: bool, graphs: list[Recording], recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short of memory, other prompts' steps may be recorded all the same."""
+    expected = truth("llama-gqa", monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_graph, "run_step", fail(error))
+        assert answers("llama-gqa") == expected
+    assert graphs and (recorders[-1].why_not is None) == goes_on
+
+
+def test_nothing_is_recorded_on_a_processor() -> None:
+    assert "processor" in str(Recorder(ready("llama-gqa")).why_not)
