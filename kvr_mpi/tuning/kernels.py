@@ -26,6 +26,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import AttentionLibrary, CpuAttention
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
+from kvr_mpi.model.norms import fuse_norms
 from kvr_mpi.model.products import PREPACKED, find_products, give_products, narrow_weights
 from kvr_mpi.report.log import Detail
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
@@ -79,7 +80,7 @@ class _Kept(BaseModel):
 
 
 def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say) -> None:
-    """Measure, choose and make ready; every rank calls this.
+    """Measure, choose and make ready; every rank calls this. On GPUs norms are fused, and nothing is measured.
 
     Parameters
     ----------
@@ -90,6 +91,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         For a line of text.
     """
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
+        fuse_norms(loaded.model)
         return
     attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
     with torch.inference_mode():

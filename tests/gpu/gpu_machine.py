@@ -127,6 +127,7 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
     import transformers
 
     from kvr_mpi.model import LoadedModel, probe_shape
+    from kvr_mpi.model.norms import fuse_norms
 
     device, most = torch.device(given.device), SHAPE_8B["num_hidden_layers"]
     if device.type == "cuda" and not changes:
@@ -146,6 +147,7 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     finally:
         torch.set_default_dtype(before)
+    fuse_norms(model)  # as jobs do
     return LoadedModel(
         model=model,
         tokenizer=None,
@@ -172,7 +174,7 @@ def make_model(folder: Path, head_dim: int = 32) -> Path:
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=4096,
-        initializer_range=0.2,
+        initializer_range=3.2 / (8 * head_dim) ** 0.5,  # with more, errors of rounding grow from layer to layer
         bos_token_id=None,
         eos_token_id=None,
     )
