@@ -14,7 +14,8 @@ import torch
 from gpu_machine import most_gib, random_model
 from gpu_steps import Figures, Given
 
-from kvr_mpi.kv.attention import attend, attend_window
+from kvr_mpi.kv import attention
+from kvr_mpi.kv.attention import attend, attend_window, name_attention
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -54,7 +55,19 @@ def truth_of(
 
 
 def attention_is_exact(given: Given) -> Figures:
-    """All, causal, windowed and merged attention, token-major as buffers lie, against float64."""
+    """All, causal, windowed and merged attention, token-major as buffers lie, against float64; cuDNN's, too."""
+    found = _worst_errors(given)
+    if given.kind != "cuda" or "cuDNN" not in name_attention(torch.device(given.device)):
+        return found
+    often = attention.CUDNN_SCORES
+    attention.CUDNN_SCORES = 0
+    try:
+        return found | {f"{name}, cuDNN": error for name, error in _worst_errors(given).items()}
+    finally:
+        attention.CUDNN_SCORES = often
+
+
+def _worst_errors(given: Given) -> Figures:
     device = torch.device(given.device)
     draw, worst = torch.Generator(device).manual_seed(0), {str(dtype): 0.0 for dtype in ALLOWED}
     length, dims = (320, (64,)) if given.is_small else (KEYS, (64, 128, 256))
