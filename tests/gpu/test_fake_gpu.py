@@ -1,4 +1,4 @@
-"""What a GPU would be asked for, seen on fake tensors: no GPU has run any of this."""
+"""What a GPU would be asked for, seen on fake tensors."""
 
 from __future__ import annotations
 

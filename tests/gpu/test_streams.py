@@ -1,4 +1,4 @@
-"""Which stream waits for what, told to torch's own CUDA sanitizer by stand-ins. No GPU has run any of this."""
+"""Which stream waits for what, told to torch's own CUDA sanitizer by stand-ins."""
 
 from __future__ import annotations
 
