@@ -14,7 +14,6 @@ PACKAGE = Path(kvr_mpi.__file__).parent
 # Lowest first: a file imports only from its own room and the rooms before it (CONTRIBUTING.md has a picture).
 ROOMS = [
     "errors",
-    "removed",
     "disk",
     "duration",
     "partition",

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import click
 
-from kvr_mpi import __version__, removed
+from kvr_mpi import __version__
 from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 
 # Subcommands as `kvr --help` groups them: (module, function in it, help line for the list).
@@ -83,8 +83,6 @@ class LazyGroup(click.Group):
         try:
             found = super().resolve_command(ctx, args)
         except click.UsageError as error:
-            if args[0] in removed.COMMANDS:
-                raise click.UsageError(f"kvr {args[0]} was removed: {removed.COMMANDS[args[0]]}", ctx) from error
             near = difflib.get_close_matches(args[0], COMMANDS)
             if not near:
                 raise
@@ -147,12 +145,6 @@ def _main(command: click.Command, name: str) -> NoReturn:
         sys.stdout.flush()  # here, where a reader that has gone is no surprise, and not as the interpreter ends
     except click.exceptions.Abort:
         code = EXIT_INTERRUPTED
-    except click.NoSuchOption as error:
-        asked = f"{error.ctx.info_name if error.ctx else name} {error.option_name}".replace("kvr-run", "run")
-        instead = removed.COMMANDS.get(asked)
-        if is_first:
-            (error if instead is None else click.UsageError(f"kvr {asked} was removed: {instead}", error.ctx)).show()
-        code = EXIT_USAGE
     except click.ClickException as error:
         if is_first:
             error.show()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import click
 
-from kvr_mpi import removed
 from kvr_mpi.cli.allocation import Allocation, allocation_of, node_options
 from kvr_mpi.cli.batch_script import fill_in
 from kvr_mpi.cli.options import (
@@ -163,8 +162,6 @@ def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
             jobs.append(word)
             continue
         name, _, value = word.partition("=")
-        if instead := removed.COMMANDS.get(f"sbatch {name}"):
-            raise click.UsageError(f"kvr sbatch {name} was removed: {instead}")
         if near := difflib.get_close_matches(name, [option for option in own if "-per-" not in option], cutoff=0.8):
             raise click.UsageError(f"{name}: no such option. Did you mean {near[0]}?")
         if not name.startswith("--"):

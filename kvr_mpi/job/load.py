@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from kvr_mpi import removed
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job.combinations import check_combinations
 from kvr_mpi.job.spec import JobSpec
@@ -143,8 +142,6 @@ def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tu
     place = [str(part) for part in item["loc"] if not isinstance(part, int)]
     key = ".".join(place[:2])
     where = sources.get(key) or next((of for name, of in sources.items() if name.startswith(f"{key}.")), str(path))
-    if (text := removed.KEYS.get(key) or removed.KEYS.get(f"{key}={item['input']}")) is not None:
-        return f"{where}: {key} was removed", text
     if item["type"] == "extra_forbidden":
         fields = JobSpec.model_fields if len(place) == 1 else _fields_of(place[0])
         close = difflib.get_close_matches(place[-1], fields, n=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from click.testing import CliRunner
 from constants import Kvr
 from shown_runs import write_run
 
-from kvr_mpi import removed
-from kvr_mpi.cli import group, kvr
+from kvr_mpi.cli import group
 from kvr_mpi.cli.launch import guarded
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
-from kvr_mpi.job import load_job
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.store.record import Record
 from kvr_mpi.transport.local import run_local
 
@@ -155,24 +152,3 @@ def test_who_interrupts_a_job_is_told_how_to_go_on(capsys: pytest.CaptureFixture
         run_local(1, lambda world: guarded(world, interrupted))
     out, err = capsys.readouterr()
     assert "exit code 130: interrupted" in out + err and "--resume" in out + err and "Traceback" not in out + err
-
-
-def test_removed_keys_and_commands_say_what_to_do_instead(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(removed.KEYS, "model.gone", "Use model.kernels.")
-    monkeypatch.setitem(removed.KEYS, "model.kernels=gone", "Leave it out.")
-    monkeypatch.setitem(removed.COMMANDS, "vanished", "Use kvr plan.")
-    monkeypatch.setitem(removed.COMMANDS, "plan --vanished", "Use --ranks.")
-    job = tmp_path / "job.toml"
-    job.write_text('[model]\npath = "m"\ngone = 1\nkernels = "gone"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
-    with pytest.raises(
-        ConfigError, match=r"(?s)model.kernels was removed: Leave it out.\n.*model.gone was removed: Use"
-    ):
-        load_job(job, environ={})
-    runner = CliRunner()
-    assert "Use kvr plan" in runner.invoke(group, ["vanished"]).output
-    monkeypatch.setattr(sys, "argv", ["kvr", "plan", "--vanished"])
-    with pytest.raises(SystemExit) as ended:
-        kvr()
-    assert ended.value.code == EXIT_USAGE and "Use --ranks" in capsys.readouterr().err
