@@ -367,7 +367,7 @@ def _compressions(setup: JobSetup, budgets: Sequence[int]) -> list[Compression]:
                 f"--budgets {budget}: less than the {settings.always_kept} tokens that every head keeps anyway; raise "
                 f"it, or lower compress.window"
             )
-        changed = settings.model_copy(update={"budget": budget, "compression_ratio": None})
+        changed = settings.model_copy(update={"budget": budget})
         found.append(replace(setup.compression, settings=changed))
     return found
 

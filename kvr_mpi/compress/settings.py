@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -18,8 +19,9 @@ class CompressSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     method: str = Field(description=f"one of {', '.join(METHODS)}")
-    budget: int | None = Field(None, ge=1, description="tokens that a KV head keeps on average, including the window")
-    compression_ratio: float | None = Field(None, gt=0, lt=1, description="fraction of the tokens to remove")
+    budget: float = Field(
+        gt=0, description="tokens that a KV head keeps on average, including the window; below 1, their share"
+    )
     observes: Literal["question", "document"] = Field(
         "question",
         description="where the observation window is: at the end of the prompt, or at the end of the document's text",
@@ -34,24 +36,29 @@ class CompressSettings(BaseModel):
             raise ValueError(f"expected one of {', '.join(map(repr, METHODS))}")
         return value
 
+    @field_validator("budget")
+    @classmethod
+    def _tokens_or_share(cls, value: float) -> float:
+        if value < 1:
+            return value
+        if value != int(value):
+            raise ValueError("expected a whole number of tokens, or the share of the tokens to keep, less than 1")
+        return int(value)
+
     @model_validator(mode="after")
     def _settings_fit_the_method(self) -> CompressSettings:
         method = self.rule
-        if (self.budget is None) == (self.compression_ratio is None):
-            raise ValueError(
-                "compress.budget = TOKENS or compress.compression_ratio = SHARE: expected exactly one of them"
-            )
         # By value: ranks are sent a job with all its defaults.
         changed = [name for name in OWN_SETTINGS if getattr(self, name) != type(self).model_fields[name].default]
         foreign = [name for name in changed if name not in method.reads]
         if foreign:
             raise ValueError(
                 f"compress.{foreign[0]} is not used with method = {method.name!r}, which uses "
-                f"{', '.join((*method.reads, 'budget', 'compression_ratio'))} and observes; leave it out"
+                f"{', '.join((*method.reads, 'budget'))} and observes; leave it out"
             )
         if method.needs_profile != (self.profile is not None):
             raise ValueError(f"compress.method = {method.name!r} needs compress.profile = 'FILE': scores of its heads")
-        if self.budget is not None and self.budget < self.always_kept:
+        if 1 <= self.budget < self.always_kept:
             remedy = "raise it, or lower compress.window" if method.observes else "raise it"
             raise ValueError(
                 f"compress.budget = {self.budget} is less than the {self.always_kept} tokens that every head keeps "
@@ -76,9 +83,9 @@ class CompressSettings(BaseModel):
 
     def kept_of(self, tokens: int) -> int:
         """Say how many of so many tokens a KV head keeps on average: all of them, if the budget is no smaller."""
-        if self.compression_ratio is None:
-            return min(tokens, self.budget or 0)
-        return min(tokens, max(self.always_kept, tokens - int(tokens * self.compression_ratio + 1e-9)))
+        if self.budget >= 1:
+            return min(tokens, int(self.budget))
+        return min(tokens, max(self.always_kept, math.ceil(tokens * self.budget - 1e-9)))
 
     def __str__(self) -> str:
         """In a few words, as records and logs have it."""

@@ -19,7 +19,7 @@ SMALL = ["compress.method=ada-snapkv", "compress.window=16"]
 
 
 def test_every_way_decodes_the_same_documents(run_bench: Any, job: Path, tmp_path: Path) -> None:
-    settings = with_settings(*SMALL, "compress.compression_ratio=0.5", "generation.max_new_tokens=40")
+    settings = with_settings(*SMALL, "compress.budget=0.5", "generation.max_new_tokens=40")
     ran = run_bench(
         2, "fairkv", job, "--repeats", "1", *settings, "--budgets", "48,96", "--json", tmp_path / "rows.json"
     )

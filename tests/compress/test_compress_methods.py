@@ -123,7 +123,7 @@ def test_every_method_names_its_paper_and_reads_known_settings() -> None:
     "given_settings, expected",
     [
         ({"budget": 512}, [(100, 100), (512, 512), (5000, 512)]),
-        ({"compression_ratio": 0.75}, [(60, 60), (100, 64), (400, 100), (401, 101)]),
+        ({"budget": 0.25}, [(60, 60), (100, 64), (400, 100), (401, 101)]),
     ],
 )
 def test_short_texts_are_kept_whole_and_the_window_always(

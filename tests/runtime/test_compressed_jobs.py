@@ -79,11 +79,11 @@ def test_what_the_document_observes_is_kept_beside_the_question(compressed: Any)
 @pytest.mark.parametrize(
     "settings",
     [
-        ("compress.method=streaming-llm", "compress.compression_ratio=0.5"),
-        ("compress.method=pyramidkv", "compress.compression_ratio=0.5", "compress.window=8"),
+        ("compress.method=streaming-llm", "compress.budget=0.5"),
+        ("compress.method=pyramidkv", "compress.budget=0.5", "compress.window=8"),
     ],
 )
-def test_a_ratio_is_what_is_removed(compressed: Any, settings: tuple[str, ...]) -> None:
+def test_a_share_is_what_is_kept(compressed: Any, settings: tuple[str, ...]) -> None:
     for record in compressed(2, *settings).values():
         assert record.retained_tokens == pytest.approx(record.prompt_tokens - record.prompt_tokens // 2)
 
