@@ -11,6 +11,7 @@ that is known of it, and a process's first graph is held against steps that run 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -42,6 +43,11 @@ class Recorder:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded, self.why_not, self.checks_left = loaded, _why_not(loaded), STEPS_CHECKED
+
+    def refuse(self, why: str) -> None:
+        """Record nothing from now on, which the user should know: steps take longer than they could."""
+        self.why_not = why
+        warnings.warn(f"steps of decoding are not recorded as CUDA graphs, and slower: {why}", stacklevel=2)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[torch.cuda.CUDAGraph]:
@@ -126,14 +132,17 @@ class Steps:
             truth = decode_packed(recorder.loaded, cache, tokens)
             recorder.checks_left -= 1
             if (error := error_share(logits, truth)) > allowed_error(recorder.loaded.dtype):
-                recorder.why_not, self._graph = f"logits of a recorded step differ by {error:.1e} of their spread", None
+                self._graph = None
+                recorder.refuse(f"logits of a recorded step differ by {error:.1e} of their spread")
             return truth
         return logits
 
     def _record(self) -> StepGraph | None:
         try:
             return StepGraph(self._recorder, self._cache)
-        except (ModelError, RuntimeError, MemoryError) as error:
+        except ModelError as error:  # some models' layers are read document by document
+            self._recorder.why_not = str(error)
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):  # of these prompts, then, and maybe not of others
-                self._recorder.why_not = f"it cannot be recorded: {(str(error).splitlines() or [''])[0]}"
+                self._recorder.refuse(f"a step cannot be recorded: {(str(error).splitlines() or [''])[0]}")
         return None

@@ -22,6 +22,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvr_mpi.disk import read_regular, replacing
+from kvr_mpi.errors import counted
+from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import AttentionLibrary, CpuAttention
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
@@ -80,7 +82,7 @@ class _Kept(BaseModel):
 
 
 def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say) -> None:
-    """Measure, choose and make ready; every rank calls this. On GPUs norms are fused, and nothing is measured.
+    """Measure, choose and make ready; every rank calls this. On GPUs nothing is measured: what was faster is taken.
 
     Parameters
     ----------
@@ -91,7 +93,9 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         For a line of text.
     """
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
-        fuse_norms(loaded.model)
+        if loaded.device.type == "cuda":
+            norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
+            say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
         return
     attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
     with torch.inference_mode():
