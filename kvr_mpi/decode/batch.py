@@ -297,7 +297,7 @@ class DecodeBatch(Generic[K]):
             self._go_on(row, self.group.tell([self._word_of(document) for document in row]))
             return
         # Out of the except block: the error held on to what the failed step had made.
-        self.group.forget_rows()
+        self.group.give_back()
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(row) > 1:

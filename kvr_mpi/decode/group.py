@@ -17,7 +17,7 @@ import torch
 
 from kvr_mpi.decode.samples import Samples
 from kvr_mpi.decode.sampling import DecodeSequence
-from kvr_mpi.decode.step_graph import Recorder, Steps
+from kvr_mpi.decode.step_graph import Recorder
 from kvr_mpi.kv.cache import held_bytes
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.shares import Share
@@ -132,7 +132,11 @@ class Group(Generic[K]):
         return held_bytes([each.cache for each in prefills if each.cache is not None and not each.is_plain])
 
     def forget_rows(self) -> None:
-        """Let go of what was made for rows of prompts, since these change, or memory is short."""
+        """Let go of what was made for rows of prompts, since these change."""
+
+    def give_back(self) -> None:
+        """Let go of all that can be made again, since memory is short."""
+        self.forget_rows()
 
 
 class Alone(Group[K]):
@@ -149,7 +153,7 @@ class Alone(Group[K]):
     def __init__(self, loaded: LoadedModel, *, why_alone: str | None = None) -> None:
         super().__init__(loaded)
         self._why_alone, self._anew_at = why_alone, begins_anew_at(loaded.model)
-        self._packs: dict[tuple[Running[K], ...], Steps] = {}
+        self._packs: dict[tuple[Running[K], ...], DecodeCache] = {}
         self.recorder = Recorder(loaded)
 
     def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
@@ -175,6 +179,11 @@ class Alone(Group[K]):
         """Let go of the caches of rows."""
         self._packs.clear()
 
+    def give_back(self) -> None:
+        """Let go of graphs, too."""
+        self.forget_rows()
+        self.recorder.forget()
+
     def _run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
         """Compute logits (prompts, vocab_size) after the last token of each."""
         anew = [each for each in documents if self._begins_anew(each)]
@@ -186,8 +195,8 @@ class Alone(Group[K]):
             return self._run_alone(documents[0].prefill, last[0]).unsqueeze(0)
         members = tuple(documents)
         if members not in self._packs:
-            self._packs[members] = Steps(self.recorder, DecodeCache([each.prefill.cache for each in documents]))
-        return self._packs[members].run(last)
+            self._packs[members] = DecodeCache([each.prefill.cache for each in documents])
+        return self.recorder.run(self._packs[members], last)
 
     def _begins_anew(self, document: Running[K]) -> bool:
         """Whether transformers' ``generate`` would now compute the whole cache anew (`begins_anew_at`)."""

@@ -1,11 +1,11 @@
-"""Steps of decoding on a GPU as one CUDA graph, so that the host launches one thing a step, and not a thousand kernels.
+"""Steps of decoding on a GPU as CUDA graphs, so that the host launches one thing a step, and not a thousand kernels.
 
-A step of the same prompts differs from the one before it in their tokens and lengths only, which lie on the device,
-and in how long their longest may be, for which what it has room for will do. So the kernels of a step are recorded
-once, when prompts have stayed together for some steps, and replayed from then on.
+The kernels of a step read everything that changes from memory of the device: tokens, lengths, and where each prompt's
+rows lie. So they are recorded once for so many slots, and replayed for whichever prompts have them; slots without one
+read and write a page that is nobody's. Prompts may join and leave: the numbers are written anew, the graph stays.
 
 What a model's code decides on the host would be replayed as it was decided. So a model is recorded only if nothing of
-that is known of it, and a process's first graph is held against steps that run as before.
+that is known of it, and each graph's first replays are held against steps that run as they would without it.
 """
 
 from __future__ import annotations
@@ -13,41 +13,108 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.decode_cache import DecodeCache, PagedRows
+from kvr_mpi.kv.units import PageLayout, PageTables
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.packed import decode_packed, run_step
 
-# Steps of the same prompts before they are recorded: recording takes about as long as one of them.
+# Steps in so many slots before they are recorded: recording takes about as long as one of them.
 STEPS_BEFORE = 3
-# Steps that the first graph of a process is held against, from the one after that which was recorded.
+# Replays of a graph that are held against steps that run.
 STEPS_CHECKED = 2
+# Slots and pages come in these steps: with few there are few graphs, and with many few slots are empty.
+FEW_SLOTS, SLOTS, PAGES = (1, 2, 4), 8, 8
+# Graphs that are kept, the last used: each has some memory of its own.
+MOST_GRAPHS = 8
+
+
+def widened(layout: PageLayout) -> PageLayout:
+    """Give a layout as many slots and pages as those are recorded for that it may be replayed in."""
+    slots = next((few for few in FEW_SLOTS if few >= layout.slots), -(-layout.slots // SLOTS) * SLOTS)
+    return replace(layout, slots=slots, width=-(-layout.width // PAGES) * PAGES)
+
+
+class StepGraph:
+    """A step in some slots, recorded.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    layout : PageLayout
+    graph : torch.cuda.CUDAGraph
+        Made by `Recorder.record`.
+
+    Attributes
+    ----------
+    checks_left : int
+        Replays that are still to be held against steps that run.
+    """
+
+    def __init__(self, recorder: Recorder, layout: PageLayout, cache: DecodeCache) -> None:
+        loaded = recorder.loaded
+        self._pages, self.checks_left = PageTables(layout, loaded.device), STEPS_CHECKED
+        self._inputs = torch.zeros(2, layout.slots, dtype=torch.int64, device=loaded.device)
+        cache.fill(self._pages)
+        self._filled_for: DecodeCache | None = None
+        rows = PagedRows(loaded.shape.layers, self._pages)
+        self._inputs[1, : len(cache.documents)] = torch.tensor(cache.take_up(), device=loaded.device)
+        with recorder.record() as self._graph:
+            self._logits = run_step(loaded, rows, self._inputs)
+
+    def run(self, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:
+        """Run a step that was begun; as `run_step`."""
+        count = inputs.shape[1]
+        if self._filled_for is not cache:
+            cache.fill(self._pages)
+            self._inputs.zero_()
+            self._filled_for = cache
+        self._inputs[:, :count] = inputs
+        self._graph.replay()
+        cache.went_on()
+        return self._logits[:count].clone()
 
 
 class Recorder:
-    """What the graphs of a rank have in common.
+    """A rank's graphs.
 
     Attributes
     ----------
     why_not : str or None
         Why no step is recorded; None if steps are.
-    checks_left : int
-        Steps that graphs are still held against.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded, self.why_not, self.checks_left = loaded, _why_not(loaded), STEPS_CHECKED
+        self.loaded, self.why_not = loaded, _why_not(loaded)
+        self._graphs: dict[PageLayout, StepGraph] = {}
+        self._taken: dict[PageLayout, int] = {}
 
-    def refuse(self, why: str) -> None:
-        """Record nothing from now on, which the user should know: steps take longer than they could."""
-        self.why_not = why
-        warnings.warn(f"steps of decoding are not recorded as CUDA graphs, and slower: {why}", stacklevel=2)
+    def run(self, cache: DecodeCache, tokens: Sequence[int]) -> torch.Tensor:
+        """Run one more token of each prompt; as `decode_packed`."""
+        graph = self._graph_for(cache)
+        if graph is None:
+            return decode_packed(self.loaded, cache, tokens)
+        logits = decode_packed(self.loaded, cache, tokens, lambda inputs: graph.run(cache, inputs))
+        if not graph.checks_left:
+            return logits
+        graph.checks_left -= 1
+        cache.take_back()
+        truth = decode_packed(self.loaded, cache, tokens)
+        if (error := error_share(logits, truth)) > allowed_error(self.loaded.dtype):
+            self._refuse(f"logits of a recorded step differ by {error:.1e} of their spread")
+        return truth
+
+    def forget(self) -> None:
+        """Give back what graphs take."""
+        self._graphs.clear()
+        self._taken.clear()
 
     @contextlib.contextmanager
     def record(self) -> Iterator[torch.cuda.CUDAGraph]:
@@ -64,6 +131,40 @@ class Recorder:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(side)
+
+    def _graph_for(self, cache: DecodeCache) -> StepGraph | None:
+        """Find the graph of a step, or record it if there were some steps like it."""
+        if self.why_not is not None or cache.layout is None:
+            return None
+        layout = widened(cache.layout)
+        graph = self._graphs.pop(layout, None)
+        if graph is None:
+            self._taken[layout] = self._taken.get(layout, 0) + 1
+            if self._taken[layout] <= STEPS_BEFORE or (graph := self._record(layout, cache)) is None:
+                return None
+        self._graphs[layout] = graph  # the last used last
+        while len(self._graphs) > MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        return graph
+
+    def _record(self, layout: PageLayout, cache: DecodeCache) -> StepGraph | None:
+        try:
+            return StepGraph(self, layout, cache)
+        except ModelError as error:  # some models' layers are read document by document
+            self.why_not = str(error)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                self._taken[layout] = 0
+            else:
+                self._refuse(f"a step cannot be recorded: {(str(error).splitlines() or [''])[0]}")
+        return None
+
+    def _refuse(self, why: str) -> None:
+        """Record nothing from now on, which the user should know: steps take longer than they could."""
+        self.why_not = why
+        self.forget()
+        warnings.warn(f"steps of decoding are not recorded as CUDA graphs, and slower: {why}", stacklevel=2)
 
 
 def _why_not(loaded: LoadedModel) -> str | None:
@@ -72,77 +173,3 @@ def _why_not(loaded: LoadedModel) -> str | None:
     if kinds := depends_on_length(loaded.model):
         return f"its rotary embedding ({kinds}) depends on the length"
     return None if loaded.device.type == "cuda" else "on a processor there is nothing to be launched"
-
-
-class StepGraph:
-    """A step of some prompts, recorded.
-
-    Parameters
-    ----------
-    recorder : Recorder
-    cache : DecodeCache
-        Of the prompts, between two steps.
-
-    Raises
-    ------
-    ModelError
-        If attention of a layer is told lengths by the host.
-    RuntimeError
-        If what the model does cannot be recorded, or there is no memory for it.
-    """
-
-    def __init__(self, recorder: Recorder, cache: DecodeCache) -> None:
-        loaded, self._cache = recorder.loaded, cache
-        lengths = cache.take_up()
-        self._inputs = torch.tensor([[0] * len(lengths), lengths], device=loaded.device)
-        cache.are_bounds = True
-        try:
-            with recorder.record() as self._graph:
-                self._logits = run_step(loaded, cache, self._inputs)
-        finally:
-            cache.are_bounds = False
-            cache.take_back()
-
-    def run(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run a step that was begun; as `run_step`."""
-        self._inputs.copy_(inputs)
-        self._graph.replay()
-        self._cache.went_on()
-        return self._logits.clone()
-
-
-class Steps:
-    """Steps of prompts that stay together."""
-
-    def __init__(self, recorder: Recorder, cache: DecodeCache) -> None:
-        self._recorder, self._cache, self._taken = recorder, cache, 0
-        self._graph: StepGraph | None = None
-
-    def run(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Run one more token of each prompt; as `decode_packed`."""
-        recorder, cache = self._recorder, self._cache
-        if self._graph is None and self._taken == STEPS_BEFORE and recorder.why_not is None:
-            self._graph = self._record()
-        self._taken += 1
-        if self._graph is None:
-            return decode_packed(recorder.loaded, cache, tokens)
-        logits = decode_packed(recorder.loaded, cache, tokens, self._graph.run)
-        if recorder.checks_left:
-            cache.take_back()
-            truth = decode_packed(recorder.loaded, cache, tokens)
-            recorder.checks_left -= 1
-            if (error := error_share(logits, truth)) > allowed_error(recorder.loaded.dtype):
-                self._graph = None
-                recorder.refuse(f"logits of a recorded step differ by {error:.1e} of their spread")
-            return truth
-        return logits
-
-    def _record(self) -> StepGraph | None:
-        try:
-            return StepGraph(self._recorder, self._cache)
-        except ModelError as error:  # some models' layers are read document by document
-            self._recorder.why_not = str(error)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):  # of these prompts, then, and maybe not of others
-                self._recorder.refuse(f"a step cannot be recorded: {(str(error).splitlines() or [''])[0]}")
-        return None

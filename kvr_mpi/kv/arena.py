@@ -75,9 +75,11 @@ class Extent:
 
     def __init__(self, shape: LayerShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages, self.dims = pages, (shape.key_dim, shape.value_dim)
-        rows = pages * PAGE_ROWS
+        rows = (pages + 1) * PAGE_ROWS  # the last page is for what has none in a step of documents in several extents
         memory = RowMemory.in_flat(make_flat(rows * sum(self.dims), dtype, device), rows, shape)
         self.keys, self.values = memory.keys, memory.values
+        for each in (self.keys, self.values):
+            each[-PAGE_ROWS:] = 0
         self._taken: list[tuple[int, int, list[StorageWeakRef]]] = []  # first page, pages, who reads them; ascending
 
     @property

@@ -7,15 +7,26 @@ single document is decoded in the same way.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.attention import PartialAttention
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.row import RowCache, RowLayer
-from kvr_mpi.kv.units import attend_units, takes_pages, unit_table, write_token
+from kvr_mpi.kv.units import (
+    PageLayout,
+    PageTables,
+    Table,
+    attend_units,
+    takes_pages,
+    unit_tables,
+    write_token,
+)
+from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 
 Merge = Callable[[PartialAttention], PartialAttention]
@@ -35,11 +46,9 @@ class DecodeCache(RowCache):
     ----------
     lengths : list of int
         Tokens of each document, before the one that is run.
-    are_bounds : bool
-        Attention is told how long the documents may become, and not how long they are, which the device knows.
     """
 
-    prefilling = are_bounds = False
+    prefilling = False
 
     def __init__(self, documents: Sequence[SliceCache], merge: Merge | None = None) -> None:
         assert merge is None or len(documents) == 1, "the tokens of one document are divided"
@@ -48,14 +57,30 @@ class DecodeCache(RowCache):
         self.on_device = torch.zeros(len(documents), dtype=torch.int64, device=documents[0].device)
         layers = zip(*(document.layers for document in documents), strict=True)
         self._stores = [[layer.store for layer in layer_of_all] for layer_of_all in layers]
-        self._tables = [unit_table(stores) for stores in self._stores]
+        self._tables: list[Table] | None = None
         super().__init__([RowLayer(self, at, stores[0].shape) for at, stores in enumerate(self._stores)])
         self.take_up()
+
+    @property
+    def tables(self) -> list[Table]:
+        """What `attend_units` reads of each layer."""
+        if self._tables is None:
+            self._tables = unit_tables(self._stores)
+        return self._tables
+
+    @functools.cached_property
+    def layout(self) -> PageLayout | None:
+        """That of the documents' pages; None if some lie in none."""
+        return None if self.merge is not None else PageLayout.of(self._stores)
+
+    def fill(self, pages: PageTables) -> None:
+        """Let page tables of the documents' layout, or of a wider one, be those of the documents."""
+        pages.fill(self._stores)
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append each document's token of (1, kv_heads, documents, head_dim) to its own rows."""
         at = layer.layer_idx
-        write_token(self._stores[at], self._tables[at], keys, values, self.lengths, self.on_device)
+        write_token(self._stores[at], self.tables[at], keys, values, self.lengths, self.on_device)
         for document, length in zip(self.documents, self.lengths, strict=True):
             document.layers[at].length = length + 1
 
@@ -66,14 +91,8 @@ class DecodeCache(RowCache):
         at, shape = layer.layer_idx, query.shape
         if len(self.documents) == 1:
             query = query.reshape(1, -1, 1, shape[-1])
-        seen, stores, table = layer.shape.visibility, self._stores[at], self._tables[at]
-        if self.are_bounds:
-            if not takes_pages(query, stores, table, params, seen):
-                raise ModelError(f"layer {at} does not attend by pages, but document by document")
-            lengths = [document.capacity for document in self.documents]
-        else:
-            lengths = [length + 1 for length in self.lengths]
-        part = attend_units(query, stores, table, lengths, params, seen)
+        lengths = [length + 1 for length in self.lengths]
+        part = attend_units(query, self._stores[at], self.tables[at], lengths, params, layer.shape.visibility)
         if self.merge is not None:
             part = self.merge(part)
         return part.finish(params).to(query.dtype).reshape(*shape[:-1], layer.shape.value_dim)
@@ -108,3 +127,54 @@ class DecodeCache(RowCache):
         self.current = None
         for document, length in zip(self.documents, self.lengths, strict=True):
             document.step_back(length)
+
+
+class PagedRows(RowCache):
+    """A token each of as many documents as page tables have slots for, whichever these are: what is recorded.
+
+    Parameters
+    ----------
+    shapes : sequence of LayerShape
+    pages : PageTables
+    """
+
+    prefilling = False
+
+    def __init__(self, shapes: Sequence[LayerShape], pages: PageTables) -> None:
+        self._pages, self.on_device = pages, torch.zeros(0)
+        super().__init__([RowLayer(self, at, shape) for at, shape in enumerate(shapes)])
+
+    def begin(self, lengths: torch.Tensor) -> None:
+        """Begin a step of documents of such lengths (documents,), int64 on the device."""
+        self.on_device = lengths
+
+    def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append each document's token of (1, kv_heads, documents, head_dim) to its own rows."""
+        self._pages.of_layers[layer.layer_idx].write(keys, values, self.on_device)
+
+    def attend(
+        self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend from each document's token to those before it; of one document the heads may come folded.
+
+        Raises
+        ------
+        ModelError
+            If the layer has no paged calls.
+        """
+        shape, seen, dim = query.shape, layer.shape.visibility, layer.shape.value_dim
+        if self._pages.layout.slots == 1:
+            query = query.reshape(1, -1, 1, shape[-1])
+        if not takes_pages(query, dim, params, seen):
+            raise ModelError(f"layer {layer.layer_idx} does not attend by pages, but document by document")
+        part = self._pages.of_layers[layer.layer_idx].attend(query, params, seen.window)
+        return part.finish(params).to(query.dtype).reshape(*shape[:-1], dim)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a slot has pages for."""
+        return self._pages.layout.width * PAGE_ROWS
+
+    def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
+        """Of each document: its token in the row, and a length that nothing may depend on."""
+        return [(1, 1)] * tokens

@@ -12,18 +12,23 @@ the copy goes with the last of them. What a step of decoding does with the rows 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import PAGE_ROWS, RowMemory, capacity_of
+from kvr_mpi.kv.arena import PAGE_ROWS, RowMemory, capacity_of, pages_for
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to
 from kvr_mpi.kv.layout import SharedRows, Slab, cut_pieces, joined
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
+
+Rows = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,6 +231,26 @@ class HeadStore:
         row = self.memory.first + run.row
         rows = SharedRows(self.start, run.keys, run.values, extent, row, run.keys.shape[1], owner=self)
         return (*self.shared, rows.up_to(rows.first + own))
+
+    @functools.cached_property
+    def paged(self) -> list[tuple[int, Rows, int, Rows]]:
+        """Say of each run of heads in an extent where it lies.
+
+        Its first head; of each head (heads,) the extent's row where its rows would begin if none were shared; the rows
+        that each has beside the document's tokens; and the pages of each (heads, pages), those that are shared first.
+        """
+        found = []
+        for run in self.runs:
+            heads, capacity = np.arange(run.heads, dtype=np.int32), run.keys.shape[1]
+            own = self.memory.first + run.row + heads * capacity
+            parts = [(rows.row + (run.first + heads) * rows.stride, rows.keys.shape[1]) for rows in self.shared]
+            pages = [
+                first[:, None] // PAGE_ROWS + np.arange(pages_for(rows)) for first, rows in [*parts, (own, capacity)]
+            ]
+            filled = self.shared_tokens + run.count - (self.origin if self.appends else 0)
+            whole = np.concatenate(pages, axis=1).astype(np.int32)
+            found.append((run.first, (own - self.shared_tokens).astype(np.int32), filled, whole))
+        return found
 
     def check_room(self, first: int, tokens: int) -> None:
         """Make sure that so many tokens fit from a position on.

@@ -6,12 +6,16 @@ processors, paged flash attention on GPUs, and torch, document by document, for 
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvr_mpi.kv.arena import PAGE_ROWS, Extent, pages_for
+from kvr_mpi.kv.arena import PAGE_ROWS, Extent
 from kvr_mpi.kv.attention import PartialAttention, takes_flash
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.varlen import attend_pages
@@ -19,90 +23,182 @@ from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.model.unit_table import Unit, UnitTable
 
+# What a page table says of a unit before its pages: the row where it would begin if none were shared, the rows it has
+# beside the document's tokens, and whether it is there.
+BEGINS, FILLED, IS_HERE, COLUMNS = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """What the page tables of some documents depend on beside numbers: kernels that read them may be launched again.
+
+    extents : of each layer, those where units lie; a layer's table has every unit in every one of them.
+    kv_heads : of each layer.
+    slots : documents in a row, or more.
+    width : pages of a unit, or more.
+    appends : whether tokens to come are kept here.
+    is_complete : whether all heads of all documents lie in one extent of each layer.
+    """
+
+    extents: tuple[tuple[weakref.ref[Extent], ...], ...]
+    kv_heads: tuple[int, ...]
+    slots: int
+    width: int
+    appends: bool
+    is_complete: bool
+
+    @classmethod
+    def of(cls, layers: Sequence[Sequence[HeadStore]]) -> PageLayout | None:
+        """Find that of documents, of each layer of which the stores are given; None if some lie in no pages."""
+        extents = [dict.fromkeys(store.memory.extent for store in stores if store.runs) for stores in layers]
+        held = [store for stores in layers for store in stores if store.runs]
+        if not held or any(None in each for each in extents):
+            return None
+        appends = held[0].appends
+        assert all(store.appends == appends for store in held), "a rank keeps tokens to come, or does not"
+        kv_heads = tuple(stores[0].shape.num_kv_heads for stores in layers)
+        heads = [sum(len(store.heads) for store in stores) for stores in layers]
+        whole = all(count == each * len(layers[0]) for count, each in zip(heads, kv_heads, strict=True))
+        return cls(
+            tuple(tuple(weakref.ref(extent) for extent in each if extent is not None) for each in extents),
+            kv_heads,
+            len(layers[0]),
+            max(pages.shape[1] for store in held for _, _, _, pages in store.paged),
+            appends,
+            whole and all(len(each) == 1 for each in extents),
+        )
+
+    @property
+    def shapes(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+        """Of each layer: of its columns (`COLUMNS`, extents, units), and of its pages (extents, units, width)."""
+        sizes = [(len(one), self.slots * heads) for one, heads in zip(self.extents, self.kv_heads, strict=True)]
+        return [((COLUMNS, extents, units), (extents, units, self.width)) for extents, units in sizes]
+
+    def numbers(self, layers: Sequence[Sequence[HeadStore]]) -> Numbers:
+        """Write the tables of documents, one after the other: of each layer its columns, and then its pages.
+
+        What is not there reads and writes the extent's spare page.
+        """
+        tables = list[Numbers]()
+        for shapes, extents, kv_heads, stores in zip(self.shapes, self.extents, self.kv_heads, layers, strict=True):
+            columns, all_pages = (np.zeros(shape, dtype=np.int32) for shape in shapes)
+            alive = [one for one in (extent() for extent in extents) if one is not None]
+            for at, extent in enumerate(alive):
+                columns[BEGINS, at], all_pages[at] = extent.pages * PAGE_ROWS, extent.pages
+            for document, store in enumerate(stores):
+                at = 0 if store.memory.extent is None else alive.index(store.memory.extent)
+                for first, begins, filled, pages in store.paged:
+                    units = slice(document * kv_heads + first, document * kv_heads + first + len(begins))
+                    for column, number in ((BEGINS, begins), (FILLED, filled), (IS_HERE, 1)):
+                        columns[column, at, units] = number
+                    all_pages[at, units] = pages[:, :1]  # of those beyond its own no row is read
+                    all_pages[at, units, : pages.shape[1]] = pages
+            tables += columns.ravel(), all_pages.ravel()
+        return np.concatenate(tables)
+
+
+class PageTables:
+    """Those of all layers, on their device.
+
+    Attributes
+    ----------
+    of_layers : list of PageTable
+    """
+
+    def __init__(self, layout: PageLayout, device: torch.device) -> None:
+        self.layout, self.of_layers, at = layout, list[PageTable](), 0
+        self._numbers = torch.zeros(
+            sum(math.prod(shape) for pair in layout.shapes for shape in pair), dtype=torch.int32, device=device
+        )
+        for layer, pair in enumerate(layout.shapes):
+            columns, pages = map(math.prod, pair)
+            parts = self._numbers[at : at + columns], self._numbers[at + columns : at + columns + pages]
+            self.of_layers.append(PageTable(layout, layer, parts[0].view(pair[0]), parts[1].view(pair[1])))
+            at += columns + pages
+
+    def fill(self, layers: Sequence[Sequence[HeadStore]]) -> None:
+        """Let them be those of other documents of the same layout."""
+        self._numbers.copy_(torch.from_numpy(self.layout.numbers(layers)))
+
 
 class PageTable:
-    """The units of a layer that lie in one extent, on its device.
+    """A layer's units.
 
     Parameters
     ----------
-    extent : Extent
-    stores : sequence of HeadStore
-        Of all documents, in any extents; those that keep tokens to come, or those that do not.
+    columns, pages : Tensor
+        Of `PageLayout.shapes`, on the device.
     """
 
-    def __init__(self, extent: Extent, stores: Sequence[HeadStore]) -> None:
-        self._extent, device = extent, extent.keys.device
-        held = [(at, store) for at, store in enumerate(stores) if store.memory.extent is extent]
-        self.appends, kv_heads = held[0][1].appends, stores[0].shape.num_kv_heads
-        assert all(store.appends == self.appends for _, store in held), "a rank keeps tokens to come, or does not"
-        units = [unit for at, store in held for unit in _paged(at, store, kv_heads)]
-        documents, slots, begins, filled, pages = (list(each) for each in zip(*units, strict=True))
-        most = max(map(len, pages))
-        pages = [[*own, *own[:1] * (most - len(own))] for own in pages]  # of those beyond its own no row is read
-        self._on_host = np.array(filled), np.array(documents)
-        self.is_complete = slots == list(range(len(stores) * kv_heads))
-        self._documents, self.slots, self._begins, self._filled = (
-            torch.tensor(numbers, device=device) for numbers in (documents, slots, begins, filled)
-        )
-        self.pages = torch.tensor(pages, dtype=torch.int32, device=device)
-        self._edges = torch.arange(len(units) + 1, dtype=torch.int32, device=device)
+    def __init__(self, layout: PageLayout, layer: int, columns: torch.Tensor, pages: torch.Tensor) -> None:
+        self._layout, self._layer = layout, layer
+        self._begins, self._filled, self._is_here, self.pages = columns[0], columns[1], columns[2], pages
+        units, device = pages.shape[1], pages.device
+        self._documents = torch.arange(units, device=device) // layout.kv_heads[layer]
+        self._edges = torch.arange(units + 1, dtype=torch.int32, device=device)
         self._counts = self._filled
 
+    @property
+    def _extents(self) -> list[Extent]:
+        return [one for one in (extent() for extent in self._layout.extents[self._layer]) if one is not None]
+
     def write(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Append a token of each slot (documents * kv_heads, dim) to its unit.
+        """Append a token of each document, keys and values (1, kv_heads, documents, dim), to its units.
 
         Parameters
         ----------
         lengths : Tensor
             Tokens of each document before that one (documents,), int64 on the device.
         """
-        if not self.appends:
+        if not self._layout.appends:
             return
-        self._counts = self._filled + lengths.index_select(0, self._documents)
-        rows = self._begins + self._counts
-        self._counts = self._counts + 1
-        for place, tokens in ((self._extent.keys, keys), (self._extent.values, values)):
-            place.index_copy_(0, rows, tokens if self.is_complete else tokens.index_select(0, self.slots))
+        counts = self._filled + self._is_here * lengths.index_select(0, self._documents)
+        rows = self._begins + counts
+        self._counts = (counts + 1).int()
+        by_unit = [tokens[0].transpose(0, 1).flatten(0, 1) for tokens in (keys, values)]
+        for extent, places in zip(self._extents, rows, strict=True):
+            extent.keys.index_copy_(0, places, by_unit[0])
+            extent.values.index_copy_(0, places, by_unit[1])
 
-    def attend(
-        self, query: torch.Tensor, lengths: Sequence[int], params: AttentionParams, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from each slot (documents * kv_heads, group, head_dim); as `attend_pages`, of the units."""
-        filled, documents = self._on_host
-        longest = int((filled + self.appends * np.array(lengths)[documents]).max())
-        keys, values = (each.view(-1, PAGE_ROWS, 1, each.shape[1]) for each in (self._extent.keys, self._extent.values))
-        query = query if self.is_complete else query.index_select(0, self.slots)
-        counts = self._counts.int()
-        return attend_pages(query, keys, values, params, self.pages, counts, self._edges, longest, window)
-
-
-def _paged(document: int, store: HeadStore, kv_heads: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
-    """Yield of each KV head of a document: the document, the slot, where its rows would begin if none were shared.
-
-    Then the rows it has beside the document's tokens, and its pages, those that are shared first.
-    """
-    for run in store.runs:
-        filled = store.shared_tokens + run.count - (store.origin if store.appends else 0)
-        for head in range(run.heads):
-            own = store.memory.first + run.row + head * run.keys.shape[1]
-            parts = [(rows.row + (run.first + head) * rows.stride, rows.keys.shape[1]) for rows in store.shared]
-            parts.append((own, run.keys.shape[1]))
-            pages = [row // PAGE_ROWS + page for row, rows in parts for page in range(pages_for(rows))]
-            yield document, document * kv_heads + run.first + head, own - store.shared_tokens, filled, pages
+    def attend(self, query: torch.Tensor, params: AttentionParams, window: int | None) -> PartialAttention:
+        """Attend from a token of each document (1, heads, documents, head_dim), with a call for each extent."""
+        documents, dim = query.shape[2:]
+        units = query[0].view(self._layout.kv_heads[self._layer], -1, documents, dim).permute(2, 0, 1, 3).flatten(0, 1)
+        longest, parts = self._layout.width * PAGE_ROWS, []
+        for extent, pages, counts in zip(self._extents, self.pages, self._counts, strict=True):
+            keys, values = (each.view(-1, PAGE_ROWS, 1, each.shape[1]) for each in (extent.keys, extent.values))
+            parts.append(attend_pages(units, keys, values, params, pages, counts, self._edges, longest, window))
+        out, lse = parts[0]
+        if not self._layout.is_complete:
+            out, lse = torch.zeros_like(units), torch.full_like(units[..., 0], float("-inf"), dtype=torch.float32)
+            for is_here, (its_out, its_lse) in zip(self._is_here.bool(), parts, strict=True):
+                out = torch.where(is_here.view(-1, 1, 1), its_out, out)
+                lse = torch.where(is_here.view(-1, 1), its_lse, lse)
+        return PartialAttention(
+            out.reshape(1, documents, -1, dim).transpose(1, 2), lse.reshape(1, documents, -1).transpose(1, 2)
+        )
 
 
-# A layer's units, as one of the backends reads them: by the kernel, or by a call for each extent.
-Table = UnitTable | list[PageTable]
+# A layer's units, as one of the backends reads them: by the kernel, or by paged calls.
+Table = UnitTable | PageTable
+Numbers = npt.NDArray[np.int32]
 
 
-def unit_table(stores: Sequence[HeadStore]) -> Table:
-    """Make the table of a layer of several documents."""
-    extents = {id(store.memory.extent): store.memory.extent for store in stores if store.runs}
-    tables = [PageTable(extent, stores) for extent in extents.values() if extent is not None]
-    if tables and len(tables) == len(extents):
-        return tables
-    units = [unit for at, store in enumerate(stores) for unit in _units_of(at, store)]
-    return UnitTable(len(stores), stores[0].shape.num_kv_heads, units)
+def unit_tables(layers: Sequence[Sequence[HeadStore]]) -> list[Table]:
+    """Make the table of each layer of several documents, of which their stores are given."""
+    layout = PageLayout.of(layers)
+    if layout is not None:
+        pages = PageTables(layout, layers[0][0].memory.keys.device)
+        pages.fill(layers)
+        return list(pages.of_layers)
+    return [
+        UnitTable(
+            len(stores),
+            stores[0].shape.num_kv_heads,
+            [unit for at, store in enumerate(stores) for unit in _units_of(at, store)],
+        )
+        for stores in layers
+    ]
 
 
 def _units_of(document: int, store: HeadStore) -> Iterator[Unit]:
@@ -133,10 +229,8 @@ def write_token(
     lengths, on_device : sequence of int, Tensor
         Tokens of each document before that one, on the host and (documents,), int64, on the device.
     """
-    if isinstance(table, list):
-        by_slot = [tokens[0].transpose(0, 1).flatten(0, 1) for tokens in (keys, values)]
-        for part in table:
-            part.write(by_slot[0], by_slot[1], on_device)
+    if isinstance(table, PageTable):
+        table.write(keys, values, on_device)
         return
     places, tokens = list[torch.Tensor](), list[torch.Tensor]()
     rows = zip(stores, lengths, keys[0].unbind(1), values[0].unbind(1), strict=True)
@@ -159,11 +253,9 @@ def write_token(
         torch._foreach_copy_(places, tokens)
 
 
-def takes_pages(
-    query: torch.Tensor, stores: Sequence[HeadStore], table: Table, params: AttentionParams, seen: Visibility
-) -> bool:
-    """Whether `attend_units` has calls for all documents at once, which are told of their lengths by the device."""
-    return isinstance(table, list) and seen.chunk is None and takes_flash(query, stores[0].memory.values, params)
+def takes_pages(query: torch.Tensor, value_dim: int, params: AttentionParams, seen: Visibility) -> bool:
+    """Whether a layer's paged calls are for such a query, and what it sees."""
+    return seen.chunk is None and takes_flash(query, query.new_empty(0, value_dim), params)
 
 
 def attend_units(
@@ -182,8 +274,8 @@ def attend_units(
         (1, heads, documents, head_dim).
     stores : sequence of HeadStore
         Of each document.
-    table : UnitTable or list of PageTable
-        Made of them (`unit_table`).
+    table : UnitTable or PageTable
+        Made of them (`unit_tables`).
     lengths : sequence of int
         Tokens of each document, that one included.
     seen : Visibility
@@ -194,8 +286,8 @@ def attend_units(
     PartialAttention
         Of (1, heads, documents, value_dim); of heads that are not held the log-sum-exp is minus infinity.
     """
-    if isinstance(table, list) and takes_pages(query, stores, table, params, seen):
-        return _attend_paged(query, table, stores[0].shape.num_kv_heads, lengths, params, seen.window)
+    if isinstance(table, PageTable) and takes_pages(query, stores[0].shape.value_dim, params, seen):
+        return table.attend(query, params, seen.window)
     firsts = None if seen.size is None else [seen.first_key(length - 1) for length in lengths]
     kernel = params.kernel
     if kernel is not None and isinstance(table, UnitTable) and params.is_plain and kernel.takes_units(query, table):
@@ -209,26 +301,3 @@ def attend_units(
     if len(parts) == 1:
         return parts[0]
     return PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
-
-
-def _attend_paged(
-    query: torch.Tensor,
-    tables: Sequence[PageTable],
-    kv_heads: int,
-    lengths: Sequence[int],
-    params: AttentionParams,
-    window: int | None,
-) -> PartialAttention:
-    """Attend with a call for each extent; slots are documents and, of each, KV heads."""
-    documents, dim = query.shape[2:]
-    slots = query[0].view(kv_heads, -1, documents, dim).permute(2, 0, 1, 3).flatten(0, 1)
-    parts = [table.attend(slots, lengths, params, window) for table in tables]
-    (out, lse), *others = parts
-    if others or not tables[0].is_complete:
-        out, lse = torch.zeros_like(slots), torch.full_like(slots[..., 0], float("-inf"), dtype=torch.float32)
-        for table, (its_out, its_lse) in zip(tables, parts, strict=True):
-            out.index_copy_(0, table.slots, its_out)
-            lse.index_copy_(0, table.slots, its_lse)
-    return PartialAttention(
-        out.reshape(1, documents, -1, dim).transpose(1, 2), lse.reshape(1, documents, -1).transpose(1, 2)
-    )

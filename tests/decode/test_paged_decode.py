@@ -90,7 +90,7 @@ def test_pages_of_another_document_are_found_out(reads_pages: Watched, monkeypat
     attend = PageTable.attend
 
     def swapped(table: PageTable, *given: Any) -> Any:
-        table.pages = table.pages.flip(0)
+        table.pages = table.pages.flip(1)
         return attend(table, *given)
 
     monkeypatch.setattr(PageTable, "attend", swapped)

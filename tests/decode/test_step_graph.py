@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.decode import step_graph
-from kvr_mpi.decode.step_graph import STEPS_CHECKED, Recorder
+from kvr_mpi.decode.step_graph import Recorder
 from kvr_mpi.model import LoadedModel
 
 Operation = tuple[Any, Any, Any, list[Any]]
@@ -109,8 +109,9 @@ def test_replayed_steps_answer_as_those_that_run(
     expected = truth(name, monkeypatch)
     assert not graphs
     assert answers(name, pages=pages) == expected
-    assert recorders[-1].why_not is None and not recorders[-1].checks_left
-    assert sum(graph.replays for graph in graphs) > STEPS_CHECKED + 5, "most steps are not run anew"
+    assert recorders[-1].why_not is None
+    assert sum(graph.replays for graph in graphs) > 12, "most steps are not run anew"
+    assert len(graphs) < 6, "others join and leave in the same slots"
 
 
 def test_what_the_host_decides_is_not_recorded(

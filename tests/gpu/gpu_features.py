@@ -17,7 +17,7 @@ from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.units import attend_units, unit_table, write_token
+from kvr_mpi.kv.units import attend_units, unit_tables, write_token
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import Visibility
@@ -95,7 +95,7 @@ def ragged_heads_are_exact(given: Given) -> Figures:
         for rows in (memory.keys, memory.values):
             rows.copy_(torch.randn(rows.shape, generator=draw, device=device))
         store = HeadStore.by_heads(memory, shape, kept, 3, origin)
-        table, length = unit_table([store]), torch.tensor([origin], device=device)
+        table, length = unit_tables([[store]])[0], torch.tensor([origin], device=device)
         fresh = torch.randn(2, 1, 4, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
         write_token([store], table, fresh[0], fresh[1], [origin], length)
         query = torch.randn(1, 16, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)

@@ -170,6 +170,17 @@ class Event:
         return 1e3 * (later.at_s - self.at_s)
 
 
+class Graph:
+    """Records nothing: float32 has no paged calls, which is found out on the way."""
+
+    def capture_begin(self, **how: Any) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None:
+        raise AssertionError("what is pretended here is not recorded")
+
+
 class _NoStack(list[Any]):
     """In the place of where an access came from, which takes the sanitizer longer than all else."""
 
@@ -383,6 +394,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
         monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpus, torch.device(device)))
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event(gpus, **options))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device=CPU: generator())

@@ -12,7 +12,7 @@ from fake_gpu import FlashReference
 from kvr_mpi.kv import units
 from kvr_mpi.kv.arena import Arena, make_rows
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.units import attend_units, unit_table, write_token
+from kvr_mpi.kv.units import PageTable, attend_units, unit_tables, write_token
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
@@ -46,8 +46,9 @@ def test_pages_read_what_torch_reads(
     arena = Arena([SHAPE], torch.float32, CPU, extent_bytes=0)
     arena.spare_bytes = pages * arena.page_bytes
     rows = [[made(own, length, random.Random(length), kind) for length in lengths] for own in (arena, None)]
-    tables = [unit_table(stores) for stores in rows]
-    assert isinstance(tables[0], list) and (len(tables[0]) > 1) == (pages == 0) and not isinstance(tables[1], list)
+    tables = [unit_tables([stores])[0] for stores in rows]
+    assert isinstance(tables[0], PageTable) and (len(tables[0]._extents) > 1) == (pages == 0)
+    assert not isinstance(tables[1], PageTable)
     for step in (0, 0, 1, 2):  # the first one failed behind this layer, and is run again
         before = [length + step for length in lengths]
         query = torch.randn(1, 3 * GROUP, len(lengths), 8, generator=draw)
@@ -66,7 +67,7 @@ def test_what_flash_attention_does_not_take_is_read_where_it_lies() -> None:
     arena = Arena([SHAPE], torch.float32, CPU, extent_bytes=0)
     stores, truth = ([made(own, 300, random.Random(1), "ragged")] for own in (arena, None))
     query, params = torch.randn(1, 3 * GROUP, 1, 8), AttentionParams(0.3, softcap=2.0)
-    parts = [attend_units(query, each, unit_table(each), [300], params, Visibility()) for each in (stores, truth)]
+    parts = [attend_units(query, each, unit_tables([each])[0], [300], params, Visibility()) for each in (stores, truth)]
     torch.testing.assert_close(parts[0].out, parts[1].out)
 
 
