@@ -13,9 +13,13 @@ import torch
 from fake_gpu import VARLEN, FlashReference
 from models import tiny
 from rows import other_prompt
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
+from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.decode.step_graph import Recorder
 from kvr_mpi.kv import packed_row, units
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
@@ -55,6 +59,59 @@ def pages_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     monkeypatch.setattr(units, "takes_flash", takes)
     with Watched() as watched:
         yield watched
+
+
+Operation = tuple[Any, Any, Any, list[Any]]
+
+
+class Recording(TorchDispatchMode):
+    """A graph of operations, each with the tensors that it gave: replayed, these are filled again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, tree_leaves(found)))
+        return found
+
+    def spoil(self) -> None:
+        """What was recorded has not run."""
+        for func, _, _, found in self.operations:
+            if all(each.alias_info is None for each in func._schema.returns):
+                for each in found:
+                    if isinstance(each, torch.Tensor):
+                        each.fill_(-1)
+
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, found in self.operations:
+            for old, new in zip(found, tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def steps_recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """Record steps as on a GPU; returns all graphs, as they are made."""
+    made: list[Recording] = []
+    why_not = step_graph._why_not
+
+    @contextmanager
+    def record(recorder: Recorder) -> Iterator[Recording]:
+        made.append(Recording())
+        with made[-1]:
+            yield made[-1]
+        made[-1].spoil()
+
+    def as_on_a_gpu(loaded: LoadedModel) -> str | None:
+        why = why_not(loaded)
+        return None if why and "processor" in why else why
+
+    monkeypatch.setattr(Recorder, "record", record)
+    monkeypatch.setattr(step_graph, "_why_not", as_on_a_gpu)
+    return made
 
 
 def ready(name: str) -> LoadedModel:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from paged_rows import LENGTHS, NEW_TOKENS, Numbers, Watched, answer, arena_of, pages_read, ready
+from paged_rows import LENGTHS, NEW_TOKENS, Numbers, Watched, answer, arena_of, pages_read, ready, steps_recorded
 from rows import one_thread, other_prompt
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.tiny import shrink
+from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.units import PageTable
@@ -45,14 +46,21 @@ def test_pages_change_no_answer(name: str) -> None:
     assert not arena.extents, "what has left holds no memory"
 
 
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["run", "recorded"])
 @pytest.mark.parametrize(("name", "pages"), [*((name, 8) for name in NAMES), ("mistral-window", 1)])
-def test_one_call_reads_the_pages_of_all(reads_pages: Watched, name: str, pages: int) -> None:
+def test_one_call_reads_the_pages_of_all(
+    reads_pages: Watched, name: str, pages: int, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a page for each head to an extent, documents lie in several, with a call each."""
     loaded = ready(name)
+    if is_recorded:
+        monkeypatch.setattr(step_graph, "STEPS_BEFORE", 0)
+        graphs = steps_recorded(monkeypatch)
     truth = answer(loaded, None)
     assert reads_pages.paged_calls == 0
     assert answer(loaded, arena_of(loaded, pages)) == truth
     assert bool(reads_pages.paged_calls) == (name != "gemma2-softcap")
+    assert not is_recorded or any(graph.replays for graph in graphs) == (name != "gemma2-softcap")
 
 
 def test_a_layer_takes_one_call_for_all_documents(reads_pages: Watched) -> None:

@@ -4,75 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import paged_rows
 import pytest
 import torch
-from paged_rows import answer, arena_of, pages_read, ready
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from paged_rows import Recording, answer, arena_of, pages_read, ready, steps_recorded
 
 from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.step_graph import Recorder
 from kvr_mpi.model import LoadedModel
 
-Operation = tuple[Any, Any, Any, list[Any]]
-
-
-class Recording(TorchDispatchMode):
-    """A graph of operations, each with the tensors that it gave: replayed, these are filled again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Operation] = []
-        self.replays = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, tree_leaves(found)))
-        return found
-
-    def spoil(self) -> None:
-        """What was recorded has not run."""
-        for func, _, _, found in self.operations:
-            if all(each.alias_info is None for each in func._schema.returns):
-                for each in found:
-                    if isinstance(each, torch.Tensor):
-                        each.fill_(-1)
-
-    def replay(self) -> None:
-        self.replays += 1
-        for func, args, kwargs, found in self.operations:
-            for old, new in zip(found, tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
     """Every graph that is recorded, as if on a GPU."""
-    made: list[Recording] = []
-
-    @contextmanager
-    def record(recorder: Recorder) -> Iterator[Recording]:
-        made.append(Recording())
-        with made[-1]:
-            yield made[-1]
-        made[-1].spoil()
-
-    monkeypatch.setattr(Recorder, "record", record)
     monkeypatch.setattr(paged_rows, "NEW_TOKENS", 24)
-    is_there = step_graph._why_not
-
-    def as_on_a_gpu(loaded: LoadedModel) -> str | None:
-        why = is_there(loaded)
-        return None if why and "processor" in why else why
-
-    monkeypatch.setattr(step_graph, "_why_not", as_on_a_gpu)
     with pages_read(monkeypatch):
-        yield made
+        yield steps_recorded(monkeypatch)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,25 @@ import pytest
 import torch
 from chains import chain
 from models import prompt, tiny
+from paged_rows import arena_of, pages_read, steps_recorded
 from rows import alone, long_rope, one_thread, other_prompt
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 
 from benchmarks.kept import keep_only
+from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.decode.group import Alone
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.head_store import check_retained
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, run_next
+from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.routes import relay
 
 __all__ = ["one_thread"]  # a fixture of every test here
@@ -205,19 +210,27 @@ def answers(pool: DecodeBatch[str]) -> dict[str, Finished[str]]:
     raise AssertionError("the pool never ends")
 
 
-def compressed(loaded: LoadedModel, tokens: int) -> Prefill:
-    prefill = alone(loaded, other_prompt(tokens), NEW_TOKENS)
+def compressed(loaded: LoadedModel, tokens: int, arena: Arena | None = None) -> Prefill:
+    (prefill,) = prefill_packed(loaded, [other_prompt(tokens)], reserve_tokens=NEW_TOKENS, arena=arena)
     if tokens != 18:  # one stays whole among the others
         keep_only(prefill.cache, choose(loaded, tokens), NEW_TOKENS)
     return prefill
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "gemma2-softcap"])
-def test_in_company_answers_are_the_same(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "pages"), [("llama-gqa", 0), ("qwen2", 0), ("gemma2-softcap", 0), ("llama-gqa", 1), ("qwen2", 40)]
+)
+def test_in_company_answers_are_the_same(name: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory of their own, or (with a page to an extent, or many) in pages, in steps that are recorded."""
+    monkeypatch.setattr(step_graph, "STEPS_BEFORE", 0)
+    graphs = steps_recorded(monkeypatch)
     loaded, pool = ready(name), make_pool(ready(name))
+    arena = arena_of(loaded, pages) if pages else None
     for tokens in LENGTHS:
-        pool.add(str(tokens), compressed(loaded, tokens), other_prompt(tokens), 0)
-    found = answers(pool)
+        pool.add(str(tokens), compressed(loaded, tokens, arena), other_prompt(tokens), 0)
+    with pages_read(monkeypatch) if pages else nullcontext():
+        found = answers(pool)
+    assert any(graph.replays for graph in graphs) == bool(pages)
     for tokens in LENGTHS:
         answer = found[str(tokens)].answer
         assert answer is not None and list(answer.token_ids) == steps(loaded, compressed(loaded, tokens), NEW_TOKENS)[0]

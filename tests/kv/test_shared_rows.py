@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from models import prompt
-from paged_rows import Numbers, arena_of, pages_read, ready
+from paged_rows import Numbers, arena_of, pages_read, ready, steps_recorded
 from rows import alone, one_thread
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
+from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.arena import PAGE_ROWS, Arena
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -72,13 +73,18 @@ def storages(caches: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
     return held
 
 
-@pytest.mark.parametrize("way", ["own memory", "pages", "pages, read at once", "pages, no room beside"])
+@pytest.mark.parametrize(
+    "way", ["own memory", "pages", "pages, read at once", "pages, read at once, recorded", "pages, no room beside"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_of_each_prompt_alone(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = ready(name)
     arena = None if way == "own memory" else arena_of(loaded, 1 if "no room" in way else 40)
     ids = [[*prompt(300), *end] for end in ENDS]
     truth = [answered(loaded, [each], [alone(loaded, each, NEW_TOKENS)])[0] for each in ids]
+    if "recorded" in way:
+        monkeypatch.setattr(step_graph, "STEPS_BEFORE", 0)
+        steps_recorded(monkeypatch)
     with pages_read(monkeypatch) if "at once" in way else nullcontext():
         document = shared(loaded, 300, arena)
         prefills = ask(loaded, document, ENDS, arena)
