@@ -47,15 +47,22 @@ class StepGraph:
 
     Parameters
     ----------
-    loaded : LoadedModel
+    recorder : Recorder
     layout : PageLayout
-    graph : torch.cuda.CUDAGraph
-        Made by `Recorder.record`.
+    cache : DecodeCache
+        Of prompts that have such a layout, or a narrower one, between two steps.
 
     Attributes
     ----------
     checks_left : int
         Replays that are still to be held against steps that run.
+
+    Raises
+    ------
+    ModelError
+        If a layer has no paged calls.
+    RuntimeError
+        If what the model does cannot be recorded, or there is no memory for it.
     """
 
     def __init__(self, recorder: Recorder, layout: PageLayout, cache: DecodeCache) -> None:

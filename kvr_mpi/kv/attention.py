@@ -126,7 +126,12 @@ def attend(
             return PartialAttention(out.reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
         if takes_flash(query, values, params):
             if _suits_cudnn(query, keys, causal=causal):
-                return _attend_cudnn(query, keys, values, params, causal=causal)
+                try:
+                    return _attend_cudnn(query, keys, values, params, causal=causal)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:  # it finds no plan for such lengths
+                    _cudnn_failures(query.device).append(str(error))
             return _attend_flash(query, keys, values, params, window=None, causal=causal)
     return _attend_bent(query, keys, values, params, offset=0 if causal else None, window=None)
 
@@ -198,7 +203,15 @@ def _has_flash(device: torch.device) -> bool:
 def _suits_cudnn(query: torch.Tensor, keys: torch.Tensor, *, causal: bool) -> bool:
     """Whether cuDNN's attention gains more than its plan costs, of what flash attention can do."""
     scores = query.shape[1] * query.shape[2] * keys.shape[2] // (2 if causal else 1)
-    return scores >= CUDNN_SCORES and query.shape[-1] <= CUDNN_HEAD_DIM and _has_cudnn(query.device, query.dtype)
+    if scores < CUDNN_SCORES or query.shape[-1] > CUDNN_HEAD_DIM or _cudnn_failures(query.device):
+        return False
+    return _has_cudnn(query.device, query.dtype)
+
+
+@functools.cache
+def _cudnn_failures(device: torch.device) -> list[str]:
+    """Of a device; after the first one cuDNN is not asked again."""
+    return []
 
 
 @functools.cache

@@ -50,7 +50,7 @@ class PageLayout:
     @classmethod
     def of(cls, layers: Sequence[Sequence[HeadStore]]) -> PageLayout | None:
         """Find that of documents, of each layer of which the stores are given; None if some lie in no pages."""
-        extents = [dict.fromkeys(store.memory.extent for store in stores if store.runs) for stores in layers]
+        extents = [sorted({store.memory.extent for store in stores if store.runs}, key=id) for stores in layers]
         held = [store for stores in layers for store in stores if store.runs]
         if not held or any(None in each for each in extents):
             return None

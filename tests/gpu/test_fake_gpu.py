@@ -260,3 +260,64 @@ def test_flash_attention_is_told_what_is_meant(queries: int, window: int | None)
     torch.testing.assert_close(found.lse, truth.lse)
     if queries == 20:
         torch.testing.assert_close(causal.out, attend(query, keys, keys, params, causal=True).out)
+
+
+class CudnnReference(TorchDispatchMode):
+    """cuDNN's attention as torch's sources have it: grouped heads, a log-sum-exp with one element more; or it fails."""
+
+    def __init__(self, error: Exception | None = None, off: float = 0.0) -> None:
+        super().__init__()
+        self.error, self.off, self.calls = error, off, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._scaled_dot_product_cudnn_attention.default:
+            return func(*args, **(kwargs or {}))
+        query, keys, values, mask, needs_lse = args[:5]
+        dropout, causal = args[5:7] or (0.0, False)  # torch leaves out what is its default
+        assert mask is None and needs_lse and not dropout
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        how = {"offset": 0 if causal else None, "window": None}
+        part = attention._attend_blocks(query, keys, values, AttentionParams(kwargs["scale"]), **how)
+        return part.out.to(query.dtype) + self.off, part.lse.unsqueeze(-1), None, None
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a CPU, what a Hopper GPU would choose: flash attention, or for the scores of these tests cuDNN's."""
+    attention._has_cudnn.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "takes_flash", lambda query, values, params: True)
+    monkeypatch.setattr(attention, "CUDNN_SCORES", 4 * 20 * 20 // 2)
+    yield
+    attention._has_cudnn.cache_clear()
+
+
+def on_hopper(query: torch.Tensor, keys: torch.Tensor, *, causal: bool) -> PartialAttention:
+    """As `attend` does on a GPU."""
+    params = AttentionParams(0.3)
+    if attention._suits_cudnn(query, keys, causal=causal):
+        return attention._attend_cudnn(query, keys, keys, params, causal=causal)
+    return attention._attend_flash(query, keys, keys, params, window=None, causal=causal)
+
+
+@pytest.mark.parametrize(("queries", "causal", "calls"), [(20, True, 1), (20, False, 1), (9, False, 0), (10, False, 1)])
+def test_cudnn_is_told_what_is_meant_of_long_prompts(hopper: None, queries: int, causal: bool, calls: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(1, heads, 20, 16, generator=draw) for heads in (4, 2))
+    with torch.inference_mode(), FlashReference(), CudnnReference() as cudnn:
+        found = on_hopper(query[:, :, :queries], keys, causal=causal)
+    truth = attend(query[:, :, :queries], keys, keys, AttentionParams(0.3), causal=causal)
+    torch.testing.assert_close(found.out, truth.out)
+    torch.testing.assert_close(found.lse, truth.lse)
+    assert cudnn.calls == (calls and 2 + calls), "tried on two shapes, and then used"
+
+
+@pytest.mark.parametrize(("error", "off"), [(RuntimeError("version mismatch"), 0.0), (None, 0.5)])
+def test_cudnn_is_not_used_where_it_fails_or_differs(hopper: None, error: Exception | None, off: float) -> None:
+    query = torch.randn(1, 4, 20, 16)
+    with torch.inference_mode(), FlashReference(), CudnnReference(error, off) as cudnn:
+        on_hopper(query, query, causal=True)
+        on_hopper(query, query, causal=True)
+    assert cudnn.calls == 1, "that is found out once"
