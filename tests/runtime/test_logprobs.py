@@ -166,9 +166,9 @@ def test_only_the_answer_that_is_kept_has_them(job: Path, tmp_path: Path, run_he
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("generation.top_logprobs=3", "Set generation.logprobs to the number"),
+        ("generation.top_logprobs=3", "did you mean 'logprobs'"),
         ("generation.logprobs=21", "less than or equal to 20"),
-        ("generation.logprobs=true", "Set it to 0"),
+        ("generation.logprobs=true", "valid integer"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(job: Path, run_here: Any, setting: str, said: str) -> None:

@@ -71,7 +71,6 @@ def test_arrays_that_cannot_be_meant(arguments: list[str], why: str, job: Path, 
         (["--account", "abc"], "options of sbatch are written --NAME=VALUE"),
         (["-p"], "expected a long option of sbatch"),
         (["--resum"], "Did you mean --resume?"),
-        (["--at-once=2"], "Use --array N%K"),
     ],
 )
 def test_words_that_are_neither_ours_nor_sbatchs(arguments: list[str], why: str, job: Path, run_kvr: Kvr) -> None:
