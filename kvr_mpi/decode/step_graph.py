@@ -30,7 +30,7 @@ from kvr_mpi.prefill.packed import decode_packed, run_step
 STEPS_BEFORE = 3
 # Replays of a graph that are held against steps that run.
 STEPS_CHECKED = 2
-# Slots and pages come in these steps: with few there are few graphs, and with many few slots are empty.
+# Slots come in these steps, so that there are few graphs and few empty slots; pages in powers of two, from these on.
 FEW_SLOTS, SLOTS, PAGES = (1, 2, 4), 8, 8
 # Graphs that are kept, the last used: each has some memory of its own.
 MOST_GRAPHS = 8
@@ -39,7 +39,7 @@ MOST_GRAPHS = 8
 def widened(layout: PageLayout) -> PageLayout:
     """Give a layout as many slots and pages as those are recorded for that it may be replayed in."""
     slots = next((few for few in FEW_SLOTS if few >= layout.slots), -(-layout.slots // SLOTS) * SLOTS)
-    return replace(layout, slots=slots, width=-(-layout.width // PAGES) * PAGES)
+    return replace(layout, slots=slots, width=max(PAGES, 1 << (layout.width - 1).bit_length()))
 
 
 class StepGraph:
