@@ -81,7 +81,7 @@ def test_what_is_older_than_its_code_is_said(tmp_path: Path, monkeypatch: pytest
 
     git("init", "-q")
     monkeypatch.setattr(figures, "ROOT", tmp_path)
-    one = replace(MEASURED["handing-on"], commit=commit("code"), measures=["code"])
+    one = replace(MEASURED["slow-links"], commit=commit("code"), measures=["code"])
     commit("other")
     assert not figures.age_of(one)
     (tmp_path / "code").write_text("changed")
