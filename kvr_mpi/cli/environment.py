@@ -28,7 +28,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "SLURM_JOB_END_TIME": "time when the job has to end (Unix time), unless `--time-limit` is given; set by SLURM "
         "or the job script",
         "CUDA_MODULE_LOADING": "`EAGER` unless set otherwise, so that no kernel is loaded while a transfer waits",
-        "TORCH_CPP_LOG_LEVEL": "`ERROR` unless set otherwise: NCCL's groups warn of what is meant here",
+        "TORCH_CPP_LOG_LEVEL": "`ERROR` unless set otherwise: torch warns about each pair of ranks that NCCL connects",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64 unless set otherwise: with 1024, memory use grows over prompts of many "
         "lengths",
     },
@@ -97,7 +97,8 @@ def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
     CUDA loads all kernels when it starts. Loading one when it is first used, as torch would have it, waits for all that
     runs on the GPU: for a transfer of NCCL's, too, whose other side may be waiting for this rank.
 
-    torch warns of single sends over NCCL, once for each group and rank, which are what a chain is made of.
+    torch warns about each pair of ranks that NCCL connects, since it expects collectives; a chain sends to its
+    neighbours only.
 
     oneDNN keeps 64 kernels, not 1024. It makes one for each number of rows that weights are
     multiplied with, and rows of packed prompts have ever other ones: a rank grew by 70 MB over 30,000 tiny documents.
