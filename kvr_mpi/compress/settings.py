@@ -20,7 +20,7 @@ class CompressSettings(BaseModel):
 
     method: str = Field(description=f"one of {', '.join(METHODS)}")
     budget: float = Field(
-        gt=0, description="tokens that a KV head keeps on average, including the window; below 1, their share"
+        gt=0, description="tokens that a KV head keeps on average, including the window; below 1: a share of the tokens"
     )
     observes: Literal["question", "document"] = Field(
         "question",

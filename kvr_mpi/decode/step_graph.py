@@ -4,8 +4,8 @@ The kernels of a step read everything that changes from memory of the device: to
 rows lie. So they are recorded once for so many slots, and replayed for whichever prompts have them; slots without one
 read and write a page that is nobody's. Prompts may join and leave: the numbers are written anew, the graph stays.
 
-What a model's code decides on the host would be replayed as it was decided. So a model is recorded only if nothing of
-that is known of it, and each graph's first replays are held against steps that run as they would without it.
+What a model's code decides on the host stays as it was when it was recorded. So models that are known to decide
+something there are not recorded, and the first replays of each graph are compared with steps that run without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvr_mpi.prefill.packed import decode_packed, run_step
 
 # Steps in so many slots before they are recorded: recording takes about as long as one of them.
 STEPS_BEFORE = 3
-# Replays of a graph that are held against steps that run.
+# Replays of a graph that are compared with steps that run without it.
 STEPS_CHECKED = 2
 # Slots come in these steps, so that there are few graphs and few empty slots; pages in powers of two, from these on.
 FEW_SLOTS, SLOTS, PAGES = (1, 2, 4), 8, 8
@@ -37,7 +37,7 @@ MOST_GRAPHS = 8
 
 
 def widened(layout: PageLayout) -> PageLayout:
-    """Give a layout as many slots and pages as those are recorded for that it may be replayed in."""
+    """Round slots and pages up, so that few graphs serve all steps."""
     slots = next((few for few in FEW_SLOTS if few >= layout.slots), -(-layout.slots // SLOTS) * SLOTS)
     return replace(layout, slots=slots, width=max(PAGES, 1 << (layout.width - 1).bit_length()))
 
@@ -55,7 +55,7 @@ class StepGraph:
     Attributes
     ----------
     checks_left : int
-        Replays that are still to be held against steps that run.
+        Replays that are still to be compared with steps that run without it.
 
     Raises
     ------

@@ -30,7 +30,7 @@ BEGINS, FILLED, IS_HERE, COLUMNS = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What the page tables of some documents depend on beside numbers: kernels that read them may be launched again.
+    """The shape of the page tables of some documents; kernels recorded for it can be replayed for others that have it.
 
     extents : of each layer, those where units lie; a layer's table has every unit in every one of them.
     kv_heads : of each layer.
@@ -49,7 +49,7 @@ class PageLayout:
 
     @classmethod
     def of(cls, layers: Sequence[Sequence[HeadStore]]) -> PageLayout | None:
-        """Find that of documents, of each layer of which the stores are given; None if some lie in no pages."""
+        """Find that of documents from the stores of each layer; None if some are not in pages."""
         extents = [sorted({store.memory.extent for store in stores if store.runs}, key=id) for stores in layers]
         held = [store for stores in layers for store in stores if store.runs]
         if not held or any(None in each for each in extents):

@@ -1,6 +1,6 @@
-"""RMS norms in one pass over the data on a GPU, where models' own code takes eight.
+"""RMS norms in one pass over the data on a GPU, where models' own code takes several.
 
-A module is known by what it computes: torch's ``rms_norm`` stands for it if it gives the same of random rows.
+torch's ``rms_norm`` stands for a module if both give the same for random rows, large and small.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class FusedNorm:
     slot, nbytes, ways = FORWARD_SLOT, 0, always("fused")
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, eps
+        self.weight, self._eps = weight, eps
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Normalise rows (..., features)."""
-        return rms_norm(rows, self._weight.shape, self._weight, self._eps)
+        return rms_norm(rows, self.weight.shape, self.weight, self._eps)
 
 
 @torch.inference_mode()
 def fuse_norms(model: torch.nn.Module) -> int:
     """Give a model's norms kernels for the next `use_kernels`; say how many."""
-    fused = 0
+    fused, dtype = 0, next(model.parameters()).dtype
     for module in model.modules():
         kernel = _fused(module) if type(module).__name__.endswith("RMSNorm") else None
-        if kernel is not None:
+        if kernel is not None and kernel.weight.dtype == dtype:  # of others, rows are of another type than weights
             give_kernel(module, kernel)
             fused += 1
     return fused
@@ -48,6 +48,7 @@ def _fused(module: torch.nn.Module) -> FusedNorm | None:
         return None
     draw = torch.Generator(weight.device).manual_seed(0)
     rows = torch.randn(TRIAL_ROWS, len(weight), generator=draw, device=weight.device, dtype=weight.dtype)
+    rows *= torch.logspace(-4, 2, TRIAL_ROWS, device=weight.device, dtype=weight.dtype)[:, None]  # small: `eps` counts
     for scale in (weight, 1 + weight):  # Gemma's begin at zero
         kernel = FusedNorm(scale, eps)
         try:

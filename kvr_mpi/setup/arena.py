@@ -11,7 +11,7 @@ from kvr_mpi.prefill.self_check import why_not_packed
 
 # Of the memory for prompts, what documents that share pages are given at once. Layers as long as that are read by calls
 # of their own, which take far longer than it takes to make them; shorter ones are read together.
-EXTENT_SHARE = 1 / 3
+EXTENT_SHARE = 1 / 8
 
 
 def open_arena(

@@ -84,8 +84,8 @@ def _step_seconds(given: Given, loaded: Any, sequences: int, way: str) -> tuple[
     tokens = PROMPT // 16 if given.is_small else PROMPT
     arena = None
     if way != "own memory":
-        room = EXTENT_SHARE * torch.cuda.mem_get_info(loaded.device)[0] if given.kind == "cuda" else 0
-        arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=int(room))
+        room = torch.cuda.mem_get_info(loaded.device)[0] if given.kind == "cuda" else 0
+        arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=int(EXTENT_SHARE * room))
     config = GenerationConfig(do_sample=False, eos_token_id=None)
     batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS)
     ids = loaded.shape.sample_ids(tokens, 7, 3)

@@ -35,7 +35,13 @@ def test_another_norm_is_left_alone() -> None:
         def forward(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
             return super().forward(rows) * gate  # type: ignore[no-any-return]
 
-    assert not fuse_norms(torch.nn.Sequential(ShiftedRMSNorm(48), GatedRMSNorm(48), torch.nn.LayerNorm(48)))
+    class OtherEpsRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(rows, self.weight.shape, self.weight, 3 * self.variance_epsilon)
+
+    others = ShiftedRMSNorm(48), GatedRMSNorm(48), OtherEpsRMSNorm(48), torch.nn.LayerNorm(48)
+    assert not fuse_norms(torch.nn.Sequential(*others))
+    assert not fuse_norms(torch.nn.Sequential(torch.nn.Linear(48, 48), LlamaRMSNorm(48).bfloat16()))
 
 
 def test_a_model_has_as_many_as_it_has_norms() -> None:

@@ -58,7 +58,7 @@ def test_pages_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, n
 def test_an_extent_is_a_share_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: None)
     arena = opened(on_gpu(), [])
-    assert arena.page_bytes == PAGE_BYTES and arena.spare_bytes == 80 * PAGE_BYTES // 3
+    assert arena.page_bytes == PAGE_BYTES and arena.spare_bytes == 10 * PAGE_BYTES
     assert opened(on_gpu(), [], free_bytes=0).spare_bytes == PAGE_BYTES
 
 
