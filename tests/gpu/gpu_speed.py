@@ -27,7 +27,7 @@ from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, run_next
 from kvr_mpi.setup.arena import EXTENT_SHARE
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-CONTEXTS = (32_768, 131_072)
+CONTEXTS = (16_384, 32_768, 131_072)
 PROMPT, STEPS, REPEATS = 2048, 16, 3
 VLLM = """
 import json, sys, time
