@@ -39,7 +39,7 @@ from kvr_mpi.cli.options import command, job_argument, parse_names, set_option
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError, DocumentError, counted
-from kvr_mpi.job import JobSpec, load_job
+from kvr_mpi.job import EQUAL_TIME, JobSpec, load_job
 from kvr_mpi.preflight.checks import choose_chain_size
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
@@ -236,7 +236,7 @@ def check_ways(spec: JobSpec, corpus: Corpus, ways: Sequence[str], rivals: Seque
     if not corpus.entries:
         raise ConfigError(f"documents.shard = {spec.documents.shard!r} contains no documents; expected at least one")
     if spec.prompt.too_long == "split":
-        raise ConfigError("prompt.too_long = 'split' is not supported by generate; compare with 'truncate' or 'error'")
+        raise ConfigError("prompt.too_long = 'split' is not supported by generate; compare with 'keep-head' or 'error'")
     if rivals and spec.generation.model_dump(exclude={"max_new_tokens"}) != GREEDY:
         asked = spec.generation.model_dump(exclude={"max_new_tokens"}, exclude_defaults=True)
         raise ConfigError(
@@ -249,7 +249,7 @@ def _seconds(run: CorpusRun) -> float:
 
 
 def _spec_for(spec: JobSpec, way: str) -> JobSpec:
-    parallel = spec.parallel.model_copy(update={"ranks_per_chain": WAYS[way], "partition": "equal_time", "table": None})
+    parallel = spec.parallel.model_copy(update={"ranks_per_chain": WAYS[way], "partition": EQUAL_TIME})
     return spec.model_copy(update={"parallel": parallel})
 
 

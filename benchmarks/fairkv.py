@@ -143,8 +143,7 @@ class _Contest:
     ) -> None:
         self._setup, self._documents, self._ranks = setup, documents, ranks
         self.compression = compression
-        copies = setup.spec.decode.copies
-        self.places = placements(ranks.size - 1 if copies is None else copies)
+        self.places = placements(ranks.size - 1)
         begun: dict[str, Callable[[], Any]] = {
             WHOLE + SHA: partial(self._shared, self.places[SHA], None),
             WHOLE + APART: partial(self._apart, None),

@@ -25,12 +25,13 @@ dtype = "float32"
 [documents]
 path = "{corpus}"
 [prompt]
-too_long = "truncate"
+too_long = "keep-head"
 max_tokens = {context}
 [generation]
 max_new_tokens = {new_tokens}
 [output]
 path = "{output}"
+[prompt.template]
 {prompts}
 """
 # What the end of a run says, as `describe_throughput` has it.
@@ -60,10 +61,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(options: argparse.Namespace, folder: Path, name: str, count: int) -> float:
     """Seconds from a job's first document to its last answer."""
-    prompts = "".join(
-        f'[[prompts]]\nname = "p{number}"\ntemplate = "{{text}}\\n\\n{words}"\n'
-        for number, words in enumerate(PROMPTS[:count])
-    )
+    prompts = "\n".join(f'p{number} = "{{text}}\\n\\n{words}"' for number, words in enumerate(PROMPTS[:count]))
     job = folder / f"{name}.toml"
     job.write_text(
         JOB.format(

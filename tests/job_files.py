@@ -21,7 +21,6 @@ SECTIONS = (
     "model",
     "documents",
     "prompt",
-    "prompts",
     "questions",
     "generation",
     "cache",
@@ -29,7 +28,6 @@ SECTIONS = (
     "decode",
     "parallel",
     "output",
-    "report",
 )
 
 

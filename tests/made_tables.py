@@ -63,7 +63,7 @@ def a_table(contexts: tuple[int, ...] = (1024, 2048, 4096), ranks: int = 2, slow
 
 
 def fitting(table: Table, model: Path) -> Table:
-    """The same for a model in a folder, on ranks of this machine that have a thread each (``parallel.threads``)."""
+    """The same for a model in a folder, on ranks of this machine that have a thread each (``OMP_NUM_THREADS=1``)."""
     fingerprint = load_outline(str(model), dtype="float32", offline=True, cache_dir=model).fingerprint
     identity = ModelIdentity(name="models/Tiny", fingerprint=fingerprint, architecture="LlamaForCausalLM")
     device = f"{processor_name()}, 1 thread(s)"

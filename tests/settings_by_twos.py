@@ -16,7 +16,7 @@ from kvr_mpi.job.combinations import refusals
 from kvr_mpi.job.load import parse_job
 
 Job = Mapping[str, Any]
-NAMED = [{"name": name, "template": f"{{text}} {name}?"} for name in ("first", "second")]
+NAMED = {name: f"{{text}} {name}?" for name in ("first", "second")}
 SCHEMA = (
     '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}'
 )
@@ -26,10 +26,9 @@ QUESTIONS = {
     "documents.path": "{stored}",
     "prompt.template": None,
     "questions.ask": ["Who saw it?"],
-    "questions.reuse": "always",
 }
 SCORED = {"generation.score": [" yes", " Nobody had seen it"], "generation.max_new_tokens": None}
-SAMPLED = {"generation.do_sample": True, "generation.temperature": 1.5}
+SAMPLED = {"generation.temperature": 1.5}
 
 WAYS: dict[str, Job] = {
     "chunks": {"parallel.chunk_tokens": 37},
@@ -42,7 +41,7 @@ WAYS: dict[str, Job] = {
     "heads": {"decode.mode": "head-parallel"},
     "heads-auto": {"decode.mode": "auto"},
     "pages": {},
-    "report": {"report.trace": True},
+    "report": {"output.trace": True},
     "resumed": {},
 }
 KEPT: dict[str, Job] = {
@@ -52,9 +51,9 @@ KEPT: dict[str, Job] = {
     "logprobs": {"generation.logprobs": 2},
 }
 ASKED: dict[str, Job] = {
-    "prompts": {"prompt.template": None, "prompts": NAMED},
+    "prompts": {"prompt.template": NAMED},
     "questions": QUESTIONS,
-    "questions-sharded": {**QUESTIONS, "questions.sharded": True},
+    "questions-sharded": {**QUESTIONS, "parallel.ranks_per_chain": "all"},
     "questions-compressed": {**QUESTIONS, "documents.path": "{compressed}"},
     "split": {"prompt.too_long": "split", "prompt.max_tokens": 250},
     "coverage": {"prompt.min_coverage": 0.01},
@@ -99,9 +98,8 @@ def merged(names: Collection[str]) -> dict[str, Any] | None:
 
 def written(job: Job) -> str:
     def as_toml(value: Any) -> str:
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            tables = (", ".join(f"{key} = {json.dumps(one)}" for key, one in table.items()) for table in value)
-            return "[" + ", ".join(f"{{{table}}}" for table in tables) + "]"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key} = {json.dumps(one)}" for key, one in value.items()) + "}"
         return json.dumps(value)
 
     return "\n".join(f"{key} = {as_toml(value)}" for key, value in job.items() if value is not None)

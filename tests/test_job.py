@@ -19,7 +19,7 @@ def test_a_job_needs_a_model_documents_and_an_output(tmp_path: Path) -> None:
     spec, sources = load_job(path, (), {})
     assert (spec.model.path, spec.documents.path, spec.output.path) == ("the/model", ["the/documents"], "the/output")
     assert sources == dict.fromkeys(("model.path", "documents.path", "output.path"), str(path))
-    assert (spec.parallel.strategy, spec.parallel.ranks_per_chain) == ("kvr", "all")
+    assert (spec.parallel.strategy, spec.ranks_per_chain) == ("kvr", "all")
     assert not spec.output.kv and not spec.model.trust_remote_code
 
 
@@ -42,17 +42,15 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     shard = "1/4"
     reuse = "runs/old"
     [prompt]
-    template = "Sum up: {text}"
+    template = {p = "{text} p?", q = "{text} q?"}
     system = "Be brief."
     chat_template = true
     too_long = "split"
-    keep = "tail"
     overlap_tokens = 20
     reduce_template = "Sum up these: {text}"
     max_tokens = 2048
     min_coverage = 0.9
     [generation]
-    do_sample = true
     temperature = 0.7
     top_k = 40
     top_p = 0.9
@@ -67,33 +65,24 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     [cache]
     kind = "streaming-llm"
     tokens = 100
-    step_tokens = 10
     [decode]
     mode = "head-parallel"
     placement = "equal"
-    copies = 1
     profile = "heads.json"
     [parallel]
     strategy = "kvr"
     ranks_per_chain = 2
     tensor_parallel = 2
-    min_efficiency = 0.25
-    partition = "equal_time"
-    table = "tables"
+    partition = "tables"
     memory_gib = 1.5
     chunk_tokens = 512
-    threads = 4
     transport = "staged"
     [output]
     path = "o"
     kv = true
     columns = ["title"]
     max_failed = "5%"
-    [report]
     trace = true
-    [[prompts]]
-    name = "p"
-    template = "{text} p?"
     """
     spec, sources = parse_job(tomllib.loads(text), tmp_path / "job.toml", (), {})
     given = {key for key, _, source in show_job(spec, sources) if source != "default"}
@@ -101,13 +90,15 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     given.add("generation.json_schema")  # cannot be combined with stop
     assert given == {key for key, _, _ in show_job(spec, sources)}  # a key added to the job is added here
     assert spec.documents.path == ["a", "b/*.txt"]
-    assert spec.parallel.table == "tables"
+    assert spec.parallel.partition == "tables"
 
 
 def test_only_what_was_set_goes_to_the_generation_config(tmp_path: Path) -> None:
     assert load(write_job(tmp_path)).generation.transformers_settings() == {"do_sample": False}
     spec = load(write_job(tmp_path, "[generation]\ntop_k = 5\nstop = ['x']\nseed = 3\nmax_new_tokens = 9"))
-    assert spec.generation.transformers_settings() == {"do_sample": False, "top_k": 5}
+    assert spec.generation.transformers_settings() == {"do_sample": True, "top_k": 5}
+    greedy = load(write_job(tmp_path, "[generation]\ntop_k = 5\ntemperature = 0"))
+    assert greedy.generation.transformers_settings() == {"do_sample": False}
 
 
 def test_a_job_cannot_change_once_it_is_read(tmp_path: Path) -> None:
@@ -174,14 +165,12 @@ def test_other_variables_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_shown_job_has_every_key_and_where_it_is_from(tmp_path: Path) -> None:
-    path = write_job(tmp_path, "[prompt]\nkeep = 'tail'")
+    path = write_job(tmp_path, "[prompt]\ntoo_long = 'keep-tail'")
     spec, sources = load_job(path, ["generation.seed=5"], {"KVR_OUTPUT__KV": "true"})
     rows = {key: (value, source) for key, value, source in show_job(spec, sources)}
-    tables = {section: table for section, table in spec.model_dump().items() if section != "prompts"}
-    keys = {f"{section}.{key}" for section, table in tables.items() for key in table or ()}
-    assert set(rows) == {*keys, "prompts"} and rows["prompts"] == ("[]", "default")
+    assert set(rows) == {f"{section}.{key}" for section, table in spec.model_dump().items() for key in table or ()}
     assert {key.partition(".")[0] for key in rows} == set(SECTIONS) - {"questions", "compress"}, "which few jobs have"
-    assert rows["prompt.keep"] == ("'tail'", str(path))
+    assert rows["prompt.too_long"] == ("'keep-tail'", str(path))
     assert rows["generation.seed"] == ("5", "--set generation.seed")
     assert rows["output.kv"] == ("True", "KVR_OUTPUT__KV")
     assert rows["model.dtype"] == ("'auto'", "default")

@@ -77,7 +77,7 @@ def test_a_misspelt_section_is_suggested(tmp_path: Path, wrong: str, right: str)
     [
         ("generation", "max_new_token", "max_new_tokens"),
         ("prompt", "templat", "template"),
-        ("parallel", "thread", "threads"),
+        ("parallel", "chunk_token", "chunk_tokens"),
     ],
 )
 def test_a_misspelt_key_is_suggested(tmp_path: Path, section: str, wrong: str, right: str) -> None:

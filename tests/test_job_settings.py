@@ -21,7 +21,6 @@ from kvr_mpi.job import JobSpec, load_job, show_job
         ("generation.max_new_tokens = 64", 64),
         ("generation.temperature=0.5", 0.5),
         ("generation.temperature=1", 1.0),
-        ("generation.do_sample=true", True),
         ('generation.stop=["END", "\\n\\n"]', ["END", "\n\n"]),
         ("generation.stop=[]", []),
         ("parallel.ranks_per_chain=4", 4),

@@ -22,7 +22,6 @@ from kvr_mpi.job import JobSpec, load_job, show_job
         ("documents.limit='all'", "= 'all': .*valid integer"),
         ("documents.limit=1.5", "= 1.5: .*valid integer"),
         ("documents.limit=true", "= True: .*valid integer"),
-        ("generation.do_sample=0", "= 0: .*valid boolean"),
         ("generation.temperature=hot", "= 'hot': .*valid number"),
         ("generation.max_new_tokens=many", "= 'many': .*valid integer"),
         ("generation.max_new_tokens=''", "= '': .*valid integer"),
@@ -45,10 +44,8 @@ def test_a_value_of_another_type_is_never_made_to_fit(tmp_path: Path, setting: s
     [
         ("model.dtype", ("auto", "float32", "bfloat16", "float16")),
         ("model.device", ("auto", "cpu", "cuda")),
-        ("prompt.too_long", ("error", "truncate", "split")),
-        ("prompt.keep", ("head", "tail", "middle")),
+        ("prompt.too_long", ("error", "keep-head", "keep-middle", "keep-tail", "split")),
         ("parallel.strategy", ("kvr", "ring", "auto", "single")),
-        ("parallel.partition", ("equal_time", "even")),
     ],
 )
 def test_a_wrong_choice_lists_the_choices(tmp_path: Path, key: str, choices: tuple[str, ...]) -> None:
@@ -67,15 +64,13 @@ def test_a_wrong_choice_lists_the_choices(tmp_path: Path, key: str, choices: tup
         ("generation.min_new_tokens=-1", "greater than or equal to 0"),
         ("generation.seed=-1", "greater than or equal to 0"),
         ("generation.top_k=-1", "greater than or equal to 0"),
-        ("generation.temperature=0", "greater than 0"),
-        ("generation.temperature=-0.5", "greater than 0"),
+        ("generation.temperature=-0.5", "greater than or equal to 0"),
         ("generation.temperature=nan", "finite number"),
         ("generation.repetition_penalty=0", "greater than 0"),
         ("generation.top_p=0", "greater than 0"),
         ("generation.top_p=1.01", "less than or equal to 1"),
         ("generation.min_p=-0.1", "greater than or equal to 0"),
         ("generation.min_p=2", "less than or equal to 1"),
-        ("parallel.threads=0", "greater than or equal to 1"),
         ("parallel.ranks_per_chain=0", "expected 'all', 'auto' or a number of at least 1"),
         ("parallel.ranks_per_chain=-2", "expected 'all', 'auto' or a number of at least 1"),
     ],
@@ -172,19 +167,13 @@ def test_a_compression_reaches_all_ranks_as_it_was_read(tmp_path: Path, settings
             ["decode.mode=tensor-parallel"],
             "decode.mode = 'tensor-parallel': .*'data-parallel', 'head-parallel' or 'auto'",
         ),
-        (["decode.copies=1"], "decode.copies is not used with mode = 'data-parallel'"),
         (["decode.placement=static"], "decode.placement is not used with mode = 'data-parallel'"),
-        (["decode.mode=auto", "decode.copies=-1"], "decode.copies = -1: .*greater than or equal to 0"),
-        (
-            ["decode.mode=auto", "decode.placement=static", "decode.copies=1"],
-            "which copies no head; leave it out, or choose placement = 'eq",
-        ),
         (
             ["decode.mode=auto", "decode.placement=static", "decode.profile=a"],
             "which places heads in order; leave it out",
         ),
         (["decode.mode=auto", "decode.placement=random"], "'static', 'best-effort', 'equal' or 'proportional'"),
-        (["decode.copy=3"], "unknown key 'decode.copy': did you mean 'copies'"),
+        (["decode.mod=auto"], "unknown key 'decode.mod': did you mean 'mode'"),
     ],
 )
 def test_a_way_to_decode_that_makes_no_sense_is_refused(tmp_path: Path, settings: list[str], expected: str) -> None:
@@ -192,7 +181,7 @@ def test_a_way_to_decode_that_makes_no_sense_is_refused(tmp_path: Path, settings
 
 
 def test_a_way_to_decode_reaches_all_ranks_as_it_was_read(tmp_path: Path) -> None:
-    spec = load(write_job(tmp_path), "decode.mode=head-parallel", "decode.copies=2", "decode.profile=heads.json")
+    spec = load(write_job(tmp_path), "decode.mode=head-parallel", "decode.profile=heads.json")
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
-    assert (spec.decode.placement, spec.decode.copies, spec.decode.profile) == ("proportional", 2, "heads.json")
+    assert (spec.decode.placement, spec.decode.profile) == ("proportional", "heads.json")
     assert load(write_job(tmp_path)).decode.mode == "data-parallel"

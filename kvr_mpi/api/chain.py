@@ -311,7 +311,7 @@ def _spec(
             "a Chain returns only the text and tokens of an answer: generation.logprobs, n, score and json_schema are "
             "for jobs; leave them out"
         )
-    if spec.parallel.strategy == "single" or spec.parallel.ranks_per_chain != "all":
+    if spec.parallel.strategy == "single" or spec.ranks_per_chain != "all":
         raise ConfigError(
             f"parallel.strategy = {spec.parallel.strategy!r}, ranks_per_chain = {spec.parallel.ranks_per_chain!r}: a "
             f"Chain always uses all ranks of its communicator; leave these out, or pass a smaller communicator "

@@ -29,7 +29,7 @@ node_options = grouped(
     click.option(
         "--cpus-per-task",
         type=click.IntRange(1),
-        help="Cores per rank.  [default: parallel.threads, or else 1, as in SLURM]",
+        help="Cores per rank.  [default: 1, as in SLURM]",
     ),
 )
 
@@ -84,7 +84,7 @@ def allocation_of(
         )
     nodes = ranks // per_node
     gpus = _gpus(spec, per_node, hardware) if gpus_per_node is None else gpus_per_node
-    return Allocation(nodes, ranks, nodes * gpus, ranks * (cpus_per_task or spec.parallel.threads or 1))
+    return Allocation(nodes, ranks, nodes * gpus, ranks * (cpus_per_task or 1))
 
 
 def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:

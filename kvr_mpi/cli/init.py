@@ -41,15 +41,14 @@ text_field = {text_field}       # and the field with its text
 [prompt]
 template = {template}
 # system = "You write accurate summaries."  # needs a model with a chat template
-too_long = "split"        # longer than the context: answer in parts, then combine; or truncate, error
+too_long = "split"        # longer than the context: answer in parts, then combine; or keep-head, error
 
 [generation]
 max_new_tokens = 256      # maximum length of an answer; 0: prefill only
-# temperature = 0.7       # with do_sample = true; default: greedy, the same answers every time
-# do_sample = true
+# temperature = 0.7       # sample; default: greedy, the same answers every time
 
 [parallel]
-ranks_per_chain = "all"   # ranks that share one document: "all", a number, or "auto" to plan it per document
+# ranks_per_chain = "auto"  # planned for each document, or a number; default: all ranks share each document
 # partition = "even"      # default: slices that take equal time, measured on the ranks before the first document
 
 [output]

@@ -20,32 +20,28 @@ if TYPE_CHECKING:
 @click.argument("document", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--errors", is_flag=True, help="List all documents that failed, with their errors.")
-@click.option(
-    "--verify/--no-verify",
-    default=True,
-    help="Verify all checksums first, of records, keys and values.",
-)
-def inspect(path: Path, document: str | None, as_json: bool, errors: bool, verify: bool) -> None:
+def inspect(path: Path, document: str | None, as_json: bool, errors: bool) -> None:
     """Show the contents of FILE, or one DOCUMENT in it.
 
     FILE is a result file, the output folder of a run, or a folder of such folders (the shares of an array).
+    Checksums of all that is shown, keys and values included, are verified first.
     """
     if document is not None and errors:
         raise click.UsageError("--errors lists all documents that failed: leave DOCUMENT out")
     if document is not None:
-        _show_document(path, document, as_json, verify)
+        _show_document(path, document, as_json)
     elif errors:
-        _show_errors(path, as_json, verify)
+        _show_errors(path, as_json)
     else:
-        _show_run(path, as_json, verify)
+        _show_run(path, as_json)
 
 
-def _show_run(path: Path, as_json: bool, verify: bool) -> None:
+def _show_run(path: Path, as_json: bool) -> None:
     from kvr_mpi.report.table import print_summary, rows_of
     from kvr_mpi.store.folder import read_records
     from kvr_mpi.store.results import open_results
 
-    results = open_results(path, verify=verify, partial=True)
+    results = open_results(path, partial=True)
     index, header, versions = results.index, results.header, results.software
     summary = index.summary()
     if as_json:
@@ -77,13 +73,13 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
     print_summary(summary, rows, path, by_inspect=True)
 
 
-def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
+def _show_errors(path: Path, as_json: bool) -> None:
     from kvr_mpi.errors import printable
     from kvr_mpi.report.table import reason_lines
     from kvr_mpi.store.results import open_results
     from kvr_mpi.store.summary import count_reasons, shorten
 
-    results = open_results(path, verify=verify, partial=True)
+    results = open_results(path, partial=True)
     found = [(record.id, record.error) for record in results.records("error")]
     reasons = count_reasons((name, shorten(error), 1) for name, error in found)
     if as_json:
@@ -94,16 +90,15 @@ def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
     click.echo("\n".join([f"\n{len(found)} failed", *(f"  {line}" for line in reason_lines(reasons))]).lstrip("\n"))
 
 
-def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> None:
+def _show_document(path: Path, document: str, as_json: bool) -> None:
     from kvr_mpi.errors import printable
     from kvr_mpi.store.record import ASKED_FOR, LONG
     from kvr_mpi.store.results import open_results
 
-    results = open_results(path, verify=verify, partial=True)
+    results = open_results(path, verify=False, partial=True)
     place = results.place(document)
     with results.open(document) as (record, found):
-        if verify:
-            found.check()
+        found.check()
         layers = [
             {
                 "layer": number,

@@ -93,7 +93,6 @@ def load_everywhere(
     device: str,
     *,
     kernels: str = "measured",
-    threads: int | None = None,
     say: Callable[[str], None] | None = None,
 ) -> LoadedModel:
     """Load a model on every rank, for commands that need nothing else of a job."""
@@ -105,7 +104,7 @@ def load_everywhere(
 
     quiet_libraries()
     machine = read_environment().machine
-    torch.set_num_threads(threads or machine.threads or cores_per_rank(machine.cores, world.local_size))
+    torch.set_num_threads(machine.threads or cores_per_rank(machine.cores, world.local_size))
     return load_on_all(
         world,
         path,

@@ -37,7 +37,7 @@ SHOWN_ROWS = 20
     "--hardware",
     metavar="NAME_OR_FILE",
     help="Speed of a rank: a hardware profile, such as h200, a JSON file with the same keys, or a lookup table or a "
-    "folder of them.  [default: the job's parallel.table, or what earlier jobs with its model took here]",
+    "folder of them.  [default: the table of parallel.partition, or what earlier jobs with its model took here]",
 )
 @node_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON that includes every document.")
@@ -270,7 +270,7 @@ def _print_summary(made: PlannedJob) -> None:
     click.echo("by number of ranks: " + "; ".join(costs))
     if not spec.planned and spec.takes_chains:
         runs = "; with 'auto' it follows the plan above" if made.tensor_parallel == 1 and not spec.prompts else ""
-        wanted = spec.parallel.ranks_per_chain
+        wanted = spec.ranks_per_chain
         seconds = made.written_s
         takes = "does not fit, or does not divide the ranks" if seconds is None else f"takes {duration_text(seconds)}"
         click.echo(f"the job as written, with ranks_per_chain = {wanted!r}, {takes}{runs}")

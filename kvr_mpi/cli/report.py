@@ -22,7 +22,7 @@ from kvr_mpi.cli.writing import writing
 def report(path: Path, output: Path | None, overwrite: bool) -> None:
     """Write a page about RUN, the output folder of a run or a result file, even while the job is running.
 
-    The page is one HTML file that needs no network: where the time went (if the job had report.trace = true), slices,
+    The page is one HTML file that needs no network: where the time went (if the job had output.trace = true), slices,
     times, failures and memory, and all answers to browse and search. It notes in one line what the run did not record.
     """
     from kvr_mpi.disk import replacing

@@ -19,13 +19,12 @@ from kvr_mpi.cli.options import (
     grouped,
     job_argument,
     overwrite_option,
-    parse_names,
     resume_option,
     set_option,
 )
 from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.errors import counted
-from kvr_mpi.runtime.options import STOP_SIGNALS, RunOptions
+from kvr_mpi.runtime.options import RunOptions
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
@@ -48,14 +47,6 @@ run_options = grouped(
         metavar="TIME",
         help="Start no document that would not finish in time: minutes, h:mm:ss or d-hh from now, as in "
         "sbatch.  [default: the end of the SLURM job]",
-    ),
-    click.option(
-        "--stop-signals",
-        default=",".join(STOP_SIGNALS),
-        show_default=True,
-        metavar="NAMES",
-        help="Signals after which the job finishes its current documents, starts no others, and ends with exit code "
-        "75; a second signal ends it at once.",
     ),
     click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and exit."),
     click.option("--quiet", is_flag=True, help="Of the log, show only warnings, errors and the last line."),
@@ -120,9 +111,8 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     if quiet and verbose:
         raise click.UsageError("--quiet and --verbose exclude each other: give only one")
     level: Level = "quiet" if quiet else "verbose" if verbose else "normal"
-    names = tuple(parse_names(given.pop("stop_signals")))
     bar = level == "normal" and launched_size(os.environ) is None and sys.stderr.isatty()
-    options = RunOptions(**given, stop_signals=names, level=level, bar=bar)
+    options = RunOptions(**given, level=level, bar=bar)
     check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume or options.extend)
     try:
         world = connect()

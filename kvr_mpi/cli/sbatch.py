@@ -54,8 +54,7 @@ MARGIN, START_S = 1.5, 600.0
     "its results in OUTPUT/share-I-of-N. However they end, a job after them merges all into OUTPUT/all.h5, verifying "
     "every checksum, and reports what is missing.",
 )
-@click.option("--print", "show", is_flag=True, help="Print the script and exit.")
-@click.option("--test-only", is_flag=True, help="Ask SLURM when the job would start; do not submit it.")
+@click.option("--print", "show", is_flag=True, help="Print the script and exit; sbatch --test-only reads it, too.")
 def sbatch(
     words: tuple[str, ...],
     settings: tuple[str, ...],
@@ -66,7 +65,6 @@ def sbatch(
     overwrite: bool,
     array: str | None,
     show: bool,
-    test_only: bool,
     **node: int | None,
 ) -> int:
     """Submit JOB to SLURM: slurm/kvr_prefill.sh with nodes, ranks and time limit filled in from the plan.
@@ -80,8 +78,6 @@ def sbatch(
     and others; without --time, the forecast decides. Defaults for all jobs go into variables such as SBATCH_ACCOUNT.
     The expected cost in node, GPU and core hours is printed first.
     """  # noqa: D301
-    if show and test_only:
-        raise click.UsageError("--print and --test-only exclude each other: give only one")
     check_fresh_or_resumed(overwrite=overwrite, resume=resume or extend)
     if extend and array is not None:
         raise click.UsageError("--extend cannot be combined with --array: other documents would be in each share")
@@ -105,7 +101,7 @@ def sbatch(
         "nodes": nodes.nodes,
         "ntasks-per-node": nodes.ranks // nodes.nodes,
         "gpus-per-node": nodes.gpus // nodes.nodes,
-        "cpus-per-task": node["cpus_per_task"] or spec.parallel.threads,
+        "cpus-per-task": node["cpus_per_task"],
         "time": chosen.get("time") or _time_limit(job, settings, hardware, shares, nodes),
         "array": f"0-{shares - 1}{at_once}" if shares else None,
         **chosen,
@@ -134,8 +130,8 @@ def sbatch(
         if gather_script is not None:
             click.echo(f"# Then, submitted with --dependency=afterany:JOB:\n{gather_script}", nl=False)
         return 0
-    if gather_script is None or test_only:
-        return _submit(script, test_only)
+    if gather_script is None:
+        return _call(script, []).returncode
     return _submit_array(script, gather_script)
 
 
@@ -204,7 +200,7 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
     known = [seconds for seconds in times if seconds is not None]
     if len(known) < len(times):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {made.spec.parallel.ranks_per_chain!r} on {nodes.ranks} ranks: a "
+            f"parallel.ranks_per_chain = {made.spec.ranks_per_chain!r} on {nodes.ranks} ranks: a "
             f"document does not fit, or the ranks cannot be divided into such chains; kvr plan shows why. 'auto' plans "
             f"a chain for each document"
         )
@@ -216,10 +212,6 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
     )
     click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus the time to start", err=True)
     return str(minutes)
-
-
-def _submit(script: str, test_only: bool) -> int:
-    return _call(script, ["--test-only"] * test_only).returncode
 
 
 def _submit_array(script: str, gather: str | None) -> int:

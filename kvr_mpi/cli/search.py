@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     show_default=True,
     help="refit: at most 4 instrumented runs per length; grid: the paper's grid search.",
 )
-@click.option("--hardware", help="Name of this machine in the table.  [default: the device's name]")
 @click.option(
     "--output",
     default="tables",
@@ -55,7 +54,6 @@ def search(
     settings: tuple[str, ...],
     contexts: str,
     method: str,
-    hardware: str | None,
     output: Path,
     heads: Path | None,
     overwrite: bool,
@@ -67,7 +65,7 @@ def search(
     kvr search jobs/summarize.toml --heads heads.json --set compress.method=ada-snapkv --set compress.budget=512
 
     Of JOB, its model and transport are used; without it, a small model in float32. A job uses the table with
-    parallel.table = "tables/".
+    parallel.partition = "tables/".
 
     compress.method = "headkv" and the placement of heads use the profile that --heads writes: the mean over 8
     documents of the corpus, or as many as documents.limit says. The similarity of the documents is printed, too; look
@@ -87,30 +85,33 @@ def search(
     size = world.size
 
     def work() -> int:
+        import torch
+
         from kvr_mpi.cli.launch import load_everywhere, open_links, share_model_job
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
         from kvr_mpi.tuning.cores import pinned
         from kvr_mpi.tuning.measure import follow, leading, measure_costs
-        from kvr_mpi.tuning.table import check_name, save_table
+        from kvr_mpi.tuning.table import save_table
         from kvr_mpi.tuning.tabulate import Wish, check_contexts, tabulate
 
         log = Log(world.rank)
 
         def check_arguments() -> list[int]:
-            check_name("--hardware", hardware)
             return check_contexts(parse_numbers("--contexts", contexts), size, None)
 
         asked = together(world, check_arguments)
         spec = share_model_job(world, job, settings)
-        model, threads = spec.model, spec.parallel.threads
-        loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels, threads=threads)
+        model = spec.model
+        loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
         chain = open_links(world, loaded, spec.parallel.transport, log, every_pair=False)
         loaded = check_chain(loaded)
-        with pinned(chain, threads):
-            key, provenance = _who(loaded, chain, hardware)
+        threads = torch.get_num_threads()  # as many as a job would have
+        with pinned(chain):
+            torch.set_num_threads(threads)
+            key, provenance = _who(loaded, chain)
             target = on_root(world, lambda: _target(output, key, overwrite))
             costs = measure_costs(loaded, chain)
             if target is None:
@@ -129,12 +130,12 @@ def search(
     return guarded(world, work)
 
 
-def _who(loaded: LoadedModel, chain: Transport, hardware: str | None) -> tuple[Key, Provenance]:
+def _who(loaded: LoadedModel, chain: Transport) -> tuple[Key, Provenance]:
     """Say what the table will be of."""
     from kvr_mpi.transport.mpi_query import library_version
     from kvr_mpi.tuning.identity import key_of, provenance_of
 
-    key = key_of(loaded, chain, hardware, chain.size)
+    key = key_of(loaded, chain)
     return key, provenance_of(chain, shlex.join(["kvr", *sys.argv[1:]]), library_version())
 
 
@@ -146,9 +147,7 @@ def _target(output: Path, key: Key, overwrite: bool) -> Path:
 
     path = output if output.suffix == ".json" else output / file_name(key)
     if path.exists() and not overwrite:
-        raise OutputError(
-            f"table {str(path)!r} exists already; choose another --hardware or --output, or --overwrite it"
-        )
+        raise OutputError(f"table {str(path)!r} exists already; choose another --output, or --overwrite it")
     check_place(path)
     check_file(path, overwrite=overwrite)
     return path

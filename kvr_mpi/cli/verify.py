@@ -52,8 +52,8 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
 
         log = Log(world.rank)
         spec = share_model_job(world, job, settings)
-        model, threads = spec.model, spec.parallel.threads
-        loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels, threads=threads)
+        model = spec.model
+        loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels)
         links = open_links(world, loaded, spec.parallel.transport, log)
 
         def choose() -> list[int]:

@@ -24,11 +24,6 @@ class DecodeSettings(BaseModel):
         "proportional",
         description="how heads are assigned to ranks: in order; by the number of tokens they keep; also with copies",
     )
-    copies: int | None = Field(
-        None,
-        ge=0,
-        description="maximum number of copies of heads per layer; default: one fewer than ranks, which balances them",
-    )
     profile: str | None = Field(
         None, min_length=1, description="file with counts to place heads by; default: the number of tokens they keep"
     )
@@ -37,19 +32,12 @@ class DecodeSettings(BaseModel):
     def _settings_fit_the_mode(self) -> DecodeSettings:
         # By value: ranks are sent a job with all its defaults.
         changed = [
-            name
-            for name in ("placement", "copies", "profile")
-            if getattr(self, name) != type(self).model_fields[name].default
+            name for name in ("placement", "profile") if getattr(self, name) != type(self).model_fields[name].default
         ]
         if self.mode == "data-parallel" and changed:
             raise ValueError(
                 f"decode.{changed[0]} is not used with mode = 'data-parallel', where every rank holds all heads of its "
                 f"prompts; leave it out, or choose mode = 'head-parallel' or 'auto'"
-            )
-        if self.copies is not None and self.placement not in COPYING:
-            raise ValueError(
-                f"decode.copies is not used with placement = {self.placement!r}, which copies no head; leave it out, "
-                f"or choose placement = {' or '.join(map(repr, COPYING))}"
             )
         if self.placement == "static" and self.profile is not None:
             raise ValueError(

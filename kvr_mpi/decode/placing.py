@@ -48,7 +48,7 @@ class HeadSharing:
 
     def placing(self, ranks: int) -> Place:
         """Say what places one layer's heads on so many ranks."""
-        copies = ranks - 1 if self.settings.copies is None else self.settings.copies
+        copies = ranks - 1  # as many as balance them
         if self.settings.placement in COPYING:
             copying = {"equal": place_with_equal_copies, "proportional": place_in_proportion}
             return partial(copying[self.settings.placement], copies=copies)
@@ -61,7 +61,7 @@ class HeadSharing:
 
     def describe(self, ranks: int) -> str:
         """Say in a few words where heads go."""
-        copies = ranks - 1 if self.settings.copies is None else self.settings.copies
+        copies = ranks - 1  # as many as balance them
         copied = f", up to {copies} copies a layer" if self.settings.placement in COPYING else ""
         by = "what they keep" if self.settings.profile is None else self.settings.profile
         return f"{self.settings.placement}{copied}" + ("" if self.settings.placement == "static" else f", by {by}")

@@ -18,10 +18,8 @@ from kvr_mpi.decode.grammar import Grammars, SchemaProcessor
 from kvr_mpi.decode.logprobs import LogprobTrace, TokenLogprobs
 from kvr_mpi.decode.scoring import Score
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
+from kvr_mpi.documents.generation import SAMPLING, sampling_settings
 from kvr_mpi.errors import ConfigError, KvrError
-
-# Settings that narrow down what is sampled from.
-NARROWING = ("top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +103,7 @@ class SamplingParams:
 
         A row that gives a temperature, or another setting of sampling, is sampled; one with the temperature 0 is not.
         """
-        changes: dict[str, Any] = {
-            name: value for name in ("temperature", *NARROWING) if (value := getattr(own, name)) is not None
-        }
-        if own.temperature == 0:
-            changes = {"do_sample": False, **dict.fromkeys(("temperature", *NARROWING))}
-        elif changes:
-            changes["do_sample"] = True
+        changes = sampling_settings({name: getattr(own, name) for name in SAMPLING})
         if own.repetition_penalty is not None:
             changes["repetition_penalty"] = own.repetition_penalty
         return SamplingParams(

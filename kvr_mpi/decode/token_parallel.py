@@ -39,7 +39,7 @@ def check_shareable(loaded: LoadedModel) -> None:
     if why is not None:
         raise ConfigError(
             f"keys and values of {loaded.shape.architecture} cannot be spread over ranks: {why}. Leave output.kv = "
-            f"'sharded' and questions.sharded out"
+            f"'sharded' and parallel.ranks_per_chain out"
         )
 
 

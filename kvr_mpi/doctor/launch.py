@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import TypeAdapter
 
@@ -40,7 +39,6 @@ class Request:
 
     output_dir: Path = Path()
     share_gpu: bool = False
-    try_transfers: Literal["auto", "host", "cuda", "no"] = "auto"
     tensor_parallel: int = 1
     effort: Effort = Effort(rounds=200)
     timeout_s: float = 20.0

@@ -68,16 +68,15 @@ def _devices(scene: Scene) -> list[Finding]:
 
 def _cuda_awareness(scene: Scene) -> list[Finding]:
     findings = [] if scene.launch else trial.check_cuda_awareness(scene.facts)
-    kind = trial.wanted_trial(scene.request.try_transfers, scene.facts)
-    if kind is None:
+    if not trial.is_to_be_tried(scene.facts):
         return findings
     launcher = trial.find_launcher(loaded_libraries(), scene.environ.get("PATH", ""))
     if launcher is None:
         text = "neither mpirun nor srun found to start the test process"
         return [*findings, warn("transfers", text, "add the launcher of this MPI to PATH")]
-    command = [*launcher, *python_module("kvr_mpi.doctor.trial", kind, str(TRIAL_TIMEOUT_S))]
+    command = [*launcher, *python_module("kvr_mpi.doctor.trial", "cuda", str(TRIAL_TIMEOUT_S))]
     environ = trial.trial_environment(scene.environ, launcher[0])
-    return [*findings, trial.try_transfers(command, environ, kind, TRIAL_TIMEOUT_S)]
+    return [*findings, trial.try_transfers(command, environ, "cuda", TRIAL_TIMEOUT_S)]
 
 
 def _measured(scene: Scene, measure: Callable[[torch.device], object]) -> tuple[list[str], str, list[dict[str, Any]]]:

@@ -43,13 +43,10 @@ def check_cuda_awareness(facts: Sequence[RankFacts]) -> list[Finding]:
     return [ok("cuda-aware", f"{claim} ({mpi.cuda_why}); {rest}")]
 
 
-def wanted_trial(choice: str, facts: Sequence[RankFacts]) -> Kind | None:
-    """Choose what to try: with ``auto``, GPU buffers where MPI claims to take them."""
-    if choice in ("host", "cuda"):
-        return "host" if choice == "host" else "cuda"
+def is_to_be_tried(facts: Sequence[RankFacts]) -> bool:
+    """Whether MPI claims to take GPU buffers, and there are some."""
     mpi = facts[0].mpi
-    claimed = mpi is not None and bool(mpi.cuda) and facts[0].device.count > 0
-    return "cuda" if choice == "auto" and claimed else None
+    return mpi is not None and bool(mpi.cuda) and facts[0].device.count > 0
 
 
 def find_launcher(libraries: Sequence[str], search_path: str) -> list[str] | None:

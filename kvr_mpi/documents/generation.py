@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -11,6 +12,8 @@ from kvr_mpi.documents.json_schema import read_schema
 
 # As many as OpenAI's format asks for at most.
 MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128
+# Any of these turns sampling on.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 # Settings that are not transformers'.
 OURS = frozenset({"max_new_tokens", "stop", "seed", "logprobs", "score", "n", "json_schema"})
 
@@ -20,9 +23,11 @@ class GenerationSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    do_sample: bool = Field(False, description="sample; false: greedy")
     temperature: float | None = Field(
-        None, gt=0, description="below 1: likely tokens become more likely; above 1: less likely"
+        None,
+        ge=0,
+        description="below 1: likely tokens become more likely; above 1: less likely; 0: greedy. Greedy is the "
+        "default, but any of temperature, top_k, top_p and min_p turns sampling on",
     )
     top_k: int | None = Field(None, ge=0, description="sample only from this many most likely tokens")
     top_p: float | None = Field(
@@ -82,9 +87,9 @@ class GenerationSection(BaseModel):
 
     @model_validator(mode="after")
     def _goes_together(self) -> GenerationSection:
-        if self.n > 1 and not self.do_sample:
+        if self.n > 1 and not self.transformers_settings()["do_sample"]:
             raise ValueError(
-                f"generation.n = {self.n}: without generation.do_sample = true, all answers are the same; set it, or "
+                f"generation.n = {self.n}: without sampling, all answers are the same; set generation.temperature, or "
                 f"leave n out"
             )
         if self.scores and self.max_new_tokens:
@@ -115,5 +120,15 @@ class GenerationSection(BaseModel):
         )
 
     def transformers_settings(self) -> dict[str, Any]:
-        """Return what goes into a GenerationConfig: the fields that were set."""
-        return {key: value for key, value in self.model_dump(exclude=set(OURS)).items() if value is not None}
+        """Return what goes into a GenerationConfig: the fields that were set, and whether they mean sampling."""
+        given = {key: value for key, value in self.model_dump(exclude=set(OURS)).items() if value is not None}
+        made = {"do_sample": False, **given, **sampling_settings(given)}
+        return {key: value for key, value in made.items() if value is not None}
+
+
+def sampling_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `SAMPLING` settings mean for a GenerationConfig: sampling, unless the temperature is 0."""
+    used = {key: given[key] for key in SAMPLING if given.get(key) is not None}
+    if used.get("temperature") == 0:
+        return {"do_sample": False, **dict.fromkeys(SAMPLING)}
+    return {"do_sample": True, **used} if used else {}

@@ -202,8 +202,8 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return [token for half in halves for token in _encode_plain(tokenizer, half)]
 
 
-def fit_prompt(frame: Frame, text_ids: Sequence[int], *, truncate: Keep | None) -> PromptText:
-    """Make a document's prompt, cut to the context if `truncate` says which part to keep.
+def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> PromptText:
+    """Make a document's prompt, cut to the context if `kept` says which part stays.
 
     Raises
     ------
@@ -213,13 +213,13 @@ def fit_prompt(frame: Frame, text_ids: Sequence[int], *, truncate: Keep | None) 
     excess = len(text_ids) - frame.text_budget
     if excess <= 0:
         return frame.around(text_ids)
-    if truncate is None:
+    if kept is None:
         raise DocumentError(
             f"too long: {len(text_ids)} tokens of text, {frame.text_budget} fit (a prompt may have {frame.max_tokens} "
-            f"tokens, the template takes {len(frame.head) + len(frame.tail)}); set prompt.too_long to 'truncate' or "
+            f"tokens, the template takes {len(frame.head) + len(frame.tail)}); set prompt.too_long to 'keep-head' or "
             f"'split'"
         )
-    first = {"head": 0, "middle": excess // 2, "tail": excess}[truncate]
+    first = {"head": 0, "middle": excess // 2, "tail": excess}[kept]
     return frame.around(text_ids[first : first + frame.text_budget], dropped_tokens=excess)
 
 

@@ -1,6 +1,16 @@
 """A job as it is written: its sections, which of its settings can be combined, and how it is read."""
 
 from kvr_mpi.job.load import load_job, make_job, show_job
-from kvr_mpi.job.spec import JobSpec, ModelSection, ParallelSection, PromptSection
+from kvr_mpi.job.spec import EQUAL_TIME, EVEN, JobSpec, ModelSection, ParallelSection, PromptSection
 
-__all__ = ["JobSpec", "ModelSection", "ParallelSection", "PromptSection", "load_job", "make_job", "show_job"]
+__all__ = [
+    "EQUAL_TIME",
+    "EVEN",
+    "JobSpec",
+    "ModelSection",
+    "ParallelSection",
+    "PromptSection",
+    "load_job",
+    "make_job",
+    "show_job",
+]

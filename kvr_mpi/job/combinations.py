@@ -18,13 +18,12 @@ LEAVE_OUT = "leave one of the two out"
 
 AUTO, RING, SINGLE = (f"parallel.strategy = {name!r}" for name in ("auto", "ring", "single"))
 CHAIN_SIZE, PLANNED = "parallel.ranks_per_chain", "parallel.ranks_per_chain = 'auto'"
-CHUNKS, TABLE, TENSOR_PARALLEL = "parallel.chunk_tokens", "parallel.table", "parallel.tensor_parallel"
+CHUNKS, TABLE, TENSOR_PARALLEL = "parallel.chunk_tokens", "parallel.partition = PATH", "parallel.tensor_parallel"
 HEADS = "decode.mode = 'head-parallel'"
 ROLLING, COMPRESS = "cache.kind", "[compress]"
 KV, SHARDED_KV, COLUMNS = "output.kv", "output.kv = 'sharded'", "output.columns"
-QUESTIONS, UNSHARDED, SHARDED = "[questions]", "questions.sharded = false", "questions.sharded = true"
-SPREAD = (SHARDED_KV, SHARDED)
-PROMPTS, REUSE, SPLIT = "[[prompts]]", "documents.reuse", "prompt.too_long = 'split'"
+QUESTIONS, SHARED_QUESTIONS = "[questions]", "[questions] with parallel.ranks_per_chain"
+PROMPTS, REUSE, SPLIT = "[prompt.template]", "documents.reuse", "prompt.too_long = 'split'"
 ROWS, MESSAGES, REQUESTS = (f"documents.format{kind}" for kind in ("", " = 'messages'", " = 'openai-batch'"))
 PROMPT_KEYS = tuple(f"prompt.{key}" for key in ("template", "system", "too_long"))
 LOGPROBS, SAMPLES, SCHEMA = "generation.logprobs", "generation.n", "generation.json_schema"
@@ -87,7 +86,6 @@ REFUSED = (
     Row(ROLLING, (RING, SINGLE), "only chains of one rank have a rolling cache", "choose strategy = 'kvr'"),
     Row(ROLLING, (CHAIN_SIZE,), "each rank has a rolling cache and documents of its own", "leave it out"),
     Row(ROLLING, (TABLE,), "prompts are not cut into slices", "leave it out"),
-    Row(ROLLING, (CHUNKS,), "its steps are chunks already (cache.step_tokens)", "leave chunk_tokens out"),
     Row(ROLLING, (COMPRESS,), "compression chooses among all tokens of a prompt"),
     Row(ROLLING, (KV,), "a rolling cache holds only part of a prompt, which cannot be continued later"),
     Row(ROLLING, (QUESTIONS, REUSE), "they need the whole stored prompt"),
@@ -126,7 +124,7 @@ REFUSED = (
     ),
     # Several ranks decode together.
     Row(HEADS, (SINGLE,), "it decodes from transformers' own cache, which cannot be split by heads"),
-    Row(HEADS, SPREAD, "ranks already decode together, each with some of the tokens"),
+    Row(HEADS, (SHARDED_KV, SHARED_QUESTIONS), "ranks already decode together, each with some of the tokens"),
     Row(HEADS, (ROLLING,), "a rolling cache stays on one rank"),
     Row(HEADS, (KV,), "it stores the cache of one rank, but ranks that share heads each hold part of a document"),
     # What is stored, and what is asked of it.
@@ -137,11 +135,11 @@ REFUSED = (
         "choose strategy = 'kvr', or output.kv = true",
     ),
     Row(SHARDED_KV, (QUESTIONS,), "prompts that are asked are stored whole", "choose output.kv = true"),
-    Row(SHARDED, (KV,), "prompts that several ranks hold together are not stored again"),
+    Row(SHARED_QUESTIONS, (KV,), "prompts that several ranks hold together are not stored again"),
     Row(KV, (STATES,), "states cannot be stored yet", "set output.kv = false"),
     Row(
         QUESTIONS,
-        (*PROMPT_KEYS, "prompt.chat_template", "prompt.keep", "prompt.overlap_tokens", "prompt.reduce_template"),
+        (*PROMPT_KEYS, "prompt.chat_template", "prompt.overlap_tokens", "prompt.reduce_template"),
         "the stored prompts are used up to the end of the document",
         "leave it out, and set questions.template for the text after that",
     ),
@@ -159,12 +157,9 @@ REFUSED = (
         "name the documents in questions.documents",
     ),
     Row(QUESTIONS, (RING, SINGLE), "only chains continue stored prompts", "leave strategy out"),
-    Row(UNSHARDED, (CHAIN_SIZE, PLANNED), "every rank answers about its own documents", "leave ranks_per_chain out"),
-    Row(SHARDED, (PLANNED,), "the ranks of a chain hold a document together", "set the number of ranks of a chain"),
+    Row(QUESTIONS, (PLANNED,), "the ranks of a chain hold a document together", "set the number of ranks of a chain"),
     # Several prompts about a document; rows that are prompts.
-    Row(PROMPTS, ("prompt.template",), "each of them has its own template"),
-    Row(PROMPTS, (ROWS,), "each row contains its whole prompt"),
-    Row(PROMPTS, (REUSE, KV, PLANNED, QUESTIONS), "it works with one prompt about a document only"),
+    Row(PROMPTS, (REUSE, KV, PLANNED), "it works with one prompt about a document only"),
     Row(
         ROWS,
         (*PROMPT_KEYS, "prompt.chat_template = false"),
@@ -204,6 +199,10 @@ SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
         isinstance(job.parallel.ranks_per_chain, int) and job.parallel.ranks_per_chain > job.parallel.tensor_parallel
     ),
     PLANNED: lambda job: job.planned,
+    CHUNKS: lambda job: job.chunk_tokens != "auto",
+    TABLE: lambda job: job.parallel.table is not None,
+    PROMPTS: lambda job: bool(job.prompts),
+    SHARED_QUESTIONS: lambda job: job.questions is not None and job.is_spread,
     SCORE_COLUMN: lambda job: job.generation.score_column is not None,
     NO_ANSWER: lambda job: job.generation.max_new_tokens == 0 and not job.generation.scores,
 }
@@ -257,6 +256,8 @@ def setting_of(name: str, job: JobSpec, model: Collection[str] = ()) -> str | No
     """Write a setting as a job has it, with its value if that is short; None if the job does not have it."""
     if name in MODELS:
         return name if name in model else None
+    if name.startswith("[") and name in SPECIAL:
+        return name if SPECIAL[name](job) else None
     key, _, wanted = name.partition(" = ")
     section, _, field = key.strip("[]").partition(".")
     table = getattr(job, section)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import codecs
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
-from kvr_mpi.report.settings import ReportSettings
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import Name
 
+EQUAL_TIME, EVEN = "equal_time", "even"
 ChunkTokens = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
@@ -106,35 +106,43 @@ class DocumentsSection(Section):
 class PromptSection(Section):
     """The prompt for each document."""
 
-    template: str = Field(
+    template: str | dict[str, str] = Field(
         "{text}",
-        description="user message; {text} is replaced by the document, and {field} by any field of its row",
+        description="user message; {text} is replaced by the document, and {field} by any field of its row; a table: "
+        "several prompts about each document, by name",
     )
     system: str | None = Field(None, description="system prompt")
     chat_template: bool | None = Field(None, description="use the model's chat template; default: if it has one")
-    too_long: Literal["error", "truncate", "split"] = Field(
-        "error", description="what to do if a prompt exceeds the context"
+    too_long: Literal["error", "keep-head", "keep-middle", "keep-tail", "split"] = Field(
+        "error",
+        description="if a prompt exceeds the context: an error record; an answer about a part of the document; or one "
+        "from the answers about all its parts",
     )
-    keep: Literal["head", "tail", "middle"] = Field("head", description="which part of the document truncate keeps")
     min_coverage: float = Field(
         0.0, ge=0, le=1, description="fraction of a document that its answer has to have seen, or it becomes an error"
     )
     overlap_tokens: int = Field(0, ge=0, description="split: tokens of text that a part repeats of the part before")
     reduce_template: str | None = Field(
-        None, description="template that combines the answers about the parts; default: template"
+        None, description="split: template that combines the answers about the parts; default: template"
     )
     max_tokens: int | None = Field(
         None, ge=2, description="maximum length of prompt and answer together; default: the model's context"
     )
 
+    @property
+    def first_template(self) -> str:
+        """The user message, or the first of several."""
+        return next(iter(self.template.values())) if isinstance(self.template, dict) else self.template
 
-class NamedPrompt(Section):
-    """One of several prompts about each document, in place of `prompt.template`."""
-
-    name: str = Field(description="name of the prompt; part of the ids of its answers")
-    template: str = Field(
-        description="as prompt.template; fastest if the text before {text} is the same in all prompts"
-    )
+    @property
+    def kept(self) -> Literal["head", "middle", "tail"] | None:
+        """The part of a document that is kept if its prompt is too long."""
+        kept: dict[str, Literal["head", "middle", "tail"]] = {
+            "keep-head": "head",
+            "keep-middle": "middle",
+            "keep-tail": "tail",
+        }
+        return kept.get(self.too_long)
 
 
 class ParallelSection(Section):
@@ -145,25 +153,24 @@ class ParallelSection(Section):
         description="kvr: chains of ranks; ring: zigzag rings; auto: the one with the faster forecast for each prompt; "
         "single: one document per rank",
     )
-    ranks_per_chain: int | Literal["all", "auto"] = Field(
-        "all", description="ranks that share one prompt; auto: planned for each document"
+    ranks_per_chain: int | Literal["all", "auto"] | None = Field(
+        None,
+        description="ranks that share one prompt; auto: planned for each document; default: all, but 1 for [questions]",
     )
     tensor_parallel: int = Field(
         1, ge=1, description="ranks over which one copy of the model is split; they share each slice of a prompt"
     )
-    min_efficiency: float = Field(
-        0.5, ge=0, le=1, description="auto: minimum parallel efficiency of a chain, unless that slows the batch down"
-    )
-    partition: Literal["equal_time", "even"] = Field(
-        "equal_time", description="slices of equal time, or of even length"
-    )
-    table: str | None = Field(
-        None, min_length=1, description="a file written by kvr search, or a folder of them, with slices to use instead"
+    partition: str = Field(
+        EQUAL_TIME,
+        min_length=1,
+        description="slices of equal time (equal_time), of even length (even), or those in a file that kvr search has "
+        "written, or in a folder of such files",
     )
     chunk_tokens: ChunkTokens = Field(
-        "auto", description="compute slices in chunks of this many tokens; auto: only if memory is short"
+        "auto",
+        description="compute slices in chunks of this many tokens; auto: only if memory is short, or 64 for a rolling "
+        "cache",
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
     memory_gib: float | None = Field(
         None,
         gt=0,
@@ -182,16 +189,15 @@ class ParallelSection(Section):
 
     @field_validator("ranks_per_chain")
     @classmethod
-    def _positive(cls, value: int | str) -> int | str:
+    def _positive(cls, value: int | str | None) -> int | str | None:
         if isinstance(value, int) and value < 1:
             raise ValueError("expected 'all', 'auto' or a number of at least 1")
         return value
 
-    @model_validator(mode="after")
-    def _table_where_it_is_used(self) -> ParallelSection:
-        if self.table is not None and self.partition == "even":
-            raise ValueError("a table has slices of its own: leave out either parallel.partition or parallel.table")
-        return self
+    @property
+    def table(self) -> str | None:
+        """Where the lookup tables with slices are, if there are any."""
+        return None if self.partition in (EQUAL_TIME, EVEN) else self.partition
 
 
 class QuestionsSection(Section):
@@ -202,13 +208,6 @@ class QuestionsSection(Section):
     )
     template: str = Field("\n\n{question}", description="text that follows the document")
     documents: list[str] | None = Field(None, description="ids of documents to ask about; default: all in the run")
-    reuse: Literal["always", "never"] = Field(
-        "always", description="whether to load stored keys and values; never: prefill the documents again"
-    )
-    sharded: bool = Field(
-        False,
-        description="spread each document's keys and values over the ranks of a chain, if it is too large for one",
-    )
 
 
 class JobSpec(Section):
@@ -217,7 +216,6 @@ class JobSpec(Section):
     model: ModelSection
     documents: DocumentsSection
     prompt: PromptSection = PromptSection()
-    prompts: list[NamedPrompt] = []
     questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
     cache: CacheSettings = CacheSettings()
@@ -225,12 +223,18 @@ class JobSpec(Section):
     decode: DecodeSettings = DecodeSettings()
     parallel: ParallelSection = ParallelSection()
     output: OutputSettings
-    report: ReportSettings = ReportSettings()
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """Templates of several prompts about each document, by name; none if there is one prompt."""
+        return self.prompt.template if isinstance(self.prompt.template, dict) else {}
 
     @property
     def is_spread(self) -> bool:
         """Whether keys and values stay spread over the ranks of a chain, which then decode together."""
-        return self.output.kv == "sharded" or (self.questions is not None and self.questions.sharded)
+        return self.output.kv == "sharded" or (
+            self.questions is not None and self.ranks_per_chain != self.parallel.tensor_parallel
+        )
 
     @property
     def takes_chains(self) -> bool:
@@ -240,7 +244,13 @@ class JobSpec(Section):
     @property
     def ranks_per_chain(self) -> int | Literal["all", "auto"]:
         """Ranks that share a prompt."""
-        return self.parallel.ranks_per_chain if self.takes_chains else 1
+        wanted = self.parallel.ranks_per_chain or ("all" if self.questions is None else self.parallel.tensor_parallel)
+        return wanted if self.takes_chains else 1
+
+    @property
+    def chunk_tokens(self) -> int | Literal["auto"]:
+        """Tokens of the chunks in which a chain computes its slices; a rolling cache has steps instead."""
+        return "auto" if self.cache.is_rolling else self.parallel.chunk_tokens
 
     @property
     def planned(self) -> bool:

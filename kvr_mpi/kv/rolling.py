@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,6 +30,8 @@ from kvr_mpi.partition import cut_range
 
 # The approximation, as it is asked for and recorded.
 STREAMING_LLM = "streaming-llm"
+# New tokens of a step, unless a job says how many.
+STEP_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Rolling:
     """
 
     cache_tokens: int = 448
-    step_tokens: int = 64
+    step_tokens: int = STEP_TOKENS
     approximation: str | None = None
     sinks: int = 4
 
@@ -264,11 +266,12 @@ class RollingCache(RowCache):
         return sum(layer._layout.buffer.nbytes for layer in self.layers)
 
 
-def rolling_of(settings: CacheSettings) -> Rolling | None:
-    """Make what a job asks for; None: a whole cache."""
+def rolling_of(settings: CacheSettings, chunk_tokens: int | Literal["auto"]) -> Rolling | None:
+    """Make what a job asks for, with steps of so many tokens; None: a whole cache."""
     if not settings.is_rolling:
         return None
-    return Rolling(settings.tokens, settings.step_tokens, STREAMING_LLM if settings.kind == STREAMING_LLM else None)
+    steps = STEP_TOKENS if chunk_tokens == "auto" else chunk_tokens
+    return Rolling(settings.tokens, steps, STREAMING_LLM if settings.kind == STREAMING_LLM else None)
 
 
 def check_rolling(loaded: LoadedModel, rolling: Rolling) -> None:

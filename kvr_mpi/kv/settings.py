@@ -6,9 +6,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# Settings that only a rolling cache reads.
-OF_ROLLING = ("tokens", "step_tokens")
-
 
 class CacheSettings(BaseModel):
     """What a rank holds of a prompt while it is prefilled and answered (`kv.rolling`)."""
@@ -23,15 +20,12 @@ class CacheSettings(BaseModel):
     tokens: int = Field(
         448, ge=5, description="rolling: number of earlier tokens that the first token of a step can attend to"
     )
-    step_tokens: int = Field(64, ge=1, description="rolling: number of new tokens per step")
 
     @model_validator(mode="after")
     def _settings_fit_the_kind(self) -> CacheSettings:
-        fields = type(self).model_fields
         # By value: ranks are sent a job with all its defaults.
-        changed = [name for name in OF_ROLLING if getattr(self, name) != fields[name].default]
-        if self.kind == "whole" and changed:
-            raise ValueError(f"cache.{changed[0]} is for rolling caches: set cache.kind = 'rolling', or leave it out")
+        if self.kind == "whole" and self.tokens != type(self).model_fields["tokens"].default:
+            raise ValueError("cache.tokens is for rolling caches: set cache.kind = 'rolling', or leave it out")
         return self
 
     @property

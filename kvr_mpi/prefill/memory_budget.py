@@ -286,7 +286,7 @@ def check_rolling_fits(footprint: Footprint, rolling: Rolling, free_bytes: int) 
     if needs > free_bytes:
         raise DocumentError(
             f"a {rolling.name} needs {needs / GIB:.2f} GiB in addition to the weights, but a rank has "
-            f"{free_bytes / GIB:.2f} GiB; lower cache.tokens or cache.step_tokens, or use ranks with more memory"
+            f"{free_bytes / GIB:.2f} GiB; lower cache.tokens or parallel.chunk_tokens, or use ranks with more memory"
         )
 
 

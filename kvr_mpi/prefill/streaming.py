@@ -76,7 +76,7 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
             raise
         error = (
             f"a prompt of {len(ids)} tokens: there is no memory for a {rolling.name} ({str(failure).splitlines()[0]}); "
-            f"lower cache.tokens or cache.step_tokens, or the memory for other prompts (parallel.memory_gib)"
+            f"lower cache.tokens or parallel.chunk_tokens, or the memory for other prompts (parallel.memory_gib)"
         )
     wait_for_compute(loaded.device)
     seconds = time.perf_counter() - began

@@ -25,7 +25,7 @@ from kvr_mpi.preflight.inputs import check_prompts, check_schema, templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides
-from kvr_mpi.tuning.table import load_table, table_files
+from kvr_mpi.tuning.table import load_tables
 
 # Files that are looked into for the text field before it is held to be wrong.
 SAMPLED_FILES = 8
@@ -111,7 +111,6 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
         partial(_check_profiles, spec),
-        partial(_check_copies, spec, ranks),
         partial(check_tensor_parallel, spec),
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
         partial(check_prompts, spec),
@@ -136,15 +135,13 @@ def _check_table(spec: JobSpec, ranks: int) -> None:
     if parallel.table is None:
         return
     path = Path(parallel.table)
-    tables = [(file, load_table(file)) for file in table_files(path)]
-    if not tables:
-        raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; create a table with kvr search")
-    size = ranks if parallel.ranks_per_chain == "all" else parallel.ranks_per_chain
-    if parallel.strategy == "single" or any(table.key.ranks == size for _, table in tables):
+    tables = load_tables(path)
+    size = ranks if spec.ranks_per_chain == "all" else spec.ranks_per_chain
+    if parallel.strategy == "single" or any(table.key.ranks == size for table in tables.values()):
         return
-    found = " | ".join(f"{file.name} is for {table.key.ranks} ranks" for file, table in tables[:8])
+    found = " | ".join(f"{file.name} is for {table.key.ranks} ranks" for file, table in list(tables.items())[:8])
     raise ConfigError(
-        f"parallel.table = {str(path)!r} has no table for chains of {size} ranks: {found}. Start as many "
+        f"parallel.partition = {str(path)!r} has no table for chains of {size} ranks: {found}. Start as many "
         f"ranks as a "
         f"table is for, or create one with kvr search"
     )
@@ -162,18 +159,6 @@ def _check_profiles(spec: JobSpec) -> None:
             raise ConfigError(
                 f"{section}.profile = {profile!r}: no such file; create one with kvr search JOB --heads, or {remedy}"
             )
-
-
-def _check_copies(spec: JobSpec, ranks: int) -> None:
-    """Refuse more copies of heads than the longest chain there may be has ranks."""
-    wanted, copies = spec.parallel.ranks_per_chain, spec.decode.copies
-    size = min(wanted, ranks) if isinstance(wanted, int) else ranks
-    if copies is not None and copies > size:
-        raise ConfigError(
-            f"decode.copies = {copies} is more than the {counted(size, 'rank')} of a chain; leave it out: the "
-            f"default of one "
-            f"copy fewer than ranks already balances them if heads are split in proportion"
-        )
 
 
 def check_tensor_parallel(spec: JobSpec) -> None:

@@ -13,16 +13,11 @@ from kvr_mpi.job import JobSpec
 
 def templates_of(spec: JobSpec) -> dict[str, str]:
     """List a job's templates by their keys."""
-    found = {f"prompts.{name}.template": template for name, template in prompts_of(spec).items()}
-    found = found or {"prompt.template": spec.prompt.template}
+    found = {f"prompt.template.{name}": template for name, template in spec.prompts.items()}
+    found = found or {"prompt.template": spec.prompt.first_template}
     if spec.prompt.reduce_template is not None:
         found["prompt.reduce_template"] = spec.prompt.reduce_template
     return found
-
-
-def prompts_of(spec: JobSpec) -> dict[str, str]:
-    """List the templates of several prompts about each document, by name; none if there is one prompt."""
-    return {prompt.name: prompt.template for prompt in spec.prompts}
 
 
 def parse_templates(spec: JobSpec) -> list[Template]:
@@ -85,13 +80,9 @@ def check_prompts(spec: JobSpec) -> None:
     ConfigError
         Naming the first of them.
     """
-    names = [prompt.name for prompt in spec.prompts]
-    for number, name in enumerate(names):
-        if not NAME.fullmatch(name):
-            raise ConfigError(f"prompts: name = {name[:80]!r}; expected 1 to 64 letters, digits, ., - and _")
-        if name in names[:number]:
-            raise ConfigError(f"prompts: two prompts are named {name!r}; give each a different name")
     asked: dict[str, str] = {}
-    for prompt in spec.prompts:
-        if (first := asked.setdefault(prompt.template, prompt.name)) != prompt.name:
-            raise ConfigError(f"prompts: {first!r} and {prompt.name!r} have the same template; leave one of them out")
+    for name, template in spec.prompts.items():
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"prompt.template.{name[:80]!r}: expected a name of 1 to 64 letters, digits, ., - and _")
+        if (first := asked.setdefault(template, name)) != name:
+            raise ConfigError(f"prompt.template: {first!r} and {name!r} have the same template; leave one of them out")

@@ -53,7 +53,7 @@ def _missing(name: str, why: str) -> Chart:
     return Chart(name, why)
 
 
-NO_TRACE = "no trace; set report.trace = true in the job to record one"
+NO_TRACE = "no trace; set output.trace = true in the job to record one"
 
 
 def draw_timeline(timeline: Timeline) -> Chart:

@@ -90,8 +90,7 @@ class TextSource:
         if wanted.too_long == "split" and len(ids) > config.frame.text_budget:
             request.split_text(ids, config.frame)
         else:
-            truncate = wanted.keep if wanted.too_long == "truncate" else None
-            prompt = fit_prompt(config.frame, ids, truncate=truncate)
+            prompt = fit_prompt(config.frame, ids, kept=wanted.kept)
             if (coverage := 1 - prompt.dropped_tokens / len(ids)) < wanted.min_coverage:
                 raise DocumentError(too_little(coverage, wanted.min_coverage))
             request.texts, request.stored = [prompt], self._find_prefix(prompt.ids)

@@ -97,7 +97,7 @@ class PromptConfig:
             replace(one, max_tokens=room).filled(self.tokenizer, document.columns)
             for one in (frame, reduce_frame, *self.questions.values())
         )
-        if others and self.prompt.too_long == "truncate":  # all prompts about a document are about the same text
+        if others and self.prompt.kept is not None:  # all prompts about a document are about the same text
             budget = min(other.text_budget for other in others)
             frame = replace(frame, max_tokens=len(frame.head) + len(frame.tail) + budget)
         return replace(asked, frame=frame, reduce_frame=reduce_frame, max_new_tokens=new_tokens)
@@ -205,7 +205,7 @@ class Split:
         if not text.strip() or len(ids) >= len(self._text_ids) or self._stage == MAX_REDUCTIONS:
             raise DocumentError(
                 f"too long, and the {len(answers)} answers about its parts are not shorter than the text; lower "
-                f"generation.max_new_tokens, or set prompt.too_long = 'truncate'"
+                f"generation.max_new_tokens, or set prompt.too_long = 'keep-head'"
             )
         self.split_text(ids, self.prompt_config.reduce_frame)
         return True

@@ -30,7 +30,7 @@ from kvr_mpi.errors import (
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.preflight.checks import describe_others, find_others, lay_out, name_files
-from kvr_mpi.preflight.inputs import prompts_of, row_format
+from kvr_mpi.preflight.inputs import row_format
 from kvr_mpi.report.log import Detail, Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
@@ -86,7 +86,7 @@ def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world:
     """
     stop = Stop(environment.deadline_s)
     with (
-        listening(stop, options.stop_signals, log.root, lambda why: _end_at_once(world, log, why)),
+        listening(stop, log.root, lambda why: _end_at_once(world, log, why)),
         ExitStack() as held,
     ):
         return _run(spec, options, environment, world, log, stop, held)
@@ -249,7 +249,7 @@ def open_source(setup: JobSetup, corpus: Corpus) -> Source:
         return StoredSource(setup, corpus)
     if setup.beginnings is not None:
         return TextSource(corpus, setup.prompt_config, setup.beginnings.find)
-    return TextSource(corpus, setup.prompt_config, prompts=prompts_of(setup.spec))
+    return TextSource(corpus, setup.prompt_config, prompts=setup.spec.prompts)
 
 
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
@@ -267,12 +267,9 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     """
     wanted = spec.documents
     if spec.questions is not None:
-        raise ConfigError(
-            "a job with [questions] uses the documents of a run and cannot be planned; `kvr ask --dry-run` shows what "
-            "it would load"
-        )
+        raise ConfigError("a job with [questions] uses the documents of a run and cannot be planned")
     corpus = scan_corpus(
-        wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(prompts_of(spec)), known=known
+        wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(spec.prompts), known=known
     )
     if not corpus.entries:
         raise CorpusError(f"documents.path {wanted.path}: the files contain no documents; expected at least one")
@@ -334,7 +331,7 @@ def write_batch(folder: Path, log: Log) -> None:
     file, results = folder / RESPONSES, open_results(folder, verify=False, partial=True)
     try:
         with replacing(file) as stream:
-            write_responses(results.records(), stream, stream, str(results.header.model["name"]))
+            write_responses(results.records(), stream, str(results.header.model["name"]))
     except OSError as error:
         log.line(f"warning: {file} cannot be written: {error.strerror or error}; kvr export writes it elsewhere")
     else:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from kvr_mpi.setup.job_setup import Machine
     from kvr_mpi.store.lock import Owner
-
-# What a batch system sends before the end, and what it sends at it (SLURM: --signal=USR2@..., then TERM).
-STOP_SIGNALS = ("TERM", "USR2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +16,6 @@ class RunOptions:
 
     resume, extend : go on from results in the folder, of the same documents, or of others, too.
     time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the SLURM job, if it is one.
-    stop_signals : names.
     level : quiet: of the log, only warnings, errors and the last line; verbose: also what a developer needs.
     bar : show progress as a bar on the terminal.
     """
@@ -30,7 +25,6 @@ class RunOptions:
     extend: bool = False
     retry_failed: bool = False
     time_limit: str | None = None
-    stop_signals: Sequence[str] = STOP_SIGNALS
     level: Literal["quiet", "normal", "verbose"] = "normal"
     bar: bool = False
 

@@ -117,7 +117,7 @@ class SlicePlanner:
             routes = strategy.routes(partition, known, chunk_tokens)
             return max(self.needs(routes, self._size - 1, new_tokens, drop)) <= min(self._free_bytes)
 
-        return choose_chunks(self._spec.parallel.chunk_tokens, strategy, self._setup.footprint, fits)
+        return choose_chunks(self._spec.chunk_tokens, strategy, self._setup.footprint, fits)
 
     def needs(
         self, routes: Sequence[Route], decode_rank: int, new_tokens: int, drop: PlannedDrop | None = None

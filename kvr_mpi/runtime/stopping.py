@@ -9,14 +9,16 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from kvr_mpi.errors import ConfigError
 from kvr_mpi.runtime.slots import Slot
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.counters import Counters
+
+# What a batch system sends before the end, and what it sends at it (SLURM: --signal=USR2@..., then TERM).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 # Predictions are off by this much, and what is done has to be written.
 MARGIN = 1.25
@@ -100,24 +102,15 @@ class Stop:
 
 
 @contextmanager
-def listening(
-    stop: Stop, names: Sequence[str], tell: Callable[[str], None], end: Callable[[str], None]
-) -> Iterator[None]:
-    """Stop at the first of these signals, and call `end` at the second.
+def listening(stop: Stop, tell: Callable[[str], None], end: Callable[[str], None]) -> Iterator[None]:
+    """Stop at the first of `STOP_SIGNALS`, and call `end` at the second.
 
     Parameters
     ----------
-    names : sequence of str
-        Such as ``("TERM", "USR2")``.
     tell : callable
         Given a line about the first; called in a thread, since what the signal interrupts may be writing a line itself.
     end : callable
         Ends all ranks at once; given a line that says why.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such signal, or it cannot be listened to.
     """
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -130,23 +123,14 @@ def listening(
         stop.heard = True
         stop.ask(f"stopped by {name}")
 
-    numbers = [_number(name) for name in names]
     if threading.current_thread() is not threading.main_thread():  # ranks as threads hear nothing
         yield
         return
     before = {}
     try:
-        for number in numbers:
+        for number in STOP_SIGNALS:
             before[number] = signal.signal(number, hear)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _number(name: str) -> signal.Signals:
-    found: signal.Signals | None = getattr(signal.Signals, f"SIG{name.upper().removeprefix('SIG')}", None)
-    if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
-        names = ", ".join(sorted(one.name.removeprefix("SIG") for one in signal.Signals))
-        raise ConfigError(f"--stop-signals {name!r}: expected signals that can be caught, such as {names}")
-    return found

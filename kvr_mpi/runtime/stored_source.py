@@ -1,8 +1,8 @@
 """Documents whose keys and values are stored, asked again: only the question is prefilled.
 
 A run's folder is the corpus. The questions follow each document's text in its stored prompt, and what comes before is
-loaded layer by layer while the model computes (``kv.loading``), each block held against its checksum. With
-``questions.reuse = "never"``, or if keys depend on how the prompt goes on, the prompt is prefilled again.
+loaded layer by layer while the model computes (``kv.loading``), each block held against its checksum. If
+keys depend on how the prompt goes on, the prompt is prefilled again.
 """
 
 from __future__ import annotations
@@ -55,14 +55,12 @@ class StoredCorpus:
 
     corpus : an entry for each document and question; `place` is the document's number.
     documents : by number.
-    loads : whether what is stored is used.
     left_out : documents of the run that have no answer, and so no keys and values.
     missing : shares and documents that should be there and are not, in words.
     """
 
     corpus: Corpus
     documents: tuple[StoredDocument, ...]
-    loads: bool
     left_out: int = 0
     missing: tuple[str, ...] = ()
 
@@ -72,15 +70,10 @@ class StoredCorpus:
         lines = [tell_missing(self.missing)] if self.missing else []
         if self.left_out:
             lines.append(f"skipped: {counted(self.left_out, 'document')} with error records")
-        if not self.loads:
-            return [*lines, f"{counted(len(good), 'document')} will be prefilled again"]
         size = bytes_text(sum(one.bytes for one in good))
         lines.append(f"{counted(len(good), 'document')} will be loaded: {size} of keys and values")
         if methods := [one.compression for one in good if one.compression]:
-            lines.append(
-                f"compressed: {counted(len(methods), 'document')} ({'; '.join(sorted(set(methods)))}); reuse = 'never' "
-                f"prefills them without compression"
-            )
+            lines.append(f"compressed: {counted(len(methods), 'document')} ({'; '.join(sorted(set(methods)))})")
         return lines
 
 
@@ -114,16 +107,15 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
     done = [name for name in dict.fromkeys(wanted) if name in lost or index.places[name].is_done][
         : spec.documents.limit
     ]
-    documents = tuple(lost[name] if name in lost else _look(index, name, is_sharded=questions.sharded) for name in done)
+    documents = tuple(lost[name] if name in lost else _look(index, name, is_sharded=spec.is_spread) for name in done)
     if all(one.error is not None for one in documents):
         why = f": {documents[0].error or ''}" if documents else "".join(f": {one}" for one in missing[:1])
         raise (DataError if lost or index.damaged else CorpusError)(
             f"documents.path {spec.documents.path}: no document there can be asked about{why}"
         )
-    loads = questions.reuse == "always"
-    if spec.output.kv and loads:
+    if spec.output.kv:
         _check_stored_again(documents)
-    return StoredCorpus(_corpus(documents, questions.ask, loads), documents, loads, len(wanted) - len(done), missing)
+    return StoredCorpus(_corpus(documents, questions.ask), documents, len(wanted) - len(done), missing)
 
 
 def check_askable(spec: JobSpec, found: StoredCorpus) -> None:
@@ -170,7 +162,6 @@ class StoredSource:
         questions = setup.spec.questions
         assert questions is not None and isinstance(questions.ask, dict)
         self._ask: Mapping[str, str] = questions.ask
-        self._loads = questions.reuse == "always"
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
         self._open: tuple[Record, StoredPrompt, StoredPrefix | None] | None = None  # the last one
         self._index: Index | None = None
@@ -207,7 +198,7 @@ class StoredSource:
             self._open = None
             (record,) = read_records(self._index, [document_id])
             stored = open_prompt(document_id, pieces)
-            self._open = record, stored, self._prefix_of(stored, pieces) if self._loads else None
+            self._open = record, stored, self._prefix_of(stored, pieces)
         return self._open
 
     def _prefix_of(self, stored: StoredPrompt, pieces: tuple[Piece, ...]) -> StoredPrefix | None:
@@ -218,7 +209,7 @@ class StoredSource:
         if compression:
             raise DocumentError(
                 f"{stored.name}: its stored keys and values are compressed ({compression}), but depend on how the "
-                f"prompt continues, so they have to be computed again; set questions.reuse = 'never'"
+                f"prompt continues, so they have to be computed again: prefill it in a run of its own"
             )
         return None
 
@@ -247,7 +238,7 @@ def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
     elif kv.tokens is None:
         why = "its stored keys and values have no token ids, or not all tokens; prefill it again"
     elif kv.compression and is_sharded:
-        why = f"it is compressed ({kv.compression}), which needs one rank; leave questions.sharded out"
+        why = f"it is compressed ({kv.compression}), which needs one rank; leave parallel.ranks_per_chain out"
     if why is not None or kv.tokens is None:
         return StoredDocument(name, file, error=f"{name} cannot be asked about: {why}", is_askable=False)
     return StoredDocument(name, file, kv.tokens.text[1], size, seal, None, kv.compression)
@@ -260,7 +251,7 @@ def _check_stored_again(loaded: Sequence[StoredDocument]) -> None:
             raise ConfigError(
                 f"output.kv = true cannot be combined with questions about {one.id}: it is compressed "
                 f"({one.compression}), so the stored keys and values would differ from those that the model computes; "
-                f"leave output.kv out, or prefill the documents again with questions.reuse = 'never'"
+                f"leave output.kv out"
             )
 
 
@@ -268,7 +259,7 @@ def _lost(name: str, why: str, path: Path) -> StoredDocument:
     return StoredDocument(name, path, error=f"{name} cannot be asked about: {why}; prefill it again")
 
 
-def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: bool) -> Corpus:
+def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str]) -> Corpus:
     """List every question about every document."""
     files = list(dict.fromkeys(document.file for document in documents))
     numbers = {file: number for number, file in enumerate(files)}
@@ -276,7 +267,7 @@ def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: 
     for place, document in enumerate(documents):
         for name, question in ask.items():
             answer = answer_id(document.id, name)
-            work = 1 + int(document.tokens * (LOADED_WORK if loads else 1.0)) + len(question)
+            work = 1 + int(document.tokens * LOADED_WORK) + len(question)
             error = document.error or check_length(answer)
             sha256 = _seal(document.sha256, question)
             if error is not None and len(answer) > MAX_ID_CHARS:

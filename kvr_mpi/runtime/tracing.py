@@ -141,7 +141,7 @@ def open_trace(
 
     The clocks are compared at the beginning and at the end, and in between taken to drift evenly.
     """
-    wanted, world = setup.spec.report, ranks.world
+    wanted, world = setup.spec.output, ranks.world
     if not wanted.trace:
         yield Trace(Recorder(), states=states)
         return

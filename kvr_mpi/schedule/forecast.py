@@ -21,7 +21,7 @@ from kvr_mpi.costs.workload import check_heads, workload_of
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.documents.prompts import Frame, count_parts, make_frame
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.job import JobSpec
+from kvr_mpi.job import EVEN, JobSpec
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import ModelShape, Outline
 from kvr_mpi.model.tensor_parallel import part_config, part_of
@@ -33,7 +33,7 @@ from kvr_mpi.prefill.routes import relay
 from kvr_mpi.schedule.history import LEAST_S, History, expected_tokens
 from kvr_mpi.schedule.placement import Seconds
 from kvr_mpi.tuning.lookup import choose_slices
-from kvr_mpi.tuning.table import Table, holds_tables, load_table, table_files
+from kvr_mpi.tuning.table import Table, holds_tables, load_tables
 
 # Usable share of free memory, by the type of device; the rest is lost to libraries and fragmentation. A GPU's libraries
 # take theirs when they are first called, and its allocator cannot move what lies between two prompts.
@@ -246,11 +246,11 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
     return Forecast(
         source=source,
         costs=replace(costs, speeds=None),
-        even=spec.parallel.partition == "even",
+        even=spec.parallel.partition == EVEN,
         plain=spec.parallel.strategy == "single",
         strategies=tuple(candidates(spec.parallel.strategy)),
-        chunk_tokens=spec.parallel.chunk_tokens,
-        rolling=rolling_of(spec.cache),
+        chunk_tokens=spec.chunk_tokens,
+        rolling=rolling_of(spec.cache, spec.parallel.chunk_tokens),
         frame=frame,
         new_tokens=spec.generation.max_new_tokens,
         step_s=costs.layers * costs.launch_floor_s + costs.head_s,
@@ -268,7 +268,7 @@ def forecast_of(
     ----------
     hardware : str or None
         A shipped profile, a JSON file with the same keys, a lookup table or a folder of them; None: the tables that
-        the job names (``parallel.table``).
+        the job names (``parallel.partition``).
     history : History, optional
         Of jobs of this model on this machine; taken where there is nothing else.
 
@@ -402,7 +402,7 @@ def _tables(place: Path, outline: Outline, tensor_parallel: int) -> list[Table]:
             f"lookup table {str(place)!r}: it is measured on ranks that hold the whole model, and the job has "
             f"parallel.tensor_parallel = {tensor_parallel}; give a profile: {', '.join(profiles())}"
         )
-    tables = {file: load_table(file) for file in table_files(place)}
+    tables = load_tables(place)
     dtype = str(outline.dtype).removeprefix("torch.")
     fitting = {
         file: table

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.job import ParallelSection
+from kvr_mpi.job import EQUAL_TIME, ParallelSection
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.topology import Rotation
 from kvr_mpi.tuning.lookup import choose_slices, describe_range
@@ -44,7 +44,7 @@ class Partitioner:
         if self.table is not None:
             return self._look_up(self.table, tokens)
         parallel, first = self.parallel, Rotation.ending_at(self.size, decode_rank).first
-        if self.rates and parallel.partition == "equal_time":
+        if self.rates and parallel.partition == EQUAL_TIME:
             # Every token also attends to the known ones, which adds the same cost to each.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]
             return Partition.by_ratio(tokens, equal_time(tokens, [*rates[first:], *rates[:first]]), QUANTUM_TOKENS)

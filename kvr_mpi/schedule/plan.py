@@ -20,6 +20,8 @@ from kvr_mpi.schedule.placement import Schedule, sampled, schedule
 from kvr_mpi.topology import whole_groups
 from kvr_mpi.transport import Transport, gather_json, share_json
 
+# A chain has at least this parallel efficiency, unless that slows the batch down.
+MIN_EFFICIENCY = 0.5
 # So many documents stand for all where only the time of the whole is asked for.
 MOST_DOCUMENTS = 2000
 
@@ -32,7 +34,7 @@ def prompt_tokens(prompt: PromptSection, frame: Frame, text_tokens: int) -> int:
     if prompt.too_long == "split":
         count = count_parts(frame, text_tokens)
         return text_tokens + around * count + frame.overlap * (count - 1)
-    return frame.max_tokens if prompt.too_long == "truncate" else 0
+    return 0 if prompt.kept is None else frame.max_tokens
 
 
 def count_tokens(tokenizer: Any, share: Iterable[Document], world: Transport) -> dict[str, int]:
@@ -57,7 +59,7 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
     def seconds(tokens: int, length: int) -> float:
         return forecast.document_s(tokens, length, ttft_s)
 
-    return schedule(documents, ranks, seconds, fits, min_efficiency=spec.parallel.min_efficiency, smooth=False)
+    return schedule(documents, ranks, seconds, fits, min_efficiency=MIN_EFFICIENCY, smooth=False)
 
 
 def written_seconds(spec: JobSpec, plan: Schedule) -> float | None:

@@ -30,7 +30,7 @@ from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
-from kvr_mpi.preflight.inputs import passed_columns, prompts_of
+from kvr_mpi.preflight.inputs import passed_columns
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.split import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, drops_of, forecast_measured, with_memory
@@ -216,8 +216,6 @@ def identity_of(spec: JobSpec) -> dict[str, Any]:
     }
     if columns := passed_columns(spec):
         identity["columns"] = columns
-    if spec.prompts:
-        identity["prompts"] = prompts_of(spec)
     if spec.documents.format != "text":
         identity["format"] = spec.documents.format
     if spec.questions is not None:

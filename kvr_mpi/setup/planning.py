@@ -20,7 +20,7 @@ from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.shared_heads import why_not_by_config
 from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
-from kvr_mpi.preflight.inputs import parse_templates, prompts_of, row_format
+from kvr_mpi.preflight.inputs import parse_templates, row_format
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
 from kvr_mpi.schedule.history import Expected, History, expect, find_history, is_forecast
 from kvr_mpi.schedule.placement import Schedule
@@ -99,9 +99,9 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
     )
     if source.adapter is not None:
         outline = replace(outline, fingerprint=with_adapter(outline.fingerprint, source.adapter))
-    if (rolling := rolling_of(spec.cache)) is not None:
+    if (rolling := rolling_of(spec.cache, spec.parallel.chunk_tokens)) is not None:
         check_held(outline.shape, rolling, in_parts=outline.shape.why_whole is None)
-    templates = [*prompts_of(spec).values()] or [spec.prompt.template]
+    templates = [*spec.prompts.values()] or [spec.prompt.first_template]
     first, *others = (frame_of(spec, outline.tokenizer, outline.shape, template) for template in templates)
     frame = min((first, *others), key=lambda one: one.text_budget)
     groups = ranks if spec.parallel.tensor_parallel == 1 else lay_out(spec, ranks).by_group.ranks

@@ -41,7 +41,6 @@ from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, CHECKED_CHUNK, KVR, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
-from kvr_mpi.preflight.inputs import prompts_of
 from kvr_mpi.report.log import Detail
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.arena import open_arena
@@ -176,8 +175,7 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
             f"parallel.tensor_parallel = {spec.parallel.tensor_parallel}: tensor-parallel groups are for jobs only "
             f"(kvr-run); set it to 1 here"
         )
-    threads = spec.parallel.threads or machine.threads
-    torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
+    torch.set_num_threads(machine.threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
     arguments: dict[str, Any] = source.model_dump(exclude={"path", "kernels"})
     arguments |= {"offline": machine.offline, "cache_dir": machine.cache_dir}
@@ -228,7 +226,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     if spec.is_spread:
         check_shareable(loaded)
     tokenizer, shape = loaded.tokenizer, loaded.shape
-    template = next(iter(prompts_of(spec).values()), spec.prompt.template)
+    template = spec.prompt.first_template
     if spec.documents.format == "messages":
         check_has_chat_template(tokenizer)
     frame = frame_of(spec, tokenizer, shape, template)
@@ -246,7 +244,7 @@ def _describe_prompts(
     """Say what is not usual of how prompts run: chunks, and if that is none; what is kept for decoding."""
     if compression is not None:
         yield f"keys and values are compressed before answers are decoded ({compression.describe()})"
-    if (chunk_tokens := spec.parallel.chunk_tokens) != "auto":
+    if (chunk_tokens := spec.chunk_tokens) != "auto":
         whole = f"; no prompt is longer than {longest_tokens} tokens, so slices stay whole"
         yield f"slices are computed in chunks of {chunk_tokens} tokens{whole if chunk_tokens >= longest_tokens else ''}"
     if why_alone is not None:
@@ -255,10 +253,9 @@ def _describe_prompts(
 
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
     """Make what is around a document's text, by the name of the question, or of one of several prompts."""
-    prompts = prompts_of(spec)
-    if not prompts:
+    if not spec.prompts:
         return frame_questions(spec, loaded, weights)
-    frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in prompts.items()}
+    frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in spec.prompts.items()}
     for line in _describe_sharing(spec, loaded, frames):
         say(line)
     return frames
@@ -297,7 +294,7 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
     for strategy in candidates(asked):
         try:
             strategy.check(loaded)
-            check_takes_chunks(strategy, loaded, spec.parallel.chunk_tokens)
+            check_takes_chunks(strategy, loaded, spec.chunk_tokens)
             fitting.append(strategy)
         except ModelError as error:
             if asked != AUTO:
@@ -345,7 +342,7 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
     ConfigError
         If it does not.
     """
-    rolling = rolling_of(spec.cache)
+    rolling = rolling_of(spec.cache, spec.parallel.chunk_tokens)
     try:
         if rolling is not None:
             prove_rolling(loaded, rolling)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.job import JobSpec
+from kvr_mpi.job import EQUAL_TIME, JobSpec
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.transport import Transport, together
@@ -39,7 +39,7 @@ def rates_of(
     spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None, say: Say
 ) -> list[Rates]:
     """Measure all ranks if slices are to be cut by time; what `costs` say is not measured again."""
-    if spec.parallel.partition == "even" or spec.parallel.table is not None or (chain.size == 1 and costs is None):
+    if spec.parallel.partition != EQUAL_TIME or (chain.size == 1 and costs is None):
         return []
     if costs is None:
         say("measuring the speed of the ranks, for slices of equal time")

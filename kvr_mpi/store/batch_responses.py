@@ -23,15 +23,14 @@ LEAST_LOGPROB = -9999.0
 OF_SAMPLES = ("token_ids", "logprobs", "top_tokens", "top_logprobs")
 
 
-def write_responses(records: Iterable[Record], answers: BinaryIO, errors: BinaryIO, model: str) -> None:
+def write_responses(records: Iterable[Record], stream: BinaryIO, model: str) -> None:
     """Write one JSON object per line.
 
     Parameters
     ----------
     records : iterable of Record
         Of a job with ``documents.format = "openai-batch"``.
-    answers, errors : binary streams
-        For requests that were answered, and those that were not; they may be the same.
+    stream : binary stream
     model : str
         What answered, where a request named no model.
 
@@ -41,7 +40,6 @@ def write_responses(records: Iterable[Record], answers: BinaryIO, errors: Binary
         If an answer is to no request.
     """
     for record in records:
-        stream = answers if record.status == "done" else errors
         stream.write(json.dumps(response_of(record, model), ensure_ascii=False).encode() + b"\n")
 
 

@@ -19,6 +19,9 @@ class OutputSettings(BaseModel):
         description="store keys and values of every prompt, each rank its own; sharded: ranks hold no others in memory",
     )
     columns: list[str] = Field([], description="fields of the documents' rows to copy into the results")
+    trace: bool = Field(
+        False, description="record what every rank does and when, in a file per rank that Perfetto and Chrome can open"
+    )
     max_failed: int | float | str = Field(
         0, description="maximum number of error records for exit code 0: a number, or a share such as 0.05 or '5%'"
     )

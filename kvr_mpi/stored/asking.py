@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.documents.questions import checked, number_questions, read_questions, words_after
 from kvr_mpi.errors import ConfigError, DataError, OutputError
-from kvr_mpi.job import JobSpec, PromptSection
+from kvr_mpi.job import EVEN, JobSpec, PromptSection
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.schedule.forecast import frame_of
 from kvr_mpi.store.folder import read_run_header
@@ -45,15 +45,12 @@ def complete_questions(spec: JobSpec) -> JobSpec:
             f"kvr-mpi"
         ) from error
     dtype = header.model["dtype"] if spec.model.dtype == "auto" else spec.model.dtype
-    # Every rank, or group, takes documents of its own, unless the ranks of a chain hold one together.
-    chains = {} if questions.sharded else {"ranks_per_chain": spec.parallel.tensor_parallel}
-    parallel = {"strategy": "kvr", "partition": "even", **chains}
     return spec.model_copy(
         update={
             "model": spec.model.model_copy(update={"dtype": dtype}),
             "prompt": prompt,
             "questions": questions.model_copy(update={"ask": ask}),
-            "parallel": spec.parallel.model_copy(update=parallel),
+            "parallel": spec.parallel.model_copy(update={"strategy": "kvr", "partition": EVEN}),
         }
     )
 
@@ -100,7 +97,7 @@ def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[st
         return {}
     assert isinstance(questions.ask, dict), "questions have their names"
     check_made_by("documents.path", spec.documents.path, spec, loaded, weights)
-    frame = partial(frame_of, spec, loaded.tokenizer, loaded.shape, spec.prompt.template)
+    frame = partial(frame_of, spec, loaded.tokenizer, loaded.shape, spec.prompt.first_template)
     return {name: frame(words_after(questions.template, text)) for name, text in questions.ask.items()}
 
 

@@ -13,21 +13,15 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 
 
 @contextmanager
-def pinned(transport: Transport, threads: int | None = None) -> Iterator[int]:
-    """Pin this rank to its share of the host's cores (one of them, in turn, if there are too few).
-
-    Parameters
-    ----------
-    threads : int, optional
-        To compute in; default: one for each of these cores.
-    """
+def pinned(transport: Transport) -> Iterator[int]:
+    """Pin this rank to its share of the host's cores (one of them, in turn, if there are too few)."""
     everything = sorted(os.sched_getaffinity(0))
     ours = _share_of(everything, transport)
     # Worker threads keep the cores their maker had: make them while that is all of them.
     torch.set_num_threads(len(everything))
     torch.ones(256, 256) @ torch.ones(256, 256)
     os.sched_setaffinity(0, ours)
-    torch.set_num_threads(threads or len(ours))
+    torch.set_num_threads(len(ours))
     try:
         yield len(ours)
     finally:

@@ -23,25 +23,17 @@ CPUINFO = Path("/proc/cpuinfo")
 RESTRICTING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
-def key_of(loaded: LoadedModel, chain: Transport, hardware: str | None = None, ranks: int | None = None) -> Key:
-    """Say what a table measured on these ranks holds for; every rank calls this and gets the same.
-
-    Parameters
-    ----------
-    hardware : str or None
-        A name for the machine; None: made of its device's.
-    ranks : int or None
-        Of the chain that is meant, if it is not this one.
-    """
+def key_of(loaded: LoadedModel, chain: Transport) -> Key:
+    """Say what a table measured on these ranks holds for; every rank calls this and gets the same."""
     device = devices_of(loaded, chain)
     return Key(
         model=ModelIdentity(
             name=loaded.name[-1000:], fingerprint=loaded.fingerprint, architecture=loaded.shape.architecture
         ),
         dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-        hardware=hardware or re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.")[:60].strip("-.") or "unknown",
+        hardware=re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.")[:60].strip("-.") or "unknown",
         device=device,
-        ranks=ranks or chain.size,
+        ranks=chain.size,
     )
 
 

@@ -15,7 +15,7 @@ from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.grid import interpolate
-from kvr_mpi.tuning.table import Entry, Key, Table, load_table, table_files
+from kvr_mpi.tuning.table import Entry, Key, Table, load_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +97,18 @@ def find_table(path: Path, here: Key) -> Table:
     ConfigError
         If none fits, saying in what each differs, or more than one does.
     """
-    found = [(file, load_table(file)) for file in table_files(path)]
-    if not found:
-        raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; create a table with kvr search")
-    fitting = [(file, table) for file, table in found if not _differences(table.key, here)]
+    found = load_tables(path)
+    fitting = [(file, table) for file, table in found.items() if not _differences(table.key, here)]
     if len(fitting) == 1:
         return fitting[0][1]
     if fitting:
         names = ", ".join(file.name for file, _ in fitting)
-        raise ConfigError(f"parallel.table = {str(path)!r}: several tables fit ({names}); choose one of these files")
-    reasons = [f"{file.name}: {'; '.join(_differences(table.key, here))}" for file, table in found]
+        raise ConfigError(
+            f"parallel.partition = {str(path)!r}: several tables fit ({names}); choose one of these files"
+        )
+    reasons = [f"{file.name}: {'; '.join(_differences(table.key, here))}" for file, table in found.items()]
     raise ConfigError(
-        f"parallel.table = {str(path)!r} does not fit: {' | '.join(reasons[:8])}. Create one here with kvr search"
+        f"parallel.partition = {str(path)!r} does not fit: {' | '.join(reasons[:8])}. Create one here with kvr search"
     )
 
 

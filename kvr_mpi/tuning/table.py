@@ -167,19 +167,6 @@ class Table(Part):
         return self
 
 
-def check_name(option: str, name: str | None) -> None:
-    """Refuse a machine's name that could not be part of a file's.
-
-    Raises
-    ------
-    ConfigError
-    """
-    if name is not None and not re.fullmatch(NAME.strip("^$"), name):
-        raise ConfigError(
-            f"{option} {name!r}: expected at most 80 letters, digits, dots and dashes, such as epyc-1core"
-        )
-
-
 def file_name(key: Key) -> str:
     """Name a table's file: MODEL_HARDWARE_pN.json, MODEL with its dtype."""
     model = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(key.model.name).name.removesuffix(".gguf")).strip("-.") or "model"
@@ -266,9 +253,22 @@ def holds_tables(path: Path) -> bool:
     return False
 
 
-def table_files(path: Path) -> Iterable[Path]:
-    """List the file itself, or the tables in a folder."""
-    return sorted(path.glob("*.json")) if path.is_dir() else [path]
+def load_tables(path: Path) -> dict[Path, Table]:
+    """Read a table, or all in a folder, by their files.
+
+    Raises
+    ------
+    ConfigError
+        If there is none; the errors of `load_table` otherwise.
+    """
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files or not files[0].exists():
+        what = "no *.json in this folder" if path.is_dir() else "no such file or folder"
+        raise ConfigError(
+            f"lookup table {str(path)!r}: {what}; kvr search writes tables. parallel.partition may also be "
+            f"'equal_time' or 'even'"
+        )
+    return {file: load_table(file) for file in files}
 
 
 def _short(values: Iterable[int]) -> str:

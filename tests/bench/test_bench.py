@@ -77,7 +77,7 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, run_b
         model.path = "{tiny_model_dir}"
         model.dtype = "float32"
         documents.path = "{tmp_path / "corpus.jsonl"}"
-        prompt.too_long = "truncate"
+        prompt.too_long = "keep-head"
         generation.max_new_tokens = 9
         output.path = "{tmp_path / "out"}"
         """

@@ -51,7 +51,7 @@ def test_every_way_decodes_the_same_documents(run_bench: Any, job: Path, tmp_pat
 @pytest.mark.long
 def test_real_ranks_and_a_real_model_agree(run_bench: Any, smollm: Any, tmp_path: Path) -> None:
     """Three ranks, a KV head each."""
-    settings = with_settings(*SMALL, "compress.budget=100", "prompt.max_tokens=200", "prompt.too_long=truncate")
+    settings = with_settings(*SMALL, "compress.budget=100", "prompt.max_tokens=200", "prompt.too_long=keep-head")
     rows = tmp_path / "rows.json"
     ran = run_bench(3, "fairkv", ROOT / "jobs" / "demo.toml", "--repeats", "1", *settings, "--json", rows)
     assert ran.returncode == 0, ran.stderr

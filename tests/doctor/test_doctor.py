@@ -31,17 +31,13 @@ def findings_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_doctor_under_mpirun(size: int, mpirun: Any, kvr: Path, tmp_path: Path) -> None:
-    tried = "host" if size == 2 else "auto"
-    run = mpirun(size, [kvr, "doctor", "--json", "--try-transfers", tried], cwd=tmp_path)
+    run = mpirun(size, [kvr, "doctor", "--json"], cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     found = findings_of(run)
     assert f"{counted(size, 'rank')} started by" in found["launcher"]["found"]
     chain = found["links"]["measured"]
     assert [(link["source"], link["dest"]) for link in chain] == [(at, at + 1) for at in range(size - 1)]
     assert all(link["latency_us"] > 0 and link["gigabytes_per_s"] > 0 and link["intact"] for link in chain)
-    assert ("transfers" in found) == (size == 2)
-    if size == 2:
-        assert "checksums correct" in found["transfers"]["found"]
     assert {"cores", "threads", "devices", "cuda-aware", "hdf5", "folder", "space", "clocks", "slurm"} <= found.keys()
     assert not list(tmp_path.iterdir())
 

@@ -11,15 +11,14 @@ import pytest
 from made_facts import GPU, MPI, only, place
 
 from kvr_mpi.doctor import trial
+from kvr_mpi.doctor.process import python_module
 
 
 def test_what_is_tried() -> None:
     claiming = place(0, device=GPU, mpi=replace(MPI, cuda=True))
-    assert trial.wanted_trial("auto", [claiming]) == "cuda"
-    assert trial.wanted_trial("auto", [place(0, device=GPU)]) is None
-    assert trial.wanted_trial("auto", [place(0, mpi=replace(MPI, cuda=True))]) is None
-    assert trial.wanted_trial("no", [claiming]) is None
-    assert trial.wanted_trial("host", [place(0)]) == "host"
+    assert trial.is_to_be_tried([claiming])
+    assert not trial.is_to_be_tried([place(0, device=GPU)])
+    assert not trial.is_to_be_tried([place(0, mpi=replace(MPI, cuda=True))])
     assert "tried" in only(trial.check_cuda_awareness([claiming])).found
     assert "staged" in only(trial.check_cuda_awareness([place(0, device=GPU)])).found
 
@@ -51,6 +50,15 @@ def test_how_a_trial_ends(said: str, then: str, status: str, words: str) -> None
     found = trial.try_transfers([sys.executable, "-c", program], dict(os.environ), "cuda", 2.0)
     assert found.status == status and words in found.found
     assert (found.status == "ok") == (not found.remedy)
+
+
+@pytest.mark.slow
+def test_two_real_ranks_swap_buffers() -> None:
+    launcher = trial.find_launcher((), os.environ["PATH"])
+    assert launcher is not None
+    command = [*launcher, *python_module("kvr_mpi.doctor.trial", "host", "120")]
+    found = trial.try_transfers(command, trial.trial_environment(os.environ, launcher[0]), "host", 120.0)
+    assert found.status == "ok" and "checksums correct" in found.found, found
 
 
 def test_a_trial_without_its_launcher() -> None:

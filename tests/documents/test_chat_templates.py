@@ -52,13 +52,13 @@ def test_a_chat_template_is_used_if_there_is_one(tokenizer: Any, chat_template: 
     whole = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Sum up: words"}], tokenize=False, add_generation_prompt=True
     )
-    prompt = fit_prompt(frame, encode_text(tokenizer, "words"), truncate=None)
+    prompt = fit_prompt(frame, encode_text(tokenizer, "words"), kept=None)
     assert text_of(tokenizer, prompt) == whole
 
 
 def test_a_chat_template_can_be_left_out(tokenizer: Any) -> None:
     frame = make_frame(tokenizer, "Sum up: {text} In short:", chat_template=False, max_prompt_tokens=ROOMY)
-    prompt = fit_prompt(frame, encode_text(tokenizer, "words"), truncate=None)
+    prompt = fit_prompt(frame, encode_text(tokenizer, "words"), kept=None)
     assert text_of(tokenizer, prompt) == "Sum up: words In short:"
     assert not set(tokenizer.all_special_ids) & set(prompt.ids)
 
@@ -66,7 +66,7 @@ def test_a_chat_template_can_be_left_out(tokenizer: Any) -> None:
 def test_without_a_chat_template_the_words_are_the_prompt(plain: Any) -> None:
     for chat_template in (None, False):
         frame = make_frame(plain, "Sum up: {text}", chat_template=chat_template, max_prompt_tokens=ROOMY)
-        prompt = fit_prompt(frame, encode_text(plain, "words"), truncate=None)
+        prompt = fit_prompt(frame, encode_text(plain, "words"), kept=None)
         assert text_of(plain, prompt) == "Sum up: words"
 
 

@@ -23,7 +23,7 @@ ROW = {"id": "a", "text": "It rained.", "title": "Rain", "year": 1931, "question
 def test_fields_go_where_the_template_names_them(tokenizer: Any, chat_template: bool) -> None:
     frame = make_frame(tokenizer, TEMPLATE, chat_template=chat_template, max_prompt_tokens=ROOMY)
     filled = frame.filled(tokenizer, {name: str(value) for name, value in ROW.items()})
-    prompt = fit_prompt(filled, encode_text(tokenizer, "It rained."), truncate=None)
+    prompt = fit_prompt(filled, encode_text(tokenizer, "It rained."), kept=None)
     assert "About Rain (1931):\nIt rained.\nIn Rain, what fell?" in text_of(tokenizer, prompt)
     assert tokenizer.decode(prompt.ids[slice(*prompt.text)]) == "It rained."
     assert filled.head[: len(frame.shared_head)] == frame.shared_head

@@ -28,7 +28,7 @@ def test_no_control_token_comes_out_of_a_document(tokenizer: Any) -> None:
 @given(pieces=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "system", "\n", "<|", "im_end", "|>", " "])))
 def test_a_document_cannot_end_its_own_turn(tokenizer: Any, pieces: list[str]) -> None:
     frame = make_frame(tokenizer, "Sum up: {text}", max_prompt_tokens=ROOMY)
-    prompt = fit_prompt(frame, encode_text(tokenizer, "".join(pieces)), truncate=None)
+    prompt = fit_prompt(frame, encode_text(tokenizer, "".join(pieces)), kept=None)
     for control in tokenizer.all_special_ids:
         assert prompt.ids.count(control) == (*frame.head, *frame.tail).count(control)
 

@@ -14,9 +14,9 @@ from kvr_mpi.errors import EXIT_BAD_DATA, DocumentError
 
 
 @given(frames(), st.sampled_from([None, "head", "tail", "middle"]), st.data())
-def test_what_fits_is_left_whole(frame: Frame, truncate: Keep | None, data: st.DataObject) -> None:
+def test_what_fits_is_left_whole(frame: Frame, kept: Keep | None, data: st.DataObject) -> None:
     tokens = data.draw(st.one_of(st.just(frame.text_budget), st.integers(0, frame.text_budget)))
-    prompt = fit_prompt(frame, range(tokens), truncate=truncate)
+    prompt = fit_prompt(frame, range(tokens), kept=kept)
     assert body_of(frame, prompt) == tuple(range(tokens))
     assert prompt.tokens <= frame.max_tokens
     assert prompt.dropped_tokens == 0
@@ -28,9 +28,9 @@ def test_what_does_not_fit_is_an_error_with_the_numbers(frame: Frame, excess: in
     with pytest.raises(
         DocumentError,
         match=rf"too long: {tokens} tokens of text, {frame.text_budget} fit .*{frame.max_tokens} tokens, the template "
-        rf"takes {taken}\); set prompt.too_long to 'truncate' or 'split'",
+        rf"takes {taken}\); set prompt.too_long to 'keep-head' or 'split'",
     ) as caught:
-        fit_prompt(frame, range(tokens), truncate=None)
+        fit_prompt(frame, range(tokens), kept=None)
     assert caught.value.exit_code == EXIT_BAD_DATA
 
 
@@ -41,7 +41,7 @@ def test_truncation_keeps_what_it_says(frame: Frame, excess: int) -> None:
     kept: dict[Keep, tuple[int, ...]] = {}
     keeps: tuple[Keep, ...] = ("head", "tail", "middle")
     for keep in keeps:
-        prompt = fit_prompt(frame, range(tokens), truncate=keep)
+        prompt = fit_prompt(frame, range(tokens), kept=keep)
         assert prompt.tokens == frame.max_tokens
         assert prompt.dropped_tokens == excess
         kept[keep] = body_of(frame, prompt)
@@ -58,11 +58,11 @@ def test_the_limit_is_exact_with_a_real_tokenizer(tokenizer: Any) -> None:
     roomy = make_frame(tokenizer, "Sum up: {text}", max_prompt_tokens=ROOMY)
     exact = len(roomy.head) + len(ids) + len(roomy.tail)
     frame = make_frame(tokenizer, "Sum up: {text}", max_prompt_tokens=exact)
-    assert fit_prompt(frame, ids, truncate=None).tokens == exact
+    assert fit_prompt(frame, ids, kept=None).tokens == exact
     tight = make_frame(tokenizer, "Sum up: {text}", max_prompt_tokens=exact - 1)
     with pytest.raises(DocumentError, match=f"too long: {len(ids)} tokens of text, {len(ids) - 1} fit"):
-        fit_prompt(tight, ids, truncate=None)
-    assert fit_prompt(tight, ids, truncate="head").dropped_tokens == 1
+        fit_prompt(tight, ids, kept=None)
+    assert fit_prompt(tight, ids, kept="head").dropped_tokens == 1
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=20), st.lists(st.integers(0, 2**31), max_size=20))

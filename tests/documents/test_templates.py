@@ -64,7 +64,7 @@ def test_unknown_names_in_braces_are_refused(name: str) -> None:
 
 def test_the_frame_is_the_template_around_the_text(tokenizer: Any) -> None:
     frame = make_frame(tokenizer, "Read this:\n{text}\nNow sum it up.", max_prompt_tokens=ROOMY)
-    prompt = fit_prompt(frame, encode_text(tokenizer, "It rained."), truncate=None)
+    prompt = fit_prompt(frame, encode_text(tokenizer, "It rained."), kept=None)
     assert "Read this:\nIt rained.\nNow sum it up." in text_of(tokenizer, prompt)
     assert prompt.dropped_tokens == 0
 
@@ -77,7 +77,7 @@ def test_the_frame_is_the_same_whatever_the_document(tokenizer: Any, text: str) 
     frame = make_frame(tokenizer, template, max_prompt_tokens=ROOMY)
     ids = encode_text(tokenizer, text)
     assert make_frame(tokenizer, template, max_prompt_tokens=ROOMY) == frame
-    prompt = fit_prompt(frame, ids, truncate=None)
+    prompt = fit_prompt(frame, ids, kept=None)
     assert body_of(frame, prompt) == tuple(ids)
     assert prompt.tokens == len(frame.head) + len(ids) + len(frame.tail)
 
@@ -88,7 +88,7 @@ def test_the_frame_is_the_same_whatever_the_document(tokenizer: Any, text: str) 
 def test_braces_are_only_braces(tokenizer: Any, braces: str) -> None:
     """In a document always; in a template unless they are double, or around a name."""
     frame = make_frame(tokenizer, f"Before {braces} {{text}} {braces} after", max_prompt_tokens=ROOMY)
-    prompt = fit_prompt(frame, encode_text(tokenizer, f"A {braces} and {{text}} and {{x}}."), truncate=None)
+    prompt = fit_prompt(frame, encode_text(tokenizer, f"A {braces} and {{text}} and {{x}}."), kept=None)
     shown = braces.replace("{{", "{").replace("}}", "}")
     assert f"Before {shown} A {braces} and {{text}} and {{x}}. {shown} after" in text_of(tokenizer, prompt)
 

@@ -84,18 +84,17 @@ def write_job(folder: Path, model: Path, kv: str = "true") -> Path:
 
 def write_questions(folder: Path, model: Path, run: Path, *, sharded: bool = False) -> Path:
     """Write a job that asks what a run has stored, all ranks together or each about documents of its own."""
-    how = "sharded = true" if sharded else ""
+    how = 'parallel.ranks_per_chain = "all"' if sharded else ""
     job = folder / "questions.toml"
     job.write_text(
         f"""
+        {how}
         [model]
         path = "{model}"
         [documents]
         path = "{run}"
         [questions]
         ask = ["Who saw the second boat?", "When did the ferry leave?"]
-        reuse = "always"
-        {how}
         [generation]
         max_new_tokens = 24
         [output]

@@ -58,7 +58,7 @@ class Mode:
 
 MODES: Mapping[str, Mode] = {
     "chain": Mode(("parallel.partition=even",)),
-    "truncated": Mode(("prompt.max_tokens=40", "prompt.too_long=truncate"), like="truncated"),
+    "truncated": Mode(("prompt.max_tokens=40", "prompt.too_long=keep-head"), like="truncated"),
     "ring": Mode(("parallel.strategy=ring",)),
     "auto": Mode(("parallel.ranks_per_chain=auto",)),
     "alone": Mode(("parallel.ranks_per_chain=1",)),
@@ -70,7 +70,7 @@ MODES: Mapping[str, Mode] = {
     "tensor-parallel": Mode(("parallel.tensor_parallel=2",)),
     "reuse": Mode(source="documents.reuse"),
     "ask": Mode(source="documents.path", like="ask"),
-    "ask sharded": Mode(("questions.sharded=true",), source="documents.path", like="ask"),
+    "ask sharded": Mode(("parallel.ranks_per_chain=all",), source="documents.path", like="ask"),
 }
 
 

@@ -46,7 +46,7 @@ shard = "0/2"
 limit = 7
 [prompt]
 template = "Summarise: {text} Summary:"
-too_long = "truncate"
+too_long = "keep-head"
 [generation]
 max_new_tokens = 24
 temperature = 0.5

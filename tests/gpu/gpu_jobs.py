@@ -19,7 +19,7 @@ device = "{device}"
 [documents]
 path = "{corpus}"
 [prompt]
-template = "{{text}} w7 w8 w9"
+template = "{{text}}\n\nw7 w8 w9"
 [generation]
 max_new_tokens = {new_tokens}
 [output]
@@ -75,15 +75,15 @@ def stored_is_asked(given: Given) -> Figures:
     """Answers of questions about stored documents: their keys and values loaded, against prefilled again."""
     job = make_job(given, "asking")
     launch(1, "kvr-run", str(job), *_set(["output.kv=true"]), timeout_s=90)
-    run, answers = job.parent / "alone", list[Answers]()
-    for reuse in ("always", "never"):
-        output = job.parent / f"answers-{reuse}"
-        words = ["kvr", "ask", str(run), "-q", "w3 w1 w4", "--set", f"questions.reuse={reuse}"]
-        words += ["--set", f"generation.max_new_tokens={NEW_TOKENS}"]
-        settings = [f"model.device={given.kind}", "model.dtype=float32"]
-        launch(1, *words, "--output", str(output), *_set(settings), timeout_s=90)
-        answers.append(answers_of(output))
-    loaded, anew = answers
+    run = job.parent / "alone"
+    asked = [f"generation.max_new_tokens={NEW_TOKENS}", f"model.device={given.kind}", "model.dtype=float32"]
+    launch(
+        1, "kvr", "ask", str(run), "-q", "w3 w1 w4", "--output", str(job.parent / "loaded"), *_set(asked), timeout_s=90
+    )
+    again = [f"output.path={job.parent / 'anew'}", "prompt.template={text}\n\nw3 w1 w4"]
+    launch(1, "kvr-run", str(job), *_set(again), timeout_s=90)
+    loaded = {name.partition("#")[0]: tokens for name, tokens in answers_of(job.parent / "loaded").items()}
+    anew = answers_of(job.parent / "anew")
     assert loaded == anew and len(loaded) == len(DOCUMENT_TOKENS), (loaded, anew)
     return {"documents": len(loaded), "tokens of each answer": NEW_TOKENS}
 

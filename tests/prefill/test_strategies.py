@@ -141,16 +141,17 @@ def test_memory_that_is_full_begins_a_new_wave_of_rings(
 
 @pytest.mark.slow
 def test_auto_takes_what_a_table_forecasts_to_be_faster(
-    job: Any, expected: Any, tmp_path: Path, tiny_model_dir: Path, run_here: Any
+    job: Any, expected: Any, tmp_path: Path, tiny_model_dir: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices of 19 to 1 leave the second rank with nothing to do; on a slow link a ring waits in every layer."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the table says
     path = job(LENGTHS)
     uneven = [an_entry((0, tokens * 19 // 20, tokens)) for tokens in (128, 512)]
     best, slow = a_table(contexts=(128, 256, 512)), Rates.of(replace(COSTS, link_bytes_per_s=1e8))
     for chosen, changes in (("ring", {"entries": tuple(uneven)}), ("kvr", {"rates": slow})):
         table = best.model_copy(update=changes)
         save_table(fitting(table, tiny_model_dir), tmp_path / "table.json")
-        settings = ("partition=equal_time", f"table={tmp_path / 'table.json'}", "threads=1", "strategy=auto")
+        settings = (f"partition={tmp_path / 'table.json'}", "strategy=auto")
         run = run_here(2, [path, "--overwrite", *with_settings(*(f"parallel.{setting}" for setting in settings))])
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
@@ -270,7 +271,7 @@ def test_plans_name_the_strategy(job: Any, monkeypatch: pytest.MonkeyPatch, tmp_
         ((), "kvr"),
         (("parallel.strategy=single",), "single"),
     ):
-        options = with_settings("parallel.min_efficiency=0", *settings)
+        options = with_settings(*settings)
         command = [str(path), "--ranks", "2", "--hardware", "slow.json", *options]
         found = json.loads(CliRunner().invoke(plan, [*command, "--json"], catch_exceptions=False).stdout)
         (row,) = found["documents"]
@@ -279,7 +280,7 @@ def test_plans_name_the_strategy(job: Any, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_rings_slices_are_even(job: Any, run_here: Any) -> None:
-    settings = with_settings("parallel.strategy=ring", "parallel.partition=equal_time", "parallel.table=tables")
+    settings = with_settings("parallel.strategy=ring", "parallel.partition=tables")
     run = run_here(2, [job([1]), *settings])
     assert run.returncode == 78 and "a ring's slices are even" in run.stderr
 

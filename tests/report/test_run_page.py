@@ -169,7 +169,7 @@ def test_a_page_asks_for_nothing_and_forbids_it(tmp_path: Path) -> None:
 
 def test_what_a_run_does_not_hold_is_said_in_a_line() -> None:
     page = page_with([Record("bad", "error", error="it is empty", finished_at=STAMP)]).decode()
-    assert page.count('class="missing"') == 8 and "report.trace = true" in page
+    assert page.count('class="missing"') == 8 and "output.trace = true" in page
     assert "1 document failed" in page and "it is empty" in page and "<polyline" not in page
 
 

@@ -63,7 +63,7 @@ def test_a_job_answers_as_transformers_does_with_it(
     tokenizer = tf.AutoTokenizer.from_pretrained(tiny_model_dir)
     frame = make_frame(tokenizer, "Summarise: {text} Summary:", max_prompt_tokens=500)
     for name, token_ids in answers(tmp_path / "out").items():
-        ids = fit_prompt(frame, encode_text(tokenizer, (tmp_path / "corpus" / name).read_text()), truncate=None).ids
+        ids = fit_prompt(frame, encode_text(tokenizer, (tmp_path / "corpus" / name).read_text()), kept=None).ids
         given = {"attention_mask": torch.ones(1, len(ids)), "max_new_tokens": 8, "do_sample": False}
         with_it, without = (model.generate(torch.tensor([ids]), **given)[0, len(ids) :] for model in (merged, base))
         assert tuple(with_it.tolist()) == token_ids != tuple(without.tolist())

@@ -100,8 +100,10 @@ def test_every_request_is_answered_as_it_asks(batch_job: Path, tmp_path: Path, r
     assert len({record.prompt_sha256 for record in found.values() if record.status == "done"}) == 1
 
     answers, errors = tmp_path / "answers.jsonl", tmp_path / "errors.jsonl"
-    code, _, err = run_kvr("export", tmp_path / "out", "--format", "openai-batch", "-o", answers, "--errors", errors)
-    assert code == EXIT_OK, err
+    for status, file in (("done", answers), ("error", errors)):
+        told = ("--format", "openai-batch", "--status", status, "-o", file)
+        code, _, err = run_kvr("export", tmp_path / "out", *told)
+        assert code == EXIT_OK, err
     responses = {line["custom_id"]: line for line in map(json.loads, answers.read_text().splitlines())}
     assert set(responses) == set(GOOD)
     body = responses["short"]["response"]["body"]
@@ -177,7 +179,7 @@ def test_conversations_and_the_same_words_in_a_template(job: Path, tmp_path: Pat
     [
         ("prompt.template=Sum up: {text}", "cannot be combined with documents.format = 'openai-batch'"),
         ("prompt.system=Be brief.", "prompt.system = 'Be brief.' cannot be combined"),
-        ("prompt.too_long=truncate", "prompt.too_long = 'truncate' cannot be combined"),
+        ("prompt.too_long=keep-head", "prompt.too_long = 'keep-head' cannot be combined"),
         ("documents.id_field=name", "documents.id_field = 'name' cannot be combined"),
         ("output.kv=true", "output.kv = true cannot be combined"),
         ("output.kv=sharded", "output.kv = 'sharded' cannot be combined"),
@@ -195,8 +197,6 @@ def test_other_results_are_no_responses(job: Path, tmp_path: Path, run_here: Any
     run_here(1, [job, *with_settings("documents.limit=1", "generation.max_new_tokens=1")])
     code, _, err = run_kvr("export", tmp_path / "out", "--format", "openai-batch", "-o", tmp_path / "a.jsonl")
     assert code == EXIT_BAD_DATA and "is not a request of a batch" in err and not (tmp_path / "a.jsonl").exists()
-    code, _, err = run_kvr("export", tmp_path / "out", "--errors", tmp_path / "b.jsonl")
-    assert code == 2 and "--errors FILE needs" in err
 
 
 @pytest.mark.long
@@ -232,7 +232,8 @@ def test_a_thousand_requests_twenty_of_them_bad_and_a_kill(
     after = found_in(out)
     assert len(after) == 1000 and all(after[name] == record for name, record in before.items())
     answers, errors = tmp_path / "answers.jsonl", tmp_path / "errors.jsonl"
-    run_kvr("export", out, "--format", "openai-batch", "-o", answers, "--errors", errors)
+    for status, target in (("done", answers), ("error", errors)):
+        run_kvr("export", out, "--format", "openai-batch", "--status", status, "-o", target)
     done = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, answers.read_text().splitlines())}
     failed = {json.loads(line)["custom_id"] for line in errors.read_text().splitlines()}
     assert failed == {f"r{number:04d}" for number in range(1000) if number % 100 in (7, 57)}

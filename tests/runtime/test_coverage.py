@@ -45,7 +45,7 @@ def run(tmp_path: Path, small_vocabulary_dir: Path) -> Run:
 def test_of_a_text_that_is_cut_the_fraction_that_is_left(run: Run, keep: str) -> None:
     whole = run()["long.txt"]
     assert whole.coverage == 1 and run()["short.txt"].coverage == 1
-    cut = run("prompt.too_long=truncate", "prompt.max_tokens=100", f"prompt.keep={keep}")
+    cut = run(f"prompt.too_long=keep-{keep}", "prompt.max_tokens=100")
     assert cut["short.txt"].coverage == 1
     record = cut["long.txt"]
     assert record.text_tokens + record.dropped_tokens == whole.text_tokens and record.dropped_tokens > 100
@@ -60,7 +60,7 @@ def test_of_a_cache_that_drops_tokens_the_fraction_that_is_kept(run: Run, ranks:
 
 
 def test_of_a_rolling_cache_that_drops_tokens_the_fraction_that_it_holds(run: Run) -> None:
-    settings = ("cache.kind=streaming-llm", "cache.tokens=64", "cache.step_tokens=16")
+    settings = ("cache.kind=streaming-llm", "cache.tokens=64", "parallel.chunk_tokens=16")
     rolled = run(*settings)
     assert rolled["long.txt"].coverage == 64 / rolled["long.txt"].prompt_tokens
     assert rolled["short.txt"].coverage == 1
@@ -73,8 +73,8 @@ def test_a_split_text_is_seen_as_a_whole(run: Run) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("prompt.too_long=truncate", "prompt.max_tokens=100"),
-        ("cache.kind=streaming-llm", "cache.tokens=64", "cache.step_tokens=16"),
+        ("prompt.too_long=keep-head", "prompt.max_tokens=100"),
+        ("cache.kind=streaming-llm", "cache.tokens=64", "parallel.chunk_tokens=16"),
     ],
 )
 def test_below_the_least_coverage_a_document_is_an_error_record(run: Run, settings: tuple[str, ...]) -> None:
@@ -85,7 +85,7 @@ def test_below_the_least_coverage_a_document_is_an_error_record(run: Run, settin
 
 
 def test_it_is_in_every_export(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("prompt.too_long=truncate", "prompt.max_tokens=100")
+    run("prompt.too_long=keep-head", "prompt.max_tokens=100")
     said = capsys.readouterr()
     assert "1 of 2 answers have seen only a part" in said.err and " %" in said.out
     expected = kvr_mpi.open_results(tmp_path / "out")["long.txt"].coverage

@@ -53,7 +53,7 @@ def test_a_chain_finds_planted_facts(smollm: LoadedModel) -> None:
     for fact in asked:
         template = f"{{text}}\n\nQuestion: {fact['question']}\nAnswer:"
         frame = make_frame(smollm.tokenizer, template, chat_template=False, max_prompt_tokens=2048)
-        ids = fit_prompt(frame, encode_text(smollm.tokenizer, DOCUMENTS[fact["document"]].text), truncate=None).ids
+        ids = fit_prompt(frame, encode_text(smollm.tokenizer, DOCUMENTS[fact["document"]].text), kept=None).ids
         # The facts are in the first rank's slice or the second's; the question is always in the last rank's.
         partition = Partition.by_ratio(len(ids), [5, 3, 1])
         last = run_local(3, lambda rank: prefill_kvr(smollm, ids, partition, rank, reserve_tokens=24))[-1]  # noqa: B023
@@ -73,7 +73,7 @@ def test_shipped_jobs_are_valid(path: Path) -> None:
 
 @pytest.mark.quick
 def test_the_demo_runs_with_less_of_it(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
-    settings = ["documents.limit=2", "prompt.max_tokens=400", "prompt.too_long=truncate"]
+    settings = ["documents.limit=2", "prompt.max_tokens=400", "prompt.too_long=keep-head"]
     settings += [f"output.path={tmp_path}", "generation.max_new_tokens=12"]
     run = mpirun(2, [kvr_run, ROOT / "jobs" / "demo.toml", *(p for s in settings for p in ("--set", s))], cwd=ROOT)
     assert run.returncode == 0, run.stderr

@@ -42,9 +42,9 @@ OTHER = {
     "rolling": (
         "cache.kind=streaming-llm",
         "cache.tokens=64",
-        "cache.step_tokens=32",
+        "parallel.chunk_tokens=32",
     ),
-    "sampled": ("generation.do_sample=true", "generation.n=2"),
+    "sampled": ("generation.temperature=1.0", "generation.n=2"),
 }
 DONE, ERRORS, REFUSED = 0, 65, 78
 
@@ -87,7 +87,7 @@ def job(model: Path, tmp_path: Path) -> Path:
         path = "{tmp_path / "corpus"}"
         [prompt]
         template = "Summarise: {{text}} Summary:"
-        too_long = "truncate"
+        too_long = "keep-head"
         [generation]
         max_new_tokens = 8
         [output]
@@ -139,9 +139,11 @@ def test_jobs_of_an_architecture(name: str, model: Path, job: Path, tmp_path: Pa
     for mode, settings in OTHER.items():
         run(mode, job, *settings)
     asking = questions(model, tmp_path / "stored", tmp_path / "asked.toml")
-    if (tmp_path / "stored").exists() and (anew := run("anew", asking, "questions.reuse=never")) is not None:
-        for mode, settings in {"asked": (), "asked-sharded": ("questions.sharded=true",)}.items():
-            found = run(mode, asking, "questions.reuse=always", *settings)
+    anew = run("anew", job, "prompt.template=Summarise: {text}\n\nWhen?") if (tmp_path / "stored").exists() else None
+    if anew is not None:
+        anew = {f"{name}#q1": tokens for name, tokens in anew.items()}
+        for mode, settings in {"asked": (), "asked-sharded": ("parallel.ranks_per_chain=all",)}.items():
+            found = run(mode, asking, *settings)
             if found is not None and found != anew:
                 wrong[mode] = found, anew
     assert not wrong

@@ -28,7 +28,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 ROOM = "generation.max_new_tokens=40"
-WARM = ("generation.do_sample=true", "generation.temperature=1.5", "generation.top_k=20")
+WARM = ("generation.temperature=1.5", "generation.top_k=20")
 
 
 def found_in(folder: Path) -> dict[str, Record]:

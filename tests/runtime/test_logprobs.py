@@ -39,14 +39,14 @@ def truth_of(model_dir: Path, text: str, token_ids: tuple[int, ...]) -> torch.Te
     model = tf.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokenizer = tf.AutoTokenizer.from_pretrained(model_dir)
     frame = make_frame(tokenizer, "Summarise: {text} Summary:", max_prompt_tokens=500)
-    ids = fit_prompt(frame, encode_text(tokenizer, text), truncate=None).ids
+    ids = fit_prompt(frame, encode_text(tokenizer, text), kept=None).ids
     with torch.inference_mode():
         logits = model(torch.tensor([[*ids, *token_ids]])).logits[0]
     return torch.log_softmax(logits[len(ids) - 1 : -1], -1)
 
 
 GREEDY: tuple[str, ...] = ()
-WARM = ("generation.do_sample=true", "generation.temperature=1.7", "generation.top_k=40")
+WARM = ("generation.temperature=1.7", "generation.top_k=40")
 
 
 @pytest.mark.slow
@@ -140,18 +140,14 @@ def test_questions_about_stored_documents_have_them(job: Path, tmp_path: Path, r
     ask = job.with_name("ask.toml")
     text = job.read_text().replace('template = "Summarise: {text} Summary:"', "").replace('partition = "even"', "")
     ask.write_text(text.replace(str(tmp_path / "corpus"), str(tmp_path / "kv")) + '\n[questions]\nask = ["Who?"]\n')
-    found = {}
-    for name, settings in {
-        "again": ["questions.reuse=never"],
-        "loaded": [],
-        "spread": ["questions.sharded=true"],
-    }.items():
-        ranks = 2 if name == "spread" else 1
-        found[name] = run_job(run_here, ranks, ask, tmp_path / name, *WANTED, *settings)
-    for record_id, record in found["again"].items():
+    asked = ("prompt.template=Summarise: {text}\n\nWho?", "documents.limit=2")
+    again = run_job(run_here, 1, job, tmp_path / "again", *WANTED, *asked)
+    loaded = run_job(run_here, 1, ask, tmp_path / "loaded", *WANTED)
+    spread = run_job(run_here, 2, ask, tmp_path / "spread", *WANTED, "parallel.ranks_per_chain=all")
+    for record_id, record in again.items():
         assert len(record.logprobs) == 8 and max(record.logprobs) < 0
-        for name in ("loaded", "spread"):
-            other = found[name][record_id]
+        for found in (loaded, spread):
+            other = found[f"{record_id}#q1"]
             assert other.token_ids == record.token_ids and other.logprobs == pytest.approx(record.logprobs, abs=CLOSE)
 
 

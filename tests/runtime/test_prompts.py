@@ -29,10 +29,10 @@ PROMPTS = {
 
 
 def with_prompts(job: Path, prompts: dict[str, str], name: str = "prompts.toml", chat: str = "") -> Path:
-    text = job.read_text().replace('template = "Summarise: {text} Summary:"', chat)
-    tables = "".join(f"\n[[prompts]]\nname = {json.dumps(n)}\ntemplate = {json.dumps(t)}\n" for n, t in prompts.items())
+    table = ", ".join(f"{json.dumps(name)} = {json.dumps(template)}" for name, template in prompts.items())
     path = job.with_name(name)
-    path.write_text(text + tables)
+    text = job.read_text().replace('template = "Summarise: {text} Summary:"', f"{chat}\ntemplate = {{{table}}}")
+    path.write_text(text)
     return path
 
 
@@ -171,7 +171,7 @@ def test_fields_chat_templates_and_long_documents(job: Path, tmp_path: Path, run
     ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for choice in ("truncate", "split"):
+    for choice in ("keep-head", "split"):
         settings = (f"documents.path={file}", f"prompt.too_long={choice}", f"output.path={tmp_path / choice}")
         path = with_prompts(job, prompts)
         run = run_here(2, [path, *with_settings(*settings)])
@@ -180,7 +180,7 @@ def test_fields_chat_templates_and_long_documents(job: Path, tmp_path: Path, run
         assert all("the field 'title'" in found[f"none#{name}"].error for name in prompts)
         assert all(found[f"none#{name}"].document == "none" for name in prompts)
         long = [found[f"long#{name}"] for name in prompts]
-        if choice == "truncate":  # the same of the text is in all prompts
+        if choice == "keep-head":  # the same of the text is in all prompts
             assert len({record.dropped_tokens for record in long}) == 1 and long[0].dropped_tokens > 0
             assert sorted(record.computed_tokens for record in long)[1] < 100
         else:
@@ -195,7 +195,7 @@ def test_what_is_done_is_not_done_again(job: Path, tmp_path: Path, run_here: Any
     assert {record.document for record in before.values()} == {"doc-1.txt", "doc-3.txt"} and len(before) == 6
     other = with_prompts(job, {**PROMPTS, "who": "Read this: {text} Who?"}, "other.toml")
     refused = run_here(2, [other, "--resume"])
-    assert refused.returncode == EXIT_CONFIG and "cannot resume" in refused.stderr and "prompts" in refused.stderr
+    assert refused.returncode == EXIT_CONFIG and "cannot resume" in refused.stderr and "prompt" in refused.stderr
     assert run_here(2, [path, "--resume"]).returncode == EXIT_OK
     after = found_in(tmp_path / "out")
     assert len(after) == 15 and all(after[name] == record for name, record in before.items())
@@ -226,14 +226,13 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "settings", "said"),
     [
-        ({"a b": "{text}"}, (), "name = 'a b'"),
-        ({"a": "no text"}, (), "prompts.a.template 'no text' contains {text} 0 times"),
+        ({"a b": "{text}"}, (), "prompt.template.'a b': expected a name"),
+        ({"a": "no text"}, (), "prompt.template.a 'no text' contains {text} 0 times"),
         ({"a": "{text}", "b": "{text}"}, (), "'a' and 'b' have the same template"),
-        ({"a": "{text} {title}"}, (), "prompts.a.template '{text} {title}' has {title}"),
-        (PROMPTS, ("output.kv=true",), "output.kv = true cannot be combined with [[prompts]]"),
-        (PROMPTS, ("output.kv=sharded",), "output.kv = 'sharded' cannot be combined with [[prompts]]"),
-        (PROMPTS, ("prompt.template=Sum up: {text}",), "cannot be combined with [[prompts]]"),
-        (PROMPTS, ("parallel.ranks_per_chain=auto",), "'auto' cannot be combined with [[prompts]]"),
+        ({"a": "{text} {title}"}, (), "prompt.template.a '{text} {title}' has {title}"),
+        (PROMPTS, ("output.kv=true",), "output.kv = true cannot be combined with [prompt.template]"),
+        (PROMPTS, ("output.kv=sharded",), "output.kv = 'sharded' cannot be combined with [prompt.template]"),
+        (PROMPTS, ("parallel.ranks_per_chain=auto",), "'auto' cannot be combined with [prompt.template]"),
     ],
 )
 def test_what_does_not_go_with_several_prompts(
@@ -243,20 +242,9 @@ def test_what_does_not_go_with_several_prompts(
     assert run.returncode == EXIT_CONFIG and said in run.stderr and "loading" not in run.stderr
 
 
-def test_two_prompts_of_one_name_are_refused(job: Path, run_here: Any) -> None:
-    path = with_prompts(job, {"a": "{text} b"})
-    path.write_text(path.read_text() + '\n[[prompts]]\nname = "a"\ntemplate = "{text} c"\n')
-    run = run_here(1, [path])
-    assert run.returncode == EXIT_CONFIG and "two prompts are named 'a'" in run.stderr
-    path.write_text(path.read_text() + '\n[[prompts]]\nname = "b"\nwords = "{text}"\n')
-    run = run_here(1, [path])
-    assert run.returncode == EXIT_CONFIG and "prompts.template: is missing" in run.stderr
-    assert "unknown key 'prompts.words'" in run.stderr
-
-
-def test_prompts_are_shown_with_where_they_come_from(job: Path) -> None:
+def test_prompts_are_in_the_order_of_the_job(job: Path) -> None:
     spec = spec_of(with_prompts(job, PROMPTS))
-    assert [prompt.name for prompt in spec.prompts] == list(PROMPTS)
+    assert spec.prompts == PROMPTS
 
 
 def test_the_time_of_a_shared_document_is_counted_once() -> None:

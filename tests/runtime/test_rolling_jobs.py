@@ -19,7 +19,7 @@ from kvr_mpi.job import load_job
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
-ROLLING = ("cache.kind=rolling", "cache.tokens=40", "cache.step_tokens=16")
+ROLLING = ("cache.kind=rolling", "cache.tokens=40", "parallel.chunk_tokens=16")
 APPROXIMATE = ("cache.kind=streaming-llm", *ROLLING[1:])
 
 
@@ -44,7 +44,7 @@ def test_windows_that_fit_are_answered_as_by_the_plain_job(
     """Also of prompts in parts, and what is sampled."""
     settings = [f"model.path={model_of('mistral-window')}", "generation.logprobs=0"]
     if in_parts:
-        settings += ["generation.do_sample=true", "prompt.too_long=split", "prompt.max_tokens=200"]
+        settings += ["generation.temperature=1.0", "prompt.too_long=split", "prompt.max_tokens=200"]
     whole, held = run("whole", *settings), run("rolling", *settings, *ROLLING, ranks=2)
     assert {each: record.token_ids for each, record in held.items()} == answers(tmp_path / "whole")
     assert max(record.prompt_tokens for record in held.values()) > 200
@@ -137,7 +137,7 @@ def test_no_memory_for_a_step_is_one_documents_error(
     [
         (("cache.tokens=40",), "cache.tokens is for rolling caches"),
         (("cache.kind=rolling", "cache.tokens=4"), "cache.tokens = 4"),
-        (("cache.kind=rolling", "cache.step_tokens=0"), "cache.step_tokens = 0"),
+        (("cache.kind=rolling", "parallel.chunk_tokens=0"), "parallel.chunk_tokens = 0"),
         (("cache.kind=moving",), "cache.kind = 'moving'"),
     ],
 )

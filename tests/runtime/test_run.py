@@ -128,21 +128,21 @@ def test_kv_is_kept_when_asked_for(job: Path, tmp_path: Path, mpirun: Any, kvr_r
 
 def test_too_long_is_truncated_or_split(job: Path, tmp_path: Path, run_here: Any) -> None:
     (tmp_path / "corpus" / "long.txt").write_text(TEXT * 60)
-    for choice, parts in (("truncate", 1), ("split", 4)):
+    for choice, parts in (("keep-head", 1), ("split", 4)):
         folder = tmp_path / choice
         run = run_here(2, [job, "--set", f"prompt.too_long={choice}", "--set", f"output.path={folder}"])
         assert run.returncode == 0, run.stderr
         record = next(record for record in open_results(folder) if record.id == "long.txt")
         assert record.status == "done" and record.new_tokens == 8 * record.parts
         assert (record.parts == 1) if parts == 1 else (record.parts >= parts)
-        assert (record.dropped_tokens > 0) == (choice == "truncate")
+        assert (record.dropped_tokens > 0) == (choice == "keep-head")
 
 
 @pytest.mark.slow
 def test_sampling_depends_on_the_seed_only(job: Path, tmp_path: Path, run_here: Any) -> None:
     found = []
     for number, (ranks, seed) in enumerate(((1, 5), (3, 5), (2, 6))):
-        settings = ["generation.do_sample=true", f"generation.seed={seed}", f"output.path={tmp_path / str(number)}"]
+        settings = ["generation.temperature=1.0", f"generation.seed={seed}", f"output.path={tmp_path / str(number)}"]
         run = run_here(ranks, [job, *(part for setting in settings for part in ("--set", setting))])
         assert run.returncode == 0, run.stderr
         found.append(answers(tmp_path / str(number)))

@@ -16,7 +16,7 @@ from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
 
-WARM = ("generation.do_sample=true", "generation.temperature=1.6")
+WARM = "generation.temperature=1.6"
 THREE = (*WARM, "generation.n=3")
 
 
@@ -101,7 +101,7 @@ def test_a_batch_file_asks_for_several(job: Path, tmp_path: Path, run_here: Any,
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["generation.n=2"], "without generation.do_sample = true"),
+        (["generation.n=2"], "without sampling, all answers are the same"),
         ([*THREE, "generation.max_new_tokens=0"], "cannot be combined with generation.n = 3"),
         (["generation.n=129"], "less than or equal to 128"),
         ([*THREE, "output.kv=true"], "cannot be combined with generation.n"),

@@ -64,9 +64,9 @@ def test_continuations_of_each_row_and_prompt(scoring: Path, tmp_path: Path, run
     ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = "".join(f'\n[[prompts]]\nname = "{n}"\ntemplate = "{{text}} {n}?"\n' for n in ("p", "q"))
+    prompts = 'template = {p = "{text} p?", q = "{text} q?"}'
     text = scoring.read_text().replace(str(tmp_path / "corpus"), str(file))
-    scoring.write_text(text.replace('template = "Summarise: {text} Summary:"', "") + prompts)
+    scoring.write_text(text.replace('template = "Summarise: {text} Summary:"', prompts))
     run = run_here(2, [scoring, *with_settings("generation.score=choices")])
     assert run.returncode == EXIT_BAD_DATA, run.stderr
     found = found_in(tmp_path / "out")
@@ -87,14 +87,15 @@ def test_stored_documents_are_scored(job: Path, scoring: Path, tmp_path: Path, r
     ask = job.with_name("ask.toml")
     text = scoring.read_text().replace('template = "Summarise: {text} Summary:"', "").replace('partition = "even"', "")
     ask.write_text(text.replace(str(tmp_path / "corpus"), str(kv)) + '\n[questions]\nask = ["Who?"]\n')
-    found = []
-    for reuse in ("always", "never"):
-        settings = with_settings(SCORED, f"questions.reuse={reuse}", f"output.path={out}-{reuse}")
-        run = run_here(1, [ask, *settings])
+    again = with_settings("prompt.template=Summarise: {text}\n\nWho?", "documents.limit=2", f"output.path={out}-again")
+    for run in (
+        run_here(1, [ask, *with_settings(SCORED, f"output.path={out}")]),
+        run_here(1, [scoring, *with_settings(SCORED), *again]),
+    ):
         assert run.returncode == EXIT_OK, run.stderr
-        found.append(found_in(Path(f"{out}-{reuse}")))
-    for name, record in found[0].items():
-        for one, other in zip(record.scored, found[1][name].scored, strict=True):
+    truth = found_in(Path(f"{out}-again"))
+    for record in found_in(out).values():
+        for one, other in zip(record.scored, truth[record.document].scored, strict=True):
             assert one["token_logprobs"] == pytest.approx(other["token_logprobs"], abs=2e-4)
 
 

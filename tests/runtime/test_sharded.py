@@ -109,7 +109,7 @@ def test_prefill_only_sampling_and_texts_that_are_split(job: Path, tmp_path: Pat
     for number, more in enumerate(
         (
             ("generation.max_new_tokens=0",),
-            ("generation.temperature=0.9", "generation.do_sample=true", "generation.seed=3"),
+            ("generation.temperature=0.9", "generation.seed=3"),
             ("prompt.max_tokens=120", "prompt.too_long=split", "generation.max_new_tokens=4"),
         )
     ):
@@ -240,9 +240,8 @@ def ask_sharded(folder: Path, model: Path, run: Path, name: str = "asked", token
         documents.path = "{run}"
         output.path = "{folder / name}"
         generation.max_new_tokens = {tokens}
+        parallel.ranks_per_chain = "all"
         [questions]
-        sharded = true
-        reuse = "always"
         ask = ["Who wrote it, and what for?", "When?"]
         """
     )
@@ -254,20 +253,20 @@ def ask_sharded(folder: Path, model: Path, run: Path, name: str = "asked", token
 def test_stored_documents_are_asked_by_all_ranks_together(
     job: Path, tmp_path: Path, run_here: Any, model_of: Any, kind: str
 ) -> None:
-    """The answers of one rank that holds everything, however a document is shared out; and when it is read again."""
+    """The answers of one rank that holds everything, however a document is shared out."""
     model, out = model_of(kind), tmp_path / "out"
     own = (f"model.path={model}", "prompt.max_tokens=400")
     assert run_here(2, [job, *options(*own, "output.kv=true")]).returncode == 0
     asking = ask_sharded(tmp_path, model, out)
     wanted = None
-    for ranks, more in ((1, ("questions.sharded=false",)), (1, ()), (2, ()), (3, ()), (2, ("questions.reuse=never",))):
+    for ranks, more in ((1, ("parallel.ranks_per_chain=1",)), (1, ()), (2, ()), (3, ())):
         done = run_here(ranks, [asking, *options(*more), "--overwrite"])
         assert done.returncode == 0, done.stderr
         found = records(tmp_path / "asked")
         answers = {name: record.token_ids for name, record in found.items()}
         wanted = wanted or answers
         assert len(answers) == 10 and answers == wanted
-        assert all((record.computed_tokens < 40) is ("questions.reuse=never" not in more) for record in found.values())
+        assert all(record.computed_tokens < 40 for record in found.values())
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
 ) -> None:
     """With room for all of them, and for one and a question or two: the answers of one rank that holds everything."""
     asking, asked = ask_job(tmp_path, tiny_model_dir, run), tmp_path / "asked"
-    whole = run_here(1, [asking, *with_settings("questions.sharded=false")])
+    whole = run_here(1, [asking, *with_settings("parallel.ranks_per_chain=1")])
     assert whole.returncode == 0, whole.stderr
     wanted, found = answers(asked), list(open_results(asked))
     assert len(wanted) == len(DOCUMENTS) * len(QUESTIONS)

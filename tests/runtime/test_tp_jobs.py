@@ -118,7 +118,7 @@ def test_a_job_of_groups_is_planned_as_one_of_groups(job: Path, tmp_path: Path) 
 
 def test_every_rank_is_in_the_trace_with_its_group(job: Path, tmp_path: Path, run_here: Any) -> None:
     folder = tmp_path / "out"
-    done = run_here(4, [job, *with_settings("report.trace=true", "parallel.tensor_parallel=2")])
+    done = run_here(4, [job, *with_settings("output.trace=true", "parallel.tensor_parallel=2")])
     assert done.returncode == 0, done.stderr
     run = read_timelines(read_traces(folder))
     assert run.names == {

@@ -17,7 +17,7 @@ from kvr_mpi.store.traces import RankTrace, TraceHeader, TraceWriter, read_trace
 from kvr_mpi.trace import Recorder, Span
 
 HEADER = TraceHeader(rank=0, size=1, session=1, host="here", device="cpu", layers=2)
-TRACED = with_settings("report.trace=true")
+TRACED = with_settings("output.trace=true")
 
 
 def events_of(folder: Path) -> list[Any]:
@@ -68,7 +68,7 @@ def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(job: Path, tm
     ("stored", "asked"),
     [
         (("output.kv=true", "compress.method=snapkv", "compress.budget=64", "compress.window=16"), ()),
-        (("output.kv=true",), ("questions.sharded=true",)),
+        (("output.kv=true",), ("parallel.ranks_per_chain=all",)),
     ],
 )
 def test_prompts_that_go_on_from_stored_ones_have_their_place_in_time(
@@ -90,7 +90,7 @@ def test_prompts_that_go_on_from_stored_ones_have_their_place_in_time(
 
 
 def test_a_prompts_shared_beginning_is_not_in_its_own_span_again(job: Path, tmp_path: Path, run_here: Any) -> None:
-    prompts = "".join(f"[[prompts]]\nname = '{name}'\ntemplate = '{{text}} {name}?'\n" for name in ("who", "when"))
+    prompts = "[prompt.template]\n" + "".join(f"{name} = '{{text}} {name}?'\n" for name in ("who", "when"))
     lines = [line for line in job.read_text().splitlines() if "[prompt]" not in line and "template" not in line]
     job.write_text("\n".join(lines) + "\n" + prompts)
     run = run_here(1, [job, *TRACED])

@@ -149,8 +149,8 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
         without_room.setattr(outcome, "measure_costs", lambda loaded, ranks: 1 // 0)
         assert keeps(300.0) is None and not list(tmp_path.iterdir()), "a job does not fail for that"
         assert "could not be measured: integer division" in said.pop()
-    prompts = [{"name": "a", "template": "{text} a"}, {"name": "b", "template": "{text} b"}]
-    assert keeps(300.0, prompts=prompts) is None and not list(tmp_path.iterdir())
+    several = {"template": {"a": "{text} a", "b": "{text} b"}}
+    assert keeps(300.0, prompt=several) is None and not list(tmp_path.iterdir())
     assert keeps(300.0) is None and len(measured) == 1
     expected = keeps(310.0)
     assert expected.low_s < 308 < expected.high_s and expected.jobs == 1 and len(measured) == 1

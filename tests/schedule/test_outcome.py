@@ -27,7 +27,7 @@ def test_the_second_job_is_forecast_and_its_outcome_is_told(
     monkeypatch.chdir(ROOT)
     settings = with_settings(
         f"model.path={long_model_dir}",
-        *(f"output.path={tmp_path / 'out'}", "generation.max_new_tokens=8", "prompt.too_long=truncate"),
+        *(f"output.path={tmp_path / 'out'}", "generation.max_new_tokens=8", "prompt.too_long=keep-head"),
     )
 
     def planned() -> dict[str, Any]:

@@ -47,10 +47,10 @@ def test_prompts_are_counted_as_they_will_be_made(job: Path, tokenizer: Any) -> 
     assert len(ids) > 1000
     counted = {
         choice: prompt_tokens(spec_of(job, f"prompt.too_long={choice}").prompt, frame, len(ids))
-        for choice in ("error", "truncate", "split")
+        for choice in ("error", "keep-tail", "split")
     }
     made = split_text(tokenizer, frame, ids)
-    assert counted == {"error": 0, "truncate": 200, "split": sum(prompt.tokens for prompt in made)}
+    assert counted == {"error": 0, "keep-tail": 200, "split": sum(prompt.tokens for prompt in made)}
     prompt = spec_of(job).prompt
     assert [prompt_tokens(prompt, frame, tokens) for tokens in (0, 1, 197, 198)] == [0, 4, 200, 0]
 

@@ -52,7 +52,7 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
 
 def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> None:
     text = job.read_text().replace('"auto"', "2")
-    asked = "".join(f'\n[[prompts]]\nname = "{name}"\ntemplate = "{{text}} {name}?"' for name in ("who", "what"))
+    asked = "\n[prompt.template]\n" + "".join(f'{name} = "{{text}} {name}?"\n' for name in ("who", "what"))
     (other := job.with_name("two.toml")).write_text(re.sub("template = .*", "", text) + asked)
     command = [str(other), "--ranks", "2", "--hardware", "h200"]
     shown = CliRunner().invoke(plan_command, command, catch_exceptions=False).stdout
@@ -147,7 +147,7 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     assert documents["doc-08.txt"]["ranks"] == 4 and documents["doc-08.txt"]["memory_bytes"] is None
     expected = single_seconds(a_table().rates.costs(), documents["doc-00.txt"]["tokens"])
     assert documents["doc-00.txt"]["ttft_s"] == pytest.approx(expected, rel=0.05)
-    settings = ("ranks_per_chain=4", "table=tables/mine-4.json")
+    settings = ("ranks_per_chain=4", "partition=tables/mine-4.json")
     as_set = [word for setting in settings for word in ("--set", f"parallel.{setting}")]
     by_table = json.loads(planned(*as_set).stdout)["documents"]
     cut = next(document for document in by_table if document["id"] == "doc-08.txt")
@@ -207,9 +207,9 @@ def test_earlier_jobs_say_how_long_this_one_takes(
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], 78, ["'auto'", "'some'"]),
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], 78, ["'all', 'auto' or a number of at least 1"]),
         (
-            ["--ranks", "2", "--set", "parallel.table=x"],
+            ["--ranks", "2", "--set", "parallel.partition=x"],
             78,
-            ["parallel.table", "'auto'"],
+            ["parallel.partition", "'auto'"],
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -77,7 +77,7 @@ def test_models_of_all_kinds_are_planned_up_to_their_longest_prompts(
     name: str, job: Path, tmp_path: Path, tokenizer: Any, run_here: Any
 ) -> None:
     make_model(name, tmp_path / "model", tokenizer)
-    settings = [f"model.path={tmp_path / 'model'}", "prompt.too_long=truncate", "documents.limit=9"]
+    settings = [f"model.path={tmp_path / 'model'}", "prompt.too_long=keep-head", "documents.limit=9"]
     run = run_here(2, [job, *options(*settings)])
     assert run.returncode == 0, run.stderr
     assert "(planned: " in run.stderr

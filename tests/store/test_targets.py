@@ -101,7 +101,6 @@ def test_no_command_writes_a_file_of_a_run(run: Path, tmp_path: Path, run_kvr: K
         ("report", run, "-o", target),
         ("merge", run, "-o", target),
         ("export", run, "-o", target),
-        ("export", run, "--format", "openai-batch", "-o", tmp_path / "answers.jsonl", "--errors", target),
     ):
         code, _, err = run_kvr(*command, *["--overwrite"] * (run in command))
         assert code == EXIT_CONFIG and "file of the run" in err, err

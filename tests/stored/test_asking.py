@@ -42,7 +42,6 @@ def ask_job(folder: Path, model: Path | str, run: Path, name: str = "asked", mor
         [documents]
         path = "{run}"
         [questions]
-        reuse = "always"
         {more}
         [questions.ask]
         {ask}
@@ -135,21 +134,6 @@ def run(job: Path, tmp_path: Path, run_here: Any) -> Path:
     done = run_here(2, [job, *options("output.kv=true", "generation.max_new_tokens=3")])
     assert done.returncode == 0, done.stderr
     return tmp_path / "out"
-
-
-@pytest.mark.slow
-def test_prefilling_again_gives_the_same(
-    job: Path, run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
-) -> None:
-    asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, run), *options("questions.reuse=never")])
-    assert asked.returncode == 0, asked.stderr
-    assert "5 documents will be prefilled again" in asked.stderr
-    found = records(tmp_path / "asked")
-    for name, folder in ask_fresh(job, tmp_path, run_here).items():
-        for document, truth in records(folder).items():
-            record = found[f"{document}#{name}"]
-            assert record.token_ids == truth.token_ids
-            assert record.computed_tokens == record.prompt_tokens == truth.prompt_tokens
 
 
 @pytest.mark.slow
@@ -328,7 +312,7 @@ def test_keys_of_another_model_are_refused(
         (["documents.reuse=runs/old"], "documents.reuse = 'runs/old' cannot be combined with [questions]"),
         (["documents.format=messages"], "documents.format = 'messages' cannot be combined with [questions]"),
         (["output.columns=['title']"], "output.columns = ['title'] cannot be combined with [questions]"),
-        (["parallel.ranks_per_chain=2"], "ranks_per_chain"),
+        (["parallel.ranks_per_chain=auto"], "ranks_per_chain"),
         (["questions.template=Why?"], "{question} 0 times"),
         (['questions.documents=["doc-9.txt"]'], "'doc-9.txt' is not among the 5 documents"),
         (['questions.ask={"a#b"="Why?"}'], "named 'a#b'"),
@@ -336,7 +320,6 @@ def test_keys_of_another_model_are_refused(
         (["questions.ask=[]"], "no question"),
         (['questions.ask=["Why?", "Who?", "Why? "]'], "'q1' and 'q3' are the same question"),
         (["questions.ask=/nowhere.txt"], "cannot be read"),
-        (["questions.reuse=perhaps"], "'always' or 'never'"),
     ],
 )
 def test_what_does_not_go_with_questions_is_refused_before_anything_is_loaded(
@@ -376,14 +359,11 @@ def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(
 
 
 @pytest.mark.slow
-def test_kvr_ask_says_what_it_would_do_and_does_it(
+def test_kvr_ask_answers_about_chosen_documents(
     run: Path, tmp_path: Path, run_kvr: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvr_mpi.transport.mpi.connect", LocalTransport)
     command = ("ask", run, "-q", "Who?", "-q", "Why?", "--doc", "doc-3.txt")
-    code, out, err = run_kvr(*command, "--dry-run")
-    assert code == 0 and err == "" and "doc-3.txt" in out and "1 document will be loaded" in out
-    assert not (tmp_path / "out-answers").exists()
     code, out, err = run_kvr(*command, "--set", "generation.max_new_tokens=5")
     assert code == 0, err
     found = records(tmp_path / "out-answers")
