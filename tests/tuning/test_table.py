@@ -20,7 +20,6 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.tuning.lookup import QUANTUM_TOKENS, choose_slices, find_table
 from kvr_mpi.tuning.table import (
     MAX_FILE_BYTES,
-    check_name,
     check_place,
     file_name,
     load_table,
@@ -128,12 +127,6 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         stream.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(DataError, match="larger than 8 MiB"):
         load_table(tmp_path / "huge.json")
-
-
-@pytest.mark.parametrize("name", ["", "a b", "a/b", "-x", "x" * 81, "naïve", "a\n"])
-def test_names_that_are_no_part_of_a_file_name_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="--hardware"):
-        check_name("--hardware", name)
 
 
 def test_an_entry_is_taken_as_it_is() -> None:
