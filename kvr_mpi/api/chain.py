@@ -17,6 +17,7 @@ from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec, make_job
 from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.preflight.checks import check_table
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.plan import Plan
@@ -96,6 +97,7 @@ class Chain:
         with ending_all(self._world):
             spec = together(self._world, lambda: _spec(model, generation, parallel))
             self._check_same(spec)
+            together(self._world, lambda: check_table(spec, self._world.size))
             device = own_device(self._world, spec.model.device)
             self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
             tell = say or (lambda line: None)

@@ -109,7 +109,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
     """Try one thing after the other."""
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
-        partial(_check_table, spec, ranks),
+        partial(check_table, spec, ranks),
         partial(_check_profiles, spec),
         partial(check_tensor_parallel, spec),
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
@@ -129,8 +129,14 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
             yield error
 
 
-def _check_table(spec: JobSpec, ranks: int) -> None:
-    """Refuse a lookup table that is not there, damaged, or for another number of ranks."""
+def check_table(spec: JobSpec, ranks: int) -> None:
+    """Refuse a lookup table that is not there, damaged, or for another number of ranks.
+
+    Raises
+    ------
+    ConfigError
+        Saying what was found.
+    """
     parallel = spec.parallel
     if parallel.table is None:
         return

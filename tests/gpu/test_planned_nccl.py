@@ -113,7 +113,7 @@ def run_on(
 def test_a_planned_job_over_nccl(size: int, gpus: PretendedCuda, run_on: Runs) -> None:
     gpus.watches = size > 2
     truth = run_on(0)
-    assert run_on(size, "parallel.min_efficiency=0") == truth and len(truth) == 3
+    assert run_on(size) == truth and len(truth) == 3
     assert gpus.faults == []
 
 

@@ -75,7 +75,7 @@ def alone(answer: Callable[..., Answers]) -> Callable[[str, tuple[str, ...]], li
     names=st.lists(st.sampled_from(sorted(TEXTS)), min_size=2, unique=True),
     ranks=st.integers(1, 3),
     before=st.tuples(st.integers(0, 4), st.integers(1, 2)),
-    sampling=st.sampled_from([(), ("generation.temperature=1.3")]),
+    sampling=st.sampled_from([(), ("generation.temperature=1.3",)]),
     strategy=st.sampled_from(["kvr", "ring"]),
 )
 def test_answers_do_not_depend_on_company(

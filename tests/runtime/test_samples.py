@@ -16,7 +16,7 @@ from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
 
-WARM = "generation.temperature=1.6"
+WARM = ("generation.temperature=1.6",)
 THREE = (*WARM, "generation.n=3")
 
 

@@ -139,7 +139,6 @@ def test_what_every_rank_wrote_of_its_own_is_read_as_one(
         model.path = "{tiny_model_dir}"
         documents.path = "{out}"
         questions.ask = ["Who?"]
-        questions.reuse = "always"
         output.path = "{tmp_path / "asked"}"
         """
     )

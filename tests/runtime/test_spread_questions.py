@@ -40,9 +40,8 @@ def ask_job(folder: Path, model: Path, run: Path, questions: tuple[str, ...] = Q
         documents.path = "{run}"
         output.path = "{folder / "asked"}"
         generation.max_new_tokens = {NEW_TOKENS}
+        parallel.ranks_per_chain = "all"
         [questions]
-        sharded = true
-        reuse = "always"
         ask = {list(questions)}
         documents = {list(DOCUMENTS)}
         """

@@ -78,7 +78,7 @@ def test_prompts_that_go_on_from_stored_ones_have_their_place_in_time(
     question = tmp_path / "ask.toml"
     model = next(line for line in job.read_text().splitlines() if "path" in line)
     question.write_text(
-        f"[model]\n{model.strip()}\n[documents]\npath = '{tmp_path / 'out'}'\n[questions]\nreuse = 'always'\n"
+        f"[model]\n{model.strip()}\n[documents]\npath = '{tmp_path / 'out'}'\n[questions]\n"
         f"ask = ['Who left?', 'When?']\n[generation]\nmax_new_tokens = 2\n[output]\npath = '{tmp_path / 'asked'}'\n"
     )
     run = run_here(2, [question, *TRACED, *with_settings(*asked)])

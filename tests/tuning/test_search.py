@@ -126,7 +126,7 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
         [generation]
         max_new_tokens = 4
         [parallel]
-        table = "{tmp_path / "tables"}"
+        partition = "{tmp_path / "tables"}"
         [output]
         path = "{tmp_path / "out"}"
         """
@@ -182,7 +182,6 @@ def test_a_table_that_does_not_fit_is_refused_before_the_batch(
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        (["parallel.partition=even"], "a table has slices of its own"),
         (["parallel.partition=''"], "at least 1 character"),
         (["parallel.ranks_per_chain=auto"], "'auto'"),
     ],

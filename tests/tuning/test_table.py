@@ -206,7 +206,7 @@ def test_a_foreign_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_a_damaged_one_are_said_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no .*json in this folder; create a table with kvr search"):
+    with pytest.raises(ConfigError, match="no .*json in this folder; kvr search writes tables"):
         find_table(tmp_path, a_key())
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match="bad.json"):
