@@ -39,7 +39,7 @@ step     = @echo "$(1)"; began=$$(date +%s); \
     $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(2) && echo "  in $$(($$(date +%s) - began)) s"
 
 # Benchmarks that run on all ranks.
-on_ranks := first-token corpus fairkv ask chunks links handoff trace
+on_ranks := first-token corpus fairkv ask chunks links trace
 
 .PHONY: help install demo test test-all test-long test-slurm test-gpu bench docs lint clean
 

@@ -31,6 +31,10 @@ NO_LIMIT = ("0", "-1", "INFINITE", "UNLIMITED")
 # A forecast is off by this much; starting, and loading a model from a network file system, take time, too. A job that
 # runs into its limit all the same goes on where it was.
 MARGIN, START_S = 1.5, 600.0
+# What Python and its libraries take of a host, beside what a plan knows of.
+LIBRARY_BYTES = 1.5 * (1 << 30)
+# Twice the ranks are worth asking for if half of them take so many times as long.
+ENOUGH = 1.2
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
@@ -191,6 +195,8 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
     """Forecast the job as it is written, or the longest of its shares, and leave a margin."""
     from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
+    from kvr_mpi.report.style import bytes_text
+    from kvr_mpi.schedule.plan import plan_documents, written_seconds
     from kvr_mpi.setup.planning import plan_shares
 
     made = read_and_plan(job, settings, nodes.ranks, hardware)
@@ -211,6 +217,22 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
         f"{said} {duration_text(max(known))}{longest}, by {made.forecast.source}; requesting {minutes} min", err=True
     )
     click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus the time to start", err=True)
+    if (rank_bytes := made.rank_bytes) is not None:
+        if nodes.gpus:
+            needs = f"GPU memory: at least {bytes_text(rank_bytes)} per rank"
+        else:
+            needs = f"memory: at least {bytes_text(rank_bytes)} per rank, so about "
+            needs += f"--mem={math.ceil(nodes.ranks / nodes.nodes * (rank_bytes + LIBRARY_BYTES) / (1 << 30))}G"
+        click.echo(f"{needs}, for weights and the longest prompt; more lets ranks decode more at a time", err=True)
+    half = nodes.ranks // 2
+    if not shares and half and made.written_s is not None and made.tensor_parallel == 1:
+        with_half_s = written_seconds(made.spec, plan_documents(made.spec, made.texts, half, made.forecast))
+        if with_half_s is not None and with_half_s < ENOUGH * made.written_s:
+            click.echo(
+                f"warning: {half} ranks would take only {duration_text(with_half_s)} instead of "
+                f"{duration_text(made.written_s)}: ask for fewer",
+                err=True,
+            )
     return str(minutes)
 
 

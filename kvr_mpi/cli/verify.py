@@ -44,6 +44,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     def work() -> int:
         from kvr_mpi.cli.launch import load_everywhere, open_links, share_model_job
         from kvr_mpi.errors import ConfigError
+        from kvr_mpi.prefill.failure import is_out_of_memory
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.prefill.verify import NEW_TOKENS, does_not_fit
         from kvr_mpi.prefill.verify import verify as verify_all
@@ -74,13 +75,21 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
         for line in does_not_fit(checked):
             log.root(line)
         failed = count = 0
-        for finding in verify_all(checked, links, chosen, SEED):
-            count, failed = count + 1, failed + (not finding.holds)
-            log.root(
-                f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.strategy}: logits "
-                f"{finding.logits_error:.1e}, keys and values {finding.kv_error:.1e} of their spread (allowed "
-                f"{finding.allowed:.1e}), greedy tokens {'the same' if finding.same_tokens else 'DIFFERENT'}"
-            )
+        try:
+            for finding in verify_all(checked, links, chosen, SEED):
+                count, failed = count + 1, failed + (not finding.holds)
+                log.root(
+                    f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.strategy}: logits "
+                    f"{finding.logits_error:.1e}, keys and values {finding.kv_error:.1e} of their spread (allowed "
+                    f"{finding.allowed:.1e}), greedy tokens {'the same' if finding.same_tokens else 'DIFFERENT'}"
+                )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            what = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"--lengths {lengths}: not enough memory for plain transformers and a chain: {what}; shorten them"
+            ) from error
         log.root(f"{count - failed} of {count} hold on {counted(world.size, 'rank')}")
         return EXIT_DIFFERS if failed else 0
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding, decode_costs_of
+from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.placing import placement_of
 from kvr_mpi.documents import read_corpus
@@ -19,13 +21,15 @@ from kvr_mpi.kv.rolling import check_held, rolling_of
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.shared_heads import why_not_by_config
+from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
 from kvr_mpi.preflight.inputs import parse_templates, row_format
-from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
+from kvr_mpi.schedule.forecast import Forecast, drops_of, forecast_of, frame_of, with_memory
 from kvr_mpi.schedule.history import Expected, History, expect, find_history, is_forecast
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents, prompt_tokens, two_parts, written_seconds
 from kvr_mpi.setup.job_setup import Machine
+from kvr_mpi.topology import whole_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,25 @@ class PlannedJob:
     def ranks(self) -> int:
         """All ranks of the job."""
         return self.schedule.ranks * self.tensor_parallel
+
+    @property
+    def rank_bytes(self) -> float | None:
+        """Memory that a rank needs for weights and the longest prompt; None where that is not predicted.
+
+        Of its GPU if the forecast is of GPUs, otherwise of its host.
+        """
+        forecast, outline, spec = self.forecast, self.outline, self.spec
+        longest = max(self.schedule.placements, key=lambda place: place.tokens, default=None)
+        if longest is None or not longest.tokens or forecast.plain:
+            return None
+        if forecast.peak_bytes is None:  # which profiles of GPUs know
+            footprint = footprint_of(outline.config, outline.dtype)
+            held = workload_of(outline.config, outline.dtype.itemsize).weight_bytes
+            forecast = with_memory(forecast, footprint, math.inf, held, drops_of(spec, footprint.shape, outline.config))
+        wanted, ranks = spec.ranks_per_chain, self.schedule.ranks
+        if wanted != "all":
+            ranks = longest.ranks if wanted == "auto" else whole_groups(wanted, self.tensor_parallel)
+        return forecast.memory(max(forecast.parts(longest.tokens)), ranks)
 
     @property
     def decoding(self) -> DecodeChoice | None:

@@ -19,6 +19,9 @@ from kvr_mpi.store.lock import is_alive
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.shares import find_runs
 
+# What a stored prompt was made by, up to the end of its document's text.
+MADE_BY = ("template", "system", "chat_template")
+
 
 def complete_questions(spec: JobSpec) -> JobSpec:
     """Name a job's questions, and take over what the run they are for has settled.
@@ -38,7 +41,9 @@ def complete_questions(spec: JobSpec) -> JobSpec:
         words_after(questions.template, text)
     header = stored_header("documents.path", spec.documents.path)
     try:
-        prompt = PromptSection.model_validate({**header.identity["prompt"], "max_tokens": spec.prompt.max_tokens})
+        made = {key: header.identity["prompt"][key] for key in MADE_BY}
+        own = {"max_tokens": spec.prompt.max_tokens, "min_coverage": spec.prompt.min_coverage}
+        prompt = PromptSection.model_validate(made | own)
     except (ValidationError, KeyError, TypeError) as error:
         raise DataError(
             f"{spec.documents.path[0]}: its header does not record how the prompts were made; expected a run of this "

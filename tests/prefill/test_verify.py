@@ -13,14 +13,14 @@ from models import tiny
 
 from benchmarks.architectures import Entry, build
 from kvr_mpi.cli.options import load_model_job
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import EXIT_CONFIG, ConfigError, ModelError
 from kvr_mpi.kv import layer as layer_module
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import probe_shape
 from kvr_mpi.prefill import exactness
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.verify import does_not_fit, verify
-from kvr_mpi.transport.local import run_local
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 
 @pytest.mark.slow
@@ -108,3 +108,15 @@ def test_verify_notices_nan_in_any_layer(layer: int, monkeypatch: pytest.MonkeyP
     assert findings and not any(finding.holds for finding in findings)
     with pytest.raises(ModelError, match=f"keys of layer {layer} differ"):
         check_chain(loaded)
+
+
+def test_too_little_memory_names_the_lengths(
+    tiny_model_dir: Path, run_kvr: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB")
+
+    monkeypatch.setattr("kvr_mpi.prefill.verify.verify", fails)
+    monkeypatch.setattr("kvr_mpi.transport.mpi.connect", LocalTransport)
+    code, _, err = run_kvr("verify", *with_settings(f"model.path={tiny_model_dir}"), "--lengths", "64")
+    assert code == EXIT_CONFIG and "--lengths 64: not enough memory" in err and "Traceback" not in err

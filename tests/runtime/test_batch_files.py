@@ -175,21 +175,11 @@ def test_conversations_and_the_same_words_in_a_template(job: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("prompt.template=Sum up: {text}", "cannot be combined with documents.format = 'openai-batch'"),
-        ("prompt.system=Be brief.", "prompt.system = 'Be brief.' cannot be combined"),
-        ("prompt.too_long=keep-head", "prompt.too_long = 'keep-head' cannot be combined"),
-        ("documents.id_field=name", "documents.id_field = 'name' cannot be combined"),
-        ("output.kv=true", "output.kv = true cannot be combined"),
-        ("output.kv=sharded", "output.kv = 'sharded' cannot be combined"),
-        ("generation.max_new_tokens=0", "generation.max_new_tokens = 0 cannot be combined"),
-        ("documents.format=messages", "no list of messages of that name"),
-        ("documents.format=text", "is it documents.format = 'openai-batch'?"),
-    ],
+    ("kind", "said"),
+    [("messages", "no list of messages of that name"), ("text", "is it documents.format = 'openai-batch'?")],
 )
-def test_settings_that_requests_decide_are_refused(batch_job: Path, run_here: Any, setting: str, said: str) -> None:
-    run = run_here(1, [batch_job, *with_settings(setting)])
+def test_requests_that_are_read_as_other_rows_are_refused(batch_job: Path, run_here: Any, kind: str, said: str) -> None:
+    run = run_here(1, [batch_job, *with_settings(f"documents.format={kind}")])
     assert run.returncode == EXIT_CONFIG and said in run.stderr and "loading" not in run.stderr
 
 

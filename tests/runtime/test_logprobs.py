@@ -170,8 +170,3 @@ def test_only_the_answer_that_is_kept_has_them(job: Path, tmp_path: Path, run_he
 def test_what_cannot_be_meant_is_refused(job: Path, run_here: Any, setting: str, said: str) -> None:
     run = run_here(1, [job, *with_settings(setting)])
     assert run.returncode == EXIT_CONFIG and said in run.stderr
-
-
-def test_of_no_tokens_there_are_none(job: Path, run_here: Any) -> None:
-    run = run_here(1, [job, *with_settings("generation.logprobs=0", "generation.max_new_tokens=0")])
-    assert run.returncode == EXIT_CONFIG and "cannot be combined with generation.logprobs = 0" in run.stderr

@@ -230,9 +230,6 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
         ({"a": "no text"}, (), "prompt.template.a 'no text' contains {text} 0 times"),
         ({"a": "{text}", "b": "{text}"}, (), "'a' and 'b' have the same template"),
         ({"a": "{text} {title}"}, (), "prompt.template.a '{text} {title}' has {title}"),
-        (PROMPTS, ("output.kv=true",), "output.kv = true cannot be combined with [prompt.template]"),
-        (PROMPTS, ("output.kv=sharded",), "output.kv = 'sharded' cannot be combined with [prompt.template]"),
-        (PROMPTS, ("parallel.ranks_per_chain=auto",), "'auto' cannot be combined with [prompt.template]"),
     ],
 )
 def test_what_does_not_go_with_several_prompts(

@@ -102,10 +102,7 @@ def test_a_batch_file_asks_for_several(job: Path, tmp_path: Path, run_here: Any,
     ("settings", "said"),
     [
         (["generation.n=2"], "without sampling, all answers are the same"),
-        ([*THREE, "generation.max_new_tokens=0"], "cannot be combined with generation.n = 3"),
         (["generation.n=129"], "less than or equal to 128"),
-        ([*THREE, "output.kv=true"], "cannot be combined with generation.n"),
-        ([*THREE, "prompt.too_long=split"], "cannot be combined with generation.n"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(job: Path, run_here: Any, settings: list[str], said: str) -> None:

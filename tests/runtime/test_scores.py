@@ -104,8 +104,6 @@ def test_stored_documents_are_scored(job: Path, scoring: Path, tmp_path: Path, r
     [
         (['generation.score=[""]'], "an empty continuation has no probability"),
         ([SCORED, "generation.max_new_tokens=4"], "replaces the answer, but max_new_tokens = 4 asks for one"),
-        ([SCORED, "generation.logprobs=0"], "cannot be combined with generation.logprobs = 0"),
-        ([SCORED, "prompt.too_long=split"], "prompt.too_long = 'split' cannot be combined with generation.score"),
         (["generation.score=x"], "generation.score: no row has a field 'x'; text files have no fields"),
     ],
 )

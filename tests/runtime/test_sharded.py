@@ -285,8 +285,6 @@ def test_a_damaged_share_is_an_error_record_and_nobody_waits(
 
 
 def test_what_it_does_not_go_with(job: Path, run_here: Any) -> None:
-    refused = run_here(2, [job, *options(*SHARDED, "parallel.strategy=ring")])
-    assert refused.returncode == 78 and "cannot be combined with output.kv = 'sharded'" in refused.stderr
     refused = run_here(2, [job, *options("output.kv=shards")])
     assert refused.returncode == 78 and "'sharded'" in refused.stderr
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from constants import Kvr
+from made_tables import a_table, fitting
 
 from kvr_mpi.cli.allocation import Allocation
 from kvr_mpi.cli.sbatch import scripts_folder
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from kvr_mpi.tuning.table import save_table
 
 
 @pytest.fixture
@@ -44,10 +46,22 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     assert "#SBATCH --account=abc\n" in gather and "exclusive" not in gather and "gpus" not in gather
     assert "set -- 'the out' 3\n" in gather and "#SBATCH --job-name=kvr-job-gather\n" in gather
     assert "for the longest of 3 shares" in err and re.search(r"predicted cost: \S+ node hours, \S+ GPU hours", err)
+    assert re.search(r"GPU memory: at least \S+ \S+ per rank", err)
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
     assert f"at most {most}: the time limit of {minutes[1]} min on 2 nodes for each of 3 shares" in err
+
+
+def test_memory_to_ask_for_and_ranks_that_gain_little(
+    job: Path, tmp_path: Path, tiny_model_dir: Path, run_kvr: Kvr
+) -> None:
+    save_table(fitting(a_table(), tiny_model_dir), tmp_path / "table.json")
+    words = ["--ranks", "8", "--print", "--hardware", tmp_path / "table.json"]
+    code, _, err = run_kvr("sbatch", job, *words)
+    assert code == EXIT_OK
+    assert re.search(r"memory: at least \S+ MiB per rank, so about --mem=7G", err), err
+    assert "warning: 4 ranks would take only" in err
 
 
 @pytest.mark.parametrize(

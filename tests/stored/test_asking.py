@@ -307,12 +307,6 @@ def test_keys_of_another_model_are_refused(
     [
         (["documents.path=nowhere"], "nowhere"),
         (["model.dtype=bfloat16"], "dtype"),
-        (["prompt.template={text} ?"], "prompt.template = '{text} ?' cannot be combined with [questions]"),
-        (["documents.shard=0/2"], "documents.shard"),
-        (["documents.reuse=runs/old"], "documents.reuse = 'runs/old' cannot be combined with [questions]"),
-        (["documents.format=messages"], "documents.format = 'messages' cannot be combined with [questions]"),
-        (["output.columns=['title']"], "output.columns = ['title'] cannot be combined with [questions]"),
-        (["parallel.ranks_per_chain=auto"], "ranks_per_chain"),
         (["questions.template=Why?"], "{question} 0 times"),
         (['questions.documents=["doc-9.txt"]'], "'doc-9.txt' is not among the 5 documents"),
         (['questions.ask={"a#b"="Why?"}'], "named 'a#b'"),
