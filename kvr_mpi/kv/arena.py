@@ -1,4 +1,4 @@
-"""Memory for the rows of a layer of a document: its own, or pages beside those of other documents.
+"""Memory for the rows of one layer of one document: its own buffer, or pages of a pool that documents share.
 
 On GPUs one attention call reads the rows of many documents by a block table (``units``). So each KV head's rows begin
 at a page, as in vLLM (Kwon et al., SOSP 2023, section 4); pages of a head follow each other. Memory comes in extents of
@@ -22,7 +22,7 @@ PAGE_ROWS = 256
 
 
 def pages_for(rows: int) -> int:
-    """Pages that so many rows take."""
+    """Return the number of pages that hold so many rows."""
     return -(-rows // PAGE_ROWS)
 
 
@@ -42,24 +42,24 @@ class RowMemory:
 
     @classmethod
     def in_flat(cls, flat: torch.Tensor, rows: int, shape: LayerShape) -> RowMemory:
-        """Cut rows out of a tensor (elements,): all keys, then all values."""
+        """View a flat tensor (elements,) as rows: first all keys, then all values."""
         cut = rows * shape.key_dim
         values = flat[cut : cut + rows * shape.value_dim]
         return cls(flat[:cut].view(rows, shape.key_dim), values.view(rows, shape.value_dim))
 
     @property
     def nbytes(self) -> int:
-        """Memory it takes."""
+        """Size in bytes."""
         return self.keys.nbytes + self.values.nbytes
 
 
 def capacity_of(rows: int, extent: Extent | None) -> int:
-    """Rows that a head takes which has room for so many: in an extent, whole pages."""
+    """Return the rows allocated for a head that needs so many; in an extent, whole pages."""
     return rows if extent is None else PAGE_ROWS * pages_for(rows)
 
 
 class Extent:
-    """Pages of heads of one size, made at once.
+    """A block of pages for heads of one size, allocated at once.
 
     Parameters
     ----------
@@ -84,15 +84,15 @@ class Extent:
 
     @property
     def taken_pages(self) -> int:
-        """Pages that documents have."""
+        """Pages in use."""
         return sum(pages for _, pages, _ in self._taken)
 
     def collect(self) -> None:
-        """Take back the pages that nothing refers to any more, be it a cache, a transfer or a writer."""
+        """Free the pages that no cache, transfer or writer references any more."""
         self._taken = [run for run in self._taken if not all(one.expired() for one in run[2])]  # type: ignore[no-untyped-call]
 
     def take(self, pages: int) -> RowMemory | None:
-        """Hand out the first run of so many free pages, in use until its last view is gone; None if there is none."""
+        """Allocate the first run of so many free pages, in use until its last view is gone; None if there is none."""
         page = 0
         for start, count, _ in self._taken:
             if start - page >= pages:
@@ -109,12 +109,12 @@ class Extent:
 
 
 def share_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Make another tensor of the same memory, with a storage of its own: it tells when its last view is gone."""
+    """Return a tensor on the same memory with its own storage, whose weak reference expires with its last view."""
     return from_dlpack(to_dlpack(tensor))
 
 
 class Arena:
-    """The extents of a rank.
+    """The page pool of a rank.
 
     Parameters
     ----------
@@ -133,13 +133,13 @@ class Arena:
         self.extents: list[Extent] = []
 
     def collect(self) -> None:
-        """Take back the pages of documents that have left, and give memory back that no document has."""
+        """Free the pages of documents that have left, and the extents that are empty."""
         for extent in self.extents:
             extent.collect()
         self.extents = [extent for extent in self.extents if extent.taken_pages]
 
     def take(self, shape: LayerShape, pages: int, beside: Extent | None = None) -> RowMemory:
-        """Give a layer of a document so many pages, if possible of the same extent as others; not yet defined.
+        """Allocate uninitialised pages for a layer of a document, preferably in the extent `beside`.
 
         Raises
         ------
@@ -163,7 +163,7 @@ class Arena:
         return None
 
     def _make(self, shape: LayerShape, pages: int) -> Extent:
-        """Make an extent for others, too, if there is memory for that."""
+        """Allocate an extent large enough for other documents, too, if there is memory for it."""
         shared = self.spare_bytes // (PAGE_ROWS * (shape.key_dim + shape.value_dim) * self._dtype.itemsize)
         if pages < shared:
             try:
@@ -182,7 +182,7 @@ def make_rows(
     arena: Arena | None = None,
     beside: Extent | None = None,
 ) -> RowMemory:
-    """Make memory for heads of so many rows, each with room for more, in an arena or (None) their own.
+    """Allocate memory for heads with so many rows each and room for more, in an arena or (None) outside.
 
     In an arena, if possible, beside rows that are in an extent.
 

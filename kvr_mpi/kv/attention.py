@@ -1,4 +1,4 @@
-"""Exact attention in parts: blocks with their log-sum-exp, and the merge of two of them.
+"""Exact attention in parts: each part has its log-sum-exp, and two parts can be merged.
 
 A rank attends to its own slice and to the prefix it was sent, and merges. No mask of slice x prefix is ever
 made. Shapes are transformers': queries (1, heads, queries, head_dim), keys (1, kv_heads, keys, head_dim),
@@ -51,26 +51,26 @@ class PartialAttention:
 
     @classmethod
     def of_nothing(cls, sizes: Sequence[int], device: torch.device) -> PartialAttention:
-        """Attention over no key at all (1, heads, queries, value_dim), in float32: it has no weight in a merge."""
+        """Return attention over no key (1, heads, queries, value_dim), float32; it has no weight in a merge."""
         out = torch.zeros(*sizes, device=device)
         return cls(out, torch.full_like(out[..., 0], float("-inf")))
 
     def merge(self, other: PartialAttention) -> PartialAttention:
-        """Join with attention over other keys, in float32."""
+        """Merge with attention over other keys, in float32."""
         weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
         out = torch.lerp(self.out.float(), other.out.float(), weight)
         return PartialAttention(out, torch.logaddexp(self.lse, other.lse))
 
     def join(self, after: PartialAttention) -> PartialAttention:
-        """Put the queries of another part after these."""
+        """Append the queries of another part."""
         return PartialAttention(torch.cat([self.out, after.out], dim=2), torch.cat([self.lse, after.lse], dim=2))
 
     def cut(self, first: int, last: int) -> PartialAttention:
-        """Give the part of some of the queries, as views."""
+        """Return some of the queries, as views."""
         return PartialAttention(self.out[:, :, first:last], self.lse[:, :, first:last])
 
     def merge_after(self, at: int, other: PartialAttention) -> PartialAttention:
-        """Join the queries from `at` on with their attention over other keys, in float32; in place if `at` is not 0."""
+        """Merge the queries from `at` on with attention over other keys, in float32; in place unless `at` is 0."""
         if not at:
             return self.merge(other)
         whole = PartialAttention(self.out.float(), self.lse)
@@ -80,7 +80,7 @@ class PartialAttention:
         return whole
 
     def finish(self, params: AttentionParams) -> torch.Tensor:
-        """Return the output (1, heads, queries, value_dim), when all keys are in.
+        """Return the output (1, heads, queries, value_dim) after all keys are merged.
 
         One learned score per head, a sink, takes its share of the softmax and gives nothing.
         """
@@ -90,7 +90,7 @@ class PartialAttention:
 
 
 def gather_parts(part: PartialAttention, ranks: Transport) -> list[torch.Tensor]:
-    """Give every rank each rank's part, with its log-sum-exp as one element more, for `merge_gathered`.
+    """Gather the parts of all ranks on every rank, with the log-sum-exp as one more element, for `merge_gathered`.
 
     Every rank calls this. Where a rank has no key for a query its log-sum-exp is -inf; one rank at least has some.
     """
@@ -98,7 +98,7 @@ def gather_parts(part: PartialAttention, ranks: Transport) -> list[torch.Tensor]
 
 
 def merge_gathered(gathered: list[torch.Tensor]) -> PartialAttention:
-    """Join what `gather_parts` gave, in one order, so that all ranks get the same bits."""
+    """Merge the result of `gather_parts` in a fixed order, so that all ranks get the same bits."""
     parts = torch.stack(gathered)
     if len(parts) == 1:
         return PartialAttention(parts[0, ..., :-1], parts[0, ..., -1])
@@ -112,7 +112,7 @@ def merge_gathered(gathered: list[torch.Tensor]) -> PartialAttention:
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool = False
 ) -> PartialAttention:
-    """Attend to all keys, or (`causal`, as many queries as keys) to those not after the query."""
+    """Attend to all keys or, if `causal` (as many queries as keys), to those not after the query."""
     if params.is_plain and keys.shape[-1] == values.shape[-1]:
         if query.device.type in ("cpu", "meta"):  # meta: only shapes are asked for
             if params.kernel is not None and params.kernel.takes(query, keys, values):
@@ -139,7 +139,7 @@ def attend(
 def attend_up_to(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
 ) -> PartialAttention:
-    """Attend to the keys up to each query; the last query stands at the last key."""
+    """Attend causally; the last query is aligned with the last key."""
     if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
         return PartialAttention(*params.kernel(query, keys, values, params.scale, causal=True))
     before = keys.shape[2] - query.shape[2]
@@ -158,7 +158,7 @@ def attend_from(
 def attend_window(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, window: int
 ) -> PartialAttention:
-    """Attend to the last `window` keys up to each query; the last query stands at the last key."""
+    """Attend to the last `window` keys up to each query; the last query is aligned with the last key."""
     if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
         return PartialAttention(*params.kernel(query, keys, values, params.scale, causal=True, window=window))
     if takes_flash(query, values, params):
@@ -169,7 +169,7 @@ def attend_window(
 def attend_masked(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, offset: int
 ) -> PartialAttention:
-    """Attend to all keys, and mask those after each query; the first query stands at key `offset`.
+    """Attend causally by masking; the first query is aligned with key `offset`.
 
     The whole rectangle is computed, as the paper's TSP does it: for a baseline, not for use.
     """
@@ -186,7 +186,7 @@ def attend_masked(
 
 
 def takes_flash(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
-    """Whether the flash attention of GPUs can do this."""
+    """Whether flash attention on GPUs supports these tensors."""
     head_dim = query.shape[-1]
     is_plain = params.is_plain and head_dim == values.shape[-1]
     if not (is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
@@ -196,12 +196,12 @@ def takes_flash(query: torch.Tensor, values: torch.Tensor, params: AttentionPara
 
 @functools.cache
 def _has_flash(device: torch.device) -> bool:
-    """Whether a GPU is new enough for flash attention (Ampere)."""
+    """Whether a GPU supports flash attention (Ampere or newer)."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _suits_cudnn(query: torch.Tensor, keys: torch.Tensor, *, causal: bool) -> bool:
-    """Whether cuDNN's attention gains more than its plan costs, of what flash attention can do."""
+    """Whether cuDNN's attention is faster than flash attention here, including the time for its plan."""
     scores = query.shape[1] * query.shape[2] * keys.shape[2] // (2 if causal else 1)
     if scores < CUDNN_SCORES or query.shape[-1] > CUDNN_HEAD_DIM or _cudnn_failures(query.device):
         return False
@@ -210,13 +210,13 @@ def _suits_cudnn(query: torch.Tensor, keys: torch.Tensor, *, causal: bool) -> bo
 
 @functools.cache
 def _cudnn_failures(device: torch.device) -> list[str]:
-    """Of a device; after the first one cuDNN is not asked again."""
+    """Failures of cuDNN by device; after the first one it is not tried again."""
     return []
 
 
 @functools.cache
 def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a GPU is one on which cuDNN's attention is the faster one (Hopper), and it gives what flash does."""
+    """Whether cuDNN's attention is fast on this GPU (Hopper) and agrees with flash attention in a trial."""
     if torch.cuda.get_device_capability(device) < (9, 0):
         return False
     draw = torch.Generator(device).manual_seed(0)
@@ -241,7 +241,7 @@ def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def name_attention(device: torch.device) -> str:
-    """Say which attention a GPU has for 16-bit rows; what flash attention does not take goes the other ways."""
+    """Name the attention kernel that a GPU uses for 16-bit tensors."""
     if not _has_flash(device):
         return "FlexAttention, plain"
     cudnn = "cuDNN, " if _has_cudnn(device, torch.bfloat16) else ""
@@ -257,7 +257,7 @@ def _attend_flash(
     window: int | None,
     causal: bool,
 ) -> PartialAttention:
-    """Flash attention on a GPU, which takes token-major tensors and so reads our buffers as they lie.
+    """Run flash attention on a GPU; it reads token-major buffers without a copy.
 
     The operation that ``scaled_dot_product_attention`` ends in. Unlike ``varlen_attn`` it takes lengths from shapes:
     no table of them is copied to the GPU, which would wait for all that is queued there. The last query stands at
@@ -285,7 +285,10 @@ def _attend_flash(
 def _attend_cudnn(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool
 ) -> PartialAttention:
-    """CuDNN's attention on a GPU: to all keys, or causally to as many as there are queries; as `_attend_flash`."""
+    """Run cuDNN's attention on a GPU: over all keys, or causally over as many keys as queries.
+
+    Returns as `_attend_flash`.
+    """
     assert not causal or query.shape[2] == keys.shape[2], "its first query stands at the first key"
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         query, keys, values, None, True, 0.0, causal, False, scale=params.scale
@@ -302,7 +305,9 @@ def _attend_bent(
     offset: int | None,
     window: int | None,
 ) -> PartialAttention:
-    """Attend where flash attention cannot: by FlexAttention if that gives here what the portable way does, or by that.
+    """Attend where flash attention is not supported.
+
+    By FlexAttention if it agrees with the portable code, else by that.
 
     `offset` and `window` as of `_attend_blocks`.
     """
@@ -319,7 +324,7 @@ def _attend_bent(
 def why_no_flex(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dims: tuple[int, int], softcap: float | None
 ) -> str | None:
-    """Try FlexAttention on a few blocks, against the portable way: say why it is not used for such a layer, if so.
+    """Return why FlexAttention is not used for such a layer, after comparing it with the portable code; None if it is.
 
     Parameters
     ----------
@@ -353,7 +358,7 @@ def _attend_blocks(
     window: int | None,
     dense: bool = False,
 ) -> PartialAttention:
-    """Attend on any device, in blocks of queries so that the scores stay small.
+    """Attend on any device, in blocks of queries to keep the scores small.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Memory for keys and values while a prompt is prefilled: token-major rows, one buffer a layer.
+"""Buffers for keys and values during prefill: token-major rows, one buffer per layer.
 
 The rank that keeps everything gets one piece of memory for all layers, at once: made layer by layer, buffers that stay
 would lie between activations that go, and the holes they leave are lost to the next layer. The other ranks use the few
@@ -46,7 +46,7 @@ class LayerBuffers:
         self._taken = 0  # elements of it
 
     def take(self, shape: LayerShape) -> torch.Tensor:
-        """Give a layer its buffer; what is in it is not defined."""
+        """Return an uninitialised buffer for a layer."""
         size = self._capacity * shape.elements
         if self._keeps:
             if self._all is None:
@@ -58,7 +58,7 @@ class LayerBuffers:
         return flat[:size].view(self._capacity, shape.elements)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Let a buffer be used again; on a rank that keeps all layers its pages go back to the system.
+        """Reuse a buffer; on a rank that keeps all layers, return its pages to the system.
 
         That is on a CPU, where memory is in pages; what the buffer holds is not defined afterwards.
         """
@@ -69,18 +69,18 @@ class LayerBuffers:
         self._free.append(torch.as_strided(buffer, (whole,), (1,)))
 
     def scratch(self, rows: int, count: int) -> list[torch.Tensor]:
-        """Make room for so many times some rows of any layer, after everything else was let go."""
+        """Allocate `count` buffers of `rows` rows of any layer, after freeing everything else."""
         self.clear()
         elements = max(shape.elements for shape in self._shapes)
         return list(torch.empty(count, rows * elements, dtype=self._dtype, device=self._device))
 
     def clear(self) -> None:
-        """Forget all memory: what no layer holds goes back to the system."""
+        """Drop all buffers; memory that no layer references goes back to the system."""
         self._all = self._pages = None
         self._free.clear()
 
     def _discard(self, buffer: torch.Tensor) -> None:
-        """Give a kept layer's pages back that nobody reads any more, before the whole can be let go."""
+        """Return the pages of one kept layer to the system before the whole allocation is freed."""
         if self._pages is None or self._all is None:
             return
         start = buffer.data_ptr() - self._all.data_ptr()
@@ -95,7 +95,7 @@ class LayerBuffers:
 
 
 def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Make a tensor (count,) that goes back to the system when it is let go; what is in it is not defined.
+    """Allocate an uninitialised tensor (count,) whose memory goes back to the system when it is freed.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
 
 
 def _make_flat(count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Make a tensor (count,) and tell, on a CPU, which fresh pages it is of."""
+    """Allocate a tensor (count,); on a CPU also return the memory map it is made of."""
     if device.type != "cpu" or not count:
         return torch.empty(count, dtype=dtype, device=device), None
     try:

@@ -1,4 +1,4 @@
-"""The cache of one slice on one rank of a chain, as the model sees it: keys, values and states of all layers.
+"""The cache of one rank's slice of a prompt as the model sees it: keys, values and states of all layers.
 
 Together with ``layer`` and ``states``, which hold the contents of a layer, and ``row``, these are the only files that
 touch transformers' cache classes. No model code is changed, and the model is not aware of ranks.
@@ -40,7 +40,7 @@ COMPRESSED_AHEAD = 1
 
 
 class SliceCache(Cache):
-    """The cache of one rank's slice of a prompt; on the decode rank, of the whole prompt and then the answer.
+    """The cache of one rank's slice; on the decode rank, of the whole prompt and then the answer.
 
     Parameters
     ----------
@@ -147,11 +147,11 @@ class SliceCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens held, before the slice is in those before it; 0 if no layer holds anything by token."""
+        """Tokens held in layers that keep keys and values; 0 if no layer does."""
         return next((layer.length for layer in self.layers if layer.shape.elements), 0)
 
     def begin(self) -> None:
-        """Post the first layers' receives, before anything is computed."""
+        """Post the receives of the first layers before anything is computed."""
         if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:
             self._last_chunks = _with_last_alone(self.route.chunks)
         if self.transfers is not None:
@@ -172,31 +172,31 @@ class SliceCache(Cache):
         return self.current
 
     def chunks(self, layer_idx: int) -> Chunks:
-        """Tokens that a layer takes together, in order (`Route.chunks`)."""
+        """Chunks of tokens that a layer processes, in order (`Route.chunks`)."""
         return self._last_chunks if layer_idx == self._last else self.route.chunks
 
     def chunk_lengths(self, layer_idx: int) -> list[int]:
-        """Tokens of each chunk of the slice that a layer takes."""
+        """Tokens of each chunk of the slice."""
         return [sum(last - first for first, last in chunk) for chunk in self.chunks(layer_idx)]
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """Positions (1, tokens) of this rank's tokens if they are not contiguous; None: the model counts."""
+        """Positions (1, tokens) of this rank's tokens if they are not contiguous; None if the model can count them."""
         if not self.prefilling or len(self.route.owned) == 1:
             return None
         stretches = [torch.arange(first, last, device=self.device) for first, last in self.route.owned]
         return torch.cat(stretches).unsqueeze(0) + self.first_position
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Tokens to be run, and the length of the whole prompt, including the slices of later ranks."""
+        """Return the tokens to run and the length of the whole prompt, including the slices of later ranks."""
         return [(tokens, self.prompt_tokens if self.prefilling else self.length + tokens)]
 
     def reads_only_last(self, layer_idx: int) -> bool:
-        """Whether only the last token's output of this layer is ever used: true for the last layer in a prefill."""
+        """Whether only the last token's output of this layer is used, as for the last layer of a prefill."""
         return self.prefilling and self.route.saves_last_layer and layer_idx == self._last
 
     def advance(self, layer_idx: int) -> None:
-        """Begin a layer: finish those before it, and post receives as far ahead as the transport wants; idempotent."""
+        """Begin a layer: finish those before it, and post receives as far ahead as the transport allows. Idempotent."""
         if layer_idx <= self._begun:
             return
         self.clock.begin_layers(layer_idx - self._begun)
@@ -210,7 +210,7 @@ class SliceCache(Cache):
                 self._held.pop(0)
 
     def leave_if_done(self, layer_idx: int) -> None:
-        """Leave the model early if the rest of its output would not be used.
+        """Leave the model early if the rest of its output is not used.
 
         Raises
         ------
@@ -226,13 +226,13 @@ class SliceCache(Cache):
                 raise UnreadError
 
     def settle(self) -> None:
-        """Finish the layers that are still open, after the model has returned."""
+        """Finish the layers that are still open after the model has returned."""
         self._leave(self.layers[max(self._begun, 0) :])
         if self._admits:
             self.buffers.clear()
 
     def finish(self) -> None:
-        """End the prefill; unfinished sends continue in the background, and from now on tokens are decoded."""
+        """End the prefill; unfinished sends continue in the background. Decoding follows."""
         if not self.keeps_all:
             for layer in self.layers:
                 layer.let_go()
@@ -240,16 +240,19 @@ class SliceCache(Cache):
 
     @property
     def is_ragged(self) -> bool:
-        """Whether heads keep tokens of their own in any layer."""
+        """Whether in some layer each head keeps different tokens."""
         return any(layer.is_ragged for layer in self.layers)
 
     @property
     def held_bytes(self) -> int:
-        """Memory of keys and values, including the room reserved for further tokens."""
+        """Bytes of keys and values, including the room reserved for further tokens."""
         return sum(layer.held_bytes for layer in self.layers)
 
     def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
-        """Move what the heads of a layer are to keep, or (None) all, to where it is decoded; give its buffer back."""
+        """Move the tokens that each head of a layer keeps (None.
+
+        All) to the decode store, and release the layer's buffer.
+        """
         before, shape = layer.layout, layer.shape
         assert before is not None, "it was filled"
         shared = before.shared if kept is None else ()
@@ -272,13 +275,13 @@ class SliceCache(Cache):
         self.capacity = length + slack
 
     def note_states(self) -> None:
-        """Save the recurrent states, since a step that fails may leave them partly changed."""
+        """Save the recurrent states, since a failed step may leave them partly updated."""
         for layer in self.layers:
             if layer.shape.states:
                 layer.note_states()
 
     def step_back(self, length: int) -> None:
-        """Forget all but the first `length` tokens, even in the middle of a layer, and restore the saved states."""
+        """Truncate to the first `length` tokens, even within a layer, and restore the saved states."""
         self.current = None
         for layer in self.layers:
             layer.length = length
@@ -308,7 +311,7 @@ class SliceCache(Cache):
 
 
 def held_bytes(caches: Sequence[Any]) -> int:
-    """Memory of several caches, and of what they share, once, also where no cache of its own is left."""
+    """Bytes of several caches; memory that they share counts once."""
     layouts = [layer.layout for cache in caches for layer in cache.layers if getattr(layer, "layout", None) is not None]
     shared: dict[int, int] = {id(rows.owner): rows.owner.nbytes for layout in layouts for rows in layout.shared}
     for layout in layouts:
@@ -317,14 +320,14 @@ def held_bytes(caches: Sequence[Any]) -> int:
 
 
 def _with_last_alone(chunks: Chunks) -> Chunks:
-    """Let the last token be a chunk of its own."""
+    """Make the last token a chunk of its own."""
     *before, (*ranges, (first, last)) = chunks
     rest = [*ranges, (first, last - 1)] if last - first > 1 else ranges
     return [*before, *([rest] if rest else []), [(last - 1, last)]]
 
 
 def _make_share(loaded: LoadedModel, route: Route, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:
-    """Make room for this rank's own tokens; the first rank also holds those of the prefix."""
+    """Allocate the share for this rank's tokens; the first rank also holds those of the prefix."""
     (start, stop), tokens = route.owned[0], route.partition.tokens
     if prefix is not None and start == prefix.tokens:
         start = 0

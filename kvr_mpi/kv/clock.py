@@ -1,4 +1,4 @@
-"""When a rank did what, as its device sees it.
+"""Times of a rank's layers and waits, measured on its device.
 
 A GPU executes work long after the host has queued it, so the host's clock between two moments measures the queueing. On
 a GPU a moment is therefore an event in its stream, and time is read once the stream has passed it.
@@ -17,7 +17,7 @@ Kind = Literal["receive", "send"]
 
 
 class Clock:
-    """When a rank began each layer of a prompt, and when it waited, for what.
+    """Records when a rank began each layer of a prompt, and when and why it waited.
 
     On a GPU a wait lasts from the moment at which everything queued before it is done to the moment at which the rank
     continues: a rank that waits while its GPU still computes costs nothing.
@@ -34,7 +34,7 @@ class Clock:
         self._waits: list[tuple[Kind, Any, Any]] = []
 
     def now(self) -> Any:
-        """Mark the moment at which the device has done what was queued so far."""
+        """Record an event after the work queued so far."""
         if not self._is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -42,29 +42,29 @@ class Clock:
         return event
 
     def begin_layers(self, count: int) -> None:
-        """Mark the beginning of the next layers; those that keep nothing begin with the one after them."""
+        """Record the start of the next layers; layers without keys and values start with the next one that has them."""
         self._layers += [(self.now(), len(self._waits))] * count
 
     @contextmanager
     def waiting(self, kind: Kind) -> Iterator[None]:
-        """Count the block as waiting."""
+        """Count the time of a block as waiting."""
         began = self.now()
         yield
         self._waits.append((kind, began, self.now()))
 
     def waited_s(self, kind: Kind | None = None, count: int | None = None) -> float:
-        """Time waited, for one kind or all, in the first `count` waits or all; the stream must have passed them."""
+        """Seconds waited for one kind or all, in the first `count` waits or all; the stream must have passed them."""
         waits = self._waits[:count]
         return sum((self._between_s(began, ended) for of, began, ended in waits if kind in (None, of)), 0.0)
 
     @property
     def layer_begins_s(self) -> list[float]:
-        """When each layer began, as time.perf_counter; empty on a GPU, which computes on its own."""
+        """Start of each layer on the clock of time.perf_counter; empty on a GPU, which runs asynchronously."""
         return [] if self._is_gpu else [moment for moment, _ in self._layers]
 
     @property
     def layer_times_s(self) -> list[float]:
-        """Seconds from the beginning of the first layer to that of each, excluding waits."""
+        """Seconds from the start of the first layer to that of each, without waits."""
         if not self._layers:
             return []
         first, waited_s = self._layers[0][0], [self.waited_s(count=count) for _, count in self._layers]

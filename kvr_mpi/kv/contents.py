@@ -1,4 +1,4 @@
-"""What a cache holds, layer by layer, by token: to be stored, sent or compared."""
+"""The contents of a cache by layer and token, for storing, sending and comparing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvr_mpi.kv.layer import SliceLayer
 
 
 def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Keys and values a cache holds of one layer, each (tokens, kv_heads, head_dim), or None if it holds none.
+    """Return keys and values of one layer, each (tokens, kv_heads, head_dim), or None if it has none.
 
     Of a `SliceCache`, only those of tokens from `first` on.
 
@@ -33,12 +33,12 @@ def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> tuple[torch.Tensor, 
 
 
 def layer_positions(cache: Any, layer_idx: int) -> list[torch.Tensor] | None:
-    """Positions (tokens,) that each KV head of a layer keeps; None if all of them keep the same."""
+    """Return the positions (tokens,) that each KV head of a layer keeps; None if all heads keep the same."""
     layer = cache.layers[layer_idx]
     return layer.positions if getattr(layer, "is_ragged", False) else None
 
 
 def rows_by_token(layer: SliceLayer, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a range of tokens, each (tokens, kv_heads, head_dim), as views."""
+    """Return keys and values of a range of tokens, each (tokens, kv_heads, head_dim), as views."""
     keys, values = layer.rows(first, last)
     return keys[0].transpose(0, 1), values[0].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""One token each of several documents: what the model sees as one cache while answers are decoded.
+"""The cache that the model sees while it decodes one token of each of several documents.
 
 The model reads its weights once for all documents. Their keys and values are where they are (``head_store``): a layer
 writes each document's token behind its rows, and one call of `attend_units` attends for all of them (``units``). A
@@ -33,7 +33,7 @@ Merge = Callable[[PartialAttention], PartialAttention]
 
 
 class DecodeCache(RowCache):
-    """The caches of several documents, seen by the model as one.
+    """The caches of several documents as one cache.
 
     Parameters
     ----------
@@ -63,22 +63,22 @@ class DecodeCache(RowCache):
 
     @property
     def tables(self) -> list[Table]:
-        """What `attend_units` reads of each layer."""
+        """For each layer, the table that `attend_units` reads."""
         if self._tables is None:
             self._tables = unit_tables(self._stores)
         return self._tables
 
     @functools.cached_property
     def layout(self) -> PageLayout | None:
-        """That of the documents' pages; None if some lie in none."""
+        """Layout of the documents' page tables; None if some are not in pages."""
         return None if self.merge is not None else PageLayout.of(self._stores)
 
     def fill(self, pages: PageTables) -> None:
-        """Let page tables of the documents' layout, or of a wider one, be those of the documents."""
+        """Fill page tables of this or a wider layout with these documents."""
         pages.fill(self._stores)
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append each document's token of (1, kv_heads, documents, head_dim) to its own rows."""
+        """Append one token per document, (1, kv_heads, documents, head_dim)."""
         at = layer.layer_idx
         write_token(self._stores[at], self.tables[at], keys, values, self.lengths, self.on_device)
         for document, length in zip(self.documents, self.lengths, strict=True):
@@ -87,7 +87,10 @@ class DecodeCache(RowCache):
     def attend(
         self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend from each document's token to those before it; of one document the heads may come folded."""
+        """Attend from each document's token to those before it.
+
+        For one document, heads may be folded into the query length.
+        """
         at, shape = layer.layer_idx, query.shape
         if len(self.documents) == 1:
             query = query.reshape(1, -1, 1, shape[-1])
@@ -99,38 +102,38 @@ class DecodeCache(RowCache):
 
     @property
     def capacity(self) -> int:
-        """Most tokens any of the documents has room for."""
+        """Largest number of tokens that any of the documents has room for."""
         return max(document.capacity for document in self.documents)
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Of each document: its token in the row, and its length with it."""
+        """For each document, its tokens in this row (1) and its length with them."""
         return [(1, length + 1) for length in self.lengths]
 
     def take_up(self) -> list[int]:
-        """Read how long the documents are before their next tokens, and return it."""
+        """Read the current lengths of the documents, and return them."""
         self.current = None
         self.lengths = [document.length for document in self.documents]
         return self.lengths
 
     def begin(self, lengths: torch.Tensor) -> None:
-        """Begin a step of documents of such lengths (documents,), int64 on the device: those that were taken up."""
+        """Begin a step at the lengths (documents,), int64 on the device, that `take_up` returned."""
         self.on_device = lengths
 
     def went_on(self) -> None:
-        """Note that each document has its token, which was written without `append`."""
+        """Record that each document has its new token, which was written without `append`."""
         for document, length in zip(self.documents, self.lengths, strict=True):
             for layer in document.layers:
                 layer.length = length + 1
 
     def take_back(self) -> None:
-        """Forget the tokens that failed on their way through the layers."""
+        """Drop the tokens of a step that failed between layers."""
         self.current = None
         for document, length in zip(self.documents, self.lengths, strict=True):
             document.step_back(length)
 
 
 class PagedRows(RowCache):
-    """A token each of as many documents as page tables have slots for, whichever these are: what is recorded.
+    """The cache that is recorded in a CUDA graph: one token for every slot of the page tables.
 
     Parameters
     ----------
@@ -145,17 +148,19 @@ class PagedRows(RowCache):
         super().__init__([RowLayer(self, at, shape) for at, shape in enumerate(shapes)])
 
     def begin(self, lengths: torch.Tensor) -> None:
-        """Begin a step of documents of such lengths (documents,), int64 on the device."""
+        """Begin a step at lengths (documents,), int64 on the device."""
         self.on_device = lengths
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append each document's token of (1, kv_heads, documents, head_dim) to its own rows."""
+        """Append one token per document, (1, kv_heads, documents, head_dim)."""
         self._pages.of_layers[layer.layer_idx].write(keys, values, self.on_device)
 
     def attend(
         self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend from each document's token to those before it; of one document the heads may come folded.
+        """Attend from each document's token to those before it.
+
+        For one document, heads may be folded into the query length.
 
         Raises
         ------
@@ -172,9 +177,9 @@ class PagedRows(RowCache):
 
     @property
     def capacity(self) -> int:
-        """Most tokens that a slot has pages for."""
+        """Largest number of tokens that a slot has pages for."""
         return self._pages.layout.width * PAGE_ROWS
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Of each document: its token in the row, and a length that nothing may depend on."""
+        """For each document, its tokens in this row (1) and a placeholder for its length."""
         return [(1, 1)] * tokens

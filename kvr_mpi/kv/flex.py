@@ -1,4 +1,4 @@
-"""Attention whose scores are bent, or whose heads are wider than flash attention takes, on GPUs: FlexAttention.
+"""FlexAttention on GPUs, for scores with soft caps or biases and for heads wider than flash attention supports.
 
 torch compiles it for what it is told of scores and masks (Dong et al., 2024), and gives the log-sum-exp. Uncompiled it
 runs on CPUs, too, where it makes all scores at once: to try what it is told, not for use.
@@ -30,11 +30,11 @@ Bend = Callable[..., torch.Tensor]
 
 
 class NotCompiledError(Exception):
-    """torch compiles nothing for such a layer: that failed, or so many kinds were compiled that it takes no more."""
+    """torch could not compile FlexAttention for this layer, or has reached its limit of compiled variants."""
 
 
 def suits_flex(query: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether FlexAttention may be faster here than the portable way: on a GPU with a compiler, for many queries.
+    """Whether FlexAttention may be faster than the portable code: on a GPU, with a compiler, for many queries.
 
     In float32 it is left to matrix products, and for few queries, too: tables of one block would be compiled apart.
     """
@@ -45,7 +45,7 @@ def suits_flex(query: torch.Tensor, values: torch.Tensor) -> bool:
 
 @functools.cache
 def compiles(device: torch.device) -> bool:
-    """Whether torch can compile kernels for a GPU, which is new enough (Ampere)."""
+    """Whether torch can compile kernels for this GPU (Ampere or newer)."""
     return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -99,7 +99,7 @@ def attend_flex(
 
 @functools.cache
 def _function(device_type: str) -> Any:
-    """FlexAttention, compiled for any lengths on a GPU; never silently uncompiled, which would make all scores."""
+    """Return FlexAttention, compiled for dynamic lengths on a GPU; uncompiled, it would hold all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return _compiled(flex_attention) if device_type == "cuda" else flex_attention
@@ -107,7 +107,7 @@ def _function(device_type: str) -> Any:
 
 @functools.cache
 def _options(device: torch.device, head_dim: int) -> dict[str, Any]:
-    """Choose blocks that fit into a multiprocessor's shared memory: torch's own, or smaller ones."""
+    """Choose block sizes that fit into a multiprocessor's shared memory: torch's own, or smaller ones."""
     if device.type != "cuda" or head_dim <= 128:
         return KERNEL
     about: Any = torch.cuda.get_device_properties(device)
@@ -143,7 +143,7 @@ def _compiled(function: Any, backend: Any = "inductor") -> Any:
 
 @functools.cache
 def _bend(softcap: float, device: torch.device) -> Bend:
-    """Make what bends a score; its number lies on the device, since compiled code takes no other that may change."""
+    """Make the score modification; its parameter is a tensor, since compiled code specialises on Python numbers."""
     most = torch.full((), softcap, device=device)
 
     def bend(score: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _bend(softcap: float, device: torch.device) -> Bend:
 
 @functools.lru_cache(maxsize=8)
 def visible_blocks(queries: int, keys: int, offset: int, window: int | None, device: torch.device) -> Any:
-    """Say which blocks of keys the blocks of queries see, whole or in part: without a mask of queries x keys.
+    """Return which blocks of keys each block of queries sees, fully or partly, without a mask of queries x keys.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def visible_blocks(queries: int, keys: int, offset: int, window: int | None, dev
 
 
 def _table(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the blocks that are set (query blocks, key blocks): how many in each row, and their numbers first."""
+    """List the blocks that are set (query blocks, key blocks): the count of each row, and their indices first."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], order[None, None]

@@ -1,4 +1,4 @@
-"""The keys and values that decoding reads: of each KV head a run of rows, with room at its end.
+"""The store that decoding reads: for each KV head a run of rows, with room at its end.
 
 When a prompt is through, the longest possible answer is known. So each KV head of a layer gets one run of rows: a new
 token is written where it stays, and nothing is copied. Heads may hold different tokens, as compression leaves them:
@@ -33,7 +33,7 @@ Rows = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """KV heads next to each other that hold equally many rows.
+    """Adjacent KV heads that hold the same number of rows.
 
     first : index of the first one, among the heads that the model computes here.
     count : rows of the prompt that each holds.
@@ -49,12 +49,12 @@ class Run:
 
     @property
     def heads(self) -> int:
-        """How many there are."""
+        """Number of heads."""
         return len(self.keys)
 
 
 class HeadStore:
-    """One layer's keys and values of one document.
+    """Keys and values of one layer of one document.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class HeadStore:
         shared: Sequence[SharedRows] = (),
         start: int | None = None,
     ) -> HeadStore:
-        """Lay one head's rows after the other's.
+        """Lay the heads one after the other.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ class HeadStore:
 
     @classmethod
     def by_tokens(cls, layout: Slab, shape: LayerShape) -> HeadStore:
-        """Read a buffer as it lies after a prefill, by token."""
+        """View a token-major prefill buffer as a store, without a copy."""
         room, start = len(layout.buffer), layout.start
         keys, values = (rows[0] for rows in layout.own_rows(0, room))
         run = Run(0, 0, keys, values)
@@ -161,7 +161,7 @@ class HeadStore:
 
     @classmethod
     def laid_anew(cls, layout: Slab, shape: LayerShape, length: int) -> HeadStore:
-        """Put each head's tokens together, in the same memory: a CPU attends to them twice as fast."""
+        """Reorder a buffer in place so that each head's tokens are contiguous; CPUs attend twice as fast to that."""
         tokens, capacity = length - layout.start, len(layout.buffer)
         old = [rows[0].clone(memory_format=torch.contiguous_format) for rows in layout.own_rows(0, tokens)]
         memory = RowMemory.in_flat(layout.buffer.view(-1), capacity * shape.num_kv_heads, shape)
@@ -175,19 +175,19 @@ class HeadStore:
 
     @property
     def nbytes(self) -> int:
-        """Memory it takes."""
+        """Size in bytes."""
         return self.memory.nbytes
 
     def count(self, run: Run, length: int) -> int:
-        """Rows of its own that each head of a run holds of a document of so many tokens."""
+        """Own rows that each head of a run holds when the document has so many tokens."""
         return run.count + (length - self.origin if self.appends else 0)
 
     def counts(self, length: int) -> list[int]:
-        """Rows that each head held has, those that are shared included."""
+        """Rows of each held head, including shared rows."""
         return [self.shared_tokens + self.count(run, length) for run in self.runs for _ in range(run.heads)]
 
     def own_rows(self, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one of the heads held that are its own, as views (rows, dim), of so many tokens."""
+        """Own keys and values of one held head, as views (rows, dim), when the document has so many tokens."""
         for run in self.runs:
             if at < run.heads:
                 count = self.count(run, length)
@@ -196,7 +196,10 @@ class HeadStore:
         raise IndexError(at)
 
     def head_rows(self, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one of the heads held (rows, dim), in a document of so many tokens; views if unshared."""
+        """Keys and values of one held head (rows, dim) of a document of so many tokens.
+
+        Views unless rows are shared.
+        """
         own = self.own_rows(at, length)
         if not self.shared:
             return own
@@ -204,7 +207,7 @@ class HeadStore:
         return torch.cat([keys for keys, _ in pieces]), torch.cat([values for _, values in pieces])
 
     def pieces(self, first: int, last: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of a range of tokens that all heads hold, as views (1, kv_heads, tokens, dim), in order.
+        """Keys and values of a range of tokens that all heads hold, in order, as views (1, kv_heads, tokens, dim).
 
         Raises
         ------
@@ -218,11 +221,14 @@ class HeadStore:
         return cut_pieces([*self.shared, own], first, last)
 
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a range of tokens that all heads hold (1, kv_heads, tokens, dim); views if unshared."""
+        """Keys and values of a range of tokens that all heads hold.
+
+        (1, kv_heads, tokens, dim), views unless rows are shared.
+        """
         return joined(self.pieces(first, last))
 
     def as_shared(self, length: int) -> tuple[SharedRows, ...]:
-        """Give a document's rows to those that go on from it: on GPUs, of what is its own, whole pages only."""
+        """Return the rows that prompts continuing this document may share; on GPUs only whole pages."""
         (run,) = self.runs
         own, extent = length - self.start, self.memory.extent
         own = own if extent is None else own // PAGE_ROWS * PAGE_ROWS
@@ -234,7 +240,7 @@ class HeadStore:
 
     @functools.cached_property
     def paged(self) -> list[tuple[int, Rows, int, Rows]]:
-        """Say of each run of heads in an extent where it lies.
+        """For each run of heads in an extent, return where it lies.
 
         Its first head; of each head (heads,) the extent's row where its rows would begin if none were shared; the rows
         that each has beside the document's tokens; and the pages of each (heads, pages), those that are shared first.
@@ -253,7 +259,7 @@ class HeadStore:
         return found
 
     def check_room(self, first: int, tokens: int) -> None:
-        """Make sure that so many tokens fit from a position on.
+        """Check that so many tokens fit from a position on.
 
         Raises
         ------
@@ -268,7 +274,7 @@ class HeadStore:
         )
 
     def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append keys and values (1, kv_heads, tokens, dim) of all heads, from a position on."""
+        """Append keys and values (1, kv_heads, tokens, dim) of all heads from a position on."""
         if not self.runs or not self.appends:
             return
         tokens = keys.shape[2]
@@ -279,7 +285,7 @@ class HeadStore:
             run.values[:, rows : rows + tokens] = values[0, heads]
 
     def attend(self, query: torch.Tensor, length: int, params: AttentionParams, first: int = 0) -> PartialAttention:
-        """Attend from the last tokens of a document to what each head holds up to them.
+        """Attend from the last tokens of a document to the rows that each head holds up to them.
 
         Parameters
         ----------
@@ -317,7 +323,7 @@ class HeadStore:
 
     @property
     def heads(self) -> list[int]:
-        """Which heads are held, ascending, among those that the model computes here."""
+        """Indices of the held heads, ascending, among those that the model computes on this rank."""
         return [run.first + at for run in self.runs for at in range(run.heads)]
 
 
@@ -326,7 +332,7 @@ def _nothing(query: torch.Tensor, value_dim: int) -> PartialAttention:
 
 
 def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, length: int, layer_idx: int) -> None:
-    """Refuse what cannot be what the heads of a layer keep; a GPU is waited for once.
+    """Refuse positions that the heads of a layer cannot keep; synchronises with a GPU once.
 
     Raises
     ------

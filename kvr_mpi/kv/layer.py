@@ -1,4 +1,4 @@
-"""One layer's keys and values of a slice, on one rank.
+"""One layer's keys and values of a slice on one rank.
 
 Every attention layer of a causal LM calls ``past_key_values.update(keys, values, layer_idx)`` and then an attention
 function (see ``attention_hook``). `SliceLayer.update` takes this rank's keys and values and sends them as its
@@ -35,7 +35,7 @@ GROUPING = ("cuda",)
 
 
 class LayersOwner(Protocol):
-    """What a layer needs of the cache it belongs to (`cache.SliceCache`)."""
+    """The part of `cache.SliceCache` that its layers use."""
 
     route: Route
     transfers: PromptTransfers | None
@@ -56,23 +56,23 @@ class LayersOwner(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens held, before the slice is in those before it."""
+        """Tokens held; the slice counts once its layer has them."""
 
     def chunks(self, layer_idx: int) -> Sequence[Sequence[Range]]:
-        """Tokens that a layer takes together, in order."""
+        """Chunks of tokens that a layer processes, in order."""
 
     def reads_only_last(self, layer_idx: int) -> bool:
-        """Whether only the last token's output of this layer is ever read."""
+        """Whether only the last token's output of this layer is used."""
 
     def advance(self, layer_idx: int) -> None:
         """Begin a layer."""
 
     def leave_if_done(self, layer_idx: int) -> None:
-        """Leave the model where nobody reads on."""
+        """Leave the model if the rest of its output is not used."""
 
 
 class SliceLayer(CacheLayerMixin):
-    """One layer's keys and values on one rank; none if the layer keeps none, as a plain MLP.
+    """One layer's keys and values on one rank; empty for layers without attention, such as a plain MLP.
 
     Where attention cannot be computed in parts (`SliceCache.in_parts`), `update` returns all keys and values up to the
     slice once they are here, and the model's own attention runs over them, with the mask that the model makes for
@@ -99,7 +99,7 @@ class SliceLayer(CacheLayerMixin):
             self.segments = LayerTransfers(cache.transfers, layer_idx, shape.visibility)
 
     def post(self) -> None:
-        """Make the buffer and post the receives, once."""
+        """Allocate the buffer and post the receives, once."""
         cache = self.cache
         if self.layout is not None or not self.shape.elements:
             return
@@ -118,7 +118,7 @@ class SliceLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new tokens (1, kv_heads, tokens, head_dim), the slice's or its next chunk's; then share them.
+        """Append new tokens (1, kv_heads, tokens, head_dim) of the slice or its next chunk, and send them.
 
         Returns
         -------
@@ -155,7 +155,7 @@ class SliceLayer(CacheLayerMixin):
 
     @property
     def has_all_chunks(self) -> bool:
-        """Whether all tokens of the slice are appended, of a layer that keeps any."""
+        """Whether all tokens of the slice are appended."""
         return not self.shape.elements or self.chunks_done == len(self.cache.chunks(self.layer_idx))
 
     def attend(
@@ -165,7 +165,7 @@ class SliceLayer(CacheLayerMixin):
         values: torch.Tensor,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Attend from the tokens last appended to those up to each that it sees.
+        """Attend from the tokens last appended to all tokens that each of them sees.
 
         Returns
         -------
@@ -203,7 +203,7 @@ class SliceLayer(CacheLayerMixin):
     def _attend_route(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> PartialAttention:
-        """Attend to the own tokens while the others are on their way, and then to those, step by step as they come."""
+        """Attend to the own tokens while the others are in flight, then to those in the order of the route."""
         route, layout = self.cache.route, self.layout
         assert layout is not None, "this rank holds keys and values"
         start = route.owned[0][0]
@@ -228,7 +228,7 @@ class SliceLayer(CacheLayerMixin):
         return part
 
     def _attend_collected(self, query: torch.Tensor, params: AttentionParams, skipped: int) -> PartialAttention:
-        """Attend once everything is here: decoded tokens, the only token that is read, or a window or chunks."""
+        """Attend after all segments have arrived: for decoding, for a last token alone, and for windows or chunks."""
         if self.segments is not None:
             self.segments.collect()
         ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
@@ -236,12 +236,15 @@ class SliceLayer(CacheLayerMixin):
 
     @property
     def buffer(self) -> torch.Tensor | None:
-        """All it holds (capacity, elements of K and V of all heads); None if nothing is so, or no longer."""
+        """The whole buffer (capacity, elements of K and V of all heads).
+
+        None before the prefill and after its release.
+        """
         return self.layout.buffer if isinstance(self.layout, Slab) else None
 
     @property
     def store(self) -> HeadStore:
-        """What decoding reads, once the prompt is through."""
+        """The store that decoding reads after the prefill."""
         if isinstance(self.layout, HeadStore):
             return self.layout
         if self.segments is not None:
@@ -251,12 +254,12 @@ class SliceLayer(CacheLayerMixin):
 
     @property
     def is_ragged(self) -> bool:
-        """Whether its heads keep tokens of their own."""
+        """Whether each head keeps different tokens."""
         return isinstance(self.layout, HeadStore) and not self.layout.is_whole
 
     @property
     def held_bytes(self) -> int:
-        """Memory its keys and values take."""
+        """Bytes of keys and values."""
         return 0 if self.layout is None else self.layout.nbytes
 
     @property
@@ -266,7 +269,7 @@ class SliceLayer(CacheLayerMixin):
 
     @property
     def positions(self) -> list[torch.Tensor]:
-        """Whose keys each KV head holds, (tokens,) int32 on the host, where heads keep tokens of their own."""
+        """Positions that each KV head holds, (tokens,) int32 on the host, if heads keep different tokens."""
         store = self.store
         assert store.positions is not None, "this rank has dropped some"
         decoded = torch.arange(store.origin, self.length, dtype=torch.int32)

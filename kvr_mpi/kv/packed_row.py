@@ -20,7 +20,7 @@ from kvr_mpi.model.attention_hook import AttentionParams
 
 
 class PackedCache(RowCache):
-    """The caches of several prompts, seen by the model as one.
+    """The caches of several prompts as one cache.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class PackedCache(RowCache):
         super().__init__([RowLayer(self, at, layer.shape) for at, layer in enumerate(documents[0].layers)])
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put each prompt's tokens into its own buffer."""
+        """Append each prompt's tokens to its own buffer."""
         for document, (first, last) in zip(self.documents, self.bounds, strict=True):
             document.layers[layer.layer_idx].update(keys[:, :, first:last], values[:, :, first:last])
 
@@ -65,10 +65,10 @@ class PackedCache(RowCache):
 
     @property
     def capacity(self) -> int:
-        """Most tokens any of the buffers holds."""
+        """Largest number of tokens that any of the buffers holds."""
         return max(document.capacity for document in self.documents)
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Of each prompt: its tokens in the row, and its length with them."""
+        """For each prompt, its tokens in the row and its length with them."""
         rows = zip(self.documents, self.bounds, strict=True)
         return [(last - first, document.prompt_tokens) for document, (first, last) in rows]

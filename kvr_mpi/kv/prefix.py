@@ -1,4 +1,4 @@
-"""What several prompts begin with: its keys and values are computed or read, and held, once on a rank; none travel."""
+"""A prefix that several prompts share: its keys and values are computed or loaded once per rank, and never sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ReadRows = Callable[[int, int, int], "torch.Tensor | None"]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Keys and values of the tokens that prompts begin with.
+    """Keys and values of the tokens that several prompts begin with.
 
     Parameters
     ----------
@@ -54,21 +54,21 @@ class SharedPrefix:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Length in tokens."""
         return len(self.ids)
 
     def is_same(self, other: SharedPrefix | None) -> bool:
-        """Whether another is the same prefix, held or read once more."""
+        """Whether another object is the same prefix, perhaps loaded again."""
         return other is self or (other is not None and self.source is not None and other.source == self.source)
 
     def shared_tokens(self, arena: Arena | None) -> int:
-        """Say how many of its tokens prompts refer to that are kept in an arena or (None) in memory of their own."""
+        """Return how many of its tokens prompts can reference instead of copying, in an arena or (None) outside."""
         if arena is None:
             return self.tokens
         return self.tokens // PAGE_ROWS * PAGE_ROWS if self.in_pages else 0
 
     def store(self, layer_idx: int, shape: LayerShape, device: torch.device, arena: Arena | None) -> HeadStore | None:
-        """Give a layer's keys and values; those that are read stay as long as a prompt that goes on from them.
+        """Return a layer's keys and values; loaded ones stay in memory while a prompt uses them.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class SharedPrefix:
         return store
 
     def check(self, ids: Sequence[int]) -> None:
-        """Make sure that a prompt begins with it and goes on.
+        """Check that a prompt begins with this prefix and continues after it.
 
         Raises
         ------

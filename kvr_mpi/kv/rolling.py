@@ -1,4 +1,4 @@
-"""Keys and values of a prompt's last tokens only: a rolling cache, whose size does not depend on the prompt's length.
+"""A rolling cache: keys and values of a prompt's last tokens only, in memory that does not grow with the prompt.
 
 A prompt goes through the model a few tokens at a time. Each layer's buffer has room for `cache_tokens` old tokens and
 a step's new ones, whatever the prompt's length: a ring, in which new tokens are written where the oldest lie. Where a
@@ -55,7 +55,7 @@ class Rolling:
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        """Refuse what holds nothing."""
+        """Refuse sizes that hold no token."""
         if self.approximation not in (None, STREAMING_LLM):
             raise ConfigError(f"approximation = {self.approximation!r}: expected {STREAMING_LLM!r}, or none")
         if self.step_tokens < 1 or self.cache_tokens < 1 or not 0 < self.sinks < self.cache_tokens:
@@ -65,27 +65,27 @@ class Rolling:
             )
 
     def holds(self, visibility: Visibility) -> bool:
-        """Whether all that such a layer sees is held."""
+        """Whether the cache holds everything that such a layer sees."""
         return visibility.size is not None and visibility.size <= self.cache_tokens + 1
 
     @property
     def rows(self) -> int:
-        """Tokens there is room for in a layer."""
+        """Rows of a layer's buffer."""
         return self.cache_tokens + self.step_tokens
 
     def kv_bytes(self, shape: ModelShape) -> int:
-        """Bytes of keys and values, whatever the prompt's length."""
+        """Bytes of keys and values, independent of the prompt's length."""
         return self.rows * shape.kv_bytes_per_token
 
     @property
     def name(self) -> str:
-        """What to call it in a record."""
+        """The name in records."""
         kind = "exact" if self.approximation is None else f"{self.approximation}, {self.sinks} sinks"
         return f"rolling cache of {self.cache_tokens} + {self.step_tokens} tokens ({kind})"
 
 
 class RollingLayer(RowLayer):
-    """One layer's sinks, if it has any, and last tokens, in a ring."""
+    """One layer's sink tokens, if any, and a ring of the last tokens."""
 
     cache: RollingCache
 
@@ -101,16 +101,16 @@ class RollingLayer(RowLayer):
         self._layout = Slab(torch.empty(rolling.rows, shape.elements, dtype=cache.dtype, device=cache.device), shape)
 
     def first_seen(self, position: int) -> int:
-        """Position of the first token after the sinks that a token at a position sees, or one after it."""
+        """Position of the first token after the sinks that a token at this position sees."""
         return self.sinks + self._seen.first_key(max(0, position - self.sinks))
 
     def _cut(self, first: int, last: int, every: int | None) -> list[Range]:
-        """Cut a range of positions behind the sinks, and at each multiple of `every` after those."""
+        """Split a range of positions after the sinks, and at each multiple of `every` after that."""
         cuts = cut_range(first - self.sinks, last - self.sinks, every)
         return [(start + self.sinks, stop + self.sinks) for start, stop in cuts]
 
     def _rows(self, first: int, last: int) -> list[Range]:
-        """Where the tokens of a range of positions are in the buffer, in their order."""
+        """Rows of the buffer that hold a range of positions, in order."""
         pieces = self._cut(first, last, self._ring)
         places = [at if at < self.sinks else self.sinks + (at - self.sinks) % self._ring for at, _ in pieces]
         return [(row, row + stop - start) for row, (start, stop) in zip(places, pieces, strict=True)]
@@ -118,7 +118,7 @@ class RollingLayer(RowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a step's tokens (1, kv_heads, tokens, head_dim) over the oldest.
+        """Write a step's tokens (1, kv_heads, tokens, head_dim) over the oldest ones.
 
         Raises
         ------
@@ -161,7 +161,7 @@ class RollingLayer(RowLayer):
     def _attend_piece(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bounds: Range, params: AttentionParams
     ) -> PartialAttention:
-        """Attend from tokens within bounds, all sinks or none, that see those among them up to their own.
+        """Attend causally from a piece of tokens to a piece of keys.
 
         Parameters
         ----------
@@ -184,7 +184,7 @@ class RollingLayer(RowLayer):
         return part
 
     def step_back(self, length: int) -> None:
-        """Forget all but the first `length` tokens.
+        """Truncate to the first `length` tokens.
 
         Raises
         ------
@@ -197,14 +197,14 @@ class RollingLayer(RowLayer):
         self.length = min(self.length, length)
 
     def lay_by_heads(self) -> None:
-        """Nothing to do: the buffer stays as it is while tokens are decoded."""
+        """Do nothing: decoding reads the ring as it is."""
 
     def get_seq_length(self) -> int:
-        """Tokens of the prompt before the ones to come."""
+        """Tokens processed so far."""
         return self.length
 
     def get_max_length(self) -> int:
-        """There is no most: the oldest are dropped."""
+        """No limit: the oldest tokens are dropped."""
         return -1
 
 
@@ -234,40 +234,40 @@ class RollingCache(RowCache):
         super().__init__([RollingLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
 
     def begin_step(self, *, is_read: bool) -> None:
-        """Begin a step; if nobody reads what it gives, the model is left when its last layer's keys are there."""
+        """Begin a step; if its output is not needed, the model is left after the last layer's keys are written."""
         self.left_after = -1 if is_read else len(self.layers) - 1
 
     @property
     def length(self) -> int:
-        """Tokens that were run, of which the last ones are held."""
+        """Tokens processed so far."""
         return int(self.layers[0].length)
 
     def note_states(self) -> None:
-        """Nothing to do: its layers keep none."""
+        """Do nothing: its layers have no states."""
 
     def step_back(self, length: int) -> None:
-        """Forget all but the first `length` tokens, no more than a step's, if need be in the middle of a layer."""
+        """Truncate to the first `length` tokens, at most one step back, even within a layer."""
         self.current = None
         for layer in self.layers:
             layer.step_back(length)
 
     @property
     def prefilling(self) -> bool:
-        """Whether a prompt's tokens are run."""
+        """Whether prompt tokens are processed."""
         return bool(self.layers[0].length <= self.prompt_tokens)
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Of the tokens to be run: how many, and the prompt's length, or the answer's end."""
+        """Return the tokens to run and the length of the prompt, or of prompt and answer."""
         return [(tokens, max(self.prompt_tokens, self.layers[0].length + tokens))]
 
     @property
     def held_bytes(self) -> int:
-        """Memory that keys and values take."""
+        """Bytes of keys and values."""
         return sum(layer._layout.buffer.nbytes for layer in self.layers)
 
 
 def rolling_of(settings: CacheSettings, chunk_tokens: int | Literal["auto"]) -> Rolling | None:
-    """Make what a job asks for, with steps of so many tokens; None: a whole cache."""
+    """Make the rolling cache that a job asks for, with steps of so many tokens; None: a whole cache."""
     if not settings.is_rolling:
         return None
     steps = STEP_TOKENS if chunk_tokens == "auto" else chunk_tokens
@@ -275,12 +275,12 @@ def rolling_of(settings: CacheSettings, chunk_tokens: int | Literal["auto"]) -> 
 
 
 def check_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
-    """Refuse a model of which a rolling cache does not hold enough; errors are those of `check_held`."""
+    """Refuse a model for which a rolling cache holds too little; errors as for `check_held`."""
     check_held(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
 
 
 def check_held(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
-    """Refuse a shape of which a rolling cache does not hold enough.
+    """Refuse a model shape for which a rolling cache holds too little.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A strategy as data: what each position of a prompt's slices owns, sends, receives and attends to, in order.
+"""A strategy as data: what each position of a chain owns, sends, receives and attends to, in order.
 
 Tables of routes are made in ``prefill.routes``. One loop runs them: `LayerTransfers.post` and `share` move segments,
 `SliceLayer` attends.
@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One segment's way over this position.
+    """What one position does with one segment.
 
     segment : its number among all of the layer.
     bounds : its tokens.
@@ -35,7 +35,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Attention to some tokens once they are here.
+    """One step of attention, and the segment it waits for.
 
     segments : those that have to arrive first.
     ranges : the tokens attended to, one call of attention each.
@@ -105,22 +105,22 @@ class Route:
         return max((hop.bounds[1] - hop.bounds[0] for hop in self.hops), default=0)
 
     def received(self, bounds: Range, visibility: Visibility) -> Range | None:
-        """Which tokens of a segment this position is sent; None if it sees none."""
+        """Which tokens of a segment this position receives; None if it needs none."""
         return _seen_from(bounds, self.reads_from, visibility)
 
     def sent(self, bounds: Range, visibility: Visibility) -> Range | None:
-        """Which tokens of a segment this position sends or forwards; None if the next ones see none."""
+        """Which tokens of a segment this position sends or forwards; None if the next ones need none."""
         return _seen_from(bounds, self.next_reads_from, visibility)
 
     def first_held(self, visibility: Visibility) -> int:
-        """Position of the first token from which on this rank has all keys and values of such a layer."""
+        """Position of the first token from which this rank holds all keys and values of such a layer."""
         first = 0 if self.reads_from is None else visibility.first_key(self.reads_from)
         received_from = min((hop.bounds[0] for hop in self.hops if hop.source is not None), default=0)
         return 0 if first <= received_from else first
 
 
 class MakeRoute(Protocol):
-    """How a strategy makes the route of one position."""
+    """A function that makes the route of one position."""
 
     def __call__(
         self,
@@ -131,7 +131,7 @@ class MakeRoute(Protocol):
         sends_all: bool = False,
         chunk_tokens: int | None = None,
     ) -> Route:
-        """Make it.
+        """Make the route.
 
         Parameters
         ----------
@@ -146,7 +146,7 @@ class MakeRoute(Protocol):
 
 
 def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
-    """Join the steps that wait for segments into two; neighbouring ranges become one call of attention.
+    """Combine the steps that wait for segments into two; adjacent ranges become one call of attention.
 
     One call and one merge for each segment cost a GPU more time than is gained by overlapping with segments that are
     still on their way. The first group has at least half of the tokens.
@@ -165,7 +165,7 @@ def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
 
 
 def join_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Put ranges in order, neighbouring ones as one."""
+    """Sort ranges, and join adjacent ones."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and found[-1][1] == first:

@@ -1,4 +1,4 @@
-"""What a row of tokens needs to look like a cache to the model, whatever its tokens are of.
+"""Base classes for caches of a row of tokens, whichever prompts the tokens belong to.
 
 The caches of ``packed_row`` (several prompts), ``decode_cache`` (answers) and ``shares`` (prompts that stay spread over
 ranks) say what a layer keeps and how it attends, as do the layers of ``rolling`` (a prompt's last tokens); the rest is
@@ -39,7 +39,7 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens (1, kv_heads, tokens, head_dim); they are returned as they came."""
+        """Append tokens (1, kv_heads, tokens, head_dim), and return them unchanged."""
         self.cache.enter(self)
         self.cache.append(self, key_states, value_states)
         return key_states, value_states
@@ -47,23 +47,23 @@ class RowLayer(CacheLayerMixin):
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend from the tokens that came last; (1, heads, tokens, value_dim) in the query's dtype."""
+        """Attend from the tokens last appended; (1, heads, tokens, value_dim) in the query's dtype."""
         self.attended = True
         return self.cache.attend(self, query, keys, values, params)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: buffers are there before the model runs."""
+        """Do nothing: buffers exist before the model runs."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a query sees; no mask is made of them."""
+        """Length and offset of the keys that a query sees; no mask is built from them."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Nothing that could be said of several prompts: models are given every token's position."""
+        """Return 0: models get explicit positions, since prompts have different lengths."""
         return 0
 
     def get_max_length(self) -> int:
-        """Most tokens that any prompt of the row has room for."""
+        """Largest number of tokens that any prompt of the row has room for."""
         return self.cache.capacity
 
 
@@ -96,7 +96,7 @@ class RowCache(Cache):
         return self.current
 
     def enter(self, layer: RowLayer) -> None:
-        """Let a layer be the one that attends next.
+        """Make a layer the one that attends next.
 
         Raises
         ------
@@ -108,13 +108,15 @@ class RowCache(Cache):
         self.current, layer.attended, layer.is_initialized = layer, False, True
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep a layer's new tokens (1, kv_heads, tokens, head_dim)."""
+        """Append a layer's new tokens (1, kv_heads, tokens, head_dim)."""
         raise NotImplementedError
 
     def attend(
         self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend in a layer from the tokens that came last; of a single token the heads may come folded, and stay so.
+        """Attend from the tokens last appended in a layer.
+
+        For a single token, heads may be folded into the query length.
 
         Returns
         -------
@@ -126,19 +128,19 @@ class RowCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Most tokens that any prompt of the row has room for."""
+        """Largest number of tokens that any prompt of the row has room for."""
         raise NotImplementedError
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """Positions of the tokens (1, tokens), where neither the model nor whoever packs the row knows them."""
+        """Positions (1, tokens), if only the cache knows them."""
         return None
 
     @property
     def prefilling(self) -> bool:
-        """Whether prompts' tokens are run; otherwise answers go on."""
+        """Whether prompt tokens are processed; otherwise answer tokens."""
         raise NotImplementedError
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Of each prompt: its tokens in the row of so many, and its length with them."""
+        """For each prompt, its tokens in a row of so many and its length with them."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A job's ``[cache]``: whether a prompt's keys and values are all held, or those of its last tokens only."""
+"""The section ``[cache]`` of a job: a whole cache, or a rolling one."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class CacheSettings(BaseModel):
 
     @property
     def is_rolling(self) -> bool:
-        """Whether only the last tokens are held."""
+        """Whether the cache is a rolling one."""
         return self.kind != "whole"

@@ -1,4 +1,4 @@
-"""Keys and values that stay spread over the ranks of a chain, and attention to all of them.
+"""Sharded keys and values: each rank of a chain keeps its tokens, and all ranks attend together.
 
 Every rank holds a *share* of a prompt: of every layer the keys and values of some tokens. All ranks run the model on
 the same new tokens; in each layer a rank attends to its own share, and what all found is merged by log-sum-exp
@@ -33,7 +33,7 @@ from kvr_mpi.transport import Transport
 
 
 class Share:
-    """What one rank holds of a prompt, or of a stored document that prompts go on from.
+    """What one rank holds of a prompt, or of a stored document that prompts continue.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class Share:
 
     @classmethod
     def after(cls, loaded: LoadedModel, document: Share, reserve_tokens: int) -> Share:
-        """Make the share of a prompt that goes on from a stored document: the last rank has room for what follows.
+        """Make the share of a prompt that continues a stored document; the last rank has room for the new tokens.
 
         Parameters
         ----------
@@ -95,23 +95,23 @@ class Share:
 
     @property
     def bytes(self) -> int:
-        """Memory it takes, without the document's."""
+        """Size in bytes, without the document's."""
         return sum(layer.nbytes for layer in self.layers if layer is not None)
 
     @property
     def bytes_of_rows(self) -> int:
-        """Memory of all layers' rows up to `stop`, whether they are here already or not."""
+        """Bytes of all layers' rows up to `stop`, loaded or not."""
         layers = self._shape.layers
         elements = sum((self.stop - self.first_row(layer.visibility)) * layer.elements for layer in layers)
         return elements * self._shape.dtype_bytes
 
     @property
     def held_until(self) -> int:
-        """Position after the last token that is held here."""
+        """Position after the last token held on this rank."""
         return self.length if self.is_last else self.stop
 
     def first_row(self, seen: Visibility) -> int:
-        """Position of the first token that is held of a layer.
+        """Position of the first token of a layer held on this rank.
 
         If its later tokens do not see all, the last share has what they see, since no other has anything to add.
         """
@@ -120,7 +120,7 @@ class Share:
         return min(self.start, seen.first_key(self.stop))
 
     def prepare(self, layer_idx: int) -> None:
-        """Make sure that a layer of a document is here, those after it being read meanwhile, and room for what follows.
+        """Load a layer of a document if need be, prefetch the next ones, and allocate room for new tokens.
 
         Raises
         ------
@@ -145,17 +145,17 @@ class Share:
         self.layers[layer_idx] = HeadStore.laid_anew(slab, shape, self.stop)
 
     def take(self, layer: SliceLayer) -> None:
-        """Copy this rank's part out of a layer whose attention is over."""
+        """Copy this rank's tokens out of a layer after its attention."""
         if layer.shape.elements and self.layers[layer.layer_idx] is None:
             store = self.layers[layer.layer_idx] = self._make(layer.layer_idx)
             store.write(store.start, *layer.rows(store.start, self.stop))
 
     def end_loading(self, failure: str | None = None) -> None:
-        """Let go of the file: all layers are here, or some rank could not read its own."""
+        """Close the file after all layers are loaded, or after a rank failed to read its own."""
         self.failure, self._loading = failure, None
 
     def own_kv(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of this rank's tokens and those decoded since, each (tokens, kv_heads, head_dim)."""
+        """Keys and values of this rank's tokens, including decoded ones, each (tokens, kv_heads, head_dim)."""
         layer = self.layers[layer_idx]
         if layer is None:
             return None
@@ -164,7 +164,7 @@ class Share:
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
     def _make(self, layer_idx: int) -> HeadStore:
-        """Make room for a layer's rows; what is in it is not defined."""
+        """Allocate uninitialised rows of a layer."""
         shape, before = self._shape.layers[layer_idx], None
         if self.document is not None:
             before = self.document.layers[layer_idx]
@@ -180,7 +180,7 @@ class Share:
 
 
 class SharesCache(RowCache):
-    """Some prompts that are spread over the ranks of a chain, seen by the model as one; every rank makes it alike.
+    """The sharded caches of several prompts as one cache; every rank creates the same one.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ class SharesCache(RowCache):
         super().__init__([RowLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append new tokens to the shares of this rank that are last."""
+        """Append new tokens to the shares that end on this rank."""
         for share, (first, last) in zip(self.shares, self.bounds, strict=True):
             share.prepare(layer.layer_idx)
             store = share.layers[layer.layer_idx]
@@ -216,7 +216,7 @@ class SharesCache(RowCache):
     def attend(
         self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend from the new tokens to all before, on whatever rank they are; the same result on every rank."""
+        """Attend from the new tokens to all earlier ones on all ranks; every rank gets the same result."""
         shape = query.shape
         query = query.reshape(1, -1, self.bounds[-1][1], shape[-1])
         # What a window or chunk lets a prompt see of a document is its own affair.
@@ -229,12 +229,12 @@ class SharesCache(RowCache):
 
     @property
     def capacity(self) -> int:
-        """Most tokens any of the shares has room for."""
+        """Largest number of tokens that any of the shares has room for."""
         return max(share.longest for share in self.shares)
 
     @property
     def prefilling(self) -> bool:
-        """Whether a prompt's tokens are run: what stands after its stored beginning."""
+        """Whether prompt tokens after the stored prefix are processed."""
         return any(last - first > 1 for first, last in self.bounds)
 
     @property
@@ -245,12 +245,12 @@ class SharesCache(RowCache):
         return torch.cat(each).unsqueeze(0).to(self.shares[0].device) + self._first_position
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Of each prompt: its tokens in the row, and its length with them."""
+        """For each prompt, its tokens in the row and its length with them."""
         rows = zip(self.shares, self.bounds, strict=True)
         return [(last - first, share.length + last - first) for share, (first, last) in rows]
 
     def play_on(self) -> None:
-        """Take part in all that is left of a row that failed on this rank, so that the others come through."""
+        """Take part in the remaining transfers of a row that failed on this rank, so that others can finish."""
         for layer in self.layers:
             if layer.layer_idx not in self._gathered and layer.shape.elements:
                 gather_parts(self._nothing(layer, self._heads, self.bounds[-1][1]), self.chain)
@@ -258,7 +258,7 @@ class SharesCache(RowCache):
     def _attend(
         self, layer: RowLayer, numbers: range, query: torch.Tensor, params: AttentionParams
     ) -> list[PartialAttention]:
-        """Attend from the new tokens of prompts that go on from one document; its rows are read once for all."""
+        """Attend from the new tokens of prompts that continue the same document; its rows are read once for all."""
         found = []
         begin, end = self.bounds[numbers[0]][0], self.bounds[numbers[-1]][1]
         before = self._attend_document(layer, numbers[0], query[:, :, begin:end], params)
@@ -274,7 +274,7 @@ class SharesCache(RowCache):
     def _attend_document(
         self, layer: RowLayer, number: int, query: torch.Tensor, params: AttentionParams
     ) -> PartialAttention | None:
-        """Attend to what this rank has of a stored document; None if all of that is seen to elsewhere."""
+        """Attend to this rank's rows of a stored document; None if other ranks attend to all of it."""
         share, (first, last) = self.shares[number], self.bounds[number]
         document = share.document
         if document is None or not layer.shape.visibility.sees_all(share.length + last - first):
@@ -286,7 +286,7 @@ class SharesCache(RowCache):
     def _attend_own(
         self, layer: RowLayer, share: Share, query: torch.Tensor, params: AttentionParams
     ) -> PartialAttention | None:
-        """Attend from a prompt's new tokens to what this rank has of those before, but for a document that all see.
+        """Attend from a prompt's new tokens to this rank's rows of that prompt, without the shared document.
 
         None if they see nothing of it.
         """
@@ -308,7 +308,7 @@ class SharesCache(RowCache):
 
 
 def _same_document(shares: Sequence[Share]) -> list[range]:
-    """Group the shares, by number, that lie next to each other and go on from one document."""
+    """Group adjacent shares that continue the same document."""
     edges = [0]
     for at, (one, other) in enumerate(itertools.pairwise(shares), 1):
         if one.document is None or one.document is not other.document:

@@ -1,4 +1,4 @@
-"""Layers that keep a state instead of keys and values (Mamba, gated delta rule, short convolutions), in a chain.
+"""Layers with recurrent states instead of keys and values (Mamba, gated delta rule, short convolutions) in a chain.
 
 A state sums up all tokens before, so a rank can begin such a layer only when the rank before has ended it: rank i runs
 one layer behind rank i-1, and a chain of p ranks takes (layers + p - 1) / layers of its ideal time. The state travels
@@ -41,7 +41,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor | None]:
-        """By index (1, channels, kernel size)."""
+        """Convolution states by index (1, channels, kernel size)."""
         self._enter()
         return self._values["conv"]
 
@@ -51,7 +51,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
-        """By index, in the model's own shape."""
+        """Recurrent states by index, in the model's own shape."""
         self._enter()
         return self._values["recurrent"]
 
@@ -61,16 +61,16 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
 
     @property
     def state_bytes(self) -> int:
-        """Size of a message with all states."""
+        """Size of a message with all states, in bytes."""
         return sum(stop - start for _, start, stop in _places(self.shape.states, self.cache.dtype))
 
     def post(self) -> None:
-        """Post the receives of keys and values, then that of the states."""
+        """Post the receives of keys and values, and then of the states."""
         SliceLayer.post(self)
         self._post_states()
 
     def _post_states(self) -> None:
-        """Post the receive of the states, or take those of what all prompts begin with."""
+        """Post the receive of the states, or take those of the shared prefix."""
         cache = self.cache
         if cache.route.position > 0 and self.segments is not None:
             if self._incoming is None:
@@ -84,14 +84,14 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
             self.segments.announce_states(cache.route.position + 1)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Take the inputs of a convolution, and return them after those before (1, channels, tokens)."""
+        """Append the inputs of a convolution; return them after the earlier ones (1, channels, tokens)."""
         self._enter()
         whole: torch.Tensor = super().update_conv_state(conv_states, state_idx, **kwargs)
         self._note_update("conv", state_idx)
         return whole
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Take the state after the tokens of this rank."""
+        """Store the state after this rank's tokens."""
         self._enter()
         state: torch.Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         self.has_previous_state[state_idx] = True  # a layer without a convolution sets it nowhere
@@ -99,14 +99,14 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         return state
 
     def send_states(self) -> None:
-        """Send the states if that has not been done: the layer is through when the next is begun."""
+        """Send the states once; a layer is complete when the next one begins."""
         place = self.cache.route.position
         if not self.is_sent and self.segments is not None and place < self.cache.route.decode_position:
             self.segments.send_states(self.packed(), place + 1)
         self.is_sent = True
 
     def packed(self) -> torch.Tensor:
-        """Put all states into one message (bytes,)."""
+        """Return all states as one message (bytes,)."""
         message = torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device)
         for state, start, _ in _places(self.shape.states, self.cache.dtype):
             held = self._values[state.kind].get(state.index)
@@ -121,16 +121,16 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         return message
 
     def note_states(self) -> None:
-        """Remember the states as they are now."""
+        """Save the current states."""
         self._noted = [held.clone() for held in self._held()]
 
     def restore_states(self) -> None:
-        """Go back to the states as they were when they were noted."""
+        """Restore the saved states."""
         for held, noted in zip(self._held(), self._noted, strict=False):
             held.copy_(noted)
 
     def play_on(self) -> None:
-        """Take part in the transfers of a prompt that has failed here: what is sent has no meaning."""
+        """Take part in the transfers of a prompt that failed on this rank; what is sent is meaningless."""
         self._post_states()
         if (
             self.segments is not None
@@ -142,7 +142,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
             self.is_sent = True
 
     def let_go(self) -> None:
-        """Forget everything; what is still being sent is held by the forwarder."""
+        """Drop everything; the forwarder keeps what is still being sent."""
         SliceLayer.let_go(self)
         self._values = {"conv": {}, "recurrent": {}}
         self._incoming = None
@@ -151,12 +151,12 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         return [held for kind in self._values.values() for held in kind.values() if held is not None]
 
     def _expect(self) -> None:
-        """Say that there are states before, even if they have not come yet: models ask for that in advance."""
+        """Mark earlier states as present before they arrive, since models ask in advance."""
         for idx in range(self.number_of_states):
             self.has_previous_state[idx] = True
 
     def _enter(self) -> None:
-        """Begin the layer: what the layers before still have to send is sent, and its own states are here."""
+        """Begin the layer: finish the sends of earlier layers, and wait for the states."""
         if not self.cache.prefilling:
             return
         self.cache.advance(self.layer_idx)
@@ -174,7 +174,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
                 self.is_recurrent_states_initialized[state.index] = True
 
     def _note_update(self, kind: str, index: int) -> None:
-        """Send the states when the last of them is new."""
+        """Send the states after the last of them is updated."""
         self._updated.add((kind, index))
         if self.cache.prefilling and self._updated >= {(state.kind, state.index) for state in self.shape.states}:
             self.send_states()
@@ -182,7 +182,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
 
 
 def _places(states: tuple[StateShape, ...], dtype: torch.dtype) -> Iterator[tuple[StateShape, int, int]]:
-    """Yield each state with where it begins and where the next may begin, in bytes."""
+    """Yield each state with its offset and the offset of the next one, in bytes."""
     start = 0
     for state in states:
         size = math.prod(state.shape) * (state.dtype or dtype).itemsize

@@ -1,4 +1,4 @@
-"""One prompt's way over one rank: its neighbours, its messages' tags, and each layer's segments under way.
+"""The transfers of one prompt on one rank: neighbours, message tags, and each layer's segments in flight.
 
 Stands between the strategies (``route``), which say what goes where, and the `Forwarder`, which carries it.
 """
@@ -21,7 +21,7 @@ from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
 
 class PromptTransfers:
-    """What all layers of a prompt share on a rank that is one of several, and what the transfers took.
+    """What the layers of a prompt share on one of several ranks, and how long the transfers took.
 
     Parameters
     ----------
@@ -54,34 +54,34 @@ class PromptTransfers:
         self._recorder = forwarder.recorder
 
     def begin(self) -> None:
-        """Begin, when no more than one earlier prompt is under way on this rank."""
+        """Begin, after at most one earlier prompt is still in flight on this rank."""
         with self.waiting("send"):
             self._turn = self.forwarder.begin()
 
     @contextmanager
     def waiting(self, kind: Kind, layer_idx: int = -1, peer: int = -1) -> Iterator[None]:
-        """Count the block as waiting: for what a rank of the chain sends, or for the link to take what is sent."""
+        """Count the time of a block as waiting for a rank of the chain, or for the link."""
         began_s = time.perf_counter()
         with self.clock.waiting(kind):
             yield
         self._recorder.note("wait" if kind == "receive" else "send wait", began_s, layer=layer_idx, peer=peer)
 
     def rank_of(self, place: int) -> int:
-        """Tell which rank of the chain has the slice at this place."""
+        """Return the rank that has the slice at this position."""
         return self.rotation.rank_of(place)
 
     def tag(self, layer_idx: int, segment: int) -> int:
-        """Tell a segment's messages from all others of this prompt and of its neighbours."""
+        """Return the tag of a segment's messages, unique among this prompt and its neighbours."""
         # In turn, since the prompt beside this one may be cut into another number of segments.
         return FIRST_PROMPT_TAG + 2 * (layer_idx * self._tags_per_layer + segment) + self._turn
 
     def state_tag(self, layer_idx: int) -> int:
-        """Tell apart the states of a layer, which go from each rank to the next."""
+        """Return the tag of a layer's states, which go from each rank to the next."""
         return self.tag(layer_idx, self._tags_per_layer - 1)
 
 
 class LayerTransfers:
-    """One layer's segments on their way to, over and from this rank; ranks are named by the place of their slice.
+    """One layer's segments to, through and from this rank; ranks are identified by the position of their slice.
 
     Asking twice for the same is asking once, so that a post that was broken off can be repeated.
     """
@@ -99,7 +99,7 @@ class LayerTransfers:
         self._asked: set[tuple[str, int, int]] = set()
 
     def post(self, route: Route) -> None:
-        """Announce the layer's sends and post its receives, before it computes."""
+        """Announce the layer's sends and post its receives before it computes."""
         for hop in route.hops:
             onward = None if hop.dest is None else route.sent(hop.bounds, self.visibility)
             if hop.source is not None:
@@ -110,7 +110,7 @@ class LayerTransfers:
                 self.announce(hop.dest, hop.segment, onward)
 
     def share(self, route: Route, ranges: Sequence[Range]) -> None:
-        """Send the own segments that are in the buffer now: those of some chunks, or all."""
+        """Send the own segments that are complete in the buffer."""
         for hop in route.hops:
             is_made = any(first <= hop.bounds[0] and hop.bounds[1] <= last for first, last in ranges)
             if hop.source is None and hop.dest is not None and is_made:
@@ -118,7 +118,7 @@ class LayerTransfers:
                     self.send(bounds, hop.dest, hop.segment)
 
     def announce(self, dest: int, segment: int, bounds: Range) -> None:
-        """Say that a segment will be sent, in the order in which `dest` receives from here."""
+        """Announce a segment that will be sent, in the order in which `dest` receives."""
         if ("announce", dest, segment) not in self._asked:
             self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.tag(self.layer_idx, segment))
             self._asked.add(("announce", dest, segment))
@@ -145,7 +145,7 @@ class LayerTransfers:
         forward_to: int | None = None,
         forward_from: int | None = None,
     ) -> None:
-        """Post the receive of a segment, to be passed on or not; from the token `forward_from` on if that is told."""
+        """Post the receive of a segment, which may be forwarded, from token `forward_from` on if given."""
         if ("receive", source, segment) in self._asked:
             return
         prompt, rows = self.prompt, self._rows(bounds)
@@ -161,7 +161,7 @@ class LayerTransfers:
         self._transfers.append(transfer)
 
     def announce_states(self, dest: int) -> None:
-        """Say that states will be sent, after the segments that were announced before."""
+        """Announce the states, after the segments announced before."""
         if ("announce", dest, -1) not in self._asked:
             self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.state_tag(self.layer_idx))
             self._asked.add(("announce", dest, -1))
@@ -177,7 +177,7 @@ class LayerTransfers:
         self._state_transfers.append(prompt.forwarder.send(states, prompt.rank_of(dest), tag, layer=self.layer_idx))
 
     def receive_states(self, states: torch.Tensor, source: int) -> None:
-        """Post the receive of the states (bytes,) of the rank before."""
+        """Post the receive of the previous rank's states (bytes,)."""
         if ("receive", source, -1) in self._asked:
             return
         prompt = self.prompt
@@ -187,14 +187,14 @@ class LayerTransfers:
         self._state_transfers.append(self._states)
 
     def wait_for_states(self) -> None:
-        """Return when the states of the rank before are here; the time is counted."""
+        """Wait for the previous rank's states; the time is counted."""
         if (states := self._states) is not None:
             with self.prompt.waiting("receive", self.layer_idx, states.peer):
                 self.prompt.forwarder.wait(states)
             self._states = None
 
     def wait_for(self, segment: int) -> None:
-        """Return when a segment is here; the time is counted.
+        """Wait for a segment; the time is counted.
 
         Callers wait in a fixed order, whatever comes first: sums in another order differ in their last bits, and the
         same job is to give the same answers every time.
@@ -204,24 +204,24 @@ class LayerTransfers:
             self.prompt.forwarder.wait(transfer)
 
     def collect(self) -> None:
-        """Return when all segments are here."""
+        """Wait for all segments."""
         for segment in list(self._arriving):
             self.wait_for(segment)
 
     def are_through(self) -> bool:
-        """Say whether all of them are here and gone on, and help them along."""
+        """Progress the transfers, and return whether all segments have arrived and are forwarded."""
         return all(
             self.prompt.forwarder.is_through(transfer) for transfer in (*self._transfers, *self._state_transfers)
         )
 
     def wait_through(self) -> None:
-        """Return when all of them are here and gone on; the time is counted."""
+        """Wait until all segments have arrived and are forwarded; the time is counted."""
         with self.prompt.waiting("send", self.layer_idx):
             for transfer in (*self._transfers, *self._state_transfers):
                 self.prompt.forwarder.wait_through(transfer)
 
     def do_without(self, slots: Sequence[torch.Tensor], elements: int) -> None:
-        """Have memory for a few segments only: transfers take them in turn, and none has a meaning.
+        """Complete the layer's transfers with a few scratch buffers after a failure; the data are meaningless.
 
         Parameters
         ----------

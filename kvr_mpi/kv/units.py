@@ -1,4 +1,4 @@
-"""A step of decoding: one token of each of several documents is written and attends, whatever their heads hold.
+"""One decode step: write and attend from one token of each of several documents, whatever rows their heads hold.
 
 A unit is one KV head of a document. Three backends read the units of a layer behind `attend_units`: our kernel on
 processors, paged flash attention on GPUs, and torch, document by document, for what neither takes.
@@ -30,7 +30,7 @@ BEGINS, FILLED, IS_HERE, COLUMNS = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The shape of the page tables of some documents; kernels recorded for it can be replayed for others that have it.
+    """The shape of the page tables of some documents; a recorded CUDA graph fits all documents of the same layout.
 
     extents : of each layer, those where units lie; a layer's table has every unit in every one of them.
     kv_heads : of each layer.
@@ -49,7 +49,7 @@ class PageLayout:
 
     @classmethod
     def of(cls, layers: Sequence[Sequence[HeadStore]]) -> PageLayout | None:
-        """Find that of documents from the stores of each layer; None if some are not in pages."""
+        """Return the layout of documents, given the stores of each layer; None if some are not in pages."""
         extents = [sorted({store.memory.extent for store in stores if store.runs}, key=id) for stores in layers]
         held = [store for stores in layers for store in stores if store.runs]
         if not held or any(None in each for each in extents):
@@ -70,12 +70,12 @@ class PageLayout:
 
     @property
     def shapes(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-        """Of each layer: of its columns (`COLUMNS`, extents, units), and of its pages (extents, units, width)."""
+        """Of each layer: columns (`COLUMNS`, extents, units), and pages (extents, units, width)."""
         sizes = [(len(one), self.slots * heads) for one, heads in zip(self.extents, self.kv_heads, strict=True)]
         return [((COLUMNS, extents, units), (extents, units, self.width)) for extents, units in sizes]
 
     def numbers(self, layers: Sequence[Sequence[HeadStore]]) -> Numbers:
-        """Write the tables of documents, one after the other: of each layer its columns, and then its pages.
+        """Return the tables of all layers as one array: of each layer its columns, and then its pages.
 
         What is not there reads and writes the extent's spare page.
         """
@@ -98,7 +98,7 @@ class PageLayout:
 
 
 class PageTables:
-    """Those of all layers, on their device.
+    """The page tables of all layers, on their device.
 
     Attributes
     ----------
@@ -117,12 +117,12 @@ class PageTables:
             at += columns + pages
 
     def fill(self, layers: Sequence[Sequence[HeadStore]]) -> None:
-        """Let them be those of other documents of the same layout."""
+        """Replace the documents by others of the same layout."""
         self._numbers.copy_(torch.from_numpy(self.layout.numbers(layers)))
 
 
 class PageTable:
-    """A layer's units.
+    """The page table of one layer.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ class PageTable:
         return [one for one in (extent() for extent in self._layout.extents[self._layer]) if one is not None]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Append a token of each document, keys and values (1, kv_heads, documents, dim), to its units.
+        """Append one token per document, keys and values (1, kv_heads, documents, dim).
 
         Parameters
         ----------
@@ -161,7 +161,7 @@ class PageTable:
             extent.values.index_copy_(0, places, by_unit[1])
 
     def attend(self, query: torch.Tensor, params: AttentionParams, window: int | None) -> PartialAttention:
-        """Attend from a token of each document (1, heads, documents, head_dim), with a call for each extent."""
+        """Attend from one token per document (1, heads, documents, head_dim), with one call per extent."""
         documents, dim = query.shape[2:]
         units = query[0].view(self._layout.kv_heads[self._layer], -1, documents, dim).permute(2, 0, 1, 3).flatten(0, 1)
         longest, parts = self._layout.width * PAGE_ROWS, []
@@ -185,7 +185,7 @@ Numbers = npt.NDArray[np.int32]
 
 
 def unit_tables(layers: Sequence[Sequence[HeadStore]]) -> list[Table]:
-    """Make the table of each layer of several documents, of which their stores are given."""
+    """Make the table of each layer from the documents' stores."""
     layout = PageLayout.of(layers)
     if layout is not None:
         pages = PageTables(layout, layers[0][0].memory.keys.device)
@@ -202,7 +202,7 @@ def unit_tables(layers: Sequence[Sequence[HeadStore]]) -> list[Table]:
 
 
 def _units_of(document: int, store: HeadStore) -> Iterator[Unit]:
-    """Yield of each KV head of a document its units: of rows that are shared, and of those of its own."""
+    """Yield the units of each KV head of a document: shared rows, and its own."""
     for run in store.runs:
         filled = run.count - (store.origin if store.appends else 0)
         for at, (keys, values) in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True)):
@@ -254,7 +254,7 @@ def write_token(
 
 
 def takes_pages(query: torch.Tensor, value_dim: int, params: AttentionParams, seen: Visibility) -> bool:
-    """Whether a layer's paged calls are for such a query, and what it sees."""
+    """Whether a layer can use paged calls for such a query and visibility."""
     return seen.chunk is None and takes_flash(query, query.new_empty(0, value_dim), params)
 
 
@@ -266,7 +266,7 @@ def attend_units(
     params: AttentionParams,
     seen: Visibility,
 ) -> PartialAttention:
-    """Attend from one token of each of several documents to what its heads hold.
+    """Attend from one token of each of several documents to the rows that its heads hold.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Attention over sequences of several lengths in one call, on GPUs: documents in a row, and KV heads in pages.
+"""Attention over sequences of different lengths in one call on GPUs: packed documents, and KV heads in pages.
 
 Each is a call of flash attention's variable-length form, which is told of the sequences by tensors on the device.
 """
@@ -20,7 +20,7 @@ def attend_documents(
     longest: int,
     window: int | None,
 ) -> PartialAttention:
-    """Attend causally within each of the documents that lie one after the other in a row, at once, on a GPU.
+    """Attend causally within each document of a packed row, in one call on a GPU.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def attend_pages(
     longest: int,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from one token to each of several KV heads, of any documents, whose rows lie in pages, at once, on a GPU.
+    """Attend from one token to each of several paged KV heads of any documents, in one call on a GPU.
 
     Parameters
     ----------

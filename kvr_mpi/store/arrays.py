@@ -1,4 +1,4 @@
-"""Tensors in HDF5, bit for bit: float32, float16, bfloat16, float64.
+"""Tensors in HDF5 without conversion: float32, float16, bfloat16, float64.
 
 HDF5 knows no bfloat16 by name, but describes any binary floating-point type: what is written here is read by plain h5py
 as float32.
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """Keys or values (tokens, kv_heads, head_dim) in a file that is open.
+    """Keys or values (tokens, kv_heads, head_dim) in an open file.
 
     data : h5py's dataset.
     """
@@ -35,21 +35,21 @@ class StoredArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Tokens, KV heads, elements of a head."""
+        """Tokens, KV heads, head dimension."""
         return tuple(self.data.shape)
 
     @property
     def type_name(self) -> str:
-        """Name of its type."""
+        """Name of the dtype."""
         return type_name(self.data)
 
     @property
     def bytes(self) -> int:
-        """In the file."""
+        """Size in the file."""
         return size_bytes(self.data)
 
     def bits(self, first: int, last: int) -> Bits:
-        """Read the bits of some rows."""
+        """Read some rows as raw integers."""
         kind, shape = self.data.id.get_type(), (last - first, *self.data.shape[1:])
         raw = np.empty(shape, f"<i{kind.get_size()}")
         if raw.size:
@@ -59,7 +59,7 @@ class StoredArray:
         return raw
 
     def tensor(self, raw: Bits) -> torch.Tensor:
-        """Make a tensor of what `bits` read, or of some rows of it.
+        """Convert the result of `bits`, or some rows of it, to a tensor.
 
         Raises
         ------
@@ -76,7 +76,7 @@ class StoredArray:
 
 
 def bfloat16_type() -> Any:
-    """HDF5's description of bfloat16: sign, 8 bits of exponent with bias 127, 7 bits of mantissa."""
+    """Return HDF5's type for bfloat16: sign, 8 exponent bits with bias 127, 7 mantissa bits."""
     kind = h5py.h5t.IEEE_F32LE.copy()
     kind.set_fields(15, 7, 8, 0, 7)
     kind.set_size(2)
@@ -85,12 +85,12 @@ def bfloat16_type() -> Any:
 
 
 def type_name(dataset: Any) -> str:
-    """Name of a dataset's type: ``bfloat16``, or numpy's name."""
+    """Name a dataset's dtype: ``bfloat16``, or numpy's name."""
     return "bfloat16" if dataset.id.get_type().equal(bfloat16_type()) else str(dataset.dtype)
 
 
 def write_array(group: h5py.Group, name: str, tensor: torch.Tensor) -> Bits:
-    """Write keys or values in their own type, in one piece; return their bits."""
+    """Write keys or values in their own dtype, in one contiguous dataset; return their raw bits."""
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
@@ -105,7 +105,7 @@ def write_array(group: h5py.Group, name: str, tensor: torch.Tensor) -> Bits:
 
 
 def open_array(group: h5py.Group, name: str) -> StoredArray:
-    """Find keys or values (tokens, kv_heads, head_dim).
+    """Open keys or values (tokens, kv_heads, head_dim).
 
     Raises
     ------
@@ -119,7 +119,7 @@ def open_array(group: h5py.Group, name: str) -> StoredArray:
 
 
 def digest_of(array: Bits) -> int:
-    """XXH3 of a contiguous array, as a signed number."""
+    """XXH3 of a contiguous array, as a signed integer."""
     digest = xxhash.xxh3_64()
     if array.size:
         digest.update(array.data.cast("B"))
@@ -127,5 +127,5 @@ def digest_of(array: Bits) -> int:
 
 
 def where(item: Any) -> str:
-    """Name a file and what is meant in it."""
+    """Name a file and an item in it, for messages."""
     return f"{item.file.filename}:{item.name}"

@@ -1,4 +1,4 @@
-"""Results in OpenAI's batch response format: a line for each request, answered or not.
+"""Results in OpenAI's batch response format, one line per request, answered or failed.
 
 The format: https://platform.openai.com/docs/api-reference/batch/request-output
 """
@@ -87,7 +87,7 @@ def _choice(record: Record, number: int, is_completion: bool) -> dict[str, Any]:
 
 
 def _chat_logprobs(record: Record) -> dict[str, Any] | None:
-    """Say how likely each token was, as a chat's choice has it."""
+    """Return the log-probabilities in the format of a chat completion."""
     if not record.logprobs:
         return None
     content = []
@@ -98,7 +98,10 @@ def _chat_logprobs(record: Record) -> dict[str, Any] | None:
 
 
 def _completion_logprobs(record: Record) -> dict[str, Any] | None:
-    """Say how likely each token was, as a completion's choice has it; of tokens with one text the likeliest."""
+    """Return the log-probabilities in the format of a completion.
+
+    Among tokens with the same text the most likely counts.
+    """
     if not record.logprobs:
         return None
     texts = [record.texts[str(token)] for token in record.token_ids]
@@ -118,13 +121,13 @@ def _completion_logprobs(record: Record) -> dict[str, Any] | None:
 
 
 def _likeliest(record: Record, place: int) -> list[tuple[int, float]]:
-    """Return the likeliest tokens in a place of the answer, and how likely they were."""
+    """Return the most likely tokens at one position of the answer, with their log-probabilities."""
     some = slice(place * record.top, (place + 1) * record.top)
     return list(zip(record.top_tokens[some], record.top_logprobs[some], strict=True))
 
 
 def _of_token(record: Record, token: int, logprob: float) -> dict[str, Any]:
-    """Describe a token; the bytes of a part of a character are not known."""
+    """Describe a token; the bytes of a partial character are unknown."""
     text = record.texts[str(token)]
     return {"token": text, "logprob": _least(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 

@@ -1,4 +1,4 @@
-"""What a run has cost: node, GPU and core seconds, and energy where ranks may read it.
+"""The cost of a run: node, GPU and core seconds, and energy where ranks can read it.
 
 Each rank's log says what that rank has spent so far, once a minute and at its end: the last line of a log counts.
 """
@@ -18,7 +18,7 @@ NOT_READABLE = "energy is not readable here"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What some ranks have spent.
+    """What some ranks have used.
 
     key : names the rank's session, so that nothing is counted twice.
     node_s, gpu_s, core_s : seconds, of all nodes, GPUs and cores.
@@ -40,16 +40,16 @@ class Cost:
     took_s: float = 0.0
 
     def as_line(self) -> dict[str, Any]:
-        """As a log has it."""
+        """Return the line of a log."""
         return {"line": COST, **asdict(self)}
 
     @property
     def joules_per_rank_s(self) -> float:
-        """What a second of a rank's work on a document took; 0: not known."""
+        """Energy per second of a rank's work on documents; 0 if unknown."""
         return self.joules / self.rank_s if self.joules and self.rank_s else 0.0
 
     def describe(self, documents: int) -> str:
-        """Say it in one line, for so many answered documents."""
+        """Describe the cost in one line, for so many answered documents."""
         hours = [("node", self.node_s), ("GPU", self.gpu_s), ("core", self.core_s)]
         spent = ", ".join(f"{seconds / 3600:.3g} {name} hours" for name, seconds in hours if seconds or name != "GPU")
         if self.joules is None:
@@ -58,7 +58,7 @@ class Cost:
         return f"{spent}; {joules_text(self.joules)} ({self.meters}){each}"
 
     def describe_outcome(self) -> str:
-        """Say how the job's forecast turned out; empty if there was none."""
+        """Compare the job's forecast with the time it took; empty if there was no forecast."""
         if not self.expected_s:
             return ""
         low, _, high = self.expected_s
@@ -73,7 +73,7 @@ NUMBERS = ("node_s", "gpu_s", "core_s", "rank_s")
 
 
 def read_cost(values: Mapping[str, Any]) -> Cost:
-    """Read a log's line.
+    """Parse a line of a log.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def read_cost(values: Mapping[str, Any]) -> Cost:
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:
-    """Add what ranks have spent; the energy is known only if all of them know theirs, a forecast if there was one."""
+    """Sum up costs; the energy is known if all ranks know theirs, the forecast if exactly one job had one."""
     found = list(costs)
     joules = [one.joules for one in found if one.joules is not None]
     sums = {name: sum(getattr(one, name) for one in found) for name in NUMBERS}
@@ -110,7 +110,7 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
 
 
 def joules_text(joules: float) -> str:
-    """Write an energy: ``940 J``, ``12.3 kJ``, ``4.5 MJ``."""
+    """Format an energy: ``940 J``, ``12.3 kJ``, ``4.5 MJ``."""
     for unit, size in (("MJ", 1e6), ("kJ", 1e3)):
         if joules >= size:
             return f"{joules / size:.3g} {unit}"

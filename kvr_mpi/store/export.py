@@ -1,4 +1,4 @@
-"""Results in other formats: JSON lines for jq, CSV and Parquet for pandas."""
+"""Export results as JSON Lines (for jq), CSV or Parquet (for pandas)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _write_jsonl(records: Iterable[Record], stream: BinaryIO) -> None:
 
 
 def asked_fields(records: Iterable[Record]) -> tuple[str, ...]:
-    """Name the fields of a plain table: the answer, and those that a job asked for, in the order of a record."""
+    """List the fields of a short table: the answer and those that a job asked for, in the order of a record."""
     always, asked = (
         ("id", "status", "error", "answer"),
         [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG)],
@@ -73,13 +73,13 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
 
 
 def _names(columns: Sequence[str]) -> list[str]:
-    """Name what a table has: the fields of a record, and those of the documents' rows, each by itself."""
+    """List the columns of a table: the fields of a record, and those of the documents' rows one by one."""
     names = [spec.name for spec in fields(Record) if spec.name != "columns"]
     return [*names, "coverage", *(f"columns.{name}" for name in columns)]
 
 
 def _row(record: Record, columns: Sequence[str]) -> dict[str, object]:
-    """Return a record as a row; what is no text in the document's own row is JSON."""
+    """Convert a record to a row; values from the document's own row that are not text become JSON."""
     row, passed = {**record.as_dict(), "coverage": record.coverage}, record.passed
     del row["columns"]
     for name in columns:
@@ -91,7 +91,7 @@ def _row(record: Record, columns: Sequence[str]) -> dict[str, object]:
 def write_export(
     records: Iterable[Record], kind: str, stream: BinaryIO, columns: Sequence[str] = (), chosen: Sequence[str] = ()
 ) -> None:
-    """Write documents as ``jsonl``, ``csv`` or ``parquet``.
+    """Write records as ``jsonl``, ``csv`` or ``parquet``.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Reading a run: its ``results.h5`` and logs, held against the volumes that are there; each document counts once.
+"""Reading a run: ``results.h5`` and logs, compared with the volumes that exist; each document counts once.
 
 A document is done if its record is there and all keys and values that it needs are. Done beats error, later beats
 earlier. Looking changes nothing.
@@ -34,7 +34,7 @@ RECORD_START = b'{"id": '
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a document's record is, and what was read of it.
+    """Where a document's record is, and the part of it that was read.
 
     source : ``results.h5`` or a log.
     at, size : of its line there.
@@ -54,13 +54,13 @@ class Place:
 
     @property
     def kv_bytes(self) -> int:
-        """Of its keys and values."""
+        """Size of its keys and values."""
         return sum(piece.bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Where all documents are.
+    """The records of all documents, by id.
 
     places : by id.
     gone : documents whose keys and values are in no file any more, and in which they were.
@@ -77,29 +77,29 @@ class Index:
 
     @property
     def cost(self) -> Cost:
-        """What the run has cost so far, in all sessions."""
+        """Cost of the run so far, over all sessions."""
         return total_cost(self.costs.values())
 
     def summary(self) -> Summary:
-        """Count the documents."""
+        """Count the documents by status."""
         reasons = [(name, place.reason, 1) for name, place in self.places.items() if not place.is_done]
         return Summary(len(self.places) - len(reasons), len(reasons), count_reasons(reasons))
 
     def ids(self, status: str | None = None) -> list[str]:
-        """Ids in order, of all documents or of those with this status."""
+        """Sorted ids, of all documents or of those with this status."""
         return sorted(
             name for name, place in self.places.items() if status in (None, "done" if place.is_done else "error")
         )
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values of all documents."""
+        """Size of the keys and values of all documents."""
         return sum(place.kv_bytes for place in self.places.values())
 
 
 @dataclass(slots=True)
 class Survey:
-    """What is in a run's folder.
+    """The contents of a run's folder.
 
     records : places of every document, in the order of writing.
     volumes : by name, the size that a log tells and the pieces; None: of ``results.h5`` itself.
@@ -120,19 +120,19 @@ class Survey:
 
     @property
     def unlisted(self) -> list[str]:
-        """Volumes that no log lists: they were not finished."""
+        """Volumes that no log lists, since they were never finished."""
         return sorted(name for name in self.sizes_bytes if VOLUME_NAME.fullmatch(name) and name not in self.volumes)
 
     @property
     def missing(self) -> list[str]:
-        """Volumes that are not there, though documents need what was in them."""
+        """Volumes that documents need and that do not exist."""
         gone = [name for name, (size, _) in self.volumes.items() if size is not None and name not in self.sizes_bytes]
         there = self._pieces()[0]
         needed = {piece for places in self.records.values() for place in places for piece in place.needs}
         return sorted(name for name in gone if needed & self.volumes[name][1].keys() - there.keys())
 
     def _pieces(self) -> tuple[dict[str, Piece], dict[str, str], dict[str, str]]:
-        """Say where pieces are; which are in no file any more, and which in damaged ones, and why."""
+        """Locate the pieces; also return the lost ones, and those in damaged files with the reason."""
         there: dict[str, Piece] = {}
         gone: dict[str, str] = {}
         unreadable: dict[str, str] = {}
@@ -147,7 +147,7 @@ class Survey:
         return there, gone, unreadable
 
     def index(self) -> Index:
-        """Say where each document is."""
+        """Locate each document."""
         there, gone, unreadable = self._pieces()
         index = Index({}, damaged={Path(piece.path): why for piece, why in self.spoilt.items()})
         index.costs.update(self.costs)
@@ -165,7 +165,7 @@ class Survey:
         return index
 
     def verify(self, limit_bytes: int | None = None) -> None:
-        """Hold keys and values that documents need against their digests: the newest, no more than `limit_bytes`."""
+        """Verify the keys and values that documents need, the newest first, up to `limit_bytes`."""
         total, needed = 0, {piece for place in self.index().places.values() for piece in place.pieces}
         for name, (_, found) in reversed(self.volumes.items()):
             pieces, path = needed & {*found.values()}, self.folder / name
@@ -186,7 +186,7 @@ class Survey:
 
 
 def _choose(found: list[Place], there: dict[str, Piece]) -> Place | None:
-    """Choose what stands for a document, with its keys and values; None: nothing that is complete."""
+    """Choose the record that counts for a document, with its keys and values; None if none is complete."""
     for place in reversed(found):
         if place.is_done and all(piece in there for piece in place.needs):
             return replace(place, pieces=tuple(there[piece] for piece in place.needs)) if place.needs else place
@@ -194,7 +194,7 @@ def _choose(found: list[Place], there: dict[str, Piece]) -> Place | None:
 
 
 def survey(path: Path, *, reads_all: bool = False) -> Survey:
-    """Look at a run's folder, or at one file of results.
+    """Read a run's folder, or one file of results.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ def survey(path: Path, *, reads_all: bool = False) -> Survey:
 
 
 def _sources(path: Path, names: Iterable[str]) -> list[Path]:
-    """List what has records, the oldest first, which names tell without a clock."""
+    """List the files with records, the oldest first; their names have the order, so no clock is needed."""
     if path.is_file():
         return [path]
     there = set(names)
@@ -237,14 +237,14 @@ def _sources(path: Path, names: Iterable[str]) -> list[Path]:
 
 
 def list_logs(names: Iterable[str]) -> list[str]:
-    """Choose the names of logs, the oldest first."""
+    """Return the names of logs, the oldest first."""
     logs = [(match, name) for name in names if (match := LOG_NAME.fullmatch(name))]
     logs.sort(key=lambda one: (int(one[0][1]), -1 if one[0][2] is None else int(one[0][2])))
     return [name for _, name in logs]
 
 
 def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Iterator[bytes]:
-    """Take in the lines of a log, and yield those that are sound but for the header; of records their heads only."""
+    """Process the lines of a log, and yield the valid ones after the header; of records only the head is parsed."""
     damaged = 0
     for number, (at, line) in enumerate(source.lines()):
         try:
@@ -311,14 +311,14 @@ def _text(value: Any) -> str:
 
 
 def has_results(path: Path) -> bool:
-    """Whether there is a file of results, or a log in a run's folder."""
+    """Whether a run's folder has a file of results or a log."""
     if not path.is_dir():
         return path.is_file()
     return any(is_ours(name) and (path / name).is_file() for name in os.listdir(path))
 
 
 def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False) -> Index:
-    """Say where each document is.
+    """Locate each document of a run.
 
     Parameters
     ----------
@@ -360,7 +360,7 @@ def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False)
 
 
 def _look(path: Path, verify: bool) -> Survey:
-    """Survey a run; once more if a job at work merged its files, and removed them, meanwhile."""
+    """Survey a run; try again if a running job merged and removed its files meanwhile."""
     for attempt in (1, 2):
         try:
             found = survey(path)
@@ -376,7 +376,7 @@ def _look(path: Path, verify: bool) -> Survey:
 
 
 def join_indexes(indexes: Iterable[Index]) -> Index:
-    """Make one of the shares of a corpus.
+    """Combine the shares of a corpus.
 
     Raises
     ------
@@ -401,7 +401,7 @@ def join_indexes(indexes: Iterable[Index]) -> Index:
 
 
 def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
-    """Read documents, each held against its checksum.
+    """Read records, and verify the checksum of each.
 
     Raises
     ------
@@ -430,7 +430,7 @@ def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
 
 @contextmanager
 def open_document(index: Index, name: str) -> Iterator[tuple[Record, StoredKV]]:
-    """Read a document's record, and find its keys and values, for as long as the block takes.
+    """Read a document's record and open its keys and values, for the duration of the block.
 
     Raises
     ------
@@ -443,7 +443,7 @@ def open_document(index: Index, name: str) -> Iterator[tuple[Record, StoredKV]]:
 
 
 def read_run_header(path: Path) -> Header | None:
-    """Read what a run says of itself, in the latest of its files that can be read; None if it has none.
+    """Read the header of a run from its latest readable file; None if there is none.
 
     Raises
     ------
@@ -466,12 +466,12 @@ def read_run_header(path: Path) -> Header | None:
 
 
 def foreign(folder: Path) -> list[str]:
-    """Names of HDF5 files in a folder that are none of this program's."""
+    """List the HDF5 files in a folder that another program wrote."""
     return sorted(name for name in os.listdir(folder) if name.endswith(".h5") and not is_ours(name))
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder if it is missing, and raise `OutputError` unless files can be made in it."""
+    """Create the folder if it is missing; raise `OutputError` if files cannot be created in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{secrets.token_hex(8)}"
@@ -482,14 +482,14 @@ def check_writable(folder: Path) -> None:
 
 
 def clear_results(folder: Path) -> None:
-    """Delete the result files and logs of a folder, damaged and unfinished ones too, and nothing else."""
+    """Delete the result files and logs of a folder, including damaged and unfinished ones, and nothing else."""
     for file in list(folder.iterdir()):
         if is_ours(file.name.partition(DAMAGED)[0].removesuffix(PART)) and (file.is_file() or file.is_symlink()):
             file.unlink()
 
 
 def check_fresh(folder: Path) -> None:
-    """Raise `OutputError` if the folder holds results of an earlier run, or is no folder."""
+    """Raise `OutputError` if the folder holds results of an earlier run, or is not a folder."""
     if folder.is_file():
         raise OutputError(
             f"output.path {str(folder)!r} is a file; expected a folder, which is created if it does not exist (--set "

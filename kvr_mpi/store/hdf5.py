@@ -1,4 +1,4 @@
-"""Reading HDF5 files that may be damaged, foreign or hostile; everything in the store reads and writes through here.
+"""Reading HDF5 files that may be damaged, foreign or hostile; the whole store uses these functions.
 
 No link out of a file is followed, no type is taken on trust, nothing is inflated before its size is known to be
 bearable, and whatever HDF5 stumbles over becomes a `DataError`. Strings are written with a fixed length: HDF5 keeps
@@ -29,14 +29,14 @@ LARGEST_BYTES = 64 << 20
 
 
 def hdf5_build() -> str:
-    """Name h5py and HDF5, and how they were built."""
+    """Return the versions of h5py and HDF5, and how they were built."""
     kind = "with MPI" if h5py.get_config().mpi else "serial, which is sufficient"
     return f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}, built {kind}"
 
 
 @contextmanager
 def open_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Open a file for reading; whatever goes wrong while it is open is a `DataError` that names it."""
+    """Open a file for reading; any failure while it is open is a `DataError` that names it."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     with explained(path), h5py.File(path, "r", locking=False) as file:
@@ -44,12 +44,12 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 def create_hdf5(path: Path) -> h5py.File:
-    """Make a file that is not there yet. No locks: file systems without them would refuse, and nobody else has it."""
+    """Create a new file, without HDF5's file locks, which some file systems do not support."""
     return h5py.File(path, "x", libver="v110", locking=False)
 
 
 def hold_open(path: Path) -> h5py.File:
-    """Open a file for reading for as long as what is returned is held.
+    """Open a file for reading as long as the returned object is referenced.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def hold_open(path: Path) -> h5py.File:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Make whatever HDF5 stumbles over a `DataError` that names the file."""
+    """Convert HDF5's errors to a `DataError` that names the file."""
     try:
         yield
     except DataError:
@@ -75,13 +75,13 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def fixed_text(value: str) -> Any:
-    """Text without NULs as a numpy value that HDF5 stores with a fixed length, in UTF-8."""
+    """Return text without NULs as a numpy value that HDF5 stores as fixed-length UTF-8."""
     data = value.encode()
     return np.array(data, dtype=h5py.string_dtype("utf-8", max(1, len(data))))
 
 
 def write_attribute(item: Any, name: str, value: str | int) -> None:
-    """Add an attribute; text with a fixed length.
+    """Write an attribute; text has a fixed length.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def write_dataset(group: h5py.Group, name: str, data: Any, kind: Any = None) -> 
 
 
 def create_dataset(group: h5py.Group, name: str, shape: tuple[int, ...], kind: Any) -> Any:
-    """Make a dataset of checksummed chunks, which cut its first dimension only; one without elements has no chunks."""
+    """Create a dataset of checksummed chunks along the first dimension; without elements it has no chunks."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     if math.prod(shape):
         row_bytes = kind.get_size() * math.prod(shape[1:])
@@ -121,7 +121,7 @@ def create_dataset(group: h5py.Group, name: str, shape: tuple[int, ...], kind: A
 
 
 def read_attribute(item: Any, name: str, kind: type[T]) -> T:
-    """Read a single value of the type it is to have.
+    """Read a scalar attribute of the expected type.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def attribute_names(item: Any) -> set[str]:
 
 
 def group_in(group: h5py.Group, name: str) -> h5py.Group:
-    """Return a member that is a group and really in this file."""
+    """Return a member that is a group stored in this file."""
     item = child(group, name)
     if not isinstance(item, h5py.h5g.GroupID):
         raise DataError(f"{_path(group, name)} is a {type(item).__name__}; expected a group")
@@ -162,7 +162,7 @@ def group_in(group: h5py.Group, name: str) -> h5py.Group:
 
 
 def dataset_in(group: h5py.Group, name: str, kinds: str, ndims: tuple[int, ...]) -> h5py.Dataset:
-    """Return a member that is a dataset of one of numpy's `kinds` (``"f"``, ``"S"`` ...) and so many dimensions."""
+    """Return a member that is a dataset of one of numpy's `kinds` (``"f"``, ``"S"`` ...) with so many dimensions."""
     item = child(group, name)
     if not isinstance(item, h5py.h5d.DatasetID):
         raise DataError(f"{_path(group, name)} is a {type(item).__name__}; expected a dataset")
@@ -176,7 +176,7 @@ def dataset_in(group: h5py.Group, name: str, kinds: str, ndims: tuple[int, ...])
 
 
 def child(group: h5py.Group, name: str) -> Any:
-    """Return the h5py id of a member that is really in this file.
+    """Return the h5py id of a member that is stored in this file.
 
     Raises
     ------
@@ -195,12 +195,12 @@ def child(group: h5py.Group, name: str) -> Any:
 
 
 def size_bytes(dataset: h5py.Dataset) -> int:
-    """Bytes of all elements, as stored: h5py shows bfloat16 as float32, which is twice as large."""
+    """Bytes of all elements as stored; h5py shows bfloat16 as float32, which doubles them."""
     return int(math.prod(dataset.shape)) * int(dataset.id.get_type().get_size())
 
 
 def _check_data(dataset: Any, where: str) -> None:
-    """Refuse a dataset whose data lie in other files, or nowhere (it would read as zeros), or could burst."""
+    """Refuse external or missing data (which would read as zeros), and datasets that would exhaust the memory."""
     plist, space = dataset.get_create_plist(), dataset.get_space()
     layout, item_bytes = plist.get_layout(), dataset.get_type().get_size()
     if layout == h5py.h5d.VIRTUAL or plist.get_external_count():

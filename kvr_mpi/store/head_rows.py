@@ -1,4 +1,4 @@
-"""Which tokens each head keeps, in HDF5, beside keys and values that compression has left.
+"""In HDF5, the tokens that each head keeps after compression.
 
     /kv/KEY              attribute compression: method and settings
     /kv/KEY/layer_000/keys, values
@@ -33,7 +33,7 @@ MAX_HEADS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadRows:
-    """Of one layer, whose its rows are.
+    """The rows of each head of one layer.
 
     counts : of each KV head.
     positions : of each row, one head after the other (rows,).
@@ -44,23 +44,23 @@ class HeadRows:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """First row of each head, and the one after its last."""
+        """First row of each head, and the end of the last."""
         ends = list(itertools.accumulate(self.counts))
         return list(zip([0, *ends], ends, strict=False))
 
     def bounds_before(self, tokens: int) -> list[tuple[int, int]]:
-        """Bounds of each head's rows of the first so many tokens."""
+        """Bounds of each head's rows among the first so many tokens."""
         return [
             (first, first + int(np.searchsorted(self.positions[first:last], tokens))) for first, last in self.bounds
         ]
 
     def facts(self) -> list[Any]:
-        """Say what it is, for a hash."""
+        """Return the data that is hashed."""
         return [list(self.counts), digest_of(np.ascontiguousarray(self.positions, np.int32))]
 
 
 def join_head_rows(some: Sequence[HeadRows]) -> HeadRows | None:
-    """Put rows of some heads after each other; None if there are none."""
+    """Concatenate the rows of some heads; None if there are none."""
     if not some:
         return None
     counts = tuple(itertools.chain.from_iterable(one.counts for one in some))
@@ -68,7 +68,7 @@ def join_head_rows(some: Sequence[HeadRows]) -> HeadRows | None:
 
 
 def refuse_compressed(compression: str, name: str, what: str) -> None:
-    """Refuse what compression has left where all heads are to have all tokens.
+    """Refuse compressed keys and values where every head must have all tokens.
 
     Parameters
     ----------
@@ -90,13 +90,13 @@ def refuse_compressed(compression: str, name: str, what: str) -> None:
 
 
 def write_head_rows(layer: Any, rows: HeadRows) -> None:
-    """Write which tokens a layer's heads keep."""
+    """Write which tokens the heads of a layer keep."""
     write_dataset(layer, NAMES[0], np.asarray(rows.counts, np.int64))
     write_dataset(layer, NAMES[1], np.asarray(rows.positions, np.int32))
 
 
 def open_head_rows(layer: Any, shape: tuple[int, ...]) -> HeadRows | None:
-    """Read which tokens a layer's heads keep; None if they all keep the same.
+    """Open the table of which tokens the heads of a layer keep; None if they all keep the same.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Keys and values in HDF5, in the model's own dtype, with all that is needed to go on from them.
+"""Keys and values in HDF5, in the model's dtype, with everything needed to continue from them.
 
     /kv/KEY              attributes: block_tokens; text_start, text_stop (the
                          document's text in the prompt); first_token of the
@@ -55,7 +55,7 @@ MAX_INFLATION = 64
 def write_kv(
     parent: h5py.Group, key: str, layers: Iterable[KeysValues | None], tokens: CachedTokens | None
 ) -> tuple[int, str]:
-    """Write keys and values, layer by layer as they come; no group is made if there are none.
+    """Write keys and values layer by layer as they arrive; without layers no group is created.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def write_kv(
 
 
 def open_kv(kv: h5py.Group, announced_bytes: int, sha256: str) -> StoredPiece:
-    """Find what a group has of a document's keys and values; nothing of them is read yet.
+    """Open the keys and values of a document in a group; data are read later.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ def open_kv(kv: h5py.Group, announced_bytes: int, sha256: str) -> StoredPiece:
 
 
 def _strange_members(kv: h5py.Group) -> set[str]:
-    """Names of what is in a group of keys and values and is none of ours."""
+    """List unknown members of a group of keys and values."""
     strange = attribute_names(kv) - {"block_tokens", "text_start", "text_stop", "first_token", "compression", *HEADS}
     for name in kv:
         if LAYER_NAME.fullmatch(name):
@@ -172,7 +172,7 @@ def _open(kv: h5py.Group) -> StoredPiece:
 
 
 def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
-    """Find the layers."""
+    """List the layers."""
     block = read_attribute(kv, "block_tokens", int)
     if block < 1:
         raise DataError(f"{where(kv)} has blocks of {block} tokens; expected at least 1")
@@ -194,7 +194,7 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
 
 
 def _read_tokens(kv: h5py.Group, longest: int) -> CachedTokens | None:
-    """Read whose keys and values these are."""
+    """Read the token ids that the keys and values belong to."""
     if "token_ids" not in kv:
         return None
     ids = dataset_in(kv, "token_ids", "i", (1,))
@@ -214,7 +214,7 @@ def _write_heads(kv: Any, heads: KVHeads) -> None:
 
 
 def _read_heads(kv: Any, counts: Iterable[int]) -> KVHeads | None:
-    """Read which KV heads a document's group has; None if it has all.
+    """Read which KV heads a document's group has; None for all.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""One job at a time in an output folder, also across nodes, and on file systems that know no locks.
+"""A lock for the output folder: one job at a time, across nodes, and on file systems without locks.
 
 Every job that takes the folder makes a file ``.lock-N``, N one higher than any before; the highest counts. Making a
 file that must not exist yet is the one step that is atomic everywhere, so of two contenders one wins. The owner
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a folder.
+    """The process that holds a folder.
 
     host : name of the machine.
     space : what process ids are unique in: one boot of one machine, one container.
@@ -62,7 +62,7 @@ def this_process(job: str = "", restart: int = 0) -> Owner:
 
 @dataclass(frozen=True, slots=True)
 class LockState:
-    """What a lock file says; `owner` is None if it cannot be read."""
+    """The contents of a lock file; `owner` is None if it cannot be read."""
 
     number: int
     owner: Owner | None
@@ -72,7 +72,7 @@ class LockState:
 
 
 def read_lock(folder: Path) -> LockState | None:
-    """Read who has, or last had, the folder; None if nobody ever had."""
+    """Read who holds or last held the folder; None if nobody ever did."""
     number = session_of(folder)
     if number == 0:
         return None
@@ -88,7 +88,7 @@ def read_lock(folder: Path) -> LockState | None:
 
 
 def _is_plausible(owner: Owner) -> bool:
-    """Whether what a file says of an owner can be one: it is shown to people, and looked up as a process."""
+    """Whether the owner in a file is plausible, since it is printed and looked up as a process."""
     texts, numbers = (owner.host, owner.space, owner.job), (owner.pid, owner.started, owner.restart)
     return all(isinstance(text, str) and text.isprintable() for text in texts) and all(
         type(number) is int and number >= 0 for number in numbers
@@ -96,12 +96,15 @@ def _is_plausible(owner: Owner) -> bool:
 
 
 def session_of(folder: Path) -> int:
-    """Return the number of the job that has, or last had, the folder: 1 for the first; 0 if there was none."""
+    """Return the number of the job that holds or last held the folder: 1 for the first, 0 for none."""
     return max(_numbers(folder), default=0)
 
 
 def is_alive(folder: Path, watch_s: float = 2.5 * BEAT_S) -> bool:
-    """Say whether a job is at work in the folder; on another machine it is watched for `watch_s` seconds."""
+    """Return whether a job is running in the folder.
+
+    On another machine its heartbeat is watched for `watch_s` seconds.
+    """
     state = read_lock(folder)
     if state is None or state.released:
         return False
@@ -110,7 +113,7 @@ def is_alive(folder: Path, watch_s: float = 2.5 * BEAT_S) -> bool:
 
 
 class Lock:
-    """The folder, held by this process until `release`.
+    """A folder held by this process until `release`.
 
     Parameters
     ----------
@@ -142,7 +145,7 @@ class Lock:
         self._thread.start()
 
     def check(self, *, anew: bool = False) -> None:
-        """Raise `OutputError` if another job took the folder, or it is another one now, or gone.
+        """Raise `OutputError` if another job took the folder, or if it was replaced or removed.
 
         Parameters
         ----------
@@ -168,7 +171,7 @@ class Lock:
         )
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the folder."""
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join()
@@ -214,7 +217,7 @@ class Lock:
                 self._look()
 
     def _look(self) -> None:
-        """Find out whether the lock is still in its place: not another file of its name, and the last of them."""
+        """Check that the lock file is the one this process wrote, and the latest."""
         try:
             is_mine = os.path.samestat(os.fstat(self._handle), os.lstat(_path(self._folder, self.number)))
         except FileNotFoundError:
@@ -223,14 +226,14 @@ class Lock:
 
 
 def _refuse_folders(folder: Path) -> None:
-    """Refuse what has a lock's name and can be no lock: it could be neither read nor removed."""
+    """Refuse folders that have the name of a lock file."""
     for number in _numbers(folder):
         if (path := _path(folder, number)).is_dir():
             raise OutputError(f"output.path {str(folder)!r} cannot be locked: {path} is a folder; remove or rename it")
 
 
 def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:
-    """Whether the owner of a lock is dead: known at once if it ran here or was restarted, else watched."""
+    """Whether the owner of a lock is dead: known at once on this machine or after a restart, otherwise watched."""
     known = _known_alive(state.owner)
     if known is not None:
         return not known
@@ -245,14 +248,14 @@ def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:
 
 
 def _known_alive(holder: Owner | None) -> bool | None:
-    """Whether an owner lives, if this machine can tell."""
+    """Whether an owner is alive, as far as this machine can tell."""
     if holder is None or holder.space != _space() or not holder.space:
         return None
     return _started(holder.pid) == holder.started
 
 
 def _beats(folder: Path, state: LockState, seconds: float) -> bool:
-    """Watch a lock; whether its file changed meanwhile."""
+    """Watch a lock file, and return whether it changed."""
     path = _path(folder, state.number)
 
     def content() -> bytes:
@@ -294,7 +297,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _space() -> str:
-    """Say what process ids are unique in; "" where that is not known."""
+    """Return the namespace in which process ids are unique; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -303,7 +306,7 @@ def _space() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since boot; None if it does not run."""
+    """Return the start time of a process in ticks since boot; None if it does not run."""
     try:
         fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

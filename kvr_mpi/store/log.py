@@ -1,4 +1,4 @@
-"""The log: what is durable, a sealed line of JSON for each record, in one file for each rank of a job.
+"""The log: one checksummed line of JSON per record, one file per rank and job.
 
     log-SESSION-RANK.jsonl   of a rank; log-SESSION.jsonl of a command, or of
                              a job before its ranks begin
@@ -60,7 +60,7 @@ HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a log says of all its records.
+    """The first line of a log, which holds for all its records.
 
     identity : what the answers depend on; a run is only resumed with the same.
     model : name, architecture, dtype: for people.
@@ -72,13 +72,13 @@ class Header:
     software: dict[str, str] = field(default_factory=dict)
 
     def as_line(self) -> dict[str, Any]:
-        """Make the first line of a log."""
+        """Return the first line of a log."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
         return {"line": HEADER, "created": created, **asdict(self), "software": self.software or software()}
 
 
 def software() -> dict[str, str]:
-    """Versions of everything the answers came through."""
+    """Return the versions of all software that produced the answers."""
     return {
         "kvr_mpi": __version__,
         "python": platform.python_version(),
@@ -90,7 +90,7 @@ def software() -> dict[str, str]:
 
 
 def _version_of(package: str) -> str:
-    """Version of what is loaded, which says more (``+cu130``); else of what is installed: loading takes seconds."""
+    """Return the version of a loaded module (with ``+cu130``), else of the installed package, without loading it."""
     loaded = sys.modules.get(package)
     return str(loaded.__version__) if loaded is not None else metadata.version(package)
 
@@ -114,19 +114,19 @@ def read_header(values: Mapping[str, Any]) -> Header:
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
-    """One line of JSON that ends with a checksum of itself."""
+    """Return a line of JSON that ends with its checksum."""
     body = json.dumps(value, ensure_ascii=False)[:-1].encode(errors="backslashreplace")
     return body + b', "seal": "%08x"}\n' % zlib.crc32(body)
 
 
 def is_sealed(line: bytes) -> bool:
-    """Whether a line is as `seal` made it, but for its break."""
+    """Whether a line (without its line break) has a valid checksum."""
     body, end = line[:-SEAL_BYTES], SEAL.fullmatch(line[-SEAL_BYTES:])
     return end is not None and int(end[1], 16) == zlib.crc32(body)
 
 
 def unseal(line: bytes) -> dict[str, Any] | None:
-    """Read a line that `seal` made; None if it is torn or changed, or has text that cannot be written again."""
+    """Parse a sealed line; None if it is torn or changed, or has text that cannot be encoded again."""
     line = line.rstrip(b"\n")
     try:
         value = parse(line) if is_sealed(line) else {}
@@ -151,7 +151,7 @@ def parse(text: bytes) -> dict[str, Any]:
 
 
 def iter_lines(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield every line, without its break, and where it begins; what comes after the last break is left out.
+    """Yield every complete line, without its line break, and its offset.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def iter_lines(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[i
 
 
 class LogWriter:
-    """Write one log; the file is made when its first line is written.
+    """Writes one log; the file is created with its first line.
 
     Parameters
     ----------
@@ -193,11 +193,11 @@ class LogWriter:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is a file."""
+        """Whether the file exists."""
         return self._handle >= 0
 
     def write(self, line: bytes) -> None:
-        """Add a line of `seal`; after a failure the file ends with the line before.
+        """Append a sealed line; after a failure the file ends with the line before.
 
         Raises
         ------
@@ -221,13 +221,13 @@ class LogWriter:
         self._size += len(line)
 
     def sync(self) -> None:
-        """Bring all lines to the disk."""
+        """Flush all lines to the disk."""
         if not self._is_synced:
             os.fsync(self._handle)
             self._is_synced = True
 
     def close(self) -> None:
-        """Bring all lines to the disk, and close the file."""
+        """Flush all lines to the disk, and close the file."""
         if self._handle >= 0:
             try:
                 self.sync()
@@ -243,7 +243,7 @@ class LogWriter:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(handle)

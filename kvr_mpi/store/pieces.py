@@ -1,4 +1,4 @@
-"""Pieces: a document's keys and values as the ranks wrote them, each in a volume of its own rank.
+"""Pieces: the parts of a document's keys and values, each in a volume of the rank that wrote it.
 
 A rank stores those of its own tokens; in a tensor-parallel group, of some KV heads of them. A record names all pieces
 that it needs by what they are of: document, tokens and heads, and a digest of the prompt and the tokens, so that none
@@ -29,7 +29,7 @@ from kvr_mpi.topology import KVHeads
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a piece is, and what it is.
+    """The location and contents of a piece.
 
     id : of `piece_id`.
     path : the volume.
@@ -44,12 +44,12 @@ class Piece:
 
 
 def seal_pieces(pieces: Sequence[Piece]) -> str:
-    """Hash of all that a document's pieces are, as `StoredKV.seal` gives it; empty if there are none."""
+    """Combine the hashes of a document's pieces, as `StoredKV.seal`; empty if there are none."""
     return seal_of([piece.sha256 for piece in pieces])
 
 
 def piece_id(record: Record, tokens: CachedTokens | None) -> str:
-    """Name what a rank stores of a document; tokens are None if it is not known whose they are."""
+    """Return the id of a rank's part of a document; tokens are None if unknown."""
     ids, first, heads = ([], 0, None) if tokens is None else (list(tokens.ids), tokens.first, tokens.heads)
     digest = hashlib.sha256(json.dumps([record.prompt_sha256, ids]).encode()).hexdigest()[:16]
     of = "" if heads is None else f"{heads.first}-{heads.last}:"
@@ -57,7 +57,7 @@ def piece_id(record: Record, tokens: CachedTokens | None) -> str:
 
 
 def piece_ids(record: Record, own: CachedTokens | None) -> list[str]:
-    """Name all pieces of a document's keys and values, in order.
+    """Return the ids of all pieces of a document, in order.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def piece_ids(record: Record, own: CachedTokens | None) -> list[str]:
 
 
 def open_pieces(name: str, pieces: Sequence[Piece], stack: ExitStack) -> StoredKV:
-    """Find all of a document's keys and values; nothing of them is read yet.
+    """Open all pieces of a document's keys and values; data are read later.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def open_pieces(name: str, pieces: Sequence[Piece], stack: ExitStack) -> StoredK
 
 
 def _join(name: str, found: Iterable[StoredPiece]) -> StoredKV:
-    """Put pieces together, by what they are of.
+    """Sort pieces by their tokens and heads.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def _join(name: str, found: Iterable[StoredPiece]) -> StoredKV:
 
 
 def _check_like(name: str, tokens: CachedTokens, piece: StoredPiece, other: StoredPiece) -> None:
-    """Refuse a piece that has not the layers, tokens or shapes that go with another one of its document."""
+    """Refuse a piece whose layers, tokens or shapes do not match those of another piece of the document."""
     about = f"{name}: its keys and values from token {tokens.first} on"
     if [layer.number for layer in piece.layers] != [layer.number for layer in other.layers]:
         raise DataError(f"{about} have different layers than the others")

@@ -1,4 +1,4 @@
-"""One document's outcome, as it is stored and handed to people.
+"""The record of one document, as it is stored and shown.
 
     id, status       status is "done" or "error"
     error            why the document failed
@@ -76,7 +76,7 @@ OF_RUN = "joules"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One document's outcome, as stored."""
+    """The result of one document."""
 
     id: str
     status: str  # "done" or "error"
@@ -123,7 +123,7 @@ class Record:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
     def as_json(self) -> dict[str, Any]:
-        """Fields as JSON has them: no infinities, no NaN; what is kept as JSON as what it is."""
+        """Fields as JSON values, without infinities and NaN; fields stored as JSON are decoded."""
         read = {"columns": self.passed, "token_texts": self.texts, "scores": self.scored, "samples": self.sampled}
         values = {**self.as_dict(), **read}
         found = {name: _finite(value) for name, value in values.items()}
@@ -131,7 +131,7 @@ class Record:
 
     @property
     def coverage(self) -> float:
-        """Fraction of the document that the answer has seen: less than 1 if its text was cut, or tokens were dropped.
+        """Fraction of the document that the answer is based on; below 1 if text or tokens were dropped.
 
         Tokens that compression or a rolling cache dropped count as not seen; a document without an answer has 0.
         """
@@ -143,17 +143,17 @@ class Record:
 
     @property
     def ranks(self) -> int:
-        """How many ranks shared its prompt; 0 if it failed, or if its text was split into several prompts."""
+        """Number of ranks that shared the prompt; 0 if it failed, or if the text was split into several prompts."""
         return max(1, len(self.slices) - 1) if self.status == "done" and self.parts == 1 else 0
 
     @property
     def top(self) -> int:
-        """How many of the likeliest tokens are kept in each place."""
+        """Number of most likely tokens stored for each position."""
         return len(self.top_tokens) // max(1, len(self.token_ids))
 
     @property
     def texts(self) -> dict[str, str]:
-        """Texts of the tokens that have log-probabilities, by their ids in decimal digits.
+        """Texts of the tokens that have log-probabilities, by token id as a string.
 
         Raises
         ------
@@ -165,7 +165,7 @@ class Record:
 
     @property
     def scored(self) -> list[dict[str, Any]]:
-        """Continuations that were scored, in the order they were given in: text, logprob, tokens, is_greedy and more.
+        """The scored continuations in the given order: text, logprob, tokens, is_greedy and more.
 
         Raises
         ------
@@ -177,7 +177,7 @@ class Record:
 
     @property
     def shown(self) -> str:
-        """What a person is shown as the answer: of a record with scores each continuation with its log-probability.
+        """The answer as shown to people; for scores, each continuation with its log-probability.
 
         Raises
         ------
@@ -188,7 +188,7 @@ class Record:
 
     @property
     def sampled(self) -> list[dict[str, Any]]:
-        """All answers to the prompt, if there is more than one: answer, token_ids, finish_reason and log-probabilities.
+        """All answers to the prompt if there are several: answer, token_ids, finish_reason and log-probabilities.
 
         Raises
         ------
@@ -211,7 +211,7 @@ class Record:
         return found
 
     def _read(self, name: str, kind: type) -> Any:
-        """Read a field that is JSON; an empty one is an empty object or list."""
+        """Decode a field stored as JSON; an empty field is an empty object or list."""
         text = getattr(self, name)
         try:
             found = json.loads(text) if text else kind()
@@ -228,7 +228,7 @@ KINDS = {spec.name: str(spec.type) for spec in fields(Record)}
 
 
 def _finite(value: Any) -> Any:
-    """Return a value, or what a list or an object holds, as JSON has it."""
+    """Convert a value, list or object to JSON values."""
     if isinstance(value, list):
         return [_finite(one) for one in value]
     if isinstance(value, dict):
@@ -237,7 +237,7 @@ def _finite(value: Any) -> Any:
 
 
 def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
-    """Return what a record's line in the log says; `pieces` are the ids of the keys and values that it needs."""
+    """Return the values of a record's line in the log; `pieces` are the ids of its keys and values."""
     values = {
         name: value for name, value in record.as_dict().items() if name != OF_RUN and (value or name not in ASKED_FOR)
     }
@@ -246,7 +246,7 @@ def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
 
 
 def read_head(line: bytes) -> dict[str, Any]:
-    """Read what a record's line begins with: the fields of `HEAD`, and pieces; much faster than all of it.
+    """Parse the beginning of a record's line: the fields of `HEAD`, and pieces. Much faster than the whole line.
 
     Raises
     ------
@@ -262,7 +262,7 @@ def read_head(line: bytes) -> dict[str, Any]:
 
 
 def read_record(values: Mapping[str, Any], where: str) -> Record:
-    """Read a record's line; of `ASKED_FOR`, what is not there has its default.
+    """Parse a record's line; missing fields of `ASKED_FOR` get their defaults.
 
     Parameters
     ----------
@@ -309,7 +309,7 @@ def _read_field(value: Any, name: str, kind: str, where: str) -> Any:
 
 
 def _are_whole(values: list[Any]) -> bool:
-    """Whether all values are whole numbers of 64 bits: token ids are most of what a record holds."""
+    """Whether all values are 64-bit integers; token ids are most of a record."""
     return {*map(type, values)} <= {int} and (not values or (_is_number(min(values)) and _is_number(max(values))))
 
 
@@ -318,7 +318,7 @@ def _are_reals(values: list[Any]) -> bool:
 
 
 def _is_number(value: Any, is_real: bool = False) -> bool:
-    """Whether a value is a number of 64 bits."""
+    """Whether a value is a 64-bit number."""
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 63
     return is_real and type(value) is float and isfinite(value)

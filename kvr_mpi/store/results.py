@@ -1,4 +1,4 @@
-"""The reader of stored results, for Python and the commands: records, tables, keys and values.
+"""Reader of results for Python and the commands: records, tables, keys and values.
 
 Each record is compared with its checksum when it is read.
 """
@@ -34,7 +34,7 @@ NAMED = 3  # ids in a message
 
 @dataclass(frozen=True, slots=True)
 class DocumentKV:
-    """A document's keys and values, as its run left them.
+    """The stored keys and values of a document.
 
     layers : by number, keys and values, each (tokens, kv_heads, head_dim), in the model's dtype, on the CPU.
     token_ids : of the tokens whose they are: the prompt, and all but the last new one; None if the file does not say.
@@ -47,11 +47,11 @@ class DocumentKV:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the layer that has most: a layer with a window may keep fewer."""
+        """Number of tokens in the largest layer; layers with windows may have fewer."""
         return max(len(keys) for keys, _ in self.layers.values())
 
     def to_cache(self, model: transformers.PreTrainedModel) -> transformers.DynamicCache:
-        """Make a cache from which the model's own ``generate`` continues: give it `token_ids` and what follows them.
+        """Make a transformers cache for ``generate``; pass it `token_ids` followed by new tokens.
 
         The model has to be the one that made the keys and values: the first tokens are computed again and compared.
 
@@ -65,13 +65,13 @@ class DocumentKV:
         return to_cache(self.layers, self.token_ids, model)
 
     def numpy(self) -> dict[int, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Give the layers as numpy arrays; bfloat16, which numpy does not know, becomes float32 without loss."""
+        """Return the layers as numpy arrays; bfloat16 is converted to float32, which is lossless."""
         return {number: (_array(keys), _array(values)) for number, (keys, values) in self.layers.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The documents of a run, or of the shares of an array, each once; made by `open_results`.
+    """The documents of a run, or of the shares of an array, each once. Use `open_results` to create it.
 
     Iterating gives records in the order of their ids. Nothing is kept in memory but where each document is.
 
@@ -120,17 +120,17 @@ class Results:
 
     @property
     def cost(self) -> Cost:
-        """What the run has cost so far: node, GPU and core seconds, and joules where they could be read."""
+        """Cost of the run so far: node, GPU and core seconds, and joules if they could be read."""
         return self.index.cost
 
     @property
     def software(self) -> dict[str, str]:
-        """Versions that the newest results were made with."""
+        """Versions of the software that produced the newest results."""
         return self.header.software
 
     @property
     def columns(self) -> list[str]:
-        """Columns of the documents' rows that the jobs passed on to their records.
+        """Columns that jobs copied from the documents' rows to the records.
 
         Raises
         ------
@@ -143,13 +143,13 @@ class Results:
         return list(map(str, columns))
 
     def ids(self, status: str | None = None) -> list[str]:
-        """Ids in order, of all documents or of those that are ``done`` or ended in ``error``."""
+        """Sorted ids, of all documents or of those with status ``done`` or ``error``."""
         if status is not None and status not in STATUSES:
             raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
         return self.index.ids(status)
 
     def records(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> Iterator[Record]:
-        """Read documents, in the order of their ids.
+        """Iterate over records, sorted by id.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class Results:
         return found if where is None else filter(where, found)
 
     def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
-        """Make a table of `records`, a row for each and a column for each field.
+        """Return a DataFrame of `records`, one row each.
 
         Raises
         ------
@@ -184,7 +184,7 @@ class Results:
         return pandas.DataFrame(rows, columns=[*(spec.name for spec in fields(Record)), "coverage"])
 
     def kv(self, document_id: str, layers: Collection[int] | None = None) -> DocumentKV:
-        """Read a document's keys and values, every block of them held against its digest.
+        """Read a document's keys and values, and verify all checksums.
 
         Parameters
         ----------
@@ -216,7 +216,7 @@ class Results:
 
     @contextmanager
     def open(self, document_id: str) -> Iterator[tuple[Record, StoredKV]]:
-        """Give a document's record, and its keys and values to read in pieces, for as long as the block takes.
+        """Open a document's record, with keys and values that are read on demand, for the duration of the block.
 
         Raises
         ------
@@ -230,7 +230,7 @@ class Results:
             yield found
 
     def place(self, document_id: str) -> Place:
-        """Say where a document is.
+        """Locate a document.
 
         Raises
         ------
@@ -248,7 +248,7 @@ class Results:
 
 
 def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool = False) -> Results:
-    """Open what a job has stored.
+    """Open the results of a job.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Rewriting what is stored: ``results.h5`` from logs and volumes, and volumes without what nobody needs any more.
+"""Rewriting stored results: ``results.h5`` from logs and volumes, and volumes without unneeded data.
 
 Every record and all keys and values are read before they are copied: what comes out can be read, or nothing comes out.
 What is replaced is removed when its successor is complete and on the disk, so that a crash leaves one or the other.
@@ -41,17 +41,17 @@ Copies = Callable[[Place], bool]
 
 
 class _FullError(Exception):
-    """There is no room for the new file."""
+    """The disk has no room for the new file."""
 
 
 class _StoppedError(Exception):
-    """There is no time for the new file."""
+    """The job ends before the new file is complete."""
 
 
 def finish_run(
     folder: Path, should_stop: Callable[[], bool] = lambda: False, say: Callable[[str], None] = lambda line: None
 ) -> Path:
-    """Make ``results.h5`` at the end of a run, which stands for its logs, and for its volumes if they are small enough.
+    """Write ``results.h5`` at the end of a run; it replaces the logs, and the volumes if they are small enough.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def finish_run(
 def merge_run(
     folder: Path, *, copies: Copies = lambda _: True, should_stop: Callable[[], bool] = lambda: False
 ) -> Path:
-    """Put all documents of a run into its ``results.h5``, which then stands for its logs and volumes.
+    """Write all documents of a run to its ``results.h5``, which replaces its logs and volumes.
 
     The folder has to be locked.
 
@@ -126,7 +126,7 @@ def merge_run(
 
 
 def merge_runs(runs: Runs, target: Path) -> tuple[str, ...]:
-    """Put all documents of a run, or of the shares of a corpus, into another file; theirs stay.
+    """Write all documents of a run, or of the shares of a corpus, to another file; the originals stay.
 
     Returns
     -------
@@ -148,7 +148,7 @@ def merge_runs(runs: Runs, target: Path) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def replaced(result: Path) -> Iterator[Path]:
-    """Yield the name of a file to write, which takes another one's place when it is complete, or is removed."""
+    """Yield a temporary file name; the file replaces the target when the block succeeds, and is removed otherwise."""
     part = result.with_name(result.name + PART)
     try:
         part.unlink(missing_ok=True)
@@ -170,7 +170,7 @@ def replaced(result: Path) -> Iterator[Path]:
 def write_results(
     target: Path, index: Index, header: Header, copies: Copies, should_stop: Callable[[], bool] = lambda: False
 ) -> set[str]:
-    """Write every document once into a new file; return the names of the volumes it needs beside itself.
+    """Write every document once to a new file; return the names of the volumes that it still needs.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ def write_results(
 
 
 def _copy_kv(kv: h5py.Group, record: Record, pieces: Sequence[Piece]) -> tuple[str, tuple[int, str]]:
-    """Copy a document's keys and values, as one piece; return its id, and what a log tells of it."""
+    """Copy a document's keys and values as one piece; return its id and its entry for the log."""
     try:
         if len(pieces) == 1:
             copy_piece(kv, pieces[0])
@@ -229,7 +229,7 @@ def _copy_kv(kv: h5py.Group, record: Record, pieces: Sequence[Piece]) -> tuple[s
 
 
 def copy_piece(kv: h5py.Group, piece: Piece) -> None:
-    """Copy a piece as it is, once it is held against its checksums."""
+    """Copy a piece unchanged after verifying its checksums."""
     with open_volume(Path(piece.path)) as file:
         group = group_in(group_in(file, KV), key_of(piece.id))
         open_kv(group, piece.bytes, piece.sha256).check()
@@ -238,7 +238,7 @@ def copy_piece(kv: h5py.Group, piece: Piece) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredKVOf:
-    """A document's keys and values: how large they are, and when the document was finished (UTC)."""
+    """Size of a document's keys and values, and when the document was finished (UTC)."""
 
     id: str
     bytes: int
@@ -263,7 +263,7 @@ def choose_pruned(
     keep_bytes: int | None = None,
     now: datetime | None = None,
 ) -> list[StoredKVOf]:
-    """Say whose keys and values are to go.
+    """Choose the documents whose keys and values will be removed.
 
     Parameters
     ----------
@@ -289,7 +289,7 @@ def choose_pruned(
 
 
 def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
-    """Remove these documents' keys and values, and all that nobody needs; the folder has to be locked.
+    """Remove these documents' keys and values, and unused data; the folder must be locked.
 
     Parameters
     ----------
@@ -328,7 +328,7 @@ def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
 
 
 def _rewrite_volume(target: Path, log: LogWriter, pieces: Sequence[Piece]) -> None:
-    """Copy pieces of one volume into a new one, and list that."""
+    """Copy pieces of one volume to a new one, and list that in the log."""
     with replaced(target) as part, create_volume(part) as file:
         for piece in pieces:
             copy_piece(file[KV], piece)
@@ -338,7 +338,7 @@ def _rewrite_volume(target: Path, log: LogWriter, pieces: Sequence[Piece]) -> No
 
 
 def _time(text: str) -> datetime:
-    """Read when a document was finished; long ago, if the record does not say."""
+    """Return when a document was finished; the distant past if unknown."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:

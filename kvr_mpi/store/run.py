@@ -1,4 +1,4 @@
-"""Starting or resuming a run: its folder is locked, checked against the job, and repaired after crashes.
+"""Starting or resuming a run: lock its folder, compare it with the job, and repair it after crashes.
 
 After any crash, exactly those documents count as finished whose records are in a log, and whose keys and values are in
 volumes that one lists; all others are processed again. Files that are damaged are set aside, never deleted; volumes
@@ -64,7 +64,7 @@ class Run:
         return self.lock.number
 
     def check(self, *, anew: bool = False) -> None:
-        """Raise `OutputError` if the folder belongs to another job, was replaced, or is gone; see `Lock.check`."""
+        """Raise `OutputError` if the folder was taken by another job, replaced or removed; see `Lock.check`."""
         self.lock.check(anew=anew)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ def open_run(
     owner: Owner,
     say: Say = lambda line: None,
 ) -> Run:
-    """Lock the folder of a run, repair it, and find out what is done.
+    """Lock the folder of a run, repair it, and find the finished documents.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def open_run(
 
 
 def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, extends: bool = False) -> None:
-    """Refuse to continue a run with other settings or documents, as far as that shows before a model is loaded.
+    """Refuse to continue a run with other settings or documents, as far as this shows before a model is loaded.
 
     Parameters
     ----------
@@ -175,19 +175,19 @@ def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, e
 
 
 def begun_with(folder: Path) -> tuple[Corpus, slice] | None:
-    """Return the documents a run was begun with, and which of them its latest job is to do; None if not known."""
+    """Return the documents of a run, and which of them its latest job has to process; None if unknown."""
     stored = _read_run_file(folder)
     return None if stored is None else (stored[1], share_of(stored[0]))
 
 
 def known_corpus(folder: Path) -> Corpus | None:
-    """Return the list of documents a run was begun with, for `scan_corpus`; None if there is none, or it is damaged."""
+    """Return a run's list of documents, for `scan_corpus`; None if it is missing or damaged."""
     begun = begun_with(folder)
     return None if begun is None else begun[0]
 
 
 def wanted_documents(folder: Path) -> list[str] | None:
-    """Return the ids of the documents that the run's latest job is to do; None if that is not known."""
+    """Return the ids of the documents that the run's latest job has to process; None if unknown."""
     stored = _read_header(folder)
     if stored is None:
         return None
@@ -196,20 +196,20 @@ def wanted_documents(folder: Path) -> list[str] | None:
 
 
 def is_of_job(folder: Path, job: str) -> bool:
-    """Whether the results in a folder are of this job of the batch system, and of none after it."""
+    """Whether this batch job was the last one to write to the folder."""
     stored = _read_header(folder)
     return stored is not None and job != "" and stored["job"] == job
 
 
 def share_in(folder: Path) -> tuple[int, int] | None:
-    """Say which share of its corpus a run is, and of how many; None if it is all of it, or that is not known."""
+    """Return which share of its corpus a run is, and of how many; None if it is the whole corpus, or if unknown."""
     stored = _read_header(folder)
     share = ALL if stored is None else share_of(stored)
     return None if share.step == 1 else (share.start, share.step)
 
 
 def share_of(stored: dict[str, Any]) -> slice:
-    """Return which documents the run's latest job is to do.
+    """Return which documents the run's latest job has to process.
 
     Raises
     ------
@@ -223,7 +223,7 @@ def share_of(stored: dict[str, Any]) -> slice:
 
 
 def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
-    """Put right what crashes left, and return what counts."""
+    """Repair what a crash left, and return the records that count."""
     found = survey(folder, reads_all=True)
     for source, other in found.headers.items():
         _check_identity(source, other.identity, header.identity)
@@ -248,13 +248,13 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
 
 
 def _drop(log: LogWriter, documents: Iterable[str]) -> None:
-    """Say that what is recorded of documents does not count any more."""
+    """Invalidate the records of documents."""
     log.write(seal({"line": DROPPED, "ids": sorted(documents)}))
     log.sync()
 
 
 def _repair_log(file: Path, header: Header) -> Path:
-    """Set a log aside, and write its lines that are sound in its place; return its new name."""
+    """Set a log aside, and write its valid lines to a new one; return its name."""
     kept = _free_name(file)
     if not file.is_file() or file.is_symlink():
         file.rename(kept)
@@ -283,7 +283,7 @@ def _free_name(file: Path) -> Path:
 
 
 def _refuse_foreign(file: Path) -> None:
-    """Refuse to delete what another program wrote under a name of ours."""
+    """Refuse to delete files of other programs that have one of our names."""
     try:
         with open_volume(file):
             pass
@@ -294,7 +294,7 @@ def _refuse_foreign(file: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Delete what a run left, and nothing else."""
+    """Delete the files of a run, and nothing else."""
     (folder / RUN_FILE).unlink(missing_ok=True)
     remove_traces(folder)
     clear_results(folder)
@@ -312,7 +312,7 @@ def _check_job(
     *,
     extends: bool,
 ) -> set[str]:
-    """Refuse a job with another identity or other documents than the run's; write down what the run is.
+    """Refuse a job with other settings or documents than the run's; record what the run is.
 
     Parameters
     ----------
@@ -364,7 +364,7 @@ def _check_job(
 
 
 def _extend(folder: Path, before: Corpus, now: Corpus, recorded: set[str], say: Say) -> tuple[set[str], set[str]]:
-    """Say what has become of a run's documents; return those whose results are of another text, and those gone.
+    """Compare a run's documents with the corpus; return those whose text changed, and those that are gone.
 
     A document that was gone and is there again may have another text, too.
     """
@@ -380,7 +380,7 @@ def _share_text(share: slice) -> str:
 
 
 def _read_run_file(folder: Path) -> tuple[dict[str, Any], Corpus] | None:
-    """Return what the file says, and its documents; None if it is missing, damaged, or says something else."""
+    """Return the run file and its documents; None if it is missing, damaged or of another kind."""
     stored = _read_header(folder)
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         if stored is not None:
@@ -389,7 +389,7 @@ def _read_run_file(folder: Path) -> tuple[dict[str, Any], Corpus] | None:
 
 
 def _read_header(folder: Path) -> dict[str, Any] | None:
-    """Return what the file says, without looking at each document: an array's status reads one for each share."""
+    """Return the header of the run file without parsing each document; the status of an array reads one per share."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
         if stored is not None and isinstance(stored["identity"], dict):
@@ -414,7 +414,7 @@ def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
 
 
 def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
-    """Refuse other documents; those that could not be read before may have been mended."""
+    """Refuse other documents; documents that could not be read before may have been repaired."""
     if told := differing_documents(before, now):
         raise OutputError(
             f"cannot resume {folder}: the documents have changed since it began: {told}; restore them, answer new and "
@@ -423,12 +423,18 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
 
 
 def differing_documents(before: Corpus, now: Corpus) -> str:
-    """Say which documents changed, are gone or new; empty if none, but for some that could not be read before."""
+    """Describe which documents changed, are gone or new.
+
+    Empty if none, apart from those that could not be read before.
+    """
     return "" if before.entries == now.entries else _describe(changes_of(before, now))
 
 
 def changes_of(before: Corpus, now: Corpus) -> dict[str, set[str]]:
-    """Name the documents that are changed, gone and new; those that could not be read before may have been mended."""
+    """Return the ids of changed, missing and new documents.
+
+    Those that could not be read before may have been repaired.
+    """
     old = {entry.id: entry for entry in before.entries}
     new = {entry.id: entry for entry in now.entries}
     both = old.keys() & new.keys()

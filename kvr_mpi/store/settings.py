@@ -1,4 +1,4 @@
-"""A job's ``[output]``: what is kept, and where."""
+"""The section ``[output]`` of a job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OutputSettings(BaseModel):
         return value
 
     def failures_allowed(self, documents: int) -> int:
-        """Count the error records of so many documents that still end with exit code 0."""
+        """Return how many error records among so many documents still mean exit code 0."""
         if isinstance(self.max_failed, int):
             return self.max_failed
         percent = self.max_failed * 100 if isinstance(self.max_failed, float) else float(self.max_failed.rstrip(" %"))

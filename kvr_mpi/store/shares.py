@@ -1,4 +1,4 @@
-"""Several runs at once: the shares of a corpus that the tasks of an array did, each in a folder of its own."""
+"""Several runs read as one: the shares of a corpus that the tasks of an array processed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUE_CHARS = 60  # of a setting that differs
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Files and folders of runs, and what is not there.
+    """The files and folders of runs, and the missing ones.
 
     paths : in the order they were given; the shares in one folder by number.
     missing : shares of the same corpus that are in none of them, in words.
@@ -36,7 +36,7 @@ class Runs:
 
 
 def find_runs(paths: Sequence[Path]) -> Runs:
-    """Look for runs in files, runs' folders, and folders of such folders.
+    """Find runs: files of results, run folders, and folders of run folders.
 
     A folder with a log, a volume or a ``run.json`` of its own is a run. Any other is what the runs in it make: a file
     in which they were gathered, or a lock that was left there, does not hide them.
@@ -54,7 +54,7 @@ def find_runs(paths: Sequence[Path]) -> Runs:
 
 
 def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False) -> tuple[Index, tuple[str, ...]]:
-    """Say where every document of all runs is; and what is missing: shares, and what runs have lost or not yet made.
+    """Locate every document of all runs, and list what is missing: shares, and documents that are lost or unfinished.
 
     Of several runs that is also what a share was begun with and has no record of. Parameters are those of `index_run`.
 
@@ -92,7 +92,7 @@ def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False
 
 
 def read_header_of(paths: Sequence[Path]) -> Header:
-    """Read what runs say of themselves; those without results say nothing.
+    """Read the header of runs; runs without results have none.
 
     Raises
     ------
@@ -116,7 +116,7 @@ def read_header_of(paths: Sequence[Path]) -> Header:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Name the settings of two runs that differ, with both values."""
+    """List the settings that differ between two runs, with both values."""
     for key in sorted({*one, *other}):
         mine, theirs = one.get(key), other.get(key)
         if isinstance(mine, dict) and isinstance(theirs, dict):
@@ -129,7 +129,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any], above: str = ""
 
 
 def _check_corpus(path: Path, corpus: Corpus, share: slice, first: dict[int, tuple[Path, Corpus]]) -> None:
-    """Refuse a share of other documents than another one was begun with: some would be in none of them."""
+    """Refuse shares that were started with different corpora, since some documents would be in none of them."""
     if share.step == 1:
         return
     other, known = first.setdefault(share.step, (path, corpus))
@@ -141,36 +141,36 @@ def _check_corpus(path: Path, corpus: Corpus, share: slice, first: dict[int, tup
 
 
 def tell_missing(missing: Sequence[str]) -> str:
-    """Name what is missing, in one line."""
+    """List what is missing, in one line."""
     more = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
     return f"missing: {'; '.join(missing[:NAMED])}{more}"
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a job has worked in a folder: it has a log, a volume or a ``run.json``."""
+    """Whether a folder is a run: it has a log, a volume or a ``run.json``."""
     names = os.listdir(folder)
     return any(LOG_NAME.fullmatch(name) or VOLUME_NAME.fullmatch(name) or name == RUN_FILE for name in names)
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """List the runs in a folder that is none itself, by number."""
+    """List the runs in a folder that is not itself a run, by number."""
     if not path.is_dir() or is_run(path):
         return []
     return sorted((inner for inner in path.iterdir() if inner.is_dir() and _may_be_run(inner)), key=_by_number)
 
 
 def _may_be_run(folder: Path) -> bool:
-    """Whether a folder is a run, has the results of one, or is about to become one."""
+    """Whether a folder is or will become a run, or has the results of one."""
     return is_run(folder) or any(name == RESULTS or LOCK_NAME.fullmatch(name) for name in os.listdir(folder))
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:
-    """Key that sorts share-2 before share-10."""
+    """Sort key that puts share-2 before share-10."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", path.name)]
 
 
 def _missing(paths: Iterable[Path]) -> Iterable[str]:
-    """Name the shares that are not among these."""
+    """List the shares that are missing."""
     seen: dict[tuple[Path, int], set[int]] = {}
     for path in paths:
         share = _share(path)
@@ -182,7 +182,7 @@ def _missing(paths: Iterable[Path]) -> Iterable[str]:
 
 
 def _share(path: Path) -> tuple[int, int] | None:
-    """Say which share a folder is, and of how many; told by its name, or else by its run, which takes longer."""
+    """Return which share a folder is, and of how many, from its name or, more slowly, from its run."""
     named = SHARE_NAME.fullmatch(path.name)
     told = share_in(path) if named is None else (int(named[1]), int(named[2]))
     return told if told is not None and told[0] < told[1] <= MAX_SHARES else None

@@ -1,4 +1,4 @@
-"""What each rank of a job at work is doing, for whoever looks: a file a rank, in the run's folder ``states``.
+"""The state of each rank of a running job, in one file per rank in the run's folder ``states``.
 
     SESSION-RANK.json     a JSON object (`RankState`), as long as any other, rewritten in place
 
@@ -39,7 +39,7 @@ STARTING, ENDED = "starting", "ended"
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank says of itself; times are Unix times of its own clock.
+    """The state of a rank; times are Unix times of its own clock.
 
     doing, what : such as ``prefilling``, and which document; since when.
     prompt_tokens, new_tokens : of the documents that it has answered since it began.
@@ -65,22 +65,22 @@ class RankState:
 
     @property
     def name(self) -> str:
-        """Of the rank."""
+        """Name of the rank."""
         return rank_name(self.rank, self.tensor_parallel)
 
     @property
     def is_first_of_group(self) -> bool:
-        """Whether what this rank counts is not what another one of its group has counted, too."""
+        """Whether this rank's counts include those of its tensor-parallel group."""
         return place_in_group(self.rank, self.tensor_parallel)[1] == 0
 
     @property
     def for_s(self) -> float:
-        """How long it has been doing so."""
+        """Seconds since the state changed."""
         return max(0.0, self.written_at_s - self.since_s)
 
 
 class StateWriter:
-    """Keeps this rank's file up to date, from a thread; close it when the work is done.
+    """Updates this rank's file from a thread until it is closed.
 
     What cannot be written is said once, and the job goes on without.
 
@@ -130,16 +130,16 @@ class StateWriter:
         self._thread.start()
 
     def tell(self, doing: str, what: str = "") -> None:
-        """Say what the rank is at from now on; costs a comparison, so it may be called for everything."""
+        """Set the state; cheap enough to call for every change."""
         if self._doing[:2] != (doing, what[:NAME_CHARS]):
             self._doing = doing, what[:NAME_CHARS], time.time()
 
     def follow(self, count: Callable[[], tuple[int, int]]) -> None:
-        """Ask here for the prompt tokens and new tokens so far."""
+        """Set the function that returns prompt tokens and new tokens so far."""
         self._count = count
 
     def close(self) -> None:
-        """Say that the rank has ended; the file stays, so that it is not taken for a silent one."""
+        """Record that the rank has ended; the file stays, so that the rank is not reported as silent."""
         if self._handle is None:
             return
         self._closed.set()
@@ -183,13 +183,13 @@ class StateWriter:
 
 
 def read_states(folder: Path, session: int) -> tuple[RankState, ...]:
-    """Read what the ranks of a job say of themselves, by rank; files that cannot be read are left out."""
+    """Read the states of a job's ranks; unreadable files are left out."""
     found = [_read_state(path, session) for path in _state_files(folder)]
     return tuple(sorted((state for state in found if state is not None), key=lambda state: state.rank))
 
 
 def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
-    """Say which ranks have gone silent beside the others, or have never been heard of, while they should be at work.
+    """Return the ranks that should be working and have stopped updating, or never started to.
 
     Stamps are compared with each other, not with the clock of whoever looks.
     """
@@ -208,7 +208,7 @@ def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
 
 
 def remove_states(folder: Path, but_of: int | None = None) -> None:
-    """Delete the files of all jobs but one, and nothing else; what cannot be deleted stays, and misleads nobody."""
+    """Delete the files of all jobs but one, and nothing else; files that cannot be deleted stay, and do no harm."""
     with contextlib.suppress(OSError):
         for path in _state_files(folder):
             match = FILE_NAME.fullmatch(path.name)
@@ -228,7 +228,7 @@ def _state_files(folder: Path) -> list[Path]:
 
 
 def _read_state(path: Path, session: int) -> RankState | None:
-    """Read a state of this job; None if there is none, or it is anything else."""
+    """Read a rank's state if it belongs to this job; otherwise None."""
     try:
         state = RankState(**json.loads(read_regular(path, STATE_BYTES)))
     except (OSError, ValueError, TypeError, RecursionError):

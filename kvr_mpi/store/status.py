@@ -1,4 +1,4 @@
-"""How far a run is, told from its logs, its lock and what its ranks say of themselves, also while it runs."""
+"""The progress of a run from its logs, its lock and its ranks' states, also while it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WATCHERS = 32
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a run stands.
+    """The progress of a run.
 
     total : documents of the corpus, or of the share that the latest job is to do; None if the folder does not say.
     left : documents neither done nor failed.
@@ -61,12 +61,12 @@ class Status:
     silent: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
 def read_status(folder: Path, now_s: float | None = None) -> Status:
-    """Read how far a run is; nothing is changed.
+    """Read the progress of a run, without changing anything.
 
     Raises
     ------
@@ -115,13 +115,13 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
 
 
 def read_all(folders: Sequence[Path]) -> list[Status]:
-    """Read how far several runs are; those at work on other machines are watched at the same time."""
+    """Read the progress of several runs; those running on other machines are watched in parallel."""
     with ThreadPoolExecutor(WATCHERS) as pool:
         return list(pool.map(read_status, folders))
 
 
 def add_up(found: Sequence[Status]) -> Status:
-    """Sum up the shares of a corpus; they end when the last of them does."""
+    """Combine the shares of a corpus; they end when the last one ends."""
     etas = [one.eta_s for one in found if one.left]
     return Status(
         folder=os.path.commonpath([os.path.abspath(one.folder) for one in found]),
@@ -144,19 +144,19 @@ def add_up(found: Sequence[Status]) -> Status:
 
 
 def _sum(values: Iterable[T | None]) -> T | None:
-    """Sum of values, None if one of them is not known or there is none."""
+    """Return the sum of values; None if one is unknown, or if there are none."""
     known = list(values)
     return None if not known or None in known else cast("T", sum(filter(None, known)))
 
 
 def _rate(times: Sequence[float], start_s: float, end_s: float) -> float | None:
-    """Documents an hour that were finished in a span of time; None if there were none, or the clock jumped."""
+    """Return documents per hour in an interval; None if there were none, or if the clock jumped."""
     count = sum(start_s <= each <= end_s for each in times)
     return 3600 * count / (end_s - start_s) if count and end_s > start_s else None
 
 
 def _unix_s(text: str) -> float:
-    """Read when a document was finished, as Unix time; 0 if the record does not say."""
+    """Return when a document was finished, as Unix time; 0 if unknown."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):

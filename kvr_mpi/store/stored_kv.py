@@ -1,4 +1,4 @@
-"""A document's keys and values in files that are open, in one piece or in those that each rank wrote, read as one.
+"""A document's keys and values in open files, as one piece or as the pieces of several ranks.
 
 Blocks of tokens are held against their digests as they are read. The layout in a file is described in ``kv``, which
 writes and opens it.
@@ -33,7 +33,7 @@ TOKENS_DIM, HEADS_DIM = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Whose keys and values are stored.
+    """The token ids of stored keys and values, and which of them are the document's text.
 
     ids : the tokens, prompt first and then what is held of the answer.
     text : bounds of the document's text among them.
@@ -53,7 +53,7 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """One layer's keys and values in a file that is open.
+    """One layer's keys and values in an open file.
 
     digests : of blocks of `block_tokens` (blocks, 2).
     rows : whose its rows are, if each head keeps its own tokens; then what is said of tokens below is of rows.
@@ -68,21 +68,21 @@ class StoredLayer:
 
     @property
     def tokens(self) -> int:
-        """Tokens it has keys and values of."""
+        """Number of tokens."""
         return int(self.keys.shape[0])
 
     @property
     def kv_heads(self) -> int:
-        """KV heads it has keys and values of."""
+        """Number of KV heads."""
         return int(self.keys.shape[1]) if self.rows is None else len(self.rows.counts)
 
     @property
     def bytes(self) -> int:
-        """Of keys and values."""
+        """Size of keys and values."""
         return self.keys.bytes + self.values.bytes
 
     def read(self, first: int = 0, last: int | None = None) -> KeysValues:
-        """Read keys and values of a range of tokens, bit for bit, each (tokens, kv_heads, head_dim).
+        """Read the keys and values of a range of tokens, without conversion, each (tokens, kv_heads, head_dim).
 
         Raises
         ------
@@ -96,7 +96,7 @@ class StoredLayer:
         return keys, values
 
     def check(self) -> None:
-        """Read all of it, piece by piece, and hold it against its checksums.
+        """Verify all checksums, block by block.
 
         Raises
         ------
@@ -107,7 +107,7 @@ class StoredLayer:
             self.read(start, min(start + 4 * self.block_tokens, self.tokens))
 
     def _bits(self, array: StoredArray, first: int, last: int) -> Bits:
-        """Read a range of tokens, and compare the blocks that they are in with their digests."""
+        """Read a range of tokens, and verify the blocks that contain them."""
         block, place = self.block_tokens, int(array is self.values)
         start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
         bits = array.bits(start, stop)
@@ -122,7 +122,7 @@ class StoredLayer:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """What one rank wrote of a document's keys and values, in a file that is open; empty if nothing is stored.
+    """One rank's part of a document's keys and values, in an open file; empty if nothing is stored.
 
     tokens : whose they are; None if the file does not say.
     """
@@ -132,43 +132,43 @@ class StoredPiece:
 
     @property
     def first_token(self) -> int:
-        """The first whose keys and values are here."""
+        """First token of the piece."""
         return 0 if self.tokens is None else self.tokens.first
 
     @property
     def heads(self) -> KVHeads | None:
-        """Which KV heads are here, if others are elsewhere; None: all."""
+        """KV heads of the piece; None for all."""
         return None if self.tokens is None else self.tokens.heads
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the document is elsewhere, neither tokens nor heads."""
+        """Whether the piece has all tokens and heads of the document."""
         return not self.first_token and self.heads is None
 
     @property
     def compression(self) -> str:
-        """By which method and settings heads have dropped tokens; empty: they hold all."""
+        """Method and settings of compression; empty if all tokens are kept."""
         return "" if self.tokens is None else self.tokens.compression
 
     @property
     def bytes(self) -> int:
-        """Of all layers."""
+        """Size of all layers."""
         return sum(layer.bytes for layer in self.layers)
 
     def check(self) -> None:
-        """Hold all of it against its checksums; see `StoredLayer.check`."""
+        """Verify all checksums; see `StoredLayer.check`."""
         for layer in self.layers:
             layer.check()
 
     def seal(self) -> str:
-        """Hash of everything but keys and values themselves, which have their digests; empty if nothing is stored."""
+        """Hash of the metadata and digests; empty if nothing is stored."""
         if not self.layers:
             return ""
         return _seal(self.tokens, map(_facts, self.layers))
 
 
 class LayerFormat(NamedTuple):
-    """Shapes of a layer's keys and values (tokens, kv_heads, head_dim), and their type.
+    """Shapes (tokens, kv_heads, head_dim) and dtype of a layer's keys and values.
 
     Where each head keeps its own tokens they are (rows, 1, head_dim).
     """
@@ -180,7 +180,7 @@ class LayerFormat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredKV:
-    """A document's keys and values, all tokens' and all heads', in files that are open.
+    """A document's keys and values, of all tokens and heads, in open files.
 
     pieces : what each rank wrote: rows of them follow each other as the slices do; those of a row have the same tokens,
         and the KV heads of a group's ranks, in their order. What one rank wrote is one piece.
@@ -192,25 +192,25 @@ class StoredKV:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that have keys and values, in order."""
+        """Indices of the layers that have keys and values, in order."""
         return tuple(layer.number for layer in self.pieces[0][0].layers)
 
     @property
     def compression(self) -> str:
-        """By which method and settings heads have dropped tokens; empty: they hold all."""
+        """Method and settings of compression; empty if all tokens are kept."""
         return "" if self.tokens is None else self.tokens.compression
 
     @property
     def bytes(self) -> int:
-        """Of all layers."""
+        """Size of all layers."""
         return sum(piece.bytes for row in self.pieces for piece in row)
 
     def rows(self, layer: int) -> HeadRows | None:
-        """Whose a layer's rows are, if each head keeps its own tokens."""
+        """Return the tokens that each head of a layer keeps; None unless the document is compressed."""
         return None if self.tokens is None else self.tokens.rows.get(layer)
 
     def format(self, layer: int) -> LayerFormat:
-        """Say what a layer's keys and values are."""
+        """Return shapes and dtype of a layer."""
         pieces, rows = self._of_layer(layer), self.rows(layer)
         some = pieces[0][0]
         tokens = sum(row[0].tokens for row in pieces) if rows is None else len(rows.positions)
@@ -221,7 +221,7 @@ class StoredKV:
     def read(
         self, layer: int, first: int = 0, last: int | None = None, heads: tuple[int, int] | None = None
     ) -> KeysValues:
-        """Read a layer's keys and values of a range of tokens, bit for bit, each (tokens, kv_heads, head_dim).
+        """Read a layer's keys and values of a range of tokens, without conversion, each (tokens, kv_heads, head_dim).
 
         Only pieces that have some of them are read.
 
@@ -261,14 +261,14 @@ class StoredKV:
         return keys, values
 
     def check(self) -> None:
-        """Hold all of it against its checksums; see `StoredLayer.check`."""
+        """Verify all checksums; see `StoredLayer.check`."""
         for layer in self.layers:
             for piece in chain.from_iterable(self._of_layer(layer)):
                 with explained(_file_of(piece)):
                     piece.check()
 
     def seal(self) -> str:
-        """Hash of everything but keys and values themselves, which have their digests; empty if nothing is stored."""
+        """Hash of the metadata and digests; empty if nothing is stored."""
         return seal_of([piece.seal() for row in self.pieces for piece in row])
 
     def _of_layer(self, layer: int) -> list[list[StoredLayer]]:
@@ -277,7 +277,7 @@ class StoredKV:
 
 
 def _read_row(row: Sequence[StoredLayer], first: int, last: int, heads: tuple[int, int] | None) -> KeysValues:
-    """Read some tokens of the pieces of a row, of the heads that are wanted; digests are of all heads of a piece."""
+    """Read some tokens and heads of adjacent pieces; digests cover all heads of a piece."""
     import torch
 
     found, at = [], 0
@@ -316,5 +316,5 @@ def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:
 
 
 def seal_of(seals: Sequence[str]) -> str:
-    """Hash of a document's pieces, by their own; empty if there are none."""
+    """Combine the hashes of a document's pieces; empty if there are none."""
     return "".join(seals) if len(seals) < 2 else hashlib.sha256("".join(seals).encode()).hexdigest()

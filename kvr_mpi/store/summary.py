@@ -1,4 +1,4 @@
-"""What became of the documents of a run, counted; for people."""
+"""Counts of a run's documents by status and cause of failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTICULAR = re.compile(r"""\S*[\d/'"`\[\]{}()]\S*""")
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Documents by status.
+    """Counts of documents by status.
 
     reasons : how many failed by cause, the most frequent first: the message of one of them stands for each.
     """
@@ -25,7 +25,7 @@ class Summary:
 
     @property
     def documents(self) -> int:
-        """All of them."""
+        """Number of documents."""
         return self.done + self.failed
 
 
@@ -56,6 +56,6 @@ def count_reasons(errors: Iterable[tuple[str, str, int]]) -> dict[str, int]:
 
 
 def _cause_of(document_id: str, error: str) -> str:
-    """Reduce a message to what it shares with those of other documents; a message without that stands for itself."""
+    """Reduce a message to the part it shares with those of other documents, if there is one."""
     text = re.sub(rf"(?<!\w){re.escape(document_id)}(?!\w)", "", error) if document_id else error
     return " ".join(PARTICULAR.sub("", text).split()) or error

@@ -1,4 +1,4 @@
-"""What may be written where: the one place that decides for every command.
+"""Which files and folders commands may write to.
 
 A run's folder has files of its own, which only the run, a merge in place and pruning write. A folder is a run or holds
 runs, never both: a run inside another one would not be found. What is read is not written to.
@@ -25,7 +25,7 @@ OWN_FOLDERS = (TRACES, STATES)
 
 
 def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> None:
-    """Refuse a file that a command is asked to write, before its work begins.
+    """Refuse a target file before the command starts its work.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> No
 
 
 def _run_that_owns(path: Path) -> Path | None:
-    """Find the run that a file is one of, by its place and its name; None if it is of none."""
+    """Return the run that a file belongs to, judged by its folder and name; None for other files."""
     name = path.name.removesuffix(PART).partition(DAMAGED)[0]
     if any(pattern.fullmatch(name) for pattern in RESERVED):
         return path.parent
@@ -66,7 +66,7 @@ def _run_that_owns(path: Path) -> Path | None:
 
 
 def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
-    """Refuse an output folder in which a job would hide, mix or delete results of others.
+    """Refuse an output folder in which a job would hide, mix or delete the results of another.
 
     Parameters
     ----------
@@ -103,13 +103,13 @@ def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
 
 
 def answers_folder(run: Path) -> str:
-    """Name the folder for answers about a run: beside it, also if a file in it is named, or the folder by a dot."""
+    """Return the default folder for answers about a run, beside it."""
     path = Path(os.path.abspath(run))
     return f"{_home_of(path) or path.with_suffix('')}-answers"
 
 
 def _home_of(path: Path) -> Path | None:
-    """Find the folder that belongs to the results in a file or folder; None: the file is by itself."""
+    """Return the folder that a file or folder of results belongs to; None for a separate file."""
     if path.is_dir():
         return path
     folder = path.parent

@@ -1,4 +1,4 @@
-"""Stored keys and values as safetensors, a file for each document.
+"""Export of stored keys and values as safetensors, one file per document.
 
 A file has ``layer_000.keys`` and ``layer_000.values`` (tokens, kv_heads, head_dim) in the model's dtype, ``token_ids``,
 and in its metadata, as JSON, what the results say of the document and of the run.
@@ -75,7 +75,7 @@ def export_kv(
 
 
 def file_name(key: str) -> str:
-    """Name a document's file by its key; a key too long for a file name is cut, and known by its checksum.
+    """Return a document's file name; a long one is cut and gets a checksum.
 
     In a key ``%`` begins two hexadecimal digits, so that no other document's name has ``%-``.
     """

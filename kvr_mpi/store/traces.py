@@ -1,4 +1,4 @@
-"""A run's traces: what every rank did when, a file a rank and job, in the run's folder ``trace``.
+"""The traces of a run: what every rank did and when, one file per rank and job in the run's folder ``trace``.
 
     SESSION-RANK.json      trace events in the JSON array format of Chrome and Perfetto, one a line. The array is never
                            closed, as the format allows: of a job that was killed all is there but the last seconds
@@ -65,7 +65,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
-    """What a trace says of its rank.
+    """The rank that a trace belongs to.
 
     token_s, pair_s : what slices were cut by (``costs.solve.Rates``); 0: by something else.
     tensor_parallel : of the job.
@@ -83,7 +83,7 @@ class TraceHeader:
 
     @property
     def name(self) -> str:
-        """Of the rank."""
+        """Name of the rank."""
         return rank_name(self.rank, self.tensor_parallel)
 
 
@@ -130,7 +130,7 @@ class RankTrace:
 
 
 class TraceWriter:
-    """Writes what a rank's recorder has, from a thread; close it when the work is done.
+    """Writes the spans of a rank's recorder from a thread until it is closed.
 
     What cannot be written is said once, and the job goes on without a trace.
 
@@ -176,17 +176,17 @@ class TraceWriter:
         self._thread.start()
 
     def add_prompt(self, number: int, prompt: TracedPrompt) -> None:
-        """Say what the rank calls by this number from now on."""
+        """Assign a number to a prompt."""
         self._prompts[number] = prompt
         self._prompts.pop(number - RECENT_PROMPTS, None)
         self._add("prompt", {"number": number, **asdict(prompt)})
 
     def add_clock(self, ahead_s: float, error_s: float) -> None:
-        """Say how far the rank's clock is ahead of rank 0's, beyond what `offset_s` makes up for."""
+        """Record the drift of the rank's clock against rank 0's, beyond `offset_s`."""
         self._add("clock", {"ahead_s": ahead_s, "error_s": error_s})
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining spans."""
         self._closed.set()
         self._thread.join()
         self._flush()
@@ -239,7 +239,7 @@ class TraceWriter:
         self._say(f"{self.path}: {why}")
 
     def _as_line(self, span: Span) -> str:
-        """Make an event of a span; peers are ranks of the job there."""
+        """Convert a span to an event; peers are ranks of the job."""
         prompt, values, title = self._prompts.get(span.prompt), list[str](), f'"{span.kind}"'
         if span.kind == "layer":
             title = f'"layer {span.layer}"'
@@ -264,7 +264,7 @@ class TraceWriter:
         )
 
     def _row_of(self, span: Span) -> int:
-        """Find a row where a span overlaps with no other; rows that are new are given their names."""
+        """Find a row of the timeline without overlap; new rows are named."""
         row = ROWS[span.kind]
         if row >= LANES // 2:
             lanes = range(row, row + LANES - 1)
@@ -276,7 +276,7 @@ class TraceWriter:
 
 
 def _fitting(lines: list[str], size_bytes: int) -> int:
-    """How many of the lines go into so many bytes."""
+    """Return how many of the lines fit into so many bytes."""
     for number, line in enumerate(lines):
         size_bytes -= len(line)
         if size_bytes < 0:
@@ -285,7 +285,7 @@ def _fitting(lines: list[str], size_bytes: int) -> int:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
+    """Resident memory of this process; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -311,7 +311,7 @@ def remove_traces(folder: Path) -> None:
 
 
 def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> Iterator[RankTrace]:
-    """Read every rank's trace of every job of a run; lines that are damaged are counted.
+    """Read every rank's trace of every job of a run; damaged lines are counted.
 
     Parameters
     ----------
@@ -343,7 +343,7 @@ def _read_lines(path: Path) -> list[bytes]:
 
 
 def _read_trace(path: Path, lines: list[bytes]) -> RankTrace | None:
-    """Read a trace; None if the job was killed before it had begun."""
+    """Read a trace; None if the job was killed before its first line."""
     if lines and not lines[-1].endswith(b"\n"):  # the job was killed in the middle of it
         del lines[-1]
     if not lines or lines == [OPENING]:
@@ -382,7 +382,7 @@ def _read_header(path: Path, opening: bytes, line: bytes = b"") -> TraceHeader:
 
 
 def _add_event(trace: RankTrace, clocks: list[tuple[float, float, float]], event: dict[str, Any]) -> None:
-    """Take in an event, if its values are of the types they are to have."""
+    """Add an event if its values have the expected types."""
     at_s, name, values = _finite(event["ts"]) / 1e6, event["name"], event["args"]
     if event["ph"] == "X":
         kind, took_s = event["cat"], _finite(event["dur"]) / 1e6
@@ -422,7 +422,7 @@ def _finite(value: Any) -> float:
 
 
 def _aligned(trace: RankTrace, clocks: list[tuple[float, float, float]]) -> RankTrace:
-    """Take off what the rank's clock has drifted from rank 0's: straight lines between the comparisons."""
+    """Correct the drift of the rank's clock by linear interpolation."""
     if not clocks:
         return trace
     ats, aheads, errors = zip(*clocks, strict=True)

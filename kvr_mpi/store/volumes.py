@@ -1,4 +1,4 @@
-"""Volumes: HDF5 files of keys and values, and ``results.h5``, which has the log, too.
+"""Volumes, which are HDF5 files of keys and values, and ``results.h5``, which also contains the log.
 
     kv-SESSION-RANK-NUMBER.h5  of a rank, while a job runs
     results.h5                 of all ranks, at its end; needs no other file,
@@ -40,18 +40,18 @@ LOG, RECORDS, KV = "log", "records", "kv"
 
 
 def is_ours(name: str) -> bool:
-    """Whether this program gives such a name to a file of results."""
+    """Whether a file name is one that this program gives to results."""
     return name == RESULTS or bool(LOG_NAME.fullmatch(name) or VOLUME_NAME.fullmatch(name))
 
 
 def key_of(any_id: str) -> str:
-    """Name an id as a group or a file: percent-encoded, so that none is a path, and never ``.`` or ``..``."""
+    """Encode an id as the name of a group or file: percent-encoded, never a path, ``.`` or ``..``."""
     key = quote(any_id, safe=" ,+=@()")
     return key.replace(".", "%2E") if set(key) == {"."} else key
 
 
 def create_volume(path: Path) -> h5py.File:
-    """Make a file that is not there yet, and say in it what it is."""
+    """Create a new file, and write its schema."""
     file = create_hdf5(path)
     write_attribute(file, "schema", SCHEMA)
     write_attribute(file, "schema_version", SCHEMA_VERSION)
@@ -60,7 +60,7 @@ def create_volume(path: Path) -> h5py.File:
 
 
 def check_schema(file: h5py.File) -> None:
-    """Raise `ForeignError` if an HDF5 file was written by another program, or another version of this one."""
+    """Raise `ForeignError` if an HDF5 file was written by another program or version."""
     if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
         raise ForeignError(
             f"{file.filename} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"
@@ -75,7 +75,7 @@ def check_schema(file: h5py.File) -> None:
 
 @contextmanager
 def open_volume(path: Path) -> Iterator[h5py.File]:
-    """Open one of our files for reading, having looked at what it says it is.
+    """Open one of our files for reading, after checking its schema.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def open_volume(path: Path) -> Iterator[h5py.File]:
 
 
 def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
-    """Write a file of lines as a dataset without chunks: those that HDF5 still had would end it on a full disk."""
+    """Write lines as a contiguous dataset; unwritten chunks would make HDF5 abort on a full disk."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     space = h5py.h5s.create_simple((lines.seek(0, os.SEEK_END),))
@@ -102,7 +102,7 @@ def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The lines of a log, or of ``results.h5``, while that is open.
+    """The lines of an open log or ``results.h5``.
 
     parts : what reads some bytes from an offset on, and how many bytes there are; the last part has the records.
     """
@@ -111,12 +111,12 @@ class Source:
     parts: tuple[tuple[Callable[[int, int], bytes], int], ...]
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield every line, and where `read` finds it if it is a record's."""
+        """Yield every line, and the position for `read` if it is a record."""
         for read, size in self.parts:
             yield from iter_lines(read, size)
 
     def read(self, at: int, size: int) -> bytes:
-        """Read a record's line."""
+        """Read the line of a record."""
         return self.parts[-1][0](at, size)
 
 

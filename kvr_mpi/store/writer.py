@@ -1,4 +1,4 @@
-"""Writing while the ranks compute: records go into the log, keys and values into volumes, in a thread of their own.
+"""Writing while the ranks compute: a thread writes records to the log, and keys and values to volumes.
 
 A record is on the disk within `SYNC_S` of being written, and counts once the keys and values it needs do: when their
 volume is closed, synced and listed in the log. HDF5 lets other threads run while it writes, as do checksums and syncs,
@@ -62,7 +62,7 @@ class _Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """What is written; layers follow."""
+    """A document to be written; its layers follow."""
 
     record: Record
     tokens: CachedTokens | None
@@ -77,7 +77,7 @@ class _Layer:
 
 
 class _DroppedError(Exception):
-    """A document is to be forgotten."""
+    """A document is discarded."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class _Volume:
 
 
 class LayersWriter:
-    """Keys and values of a document that are being written, layer by layer.
+    """Writes the keys and values of a document layer by layer.
 
     Parameters
     ----------
@@ -104,12 +104,12 @@ class LayersWriter:
         self.add_layer, self.is_dropped = add_layer, False
 
     def drop(self) -> None:
-        """Forget the document."""
+        """Discard the document."""
         self.is_dropped = True
 
 
 class ResultWriter:
-    """Write what one rank has of finished documents.
+    """Writes one rank's results.
 
     Every call raises `WriteError` if something could not be written, now or since the last call; what was durable
     stays.
@@ -159,7 +159,7 @@ class ResultWriter:
     def write(
         self, record: Record, layers: Iterable[KeysValues | None] = (), tokens: CachedTokens | None = None
     ) -> None:
-        """Add a document's record, and the keys and values that this rank has of it.
+        """Add a record, and this rank's keys and values of the document.
 
         Parameters
         ----------
@@ -181,7 +181,7 @@ class ResultWriter:
 
     @contextlib.contextmanager
     def writing_piece(self, record: Record, tokens: CachedTokens) -> Iterator[LayersWriter]:
-        """Add layers one by one, as `write_piece`; nothing else may be written meanwhile.
+        """Add layers one by one, as for `write_piece`; nothing else may be written meanwhile.
 
         If that ends by an exception, or the document is dropped, they are forgotten.
         """
@@ -202,11 +202,11 @@ class ResultWriter:
             self._tasks.put(_Mark.DROP if layers.is_dropped else _Mark.END)
 
     def end_with(self, cost: Cost) -> None:
-        """Say what this rank has spent in all; `close` writes it."""
+        """Set this rank's total cost, which `close` writes."""
         self._last_cost = cost
 
     def flush(self) -> None:
-        """Wait until all documents are durable."""
+        """Wait until everything written is durable."""
         reached = threading.Event()
         self._tasks.put(reached)
         while self._thread.is_alive() and not reached.wait(1):
@@ -214,7 +214,7 @@ class ResultWriter:
         self._check()
 
     def close(self) -> None:
-        """Make all documents durable, and end the thread."""
+        """Flush everything, and end the thread."""
         if self._thread.is_alive():
             self._tasks.put(_Mark.STOP)
             self._thread.join()
@@ -231,7 +231,7 @@ class ResultWriter:
         return _Layer((keys, values), size, mark_copies(layer[0].device))
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the host, in one piece, and into memory that was written out before if there is any.
+        """Copy a tensor to contiguous host memory, reusing a buffer if possible.
 
         Memory that is new to the process costs several times as much as the copying.
         """
@@ -241,7 +241,7 @@ class ResultWriter:
         return copy_to_host(tensor, copy)
 
     def _release(self, layer: _Layer) -> None:
-        """Let the caller go on, and keep the memory if the next layer is likely to be of the same shape."""
+        """Let the caller continue, and keep the buffer for a next layer of the same shape."""
         with self._room:
             self._waiting_bytes -= layer.size_bytes
             for tensor in layer.content or ():
@@ -310,7 +310,7 @@ class ResultWriter:
             return _Mark.DUE
 
     def _layers(self) -> Iterator[_Layer]:
-        """Take a document's layers, up to its end."""
+        """Yield a document's layers."""
         while not isinstance(task := self._tasks.get(), _Mark):
             assert isinstance(task, _Layer)
             yield task
@@ -382,7 +382,7 @@ class ResultWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _end_what_is_due(self) -> None:
-        """Close the volume, and sync the log, if they are old or large enough."""
+        """Close the volume and sync the log when they are old or large enough."""
         now, volume = time.monotonic(), self._volume
         if volume is not None and (now > volume.due_s or volume.file.id.get_filesize() > VOLUME_BYTES):
             self._end_volume()
@@ -400,7 +400,7 @@ class ResultWriter:
                 self._sync_s = self._sync_s or time.monotonic()
 
     def _end_volume(self) -> None:
-        """Make the volume count: close it, sync it, and list it."""
+        """Complete the volume: close, sync and list it."""
         volume = self._volume
         if volume is None or self._error is not None:
             return
@@ -424,7 +424,7 @@ class ResultWriter:
         self._log.sync()
 
     def _give_up(self) -> None:
-        """Remove the unfinished volume, so that its space is free again."""
+        """Remove the unfinished volume to free its space."""
         self._sync_s = None
         volume, self._volume = self._volume, None
         if volume is not None:
@@ -438,13 +438,13 @@ class ResultWriter:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A mark in a GPU's stream, after the copies that it was told of."""
+    """An event in a GPU's stream after some copies."""
 
     device: torch.device
     event: torch.cuda.Event
 
     def wait(self) -> None:
-        """Return when they are made; in any thread, which has GPU 0, and a context there, until it says another."""
+        """Wait for the copies, from any thread; the thread's current GPU may be another one."""
         import torch
 
         torch.cuda.set_device(self.device)
@@ -452,7 +452,7 @@ class Copied:
 
 
 def copy_to_host(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    """Copy a tensor, in one piece; from a GPU by and by, in the order of its stream.
+    """Copy a tensor to contiguous host memory; from a GPU asynchronously, in the order of its stream.
 
     Parameters
     ----------
@@ -469,7 +469,7 @@ def copy_to_host(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tenso
 
 
 def mark_copies(device: torch.device) -> Copied | None:
-    """Mark where a GPU's current stream has come to; None for host memory, of which a copy is made at once."""
+    """Record an event in a GPU's current stream; None for host memory, which is copied at once."""
     if device.type != "cuda":
         return None
     import torch
