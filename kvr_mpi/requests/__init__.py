@@ -1,1 +1,1 @@
-"""Documents on their way: where they come from, what is asked about each, and what their prompts share."""
+"""Documents in progress: their source, their prompts, and what the prompts share."""

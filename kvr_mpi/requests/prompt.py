@@ -1,4 +1,4 @@
-"""One prompt of a document, complete: any rank of a chain can prefill it, answer it and store the result.
+"""A complete prompt: any rank of a chain can prefill it, answer it and store the result.
 
 The leader of a chain makes prompts and sends them to the other ranks, which hold no corpus. What became of a prompt
 that is only a part of its document goes back to the leader as a record of that part.
@@ -40,7 +40,7 @@ SUMS = (
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prompt(PromptText):
-    """One prompt and all that its answer and its record depend on.
+    """A prompt with everything that its answer and record depend on.
 
     key : unique among the prompts of a chain.
     document_id : the document's, unique among those of a job.
@@ -81,7 +81,7 @@ class Prompt(PromptText):
 
     @classmethod
     def from_wire(cls, plain: Mapping[str, Any], ids: bytes) -> Prompt:
-        """Make the prompt of what `to_wire` returned."""
+        """Reconstruct the prompt from the result of `to_wire`."""
         own: dict[str, Any] = {
             name: tuple(one) if isinstance(one, list) else one for name, one in plain["generation"].items()
         }
@@ -100,7 +100,7 @@ class Prompt(PromptText):
         )
 
     def record(self, prefill: Prefill, answer: Answer, rank_s: float = 0.0) -> Record:
-        """Make the record of an answered prompt: of a part by itself, of the final one with all before it."""
+        """Make the record of an answered prompt; the final one includes the document's earlier prompts."""
         retained = prefill.retained
         own = replace(
             self.begun_record(prefill.partition),
@@ -130,7 +130,7 @@ class Prompt(PromptText):
 
 
 def too_little(coverage: float, least: float) -> str:
-    """Say that an answer would hide how little of the document it has seen."""
+    """Explain that the answer would cover too little of the document."""
     return (
         f"the answer would have seen {100 * coverage:.1f} % of the document, and prompt.min_coverage = {least:g} asks "
         f"for {100 * least:g} %: set prompt.too_long = 'split', keep more tokens, or lower prompt.min_coverage"
@@ -138,7 +138,7 @@ def too_little(coverage: float, least: float) -> str:
 
 
 def sum_records(parts: Sequence[Record], past: Mapping[str, Any]) -> dict[str, Any]:
-    """Add records of a document's prompts to what was summed up before: `SUMS`, decoding time, and strategies."""
+    """Add the `SUMS`, decoding time and strategies of a document's prompts to earlier sums."""
     found: dict[str, Any] = {name: past.get(name, 0) + sum(getattr(one, name) for one in parts) for name in SUMS}
     # Parts are decoded side by side, the prompt about their answers after them.
     found["decode_s"] = past.get("decode_s", 0.0) + max(one.decode_s for one in parts)
@@ -147,7 +147,7 @@ def sum_records(parts: Sequence[Record], past: Mapping[str, Any]) -> dict[str, A
 
 
 def _asked_for(answer: Answer) -> dict[str, Any]:
-    """Return the record's fields with scores, samples and log-probabilities, where a job asked for them."""
+    """Return the fields for scores, samples and log-probabilities, if the job asks for them."""
     found: dict[str, Any] = {}
     if answer.scores:
         found["scores"] = json.dumps([_score_as_json(score) for score in answer.scores])

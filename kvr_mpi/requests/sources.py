@@ -1,4 +1,4 @@
-"""Where a job's documents come from, and how the prompts of each are made."""
+"""The sources of documents, and how their prompts are made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Source(Protocol):
     corpus: Corpus
 
     def read(self, number: int) -> Document:
-        """Read a document; one that is wrong says so."""
+        """Read a document; if that fails, it contains the error."""
 
     def request(self, document: Document, work: int) -> Split:
         """Make a document's prompts.
@@ -63,7 +63,7 @@ class TextSource:
         self.corpus, self._config, self._find_prefix, self._prompts = corpus, prompt_config, find_prefix, prompts
 
     def read(self, number: int) -> Document:
-        """Read a document's text, and say which of several prompts it is for."""
+        """Read a document's text, and find which of several prompts it is for."""
         document = self.corpus.read(number)
         if not self._prompts:
             return document
@@ -72,7 +72,7 @@ class TextSource:
         return replace(document, asked=Asked(about, self._prompts[name], sha256))
 
     def request(self, document: Document, work: int) -> Split:
-        """Put the job's words around a text; cut it if it is too long, or make several prompts of it."""
+        """Put the template around a text; a text that is too long is cut, or split into several prompts."""
         if document.error is not None:
             raise DocumentError(document.error)
         config = self._config.of(document)
@@ -99,7 +99,7 @@ class TextSource:
 
 
 def _conversation(config: PromptConfig, document: Document) -> PromptText:
-    """Make the prompt that a conversation is; it is never cut."""
+    """Make the prompt of a conversation, which is never cut."""
     ids, most = encode_conversation(config.tokenizer, document.messages), config.frame.max_tokens
     if len(ids) > most:
         raise DocumentError(

@@ -1,4 +1,4 @@
-"""A document and its prompts of the moment, on the leader of a chain.
+"""A document and its current prompts, on the leader of a chain.
 
 Most documents are one prompt. One that is too long and may be split is several prompts, whose answers make the next
 prompt, until one is left.
@@ -28,7 +28,7 @@ MAX_REDUCTIONS = 8
 
 
 def seed_of(document: Document, job_seed: int) -> int:
-    """Give each document its own stream of random numbers, whatever rank it comes to.
+    """Return the seed of a document, independent of ranks.
 
     A row with a seed of its own has the stream of that seed, as have all that name it.
     """
@@ -39,7 +39,7 @@ def seed_of(document: Document, job_seed: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PromptConfig:
-    """How documents are asked: what all readings of a job share.
+    """The job's settings for prompts.
 
     frame, reduce_frame : around a document's text, and around the answers about its parts.
     max_new_tokens : of an answer.
@@ -60,7 +60,7 @@ class PromptConfig:
     seed: int = 0
 
     def scoring(self, document: Document) -> PromptConfig:
-        """Name the continuations of a document that are to be scored, and leave room for the longest.
+        """Return the continuations to score, and reserve room for the longest.
 
         Raises
         ------
@@ -76,7 +76,7 @@ class PromptConfig:
         return replace(self, generation=replace(self.generation, score=texts), max_new_tokens=longest)
 
     def of(self, document: Document) -> PromptConfig:
-        """Fill in the fields of a document's row, and leave room for its own answer.
+        """Fill in the fields of a document's row, and reserve room for its answer.
 
         Raises
         ------
@@ -103,7 +103,7 @@ class PromptConfig:
         return replace(asked, frame=frame, reduce_frame=reduce_frame, max_new_tokens=new_tokens)
 
     def shared_tokens(self, document: Document, prompt: PromptText) -> int:
-        """Count the tokens of a document's prompt that other prompts about it begin with, too."""
+        """Count the tokens that a document's prompt shares with its other prompts."""
         if document.asked is None or not self.questions:
             return 0
         own = self.questions[parse_answer_id(document.id)[1]]
@@ -116,7 +116,7 @@ class PromptConfig:
 
 @dataclass(slots=True)
 class Split:
-    """A document and its prompts of the moment.
+    """A document and its current prompts.
 
     Parameters
     ----------
@@ -145,16 +145,16 @@ class Split:
 
     @property
     def id(self) -> str:
-        """The document's."""
+        """Id of the document."""
         return self.document.id
 
     @property
     def is_final(self) -> bool:
-        """Whether the answer to the prompt of the moment is the document's."""
+        """Whether the answer to the current prompt is the document's answer."""
         return len(self.texts) == 1
 
     def make_prompts(self, keys: Iterator[str]) -> list[Prompt]:
-        """Make complete prompts of the texts of the moment, with the next of these keys."""
+        """Make prompts of the current texts, with the next of these keys."""
         document, config = self.document, self.prompt_config
         own = document.generation
         generation = own.over(config.generation) if self.is_final else own
@@ -185,7 +185,7 @@ class Split:
         ]
 
     def receive(self, part: int, record: Record) -> bool:
-        """Take what became of a part; with the last of them, make the next texts and say so.
+        """Process the record of a part; after the last one, make the next texts and return True.
 
         Raises
         ------
@@ -211,13 +211,13 @@ class Split:
         return True
 
     def split_text(self, ids: Sequence[int], frame: Frame) -> None:
-        """Make texts of parts of a text."""
+        """Split a text into the next texts."""
         self._text_ids, self._stage = ids, self._stage + 1
         self.texts = split_text(self.prompt_config.tokenizer, frame, ids)
 
 
 def _texts_of(column: str, value: Any) -> tuple[str, ...]:
-    """Read the continuations that a row names."""
+    """Read the continuations that a row contains."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) and one for one in texts):
         raise DocumentError(
@@ -234,7 +234,7 @@ def error_record(document: Document, reason: str) -> Record:
 
 
 def about_record(document: Document) -> dict[str, str]:
-    """Return the fields of a document's record that are known before it runs: what it says of itself, and its hash."""
+    """Return the fields of a record that are known before the document runs: its metadata and hash."""
     columns = json.dumps(dict(document.passed)) if document.passed else ""
     if document.asked is None:
         return {"columns": columns, "document_sha256": hashlib.sha256(document.text.encode()).hexdigest()}

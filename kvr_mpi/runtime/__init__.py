@@ -1,1 +1,1 @@
-"""A job at work: made ready, scheduled in waves, prefilled, decoded and written."""
+"""Running a job: documents are scheduled in waves, prefilled, decoded and stored."""

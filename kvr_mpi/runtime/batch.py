@@ -1,4 +1,4 @@
-"""The main job: every document of a corpus, prefilled, answered and stored.
+"""The main job: prefill, answer and store every document of a corpus.
 
 The data's way, as in `run_job`: documents -> prompts -> plan -> chain prefill -> decode -> outputs -> report.
 Every rank knows the same corpus and computes the same shares of it (``rounds``). Each chain takes its documents from
@@ -176,7 +176,7 @@ def _run(
 def open_context(
     setup: JobSetup, source: Source, sink: ResultSink, stop: Stop, trace: Trace | None = None
 ) -> WorkerContext:
-    """Put together what this rank works with: documents, results, answers under way."""
+    """Assemble what this rank works with: documents, results, answers in progress."""
     trace = trace or Trace(Recorder())
     return WorkerContext(source, sink, Decoder(setup, sink, stop, trace), stop, trace)
 
@@ -184,7 +184,7 @@ def open_context(
 def _open_sink(
     setup: JobSetup, ranks: JobRanks, writer: ResultWriter, counters: Counters, progress: Progress
 ) -> ResultSink:
-    """Make this rank's end of the results, with the heads that are its to store."""
+    """Open this rank's results, with the heads that it stores."""
     part, kv = setup.loaded.part, bool(setup.spec.output.kv)
     if part is None:
         return ResultSink(writer, counters, progress, keeps_kv=kv)
@@ -195,7 +195,7 @@ def _open_sink(
 def work_through(
     setup: JobSetup, ranks: JobRanks, shares: Shares, context: WorkerContext, counters: Counters, say: Say
 ) -> None:
-    """Do this rank's part of all rounds; every rank calls this."""
+    """Process this rank's part of all rounds; every rank calls this."""
     lane = ranks.lane
     for number in list(shares.does_not_fit)[lane.rank :: lane.size]:
         context.sink.write_record(error_record(context.source.read(number), shares.does_not_fit[number]), 0)
@@ -219,7 +219,7 @@ def work_through(
 
 
 def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[str, Any]:
-    """List all documents; `check_job` has seen that they can be had."""
+    """List all documents, which `check_job` has found."""
     if options.extend and (spec.questions is not None or spec.documents.shard is not None):
         what, why = (
             ("[questions]", "its documents are those of a run")
@@ -244,7 +244,7 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
 
 
 def open_source(setup: JobSetup, corpus: Corpus) -> Source:
-    """Say where prompts come from."""
+    """Open the source of prompts."""
     if setup.spec.questions is not None:
         return StoredSource(setup, corpus)
     if setup.beginnings is not None:
@@ -277,7 +277,7 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
 
 
 def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions, owner: Owner, log: Log) -> Run:
-    """Make the output folder ours."""
+    """Take over the output folder."""
     return open_run(
         folder,
         prepared.header(),
@@ -291,7 +291,7 @@ def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions,
 
 
 def _forget_states(run: Run, folder: Path) -> None:
-    """Remove what the ranks said of themselves, unless the folder is no longer ours."""
+    """Remove the ranks' state files, unless another job has taken the folder."""
     with suppress(OutputError):
         run.check(anew=True)
         remove_states(folder)
@@ -304,7 +304,7 @@ def _end_at_once(world: Transport, log: Log, why: str) -> None:
 
 
 def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
-    """Merge the results if that is cheap, print the table, and say how it went; counts come from the logs."""
+    """Merge the results if that is cheap, and print table and conclusion; counts come from the logs."""
     assert run is not None, "on rank 0"
     folder = Path(spec.output.path)
     if left:
@@ -327,7 +327,7 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
 
 
 def write_batch(folder: Path, log: Log) -> None:
-    """Write the responses to all requests, in OpenAI's format, beside the results."""
+    """Write the responses to all requests in OpenAI's format, next to the results."""
     file, results = folder / RESPONSES, open_results(folder, verify=False, partial=True)
     try:
         with replacing(file) as stream:
@@ -339,7 +339,7 @@ def write_batch(folder: Path, log: Log) -> None:
 
 
 def conclusion(spec: JobSpec, done: int, failed: int) -> tuple[int, str]:
-    """Return the exit code of a job that is through, and its last line."""
+    """Return the exit code of a finished job, and its last line."""
     allowed = spec.output.failures_allowed(done + failed)
     code = EXIT_BAD_DATA if failed > allowed else EXIT_OK
     if not failed:

@@ -1,4 +1,4 @@
-"""A model on a chain of ranks: chooses how one prompt at a time runs there, and runs it.
+"""Runs prompts on a chain of ranks: decides how each prompt runs, and runs it.
 
 Stands between the batch, which handles documents, and the ways to run a prompt (``ways``).
 """
@@ -30,7 +30,7 @@ from kvr_mpi.transport.forwarder import Forwarder
 
 
 class ChainRunner:
-    """A model on a chain of ranks, ready to answer documents.
+    """A model on a chain of ranks, ready to run prompts.
 
     Every rank of the chain calls `begin`, and the prefill of the ways, with the same prompts in the same order.
 
@@ -67,21 +67,21 @@ class ChainRunner:
 
     @property
     def document(self) -> Share | None:
-        """This rank's rows of the stored document that the chain is at."""
+        """This rank's rows of the stored document in use."""
         return self._after_stored.held
 
     @property
     def shared(self) -> Prefill | None:
-        """What prompts about one document begin with, if that is held on this rank."""
+        """The shared prefix of the prompts about one document, if this rank holds it."""
         return self._after_shared.held
 
     def open_forwarder(self, recorder: Recorder | None = None) -> Forwarder | None:
-        """Make what carries keys and values from prompt to prompt; None on a rank alone."""
+        """Open the forwarder that serves all prompts; None on a single rank."""
         device = self._setup.loaded.device
         return Forwarder(self.chain, device=device, recorder=recorder) if self.chain.size > 1 else None
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
-        """Decide how a prompt is run, with the last slice on `decode_rank`; only on the chain's leader.
+        """Plan a prompt with the last slice on `decode_rank`; only on the chain's leader.
 
         Other ranks receive the plan (`read_plan`) and derive nothing.
         """
@@ -96,7 +96,7 @@ class ChainRunner:
         return self._plan(prompt, prefix, decode_rank)
 
     def _plan(self, prompt: Prompt, prefix: SharedPrefix | None, decode_rank: int) -> Plan:
-        """Decide how a prompt is run by itself."""
+        """Plan a prompt that shares no prefix."""
         known, window = prefix.tokens if prefix else 0, self._setup.window_of(prompt)
         is_compressed = prefix is not None and prefix.heads is not None  # one rank has what each head kept
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
@@ -115,7 +115,7 @@ class ChainRunner:
         return Plan(self._over_chain, prompt, prefix, decode_rank, strategy, partition, chunks)
 
     def _goes_alone(self, tokens: int, before_window: int | None = None) -> bool:
-        """Whether so many tokens are too few to be cut, so that one rank prefills them, packed with others.
+        """Whether a prompt is too short to be cut, so that one rank prefills it, packed with others.
 
         Parameters
         ----------
@@ -132,13 +132,13 @@ class ChainRunner:
         return self._slices.is_too_short(tokens) or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
     def _is_stored_document(self, prefix: SharedPrefix | None) -> bool:
-        """Whether what a prompt begins with is a document that the ranks hold together, each a part of it."""
+        """Whether a prompt continues a stored document that the ranks hold together."""
         return (
             self.is_spread and self._setup.spec.questions is not None and prefix is not None and prefix.read is not None
         )
 
     def read_plan(self, prompt: Prompt, plan: Mapping[str, Any]) -> Plan:
-        """Read the leader's plan of a prompt, as `Plan.to_wire` gave it.
+        """Parse the leader's plan, as returned by `Plan.to_wire`.
 
         Raises
         ------
@@ -164,13 +164,16 @@ class ChainRunner:
         )
 
     def pinned_rank(self, prompt: Prompt) -> int | None:
-        """Say which rank holds the shared beginning or stored document that a prompt continues; None: any."""
+        """Return the rank that holds the prefix or stored document that a prompt continues.
+
+        None if any rank will do.
+        """
         held = [way.at for way in self._ways if way.at is not None]
         continues = (prompt.stored, prompt.ids[: prompt.shared_tokens])
         return self._decode_rank if any(at in continues for at in held) else None
 
     def check_shareable(self, prompt: Prompt) -> None:
-        """Refuse a prompt of which some rank would have nothing, if every rank keeps a part of it.
+        """Refuse a prompt with fewer tokens than ranks if every rank keeps a part of it.
 
         Raises
         ------
@@ -189,7 +192,7 @@ class ChainRunner:
             )
 
     def why_too_large(self, plan: Plan) -> str | None:
-        """Say why a prompt does not fit even on an empty chain, and how many ranks would be enough; None if it fits."""
+        """Explain why a prompt does not fit on an empty chain, and how many ranks would suffice; None if it fits."""
         try:
             self._setup.loaded.shape.check_ids(plan.prompt.ids)
             if self._setup.footprint is not None:
@@ -199,7 +202,7 @@ class ChainRunner:
         return None
 
     def fits_beside(self, plan: Plan, held_bytes: Sequence[int]) -> bool:
-        """Whether a prompt fits beside what the ranks of the chain hold already."""
+        """Whether a prompt fits into the memory that the ranks of the chain have left."""
         if self._setup.footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
         spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
@@ -209,11 +212,11 @@ class ChainRunner:
         )
 
     def goes_on(self, plan: Plan) -> bool:
-        """Whether a prompt needs nothing begun or left before it."""
+        """Whether a prompt can run without beginning or releasing a prefix."""
         return all(way.at == (way.beginning(plan) if way is plan.way else None) for way in self._ways)
 
     def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
-        """Leave what prompts before this one went on from, and compute or open what this one does.
+        """Release the prefix of earlier prompts, and compute or open the one of this prompt.
 
         Returns
         -------
@@ -228,18 +231,18 @@ class ChainRunner:
         return plan.way.begin(plan, forwarder)
 
     def forget_stored(self) -> None:
-        """Close the file that the last prompt's beginning was read from."""
+        """Close the file of the last stored prefix."""
         self._opened = None
 
     def _prefix_of(self, prompt: Prompt) -> SharedPrefix | None:
-        """Find the beginning of a prompt that has been computed already, if any; on the leader."""
+        """Find a prefix of a prompt that is already computed, on the leader; None if there is none."""
         ids, window = prompt.ids, self._setup.window_of(prompt)
         end = len(ids) if window is None else window[0]  # of what is known there are no queries
         fitting = (one for one in self._setup.prefixes if one.tokens <= end and ids[: one.tokens] == one.ids)
         return self._stored_prefix(prompt) or next(fitting, None)
 
     def _stored_prefix(self, prompt: Prompt) -> SharedPrefix | None:
-        """Open the stored beginning of a prompt, unless it is that of the last one."""
+        """Open the stored prefix of a prompt, unless it is open already."""
         if prompt.stored is None:
             return None
         if self._opened is None or self._opened.source != prompt.stored:
@@ -247,7 +250,7 @@ class ChainRunner:
         return self._opened
 
     def _prefix_of_tokens(self, prompt: Prompt, tokens: int) -> SharedPrefix | None:
-        """Find the beginning of a prompt that the leader's plan builds on."""
+        """Find the prefix of a prompt that the leader's plan uses."""
         if not tokens:
             return None
         ids, stored = prompt.ids[:tokens], self._stored_prefix(prompt)
@@ -261,5 +264,5 @@ class ChainRunner:
 
 
 def _beginning_of(prompt: Prompt, tokens: int) -> Prompt:
-    """Make a prompt of the first tokens of another; nothing is answered to it."""
+    """Make a prompt of the first tokens of another; it gets no answer."""
     return replace(prompt, ids=prompt.ids[:tokens], text=(0, 0), new_tokens=0)

@@ -1,4 +1,4 @@
-"""What a rank decodes, whatever chains it was in when the prompts were prefilled, and where the answers go.
+"""One rank's decoding: answers in progress, and their delivery.
 
 An answer to a document's only prompt is its record. That to a part of a document goes to the leader of the chain,
 which makes the next prompt of all of them.
@@ -26,7 +26,7 @@ from kvr_mpi.transport import share_json
 
 
 class Decoder:
-    """One rank's answers under way.
+    """One rank's answers in progress.
 
     Parameters
     ----------
@@ -51,21 +51,21 @@ class Decoder:
 
     @property
     def running(self) -> int:
-        """Answers under way."""
+        """Number of answers in progress."""
         return self._batch.running
 
     @property
     def shares_heads(self) -> bool:
-        """Whether all ranks of the chain decode each rank's prompts, from the end of a wave's prefill on."""
+        """Whether all ranks of the chain decode each rank's prompts together after a wave's prefill."""
         return self._batch.group.waits
 
     def held(self, shared: Prefill | None = None, document: Share | None = None) -> Held:
-        """Say what this rank holds, with what more prompts go on from: a shared beginning, or a stored document."""
+        """Return the memory in use on this rank, including the prefix or stored document that prompts continue."""
         prefills = [*self._batch.prefills, *([] if shared is None else [shared])]
         return Held(self._batch.running, self._batch.group.held_bytes(prefills, document))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
-        """Take in a prompt after its prefill; all ranks that hold a share of it call this."""
+        """Add a prefilled prompt; all ranks that hold a share of it call this."""
         self._stop.announce()
         is_home, share = self._batch.group.is_home(prefill), prefill.share
         if prefill.error is None and is_home:
@@ -80,7 +80,7 @@ class Decoder:
         self._deliver(self._batch.take_finished())  # their records need not wait for the others
 
     def decode(self, leave: int = 0) -> None:
-        """Decode until no more than so many answers are under way, or the time is over."""
+        """Decode until at most so many answers are in progress, or until time is up."""
         began, began_s = time.monotonic(), time.perf_counter()
         if self.shares_heads:
             if self._is_over():  # what waits is not the same on all ranks
@@ -95,17 +95,17 @@ class Decoder:
             self._trace.recorder.note("decode", began_s, prompt=-1, amount=answers)
 
     def take_parts(self) -> list[tuple[str, Record]]:
-        """Return records of parts of documents since this was asked last, by their prompts' keys."""
+        """Return new records of document parts, by the keys of their prompts."""
         parts, self._parts = self._parts, []
         return parts
 
     def _is_over(self) -> bool:
-        """Whether there is no time left; ranks that decode together have to see it at once."""
+        """Whether time is up; ranks that decode together agree on it."""
         is_over, ranks = self._stop.is_over_for_group, self._batch.group.ranks
         return is_over if ranks is None else bool(share_json(ranks, is_over))
 
     def _deliver(self, answered: Sequence[Finished[Prompt]]) -> None:
-        """Record what is answered, or tell the leader."""
+        """Store an answer, or send it to the leader."""
         for finished in answered:
             prompt, answer = finished.key, finished.answer
             if answer is None:

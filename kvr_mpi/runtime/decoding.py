@@ -1,4 +1,4 @@
-"""How a chain's answers are decoded: each rank its own, heads on all of its ranks, or tokens on all of them.
+"""How a chain decodes: each rank its own prompts, or all ranks together, split by heads or by tokens.
 
 Stands between the rounds of a job and the ranks' `Decoder`. Which way ``[decode] mode = "auto"`` takes is decided
 before the first document, by rank 0 for all.
@@ -32,7 +32,7 @@ NOT_TOGETHER = DecodeChoice("data-parallel", "the job asks for it")
 def choose_modes(
     setup: JobSetup, ranks: Transport, rounds: Sequence[Round], chains: Sequence[Transport], say: Say
 ) -> list[DecodeChoice]:
-    """Say for each round how its chains decode; every rank calls this and is told the same."""
+    """Choose for each round how its chains decode; every rank calls this and gets the same result."""
     choices = []
     for part, chain in zip(rounds, chains, strict=True):
         choice = _choose(setup, part, chain)
@@ -45,7 +45,7 @@ def choose_modes(
 
 
 def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
-    """Choose for a round, as the first rank of the job has it."""
+    """Choose for one round, on the first rank of the job."""
     mode, size = setup.spec.decode.mode, part.topology.ranks_per_chain
     if mode == "data-parallel" or size == 1 or not setup.spec.generation.max_new_tokens:
         return NOT_TOGETHER if mode == "data-parallel" else DecodeChoice("data-parallel", _why_apart(size))
@@ -69,7 +69,7 @@ def _why_apart(chain_size: int) -> str:
 
 
 def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> None:
-    """Say in a line what a round does, if the job leaves that open or asks for heads that are shared."""
+    """Log the choice for a round, if the job leaves it open or asks for shared heads."""
     if setup.spec.decode.mode == "auto":
         say(str(choice))
     elif setup.spec.decode.mode == "head-parallel" and choice.mode != "head-parallel":
@@ -80,7 +80,7 @@ def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> 
 
 
 def _usual_wave(setup: JobSetup, part: Round) -> Wave:
-    """Say what a chain decodes together: its share of what is left, as far as it has memory for that."""
+    """Estimate what a chain decodes together: its share of the remaining documents, limited by memory."""
     ranks, numbers = part.topology.ranks_per_chain, [len(each) for each in part.lists]
     documents = max(1, max(numbers, default=1))
     longest, new_tokens = setup.frame.max_tokens, setup.spec.generation.max_new_tokens
@@ -94,7 +94,7 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
 
 
 def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choice: DecodeChoice) -> WorkerContext:
-    """Let a chain decode together, if keys and values stay spread over its ranks or these share heads."""
+    """Set up a chain to decode together, if keys and values are sharded or heads are shared."""
     if setup.spec.is_spread:
         group: Group[Prompt] = TokenGroup(setup.loaded, chain)
     elif choice.mode == "head-parallel":

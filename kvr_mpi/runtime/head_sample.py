@@ -1,4 +1,4 @@
-"""How much each head keeps of a sample of a job's documents: the profile that placement and HeadKV go by.
+"""How many tokens each head keeps for a sample of a job's documents: the profile for placement and HeadKV.
 
 A rank alone prefills each document's prompt as the job would, and asks the method; nothing is decoded.
 """
@@ -30,7 +30,7 @@ from kvr_mpi.transport.local import LocalTransport
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSample:
-    """What heads keep of some documents.
+    """Tokens that heads keep of some documents.
 
     documents : their ids.
     counts : (documents, layers, kv_heads).
@@ -42,7 +42,7 @@ class HeadSample:
     left_out: list[tuple[str, str]]
 
     def as_json(self, setup: JobSetup, corpus: Sequence[str]) -> dict[str, Any]:
-        """Give the profile as `head_profile.read_profile` takes it, with where it is from."""
+        """Return the profile in the format of `head_profile.read_profile`, with its origin."""
         compression = setup.compression
         assert compression is not None, "it has told the counts"
         raw, centred = similarities(self.counts) if len(self.documents) > 1 else ([], [])
@@ -63,7 +63,7 @@ class HeadSample:
 
 
 def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> tuple[JobSetup, HeadSample]:
-    """Ask the job's method about documents spread over its corpus.
+    """Apply the job's compression method to documents sampled from its corpus.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
 
 
 def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compression: Compression) -> Iterator[Counts]:
-    """Say how many tokens each head keeps of each prompt (layers, kv_heads); prompts that are kept whole are left out.
+    """Count the tokens each head keeps of each prompt (layers, kv_heads); prompts that are kept whole are left out.
 
     Parameters
     ----------

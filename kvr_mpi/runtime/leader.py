@@ -1,4 +1,4 @@
-"""The leader of a chain: its first rank reads documents, makes prompts of them and decides which comes next.
+"""The leader of a chain, its first rank: reads documents, makes prompts, and decides which one is next.
 
 Only the leader holds the corpus, the queue and the prompts that wait. All that other ranks need is in its messages
 (``messages``), so that no rank can be one document ahead of another.
@@ -27,7 +27,7 @@ from kvr_mpi.store.record import Record
 
 
 class Leader:
-    """Reads documents for a chain and decides what it runs.
+    """Reads documents for a chain, and decides what it runs.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class Leader:
 
     @property
     def has_work(self) -> bool:
-        """Whether there may be documents, prompts that wait, or parts whose answers make the next prompt."""
+        """Whether documents, waiting prompts, or parts that lead to another prompt remain."""
         return self._has_more or bool(self._parts)
 
     @property
@@ -69,14 +69,14 @@ class Leader:
         return self._has_documents or self._scheduler.has_waiting
 
     def begin_wave(self, held: Iterable[Held], parts: Iterable[tuple[str, Record]]) -> None:
-        """Begin a wave, with what each rank still holds, and what became of parts of documents, by key."""
+        """Begin a wave, given the memory in use on each rank and the new records of document parts, by key."""
         self._pace.begin_wave(time.monotonic())
         self._scheduler.begin_wave(held)
         for key, record in parts:
             self._receive_part(key, record)
 
     def next_message(self, put_off: int) -> Message:
-        """Decide what the chain does next.
+        """Decide on the next message to the chain.
 
         Parameters
         ----------
@@ -100,7 +100,7 @@ class Leader:
         return EndPrefill(self._has_more, self.has_work)
 
     def _take_document(self, put_off: int) -> bool:
-        """Take the next document; False if there is none, no time for it, or it should be left to other chains."""
+        """Take the next document; False if there is none, no time for it, or if other chains should take it."""
         self._stop.announce()
         self._stop.listen()
         following = self._queue.peek_document()
@@ -137,7 +137,7 @@ class Leader:
             self._parts |= {prompt.key: prompt for prompt in prompts}
 
     def _receive_part(self, key: str, record: Record) -> None:
-        """Process what became of a part of a document."""
+        """Process the record of a document part."""
         prompt = self._parts.pop(key, None)
         if prompt is None:  # of a document that failed before
             return
@@ -149,7 +149,7 @@ class Leader:
             self._refuse_document(prompt, str(error))
 
     def _refuse_document(self, prompt: Prompt, reason: str) -> None:
-        """Give up the document of a prompt."""
+        """Give up the document that a prompt belongs to."""
         document_id = prompt.document_id
         self._split.pop(document_id, None)
         self._parts = {key: other for key, other in self._parts.items() if other.document_id != document_id}

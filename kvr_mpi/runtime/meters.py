@@ -1,4 +1,4 @@
-"""Energy counters of the machine: RAPL of Linux's powercap for processors and memory, NVML for a GPU.
+"""Energy counters: RAPL (Linux powercap) for processors and memory, NVML for GPUs.
 
 A rank counts its share of its host's energy: all ranks of a host read the same counters, and take equal parts.
 """
@@ -22,14 +22,14 @@ ZONES = ("package", "dram")
 
 
 class Counter(Protocol):
-    """Something that counts joules."""
+    """A counter of joules."""
 
     def joules(self) -> float:
-        """All that were counted since it was opened."""
+        """Joules since the counter was opened."""
 
 
 class Zone:
-    """A zone of powercap; its counter begins anew at its end, some minutes of full load after the last time."""
+    """A zone of powercap, whose counter wraps around after some minutes of full load."""
 
     def __init__(self, folder: Path) -> None:
         self.name = (folder / "name").read_text().strip()
@@ -37,7 +37,7 @@ class Zone:
         self._last, self._sum = int(self._file.read_text()), 0
 
     def joules(self) -> float:
-        """All that were counted."""
+        """Joules since the counter was opened."""
         now = int(self._file.read_text())
         self._sum += now - self._last + (self._range if now < self._last else 0)
         self._last = now
@@ -45,7 +45,7 @@ class Zone:
 
 
 class Gpu:
-    """A GPU's own counter, by NVML (package nvidia-ml-py)."""
+    """A GPU's counter, read through NVML (package nvidia-ml-py)."""
 
     def __init__(self, device: torch.device) -> None:
         import pynvml  # type: ignore[import-not-found]
@@ -60,12 +60,12 @@ class Gpu:
         return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
 
     def joules(self) -> float:
-        """All that were counted."""
+        """Joules since the counter was opened."""
         return (self._count() - self._first) / 1e3
 
 
 class Meters:
-    """What a rank has spent since this was made.
+    """What a rank has used since this object was created.
 
     Parameters
     ----------
@@ -97,11 +97,11 @@ class Meters:
 
     @classmethod
     def of(cls, device: torch.device, world: Transport) -> Meters:
-        """Begin to count what a rank of a job spends."""
+        """Start metering a rank of a job."""
         return cls(device, world.local_size, world.local_rank)
 
     def cost(self, tally: Tally, threads: int = 1, tells: bool = True) -> Cost:
-        """Say what was spent so far; called once a minute, so that no counter begins anew twice unseen.
+        """Return what was used so far; call it once a minute, so that no counter wraps around twice.
 
         Parameters
         ----------
@@ -131,7 +131,7 @@ class Meters:
 
 
 def _zones(powercap: Path) -> tuple[list[Zone], str]:
-    """Open the zones of packages and memory; without any, say why."""
+    """Open the zones of packages and memory; if there are none, return the reason."""
     found, why = [], f"{powercap} has no RAPL zones"
     for folder in sorted(powercap.glob("intel-rapl:*")):  # AMD's have that name, too
         try:

@@ -1,4 +1,4 @@
-"""How a job is run, as opposed to what: for the command line and for Python alike; imports nothing that takes time."""
+"""How a job is run, for the command line and for Python; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunOptions:
 
     @property
     def mode(self) -> Literal["new", "overwrite", "resume", "extend"]:
-        """What becomes of results that are in the output folder."""
+        """How existing results in the output folder are treated."""
         if self.overwrite:
             return "overwrite"
         return "extend" if self.extend else "resume" if self.resume else "new"
@@ -38,7 +38,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the machine and the batch system tell a process.
+    """Properties of the machine and the batch system.
 
     owner : this process, as others see who holds an output folder.
     deadline_s : Unix time at which the job is ended; None: never.

@@ -1,4 +1,4 @@
-"""How long a job took, beside what was to be expected; kept for the next plan (`schedule.history`)."""
+"""The time a job took and its forecast, kept for the next plan (`schedule.history`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvr_mpi.tuning.table import Rates
 def keep_outcome(
     setup: JobSetup, ranks: Transport, done: Tally, seconds: float, start_s: float, cache_dir: Path, say: Say
 ) -> Expected | None:
-    """Keep what a job took that ran from its first document to its last; every rank calls this.
+    """Keep how long a complete job took; every rank calls this.
 
     The first job of a model on a machine measures its ranks for that, for some seconds. Nothing that goes wrong here is
     the job's failure: its answers are stored.
@@ -80,7 +80,7 @@ def keep_outcome(
 
 
 def _measured(loaded: LoadedModel, say: Say) -> Costs | None:
-    """Measure this rank by itself, which no other waits for: a GPU may have no room for it, or anything else fail."""
+    """Measure this rank alone; without result if there is no memory for it, or if anything fails."""
     try:
         return measure_costs(loaded, LocalTransport())
     except Exception as error:
@@ -91,13 +91,13 @@ def _measured(loaded: LoadedModel, say: Say) -> Costs | None:
 def _kept(
     setup: JobSetup, file: Path, history: History, done: Tally, seconds: float, start_s: float
 ) -> Expected | None:
-    """Add a job to a history, and say what was to be expected by those before it."""
+    """Add a job to the history, and return what earlier jobs predicted."""
     spec, limit, mean = setup.spec, setup.spec.generation.max_new_tokens, done.new_tokens / max(1, done.prompts)
     forecast = forecast_measured(spec, history.rates.costs(), setup.frame, history.source)
     texts = [(str(number), tokens) for number, tokens in enumerate(done.texts)]
 
     def parts(tokens: float) -> tuple[float, float] | None:
-        """Predict the job, with answers of so many tokens."""
+        """Predict the job for answers of so many tokens."""
         return two_parts(spec, texts, history.ranks, replace(forecast, new_tokens=max(1, round(tokens))))
 
     before = parts(expected_tokens(history.jobs, limit)) if history.jobs else None

@@ -1,10 +1,10 @@
-"""How long it takes until a document is answered, judged by what this chain has done so far."""
+"""Estimates when a document will be answered, from the chain's waves so far."""
 
 from __future__ import annotations
 
 
 class Pace:
-    """Work and time of a chain's waves.
+    """Work and duration of a chain's waves.
 
     Work is in the job's unit (characters, or predicted milliseconds); times are of one clock.
 
@@ -19,16 +19,16 @@ class Pace:
         self._past_work = self._wave_work = 0
 
     def begin_wave(self, now_s: float) -> None:
-        """Begin a wave; the one before is through."""
+        """Begin a wave; the previous one is complete."""
         self._past_work += self._wave_work
         self.wave_began_s, self._wave_work = now_s, 0
 
     def add_work(self, work: int) -> None:
-        """Take on a document's work in this wave."""
+        """Add a document's work to this wave."""
         self._wave_work += work
 
     def seconds_for(self, work: int, now_s: float) -> float:
-        """Estimate how long it takes from now until a document of so much work is answered, with all in hand."""
+        """Estimate the seconds until a document of so much work is answered, including all work in progress."""
         if self._past_work:
             rate = (self.wave_began_s - self._began_s) / self._past_work
         elif self._wave_work:

@@ -1,4 +1,4 @@
-"""A prompt and how a chain runs it: decided by the chain's leader, and sent to its other ranks.
+"""A prompt and how a chain runs it: decided by the chain's leader, and sent to the other ranks.
 
 What is sent is complete. Ranks that receive it hold no corpus, read no document and derive no plan.
 """
@@ -26,7 +26,7 @@ LENGTH_BYTES = 8
 
 @dataclass(slots=True)
 class Way(ABC):
-    """How a prompt runs.
+    """A way to run a prompt.
 
     name : unique among a chain's ways.
     in_rows : prompts wait for others that go on from the same, and run in one forward with them.
@@ -40,11 +40,14 @@ class Way(ABC):
     at: Hashable = field(default=None, init=False)
 
     def beginning(self, plan: Plan) -> Hashable:
-        """Name what a prompt goes on from, if that is computed or opened before it, for others too."""
+        """Key of the prefix that is computed or opened before the prompt, and that others may share.
+
+        None if there is none.
+        """
         return None
 
     def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
-        """Compute or open what a prompt and those after it go on from; all ranks of the chain call this.
+        """Compute or open the prefix of a prompt and those after it; all ranks of the chain call this.
 
         Returns
         -------
@@ -54,12 +57,12 @@ class Way(ABC):
         return None
 
     def leave(self) -> None:
-        """Forget what was begun; answers under way keep what they need of it."""
+        """Release the prefix; answers in progress keep what they need of it."""
         self.at = None
 
     @abstractmethod
     def check_fits(self, plan: Plan) -> None:
-        """Refuse what fits on no empty chain.
+        """Refuse prompts that do not fit on an empty chain.
 
         Raises
         ------
@@ -69,19 +72,19 @@ class Way(ABC):
 
     @abstractmethod
     def needs(self, plan: Plan) -> list[int]:
-        """Bytes each rank of the chain needs."""
+        """Bytes that each rank of the chain needs during prefill."""
 
     @abstractmethod
     def kept(self, plan: Plan) -> list[int]:
-        """Bytes each rank of the chain keeps."""
+        """Bytes that each rank of the chain keeps until the answer is complete."""
 
     def writes_own(self, plan: Plan) -> bool:
-        """Whether every rank stores its own slice, although the rank that decodes has all keys and values."""
+        """Whether every rank stores its own slice, although the decode rank has all keys and values."""
         return False
 
     @abstractmethod
     def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
-        """Prefill prompts that go on from the same; only one, unless the way is `in_rows`.
+        """Prefill prompts that continue the same prefix; only one, unless the way is `in_rows`.
 
         Parameters
         ----------
@@ -94,7 +97,7 @@ class Way(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A prompt and how a chain runs it: the same on every rank.
+    """A prompt and how a chain runs it; the same on every rank.
 
     way : how it runs, as one of this chain's ways.
     prefix : what it begins with, if that has been computed already.
@@ -114,7 +117,7 @@ class Plan:
     before: Plan | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        """Return plain values, from which every rank makes the same plan of the same prompt."""
+        """Return plain values from which every rank reconstructs the plan."""
         return {
             "key": self.prompt.key,
             "ids_sha256": self.prompt.sha256,
@@ -129,43 +132,43 @@ class Plan:
 
     @property
     def known_tokens(self) -> int:
-        """Its first tokens, which nobody computes."""
+        """First tokens whose keys and values exist already."""
         return self.prefix.tokens if self.prefix else 0
 
     @property
     def row_tokens(self) -> int:
-        """What it takes of a packed row."""
+        """Tokens that it adds to a packed row."""
         return self.prompt.tokens - (self.known_tokens if self.before is None else self.before.prompt.tokens)
 
     @property
     def kept_bytes(self) -> list[int]:
-        """Bytes each rank of the chain keeps of it until it is answered."""
+        """Bytes that each rank of the chain keeps until the answer is complete."""
         return self.way.kept(self)
 
     @property
     def is_beginning(self) -> bool:
-        """Whether it is what other prompts go on from."""
+        """Whether it is a prefix that other prompts continue."""
         return self.prompt.shared_tokens == self.prompt.tokens
 
     def has_slices(self, size: int) -> bool:
-        """Whether each rank of a chain of so many computes one slice of it; a zigzag ring's compute two."""
+        """Whether each rank of a chain of this size computes one slice; in a zigzag ring it is two."""
         return self.partition is not None and 1 < size == self.partition.size
 
     def bounds_on(self, rank: int) -> tuple[int, int]:
-        """Tokens of the slice that a rank of the chain has, where each has one; what is known is in the first."""
+        """Bounds of the slice on a rank of the chain; the first slice includes known tokens."""
         assert self.partition is not None
         place = Rotation.bringing(self.partition.size, self.partition.size - 1, self.decode_rank).place_of(rank)
         return self.partition.start(place), self.partition.stop(place)
 
     def goes_with(self, other: Plan) -> bool:
-        """Whether they go on from the same, in one packed row."""
+        """Whether two prompts can share a packed row, since they continue the same prefix."""
         is_same = self.prefix is other.prefix if self.prefix is None else self.prefix.is_same(other.prefix)
         return is_same and self.way is other.way and self.way.beginning(self) == other.way.beginning(other)
 
 
 @dataclass(frozen=True, slots=True)
 class EndPrefill:
-    """Nothing more is prefilled before the ranks have decoded.
+    """Message that ends a wave's prefill; decoding follows.
 
     has_more : prompts or documents wait for the next wave.
     goes_on : there is a next wave, if only because parts of documents are still to be answered.
@@ -181,7 +184,7 @@ ReadPlan = Callable[[Prompt, dict[str, Any]], Plan]
 
 
 def share_message(members: Transport, message: Message | None, read_plan: ReadPlan) -> Message:
-    """Give every rank of a chain the message of rank 0, its leader.
+    """Broadcast the message of the leader, rank 0 of the chain.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Where results go: into this rank's log and volumes, and into the counts that all ranks share."""
+"""Results of a rank: written to its log and volumes, and added to the counts that all ranks share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Layers = list[KeysValues | None]
 
 
 class ResultSink:
-    """One rank's end of the results.
+    """One rank's results.
 
     Parameters
     ----------
@@ -57,14 +57,14 @@ class ResultSink:
         self._tells, self._heads = tells, heads
 
     def report_prefill(self, document_id: str, prefill: Prefill, work: int) -> None:
-        """Tell of a prompt whose answer is yet to come, and how much of the document's work its tokens are."""
+        """Report a prefilled prompt, and its share of the document's work."""
         if not self._tells:
             return
         prefilled = self._counters.add(Slot.PREFILLED, work) + work
         self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds, prefilled)
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
-        """Store an answer, and with it what the prompt's cache holds if that is wanted, and tell of it."""
+        """Store an answer, with keys and values if the job asks for them, and report it."""
         layers, tokens = self._stored_of(prefill, record, prompt) if self._keeps_kv else ([], None)
         if self._tells:
             self._writer.write(record, layers, tokens)
@@ -73,14 +73,14 @@ class ResultSink:
             self._writer.write_piece(record, layers, tokens)
 
     def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
-        """Store this rank's keys and values of a prompt whose answer another rank will store, while it is written."""
+        """Store this rank's keys and values of a prompt, in the background, whose answer another rank will store."""
         if self._keeps_kv:
             layers, tokens = _stored_share(share, record, prompt)
             self._writer.write_piece(record, layers, replace(tokens, heads=self._heads))
 
     @contextmanager
     def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: PromptText) -> Iterator[LayersWriter]:
-        """Store this rank's keys and values of a prompt layer by layer, while it is prefilled."""
+        """Store this rank's keys and values layer by layer during prefill."""
         if not self._keeps_kv:  # another rank of the group has the same
             yield LayersWriter(_forget)
             return
@@ -91,14 +91,14 @@ class ResultSink:
             yield layers
 
     def write_record(self, record: Record, work: int) -> None:
-        """Store a result without a cache, and tell of it."""
+        """Store a record without keys and values, and report it."""
         if not self._tells:
             return
         self._writer.write(record)
         self._tell(record, work)
 
     def _stored_of(self, prefill: Prefill, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens | None]:
-        """Say what this rank stores of a prompt with its answer, and whose it is."""
+        """Return what this rank stores of a prompt with its answer, and the token ids."""
         if prefill.share is not None:
             layers, tokens = _stored_share(prefill.share, record, prompt)
             return layers, replace(tokens, heads=self._heads)
@@ -120,7 +120,7 @@ def _forget(layer: KeysValues | None) -> None:
 
 
 def _stored_cache(prefill: Prefill, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens | None]:
-    """Say what is stored of a cache: keys and values, and whose they are, if of all tokens or chosen by a method."""
+    """Return what is stored of a cache: keys and values, and their tokens or those that compression kept."""
     cache, numbers = prefill.cache, range(len(prefill.cache.layers))
     first = prefill.stored_tokens
     layers = [layer_kv(cache, layer, first) for layer in numbers]
@@ -138,7 +138,7 @@ def _stored_cache(prefill: Prefill, record: Record, prompt: PromptText) -> tuple
 
 
 def _stored_share(share: Share, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens]:
-    """Say what is stored of a rank's share: keys and values, and whose they are."""
+    """Return what is stored of a rank's share: keys and values, and their tokens."""
     stop = share.held_until
     text = min(prompt.text[0], stop), min(prompt.text[1], stop)
     ids = (*prompt.ids, *record.token_ids)[:stop]

@@ -1,4 +1,4 @@
-"""Which documents the chains of a job begin with; rank 0 decides for all.
+"""Distribution of documents over the chains of a job, decided by rank 0.
 
 A job is gone through in rounds: one, if all chains have one length; else one for each length, the longest first, so
 that a rank joins ever shorter chains and never waits for a rank that waits for another.
@@ -23,7 +23,7 @@ from kvr_mpi.transport import on_root, share_json
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Chains of one length, and which documents they begin with.
+    """Chains of the same length, and the documents they start with.
 
     topology : its chains, side by side.
     lists : documents' numbers, for each chain.
@@ -35,21 +35,21 @@ class Round:
     works: dict[int, int]
 
     def to_json(self) -> list[Any]:
-        """Return plain values, from which `from_json` makes the same round."""
+        """Return plain values for `from_json`."""
         topology = self.topology
         sizes = [topology.ranks, topology.ranks_per_chain, topology.tensor_parallel]
         return [sizes, self.lists, list(self.works.items())]
 
     @classmethod
     def from_json(cls, plain: list[Any]) -> Round:
-        """Make a round of what `to_json` returned."""
+        """Reconstruct a round from the result of `to_json`."""
         sizes, lists, works = plain
         return cls(Topology(*sizes), lists, dict(works))
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Which documents the chains begin with.
+    """The documents that the chains start with.
 
     does_not_fit : documents that fit on no chain, and why.
     predicted_s : how long the whole takes, if that was planned.
@@ -61,17 +61,17 @@ class Shares:
 
     @property
     def slots(self) -> int:
-        """Counters it takes."""
+        """Number of counters needed."""
         return sum(len(part.lists) for part in self.rounds)
 
     @property
     def work(self) -> int:
-        """Work of all documents."""
+        """Total work of all documents."""
         return sum(sum(part.works.values()) for part in self.rounds)
 
 
 def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: JobRanks, log: Log) -> Shares:
-    """Share documents among chains: as planned, or so that all chains of one length have as much.
+    """Distribute documents over chains: as planned, or evenly by work over chains of the same length.
 
     Every rank calls this; rank 0 decides, and all ranks receive the same shares.
     """
@@ -96,7 +96,7 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
 
 
 def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
-    """Share documents among chains that are all alike; the longest come first, so that all chains end together."""
+    """Distribute documents over chains of the same length; the longest come first, so that all chains end together."""
     works = {number: max(1, corpus.entries[number].chars) for number in todo}
     # What is in one place is dealt to one chain: questions about a document that is loaded once.
     together: dict[tuple[int, int], list[int]] = {}
@@ -113,7 +113,7 @@ def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
 def _planned(
     prepared: JobSetup, corpus: Corpus, todo: Sequence[int], tokens: Mapping[str, int], ranks: int, log: Log
 ) -> Shares:
-    """Plan chains of all lengths, for documents with so many tokens of text, by id."""
+    """Plan chains of different lengths for documents of so many tokens, by id."""
     numbers = {corpus.entries[number].id: number for number in todo}
     texts = [(name, tokens[name]) for name in numbers]
     plan = plan_documents(prepared.spec, texts, ranks, prepared.forecast())

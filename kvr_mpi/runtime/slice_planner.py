@@ -1,4 +1,4 @@
-"""How a chain computes a prompt: the strategy, slices and chunks that are fastest and fit into its ranks' memory."""
+"""Chooses strategy, slices and chunks for each prompt on a chain: the fastest that fit into memory."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class SlicePlanner:
 
     @property
     def is_plain(self) -> bool:
-        """Whether prompts are prefilled by plain transformers."""
+        """Whether plain transformers prefills the prompts."""
         return self._strategies[0].is_plain
 
     def is_too_short(self, tokens: int) -> bool:
-        """Whether so many tokens are too few for a slice on every rank."""
+        """Whether a prompt is too short for a slice on every rank."""
         return tokens < LEAST_SLICE_TOKENS * self._size
 
     def choose_strategy(self, tokens: int, known: int, new_tokens: int, drop: PlannedDrop | None = None) -> Strategy:
-        """Say what runs a prompt: the fastest that fits on an empty chain, or else what may fit in chunks."""
+        """Choose the fastest strategy that fits on an empty chain, or else one that may fit in chunks."""
         if len(self._strategies) == 1:
             return self._strategies[0]
         key = tokens, known, new_tokens, drop
@@ -73,7 +73,7 @@ class SlicePlanner:
         return self._chosen[key]
 
     def describe_choice(self) -> str | None:
-        """Say in a line what is forecast for the longest prompt; None if there is nothing to choose."""
+        """Describe the forecast for the longest prompt in one line; None if there is only one strategy."""
         if len(self._strategies) == 1:
             return None
         known = self._setup.prefixes[-1].tokens if self._setup.prefixes else 0
@@ -84,7 +84,7 @@ class SlicePlanner:
         return f"strategy = 'auto', on chains of {self._size} ranks: {chosen} (forecast for {longest} tokens: {times})"
 
     def _clamp(self, tokens: int) -> int:
-        """Tokens of a prompt that costs are known for: beyond a table's lengths, as at their ends."""
+        """Limit a prompt's length to the range of the lookup table."""
         table, shortest, longest = self._setup.table, 1, LONGEST_TOKENS
         if table is not None and table.key.ranks == self._size:
             lengths = [entry.context_tokens for entry in table.entries]
@@ -92,7 +92,7 @@ class SlicePlanner:
         return min(max(tokens, shortest), longest)
 
     def _forecast(self, tokens: int, known: int) -> list[float]:
-        """Seconds of each strategy for a prompt of about so many tokens, the first of which are known."""
+        """Seconds of each strategy for a prompt of about so many tokens, some of them known."""
         step = 1 << max(0, tokens.bit_length() - NEAR_BITS)
         near = self._clamp(max(self._size, (tokens - known) // step * step))
         if (near, known) not in self._forecasts:
@@ -103,7 +103,7 @@ class SlicePlanner:
         return self._forecasts[near, known]
 
     def cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
-        """Cut a prompt for the chain with this rank of it last; its first `known` tokens are not computed again."""
+        """Cut a prompt so that this rank of the chain has the last slice; `known` tokens are not computed again."""
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, self._size, known)
         return self._partitioner.cut(tokens - known, decode_rank, known).after(known)
@@ -111,7 +111,7 @@ class SlicePlanner:
     def chunk_tokens(
         self, strategy: Strategy, partition: Partition, known: int, new_tokens: int, drop: PlannedDrop | None = None
     ) -> int | None:
-        """Say in chunks of how many tokens slices are computed, on an otherwise empty chain; None: at once."""
+        """Choose the chunk size in tokens for an otherwise empty chain; None for whole slices."""
 
         def fits(chunk_tokens: int | None) -> bool:
             routes = strategy.routes(partition, known, chunk_tokens)
@@ -122,7 +122,7 @@ class SlicePlanner:
     def needs(
         self, routes: Sequence[Route], decode_rank: int, new_tokens: int, drop: PlannedDrop | None = None
     ) -> list[int]:
-        """Bytes each rank of the chain takes for a prompt while it is prefilled."""
+        """Bytes that each rank of the chain needs during prefill."""
         assert self._setup.footprint is not None
         size, needs = self._size, [0] * self._size
         for route in routes:

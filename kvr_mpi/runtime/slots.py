@@ -1,4 +1,4 @@
-"""The counters that all ranks of a job share; after these come those of the work queue's lists."""
+"""The counters that all ranks of a job share; the work queue's counters follow them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Slot(IntEnum):
-    """What each of them counts."""
+    """Index of each counter."""
 
     DONE = 0  # documents
     WORK = 1  # of documents that are done

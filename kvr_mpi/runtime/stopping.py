@@ -1,4 +1,4 @@
-"""When to begin no more documents: at a signal, or so long before the batch system's deadline that they would not end.
+"""Stopping in time: no new documents after a signal, or if they would not end before the batch system's deadline.
 
 Stands between the batch system and the loop over the documents. A rank that is told to stop tells the others through a
 counter they all look at before they take a document, so one signalled rank is enough.
@@ -28,7 +28,7 @@ LAST_S = 8.0
 
 
 class Stop:
-    """Whether to go on: on this rank, and from `join` on as all ranks of the job have heard.
+    """Whether to continue; after `join`, signals on other ranks count, too.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Stop:
         self._has_told = False
 
     def join(self, counters: Counters, check: Callable[[], None] | None = None, peers: Transport | None = None) -> None:
-        """Tell the other ranks from now on, and hear of them.
+        """Exchange stop requests with the other ranks from now on.
 
         Parameters
         ----------
@@ -62,12 +62,12 @@ class Stop:
         self._counters, self._check, self._peers = counters, check, peers
 
     def ask(self, reason: str) -> None:
-        """Begin no more documents; the first reason counts."""
+        """Request to start no more documents; the first reason counts."""
         self.reason = self.reason or reason
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no time left even for what is begun; asks to stop if so."""
+        """Whether time is up even for what has begun; if so, this also requests to stop."""
         left_s = LAST_S if self.deadline_s is None else self.deadline_s - self._clock()
         if left_s < LAST_S:
             self.ask(f"the time limit is near: {max(0.0, left_s):.0f} s left")
@@ -75,11 +75,11 @@ class Stop:
 
     @property
     def is_over_for_group(self) -> bool:
-        """Whether time is over for the ranks of this rank's group, which all ask at once."""
+        """Whether time is up for any rank of the group; all of them call this."""
         return self.is_over if self._peers is None else bool(share_json(self._peers, self.is_over))
 
     def has_time_for(self, seconds: float) -> bool:
-        """Whether something that will take so long can be begun; asks to stop if not."""
+        """Whether there is time for something that takes so long; if not, this also requests to stop."""
         if self.reason or self.deadline_s is None:
             return not self.reason
         left_s = self.deadline_s - self._clock()
@@ -88,7 +88,7 @@ class Stop:
         return not self.reason
 
     def announce(self) -> None:
-        """Tell the others if this rank was told to stop."""
+        """Tell the other ranks about a request on this rank."""
         if self._check is not None:
             self._check()
         if self.heard and not self._has_told and self._counters is not None:
@@ -96,14 +96,14 @@ class Stop:
             self._counters.add(Slot.STOP)
 
     def listen(self) -> None:
-        """Stop, too, if another rank was told to."""
+        """Check for requests on other ranks."""
         if not self.reason and self._counters is not None and self._counters.read()[Slot.STOP]:
             self.ask("another rank was stopped")
 
 
 @contextmanager
 def listening(stop: Stop, tell: Callable[[str], None], end: Callable[[str], None]) -> Iterator[None]:
-    """Stop at the first of `STOP_SIGNALS`, and call `end` at the second.
+    """Request to stop at the first of `STOP_SIGNALS`, and call `end` at the second.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Documents whose keys and values are stored, asked again: only the question is prefilled.
+"""New questions about stored documents: only the question is prefilled.
 
 A run's folder is the corpus. The questions follow each document's text in its stored prompt, and what comes before is
 loaded layer by layer while the model computes (``kv.loading``), each block held against its checksum. If
@@ -32,7 +32,7 @@ LOADED_WORK = 0.02
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """What is stored of a document, or why it cannot be asked.
+    """A stored document, or the reason why it cannot be asked.
 
     bytes : of keys and values, all of them.
     compression : by which method and settings its heads have dropped tokens; empty: they hold all.
@@ -65,7 +65,7 @@ class StoredCorpus:
     missing: tuple[str, ...] = ()
 
     def describe(self) -> list[str]:
-        """Say what is loaded, and what is not."""
+        """Describe what will be loaded and what is missing."""
         good = [one for one in self.documents if one.error is None]
         lines = [tell_missing(self.missing)] if self.missing else []
         if self.left_out:
@@ -119,7 +119,7 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
 
 
 def check_askable(spec: JobSpec, found: StoredCorpus) -> None:
-    """Refuse questions about all documents of a run that has lost some, or about too many that cannot be asked.
+    """Refuse incomplete runs, and runs in which too many documents cannot be asked.
 
     `output.max_failed` says how many of the latter are no reason to stop.
 
@@ -168,13 +168,13 @@ class StoredSource:
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 
     def read(self, number: int) -> Document:
-        """Say what is asked, about which document."""
+        """Return the question and the document that a number stands for."""
         entry = self.corpus.entries[number]
         document_id, name = parse_answer_id(entry.id)
         return Document(entry.id, error=entry.error, asked=Asked(document_id, self._ask[name], ""))
 
     def request(self, document: Document, work: int) -> Split:
-        """Let a question follow a document's text; its keys and values are loaded when they are needed."""
+        """Append a question to a document's text; keys and values are loaded when they are needed."""
         if document.error is not None:
             raise DocumentError(document.error)
         assert document.asked is not None
@@ -185,7 +185,7 @@ class StoredSource:
         return Split(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
 
     def _find(self, answer: str) -> tuple[Record, StoredPrompt, StoredPrefix | None]:
-        """Open the document of an answer, unless it is the last one that was."""
+        """Open the document of an answer, unless it is open already."""
         entry = self.corpus.entries[self._numbers[answer]]
         document_id, name = parse_answer_id(answer)
         self._index = self._index or _index(self._setup.spec)[0]
@@ -202,7 +202,7 @@ class StoredSource:
         return self._open
 
     def _prefix_of(self, stored: StoredPrompt, pieces: tuple[Piece, ...]) -> StoredPrefix | None:
-        """Say where a document's text is stored; None if it has to be prefilled again."""
+        """Locate the stored text; None if it must be prefilled again."""
         compression = stored.kv.compression
         if not self._recomputes:
             return StoredPrefix(stored.name, pieces, stored.text[1], compression)
@@ -215,12 +215,12 @@ class StoredSource:
 
 
 def _index(spec: JobSpec) -> tuple[Index, tuple[str, ...]]:
-    """Say where all documents are, and what is missing."""
+    """Locate all documents, and list what is missing."""
     return index_runs(find_runs([Path(path) for path in spec.documents.path]), passes_damaged=True)
 
 
 def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
-    """Find out what is stored of a document; nothing of its keys and values is read."""
+    """Examine a stored document without reading keys and values."""
     file = index.places[name].source
     try:
         with open_document(index, name) as (record, kv):
@@ -245,7 +245,7 @@ def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
 
 
 def _check_stored_again(loaded: Sequence[StoredDocument]) -> None:
-    """Refuse to store what goes on from keys and values that are not exact: it would not say so itself."""
+    """Refuse to store what continues compressed keys and values, since it would not be exact."""
     for one in loaded:
         if one.compression:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a rank did, and how long it took."""
+"""Counts and times of a rank's work."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Tally:
     partly_seen: int = 0  # answers that have not seen all of their document
 
     def add(self, other: Tally) -> None:
-        """Add what was done elsewhere."""
+        """Add the counts of another rank."""
         for spec in fields(self):
             setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
 
 
 def total_tally(tallies: Iterable[Tally]) -> Tally:
-    """Add what ranks did."""
+    """Sum up the counts of all ranks."""
     total = Tally()
     for tally in tallies:
         total.add(tally)
@@ -39,7 +39,7 @@ def total_tally(tallies: Iterable[Tally]) -> Tally:
 
 
 def describe_throughput(total: Tally, documents: int, seconds: float, predicted_s: float | None) -> Iterator[str]:
-    """Say how fast all ranks together were."""
+    """Describe the throughput of all ranks."""
     if not documents or seconds <= 0:
         return
     planned = "" if predicted_s is None else f" (planned: {duration_text(predicted_s)})"

@@ -1,4 +1,4 @@
-"""What a rank tells of itself while a job runs: what it is at, and its trace, with its clock beside rank 0's."""
+"""What a rank reports while a job runs: its state, and its trace with a clock aligned to rank 0's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvr_mpi.transport.links import Skew, measure_skews
 
 
 class Trace:
-    """What this rank records, and what it is at; without writers nothing.
+    """This rank's state and trace; without writers nothing is recorded.
 
     Parameters
     ----------
@@ -57,12 +57,12 @@ class Trace:
             states.follow(lambda: (tally.prompt_tokens, tally.new_tokens))
 
     def tell(self, doing: str, what: str = "") -> None:
-        """Say what the rank is at from now on, to whoever looks at the run."""
+        """Set the state that ``kvr status`` shows."""
         if self._states is not None:
             self._states.tell(doing, what)
 
     def begin_prompt(self, plan: Plan, chain: Transport, first_rank: int) -> None:
-        """Say what the rank is at from now on: a prompt on a chain, or what several begin with."""
+        """Set the state to a prompt on a chain, or to a prefix that several prompts share."""
         self.tell("prefilling", plan.prompt.document_id)
         if self._writer is None:
             return
@@ -84,7 +84,7 @@ class Trace:
         )
 
     def begin_row(self, row: Sequence[Plan], rank: int) -> None:
-        """Say that the rank is at short prompts in one row, by itself."""
+        """Set the state to a packed row of short prompts."""
         name = row[0].prompt.document_id + (f" and {len(row) - 1} more" if len(row) > 1 else "")
         self.tell("prefilling", name)
         if self._writer is None:
@@ -93,7 +93,7 @@ class Trace:
         self._begin(TracedPrompt(name, 0, "packed", tokens, row[0].strategy.name, 0, tokens, rank, 1, 0))
 
     def end_prompt(self, prefill: Prefill | None) -> None:
-        """Take note of what a prompt took on this rank, layer by layer."""
+        """Record the times of a prompt on this rank, layer by layer."""
         if self._writer is None or prefill is None:
             return
         prompt, began_s = self.recorder.prompt, prefill.began_s
@@ -105,7 +105,7 @@ class Trace:
             self.recorder.add(Span("layer", edges[layer], edges[layer + 1], prompt, layer))
 
     def end_row(self, prefills: Sequence[Prefill]) -> None:
-        """Take note of what short prompts took: of each pass over some of them, which gave all of these its time."""
+        """Record the times of packed prompts; each of them gets the time of its whole row."""
         for _, same_pass in itertools.groupby(prefills, lambda prefill: prefill.began_s):
             self.end_prompt(next(same_pass))
 
@@ -123,7 +123,7 @@ class Trace:
 def open_states(
     folder: Path, session: int, world: Transport, deadline_s: float | None, log: Log, tensor_parallel: int = 1
 ) -> Iterator[StateWriter]:
-    """Tell what this rank is at, for ``kvr status``; every rank calls this, and none waits for another."""
+    """Start to publish this rank's state; every rank calls this, and none waits for another."""
     if world.rank == 0:
         remove_states(folder, but_of=session)
     writer = StateWriter(folder, world.rank, world.size, session, deadline_s, log.line, tensor_parallel)
@@ -137,7 +137,7 @@ def open_states(
 def open_trace(
     setup: JobSetup, folder: Path, session: int, ranks: JobRanks, log: Log, states: StateWriter | None = None
 ) -> Iterator[Trace]:
-    """Record what this rank does, if the job asks for it; every rank calls this.
+    """Start the trace of this rank if the job asks for one; every rank calls this.
 
     The clocks are compared at the beginning and at the end, and in between taken to drift evenly.
     """
@@ -189,7 +189,7 @@ def _written_bytes(folder: Path) -> int:
 
 
 def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:
-    """Measure how far this rank's clock is ahead of rank 0's; of each host one rank is asked.
+    """Measure the offset of this rank's clock from rank 0's, on one rank per host.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def _wait(request: Request, who: str) -> None:
 
 
 def _own_slice(plan: Plan, chain: Transport) -> tuple[int, int]:
-    """Bounds of this rank's slice; where it has two stretches, nothing."""
+    """Bounds of this rank's slice; empty if it has two stretches."""
     partition = plan.partition
     if partition is None:
         return plan.known_tokens, plan.prompt.tokens

@@ -1,4 +1,4 @@
-"""Which prompt comes next, on which rank it decodes, and when a wave ends: what the leader of a chain decides.
+"""Decisions of a chain's leader: which prompt is next, which rank decodes it, and when a wave ends.
 
 A wave's prompts are prefilled one after the other, each with another rank last (the *decode rank*, which keeps its
 cache and decodes it), until the ranks' memory is full or nothing is left; then every rank decodes what it holds.
@@ -22,15 +22,15 @@ MAX_WAVE_S = 300.0
 
 
 class Request(Protocol):
-    """A prompt to be run."""
+    """A prompt to run."""
 
     @property
     def document_id(self) -> str:
-        """What it is of: prompts of one document are refused together."""
+        """The document; prompts of one document are refused together."""
 
 
 class Planned(Protocol):
-    """A prompt and how it is run."""
+    """A prompt and its plan."""
 
     @property
     def decode_rank(self) -> int:
@@ -38,7 +38,7 @@ class Planned(Protocol):
 
     @property
     def kept_bytes(self) -> Sequence[int]:
-        """Bytes each rank keeps of it until it is answered, beyond what it holds already."""
+        """Additional bytes that each rank keeps until it is answered."""
 
 
 R = TypeVar("R", bound=Request)
@@ -47,31 +47,31 @@ P = TypeVar("P", bound=Planned)
 
 
 class Capacity(Protocol[R_contra, P]):
-    """What a chain has room for, in plans of its own making."""
+    """Plans prompts, and knows the memory of a chain."""
 
     def plan(self, prompt: R_contra, decode_rank: int) -> P:
-        """Decide how a prompt is run with this rank of the chain last."""
+        """Plan a prompt with the last slice on this rank of the chain."""
 
     def pinned_rank(self, prompt: R_contra) -> int | None:
-        """Say which rank a prompt has to be decoded on; None if any will do."""
+        """Return the rank that must decode a prompt; None if any rank will do."""
 
     def why_too_large(self, plan: P) -> str | None:
-        """Say why a prompt fits on no empty chain; None if it does."""
+        """Explain why a prompt does not fit on an empty chain; None if it does."""
 
     def fits_beside(self, plan: P, held_bytes: Sequence[int]) -> bool:
-        """Whether a prompt fits beside what the ranks hold already."""
+        """Whether a prompt fits into the memory that the ranks have left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank decodes, or is to decode."""
+    """Memory and answers of a rank, including those planned."""
 
     sequences: int = 0
     bytes: int = 0
 
 
 class Next(Enum):
-    """What comes next, unless it is a prompt."""
+    """The next action, unless it is a prompt."""
 
     DOCUMENT = "another document is wanted"
     DECODE = "nothing more is prefilled before the ranks have decoded"
@@ -79,13 +79,13 @@ class Next(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The next prompt's document cannot be run on this chain."""
+    """The document of the next prompt cannot run on this chain."""
 
     reason: str
 
 
 class WaveScheduler(Generic[R, P]):
-    """The prompts of one chain that wait, and what its ranks hold; on its leader only.
+    """The waiting prompts of a chain, and the memory in use on its ranks; only on the leader.
 
     Parameters
     ----------
@@ -118,25 +118,25 @@ class WaveScheduler(Generic[R, P]):
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there are prompts that have not been prefilled."""
+        """Whether prompts are waiting for prefill."""
         return bool(self._waiting)
 
     @property
     def held(self) -> Sequence[Held]:
-        """What each rank decodes, or is to decode."""
+        """Memory and answers of each rank."""
         return self._held
 
     def begin_wave(self, held: Iterable[Held]) -> None:
-        """Begin a wave, with what each rank still holds."""
+        """Begin a wave, given the memory in use on each rank."""
         self._held = list(held)
 
     def add(self, requests: Iterable[R]) -> None:
-        """Append a document's prompts."""
+        """Append the prompts of a document."""
         self._waiting.extend(requests)
         self._checked = None
 
     def decide(self, *, wave_s: float, has_documents: bool) -> P | Refusal | Next:
-        """Say what comes next; carry it out with `add`, `drop_document` or `start_next`.
+        """Decide on the next action; carry it out with `add`, `drop_document` or `start_next`.
 
         Parameters
         ----------
@@ -162,7 +162,7 @@ class WaveScheduler(Generic[R, P]):
         return plan if fits or not holds_any else Next.DECODE
 
     def start_next(self, plan: P) -> None:
-        """Take the next prompt, which is prefilled now as planned, and then held."""
+        """Remove the next prompt from the queue, and account for its memory."""
         self._waiting.popleft()
         self._begun += 1
         if self._decodes:
@@ -173,15 +173,18 @@ class WaveScheduler(Generic[R, P]):
 
     @property
     def next_request(self) -> R:
-        """The prompt that a decision is about."""
+        """The prompt that the decision is about."""
         return self._waiting[0]
 
     def drop_document(self, document_id: str) -> None:
-        """Remove what is waiting of a document."""
+        """Remove the waiting prompts of a document."""
         self._waiting = deque(request for request in self._waiting if request.document_id != document_id)
 
     def _why_too_large(self, request: R) -> str | None:
-        """Say why a document's prompts, looked at together before the first is begun, fit on no empty chain."""
+        """Explain why one of a document's prompts does not fit on an empty chain.
+
+        Checked before the first one starts.
+        """
         if self._checked == request.document_id:
             return None
         last = len(self._held) - 1
@@ -192,7 +195,7 @@ class WaveScheduler(Generic[R, P]):
         return None
 
     def _next_decode_rank(self) -> int:
-        """Choose the rank that decodes the next prompt: in turn, as long as all hold as much."""
+        """Choose the rank that decodes the next prompt, in turn while all hold equally much."""
         size = len(self._held)
         turn = Rotation(size, self._begun % size)
         return min(

@@ -1,4 +1,4 @@
-"""The ways in which a chain runs a prompt, each with the memory that it needs and its prefill.
+"""The ways in which a chain runs a prompt, each with its memory needs and its prefill.
 
 `ChainRunner.plan` chooses one for each prompt. Below, *needs* are bytes a rank takes while a prompt is prefilled, and
 *kept* those until it is answered, both beyond what the rank holds already.
@@ -35,7 +35,7 @@ from kvr_mpi.transport.forwarder import Forwarder
 
 @dataclass(frozen=True, slots=True)
 class ChainMemory:
-    """What prompts take on the ranks of a chain, and what these have.
+    """Memory that prompts need on the ranks of a chain, and memory that is available.
 
     free_bytes : what each rank may take for prompts.
     """
@@ -47,12 +47,12 @@ class ChainMemory:
 
     @property
     def footprint(self) -> Footprint:
-        """To predict a prompt's memory."""
+        """Predicts the memory of a prompt."""
         assert self.setup.footprint is not None, "memory is predicted"
         return self.setup.footprint
 
     def planned_drop(self, prompt: PromptText, prefix: SharedPrefix | None = None) -> PlannedDrop | None:
-        """Say what compression will drop of a prompt; None if nothing, or if it is what a stored one has dropped."""
+        """Predict what compression drops of a prompt; None if nothing, or if a stored prompt is compressed already."""
         compression = self.setup.compression
         if compression is None or (prefix is not None and prefix.heads is not None):
             return None
@@ -62,12 +62,12 @@ class ChainMemory:
         return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # each head's last page has room
 
     def cache_bytes(self, plan: Plan) -> int:
-        """Bytes of a prompt's cache, with room for the answer, beside what it shares, on the rank that decodes it."""
+        """Bytes of a prompt's cache on the decode rank, with room for the answer and without shared rows."""
         drop, own = self.planned_drop(plan.prompt), self.own_bytes(plan)
         return own if drop is None else own - drop.kv_bytes
 
     def own_bytes(self, plan: Plan) -> int:
-        """Bytes of a prompt's cache before compression, with room for the answer, beside what it shares."""
+        """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
         tokens, setup = plan.prompt.tokens + plan.prompt.new_tokens, self.setup
         if plan.before is None or setup.compression is not None or not setup.loaded.attends_in_parts:
             return setup.kv_bytes(tokens)
@@ -75,26 +75,26 @@ class ChainMemory:
         return setup.kv_bytes(tokens - (shared if setup.arena is None else shared // PAGE_ROWS * PAGE_ROWS))
 
     def on(self, rank: int, size: int) -> list[int]:
-        """Bytes for each rank of the chain, all of them on one."""
+        """Return a list with the bytes on one rank of the chain, and 0 on the others."""
         return [size * (each == rank) for each in range(self.chain.size)]
 
 
 @dataclass(slots=True)
 class Alone(Way):
-    """One rank prefills prompts by itself, short ones in rows."""
+    """One rank prefills prompts alone, short ones in packed rows."""
 
     name = "alone"
     in_rows = True
     memory: ChainMemory
 
     def check_fits(self, plan: Plan) -> None:
-        """Count one slice of all tokens."""
+        """Check the memory for one slice of all tokens."""
         memory, prompt = self.memory, plan.prompt
         drop, free = memory.planned_drop(prompt, plan.prefix), [min(memory.free_bytes)]
         check_fits(memory.footprint, Partition((0, prompt.tokens)), free, prompt.new_tokens, drop=drop)
 
     def needs(self, plan: Plan) -> list[int]:
-        """Count the prompt's cache and a row; what is compressed runs without a row."""
+        """Bytes of the prompt's cache and its row; compressed prompts run without a row."""
         memory, prompt = self.memory, plan.prompt
         drop = memory.planned_drop(prompt, plan.prefix)
         if drop is not None:
@@ -105,11 +105,11 @@ class Alone(Way):
         return memory.on(plan.decode_rank, own)
 
     def kept(self, plan: Plan) -> list[int]:
-        """Count the prompt's cache."""
+        """Bytes of the prompt's cache."""
         return self.memory.on(plan.decode_rank, self.memory.cache_bytes(plan))
 
     def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
-        """Prefill a row; prompts that are compressed run one by one."""
+        """Prefill a packed row; compressed prompts run one by one."""
         setup = self.memory.setup
         is_packed = setup.why_alone is None and not any(setup.retain_of(plan.prompt) for plan in row)
         rows = [row] if is_packed else [[plan] for plan in row]
@@ -131,22 +131,22 @@ class Alone(Way):
 
 @dataclass(slots=True, kw_only=True)
 class InSteps(Alone):
-    """One rank prefills prompts by itself, each through a rolling cache."""
+    """One rank prefills prompts alone, each through a rolling cache."""
 
     rolling: Rolling
 
     def check_fits(self, plan: Plan) -> None:
-        """Count the rolling cache, whatever the prompt's length."""
+        """Check the memory for the rolling cache, which does not depend on the prompt's length."""
         check_rolling_fits(self.memory.footprint, self.rolling, min(self.memory.free_bytes))
 
     def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
-        """Prefill one after the other."""
+        """Prefill the prompts one after the other."""
         return [prefill_rolling(self.memory.setup.loaded, plan.prompt.ids, self.rolling) for plan in row]
 
 
 @dataclass(slots=True)
 class AfterShared(Alone):
-    """What prompts about one document begin with is prefilled once (`Plan.before`), and kept on the rank of them all.
+    """The prompts about one document share its prefill (`Plan.before`), which one rank keeps.
 
     It is run like any prompt. Every prompt refers to it, and only what follows is computed and held for each.
 
@@ -162,15 +162,15 @@ class AfterShared(Alone):
     _is_charged: bool = False
 
     def beginning(self, plan: Plan) -> Hashable:
-        """Name it by its tokens."""
+        """Return the tokens of the prefix."""
         assert plan.before is not None
         return plan.before.prompt.ids
 
     def check_fits(self, plan: Plan) -> None:
-        """Do nothing: it is only planned where it fits."""
+        """Do nothing: it is planned only where it fits."""
 
     def needs(self, plan: Plan) -> list[int]:
-        """Count the beginning, too, as long as it is not there; then what it holds."""
+        """Bytes that include the prefix until it is computed."""
         before, needs = plan.before, Alone.needs(self, plan)
         assert before is not None
         if self.at == self.beginning(plan):
@@ -179,19 +179,19 @@ class AfterShared(Alone):
         return [own + each for own, each in zip(needs, beginning, strict=True)]
 
     def kept(self, plan: Plan) -> list[int]:
-        """Count the prompt's cache, and the beginning with the first prompt that goes on from it."""
+        """Bytes of the prompt's cache, plus the prefix for the first prompt that continues it."""
         kept = Alone.kept(self, plan)
         if self.at == self.beginning(plan):
             return kept
         return [own + each for own, each in zip(kept, self.beginning_bytes(plan), strict=True)]
 
     def beginning_bytes(self, plan: Plan) -> list[int]:
-        """Bytes of the beginning, on the rank that keeps it."""
+        """Bytes of the prefix on the rank that keeps it."""
         assert plan.before is not None
         return self.memory.on(plan.decode_rank, self.memory.setup.kv_bytes(plan.before.prompt.tokens))
 
     def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
-        """Prefill the beginning."""
+        """Prefill the prefix."""
         before = plan.before
         assert before is not None
         is_home = self.memory.chain.rank == before.decode_rank
@@ -203,12 +203,12 @@ class AfterShared(Alone):
         return found
 
     def leave(self) -> None:
-        """Free the beginning."""
+        """Free the prefix."""
         self.at = self.held = self._prefix = None
         self._is_charged = False
 
     def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
-        """Go on from the beginning; its time, slices and tokens are counted in the first prompt."""
+        """Continue the prefix; the first prompt gets its time, slices and tokens."""
         shared, before = self.held, row[0].before
         assert shared is not None and before is not None, "it goes on from what was prefilled last"
         if shared.error is not None:
@@ -229,7 +229,7 @@ class AfterShared(Alone):
 
 @dataclass(slots=True)
 class OverChain(Way):
-    """Every rank of the chain computes a slice; the last one ends with all keys and values, or each keeps its own."""
+    """Every rank of the chain computes a slice; the last one gets all keys and values, unless they are sharded."""
 
     name = "chain"
     takes_all = True
@@ -237,11 +237,11 @@ class OverChain(Way):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank keeps the keys and values of its own tokens."""
+        """Whether each rank keeps the keys and values of its own tokens only."""
         return self.memory.setup.spec.is_spread
 
     def check_fits(self, plan: Plan) -> None:
-        """Count every rank's slice."""
+        """Check the memory for every rank's slice."""
         memory, partition = self.memory, plan.partition
         assert partition is not None
         if max(self.needs(plan)) <= min(memory.free_bytes):  # what is known already need not be computed
@@ -257,19 +257,19 @@ class OverChain(Way):
         )
 
     def needs(self, plan: Plan) -> list[int]:
-        """Count every rank's slice, on the rank that has it."""
+        """Bytes of every rank's slice."""
         assert plan.partition is not None
         routes = plan.strategy.routes(plan.partition, plan.known_tokens, plan.chunk_tokens)
         drop = self.memory.planned_drop(plan.prompt, plan.prefix)
         return self.memory.slices.needs(routes, plan.decode_rank, plan.prompt.new_tokens, drop)
 
     def kept(self, plan: Plan) -> list[int]:
-        """Count the prompt's cache, or each rank's part of it."""
+        """Bytes of the prompt's cache, or of each rank's shard."""
         size, whole = self.memory.chain.size, self.memory.cache_bytes(plan)
         return [-(-whole // size)] * size if self.is_sharded else self.memory.on(plan.decode_rank, whole)
 
     def writes_own(self, plan: Plan) -> bool:
-        """Say no with compression, which selects tokens on the last rank."""
+        """Return False with compression, which selects tokens on the last rank."""
         spec = self.memory.setup.spec
         is_kept = spec.output.kv is True and spec.compress is None and not self.is_sharded and not plan.is_beginning
         return is_kept and plan.has_slices(self.memory.chain.size)
@@ -301,7 +301,7 @@ class OverChain(Way):
 
 @dataclass(slots=True)
 class AfterStored(Way):
-    """A chain holds a stored document together: each rank reads its rows once, and all ranks run the questions.
+    """A chain holds a stored document together: each rank loads its shard once, and all ranks run the questions.
 
     The rank that answers is the same for all questions of a document, since its last rows are there. Answers under way
     keep their document's rows; the chain keeps those of the document it is at.
@@ -319,12 +319,12 @@ class AfterStored(Way):
     held: Share | None = None
 
     def beginning(self, plan: Plan) -> Hashable:
-        """Name the document by where it is stored."""
+        """Where the document is stored."""
         assert plan.prefix is not None
         return plan.prefix.source
 
     def check_fits(self, plan: Plan) -> None:
-        """Count every rank's rows, and a question by itself."""
+        """Check the memory for every rank's shard and one question."""
         memory, size = self.memory, self.memory.chain.size
         rows, free = self._rows_bytes(plan), min(memory.free_bytes)
         rows[plan.decode_rank] += self._own_bytes(plan)
@@ -337,27 +337,27 @@ class AfterStored(Way):
             )
 
     def needs(self, plan: Plan) -> list[int]:
-        """Count the rows that are not held yet, what follows them, and a row of questions."""
+        """Bytes of the shards that are not loaded yet, of new tokens, and of a row of questions."""
         row_bytes = self.memory.footprint.activation_bytes(max(plan.row_tokens, PACK_TOKENS))
         return [each + row_bytes for each in self.kept(plan)]
 
     def kept(self, plan: Plan) -> list[int]:
-        """Count the rows that are not held yet, and what follows them."""
+        """Bytes of the shards that are not loaded yet, and of new tokens."""
         kept = [0] * self.memory.chain.size if self.at == self.beginning(plan) else self._rows_bytes(plan)
         kept[plan.decode_rank] += self._own_bytes(plan)
         return kept
 
     def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
-        """Go on to a document; nothing is read before the first question is run."""
+        """Switch to a document; it is loaded with the first question."""
         self.held = self._share(plan, self.memory.chain.rank)
         return None
 
     def leave(self) -> None:
-        """Leave the document; its rows go with its last answer."""
+        """Leave the document; its last answer frees it."""
         self.at = self.held = None
 
     def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
-        """Prefill questions about one document; every rank of the chain gives the same."""
+        """Prefill questions about one document; every rank of the chain returns the same."""
         assert self.held is not None, "they are run before another document comes"
         return prefill_stored(
             self.memory.setup.loaded,
@@ -369,15 +369,15 @@ class AfterStored(Way):
         )
 
     def _own_bytes(self, plan: Plan) -> int:
-        """Bytes of what follows the document."""
+        """Bytes of the tokens after the document."""
         return (plan.row_tokens + plan.prompt.new_tokens) * self.memory.setup.loaded.shape.kv_bytes_per_token
 
     def _rows_bytes(self, plan: Plan) -> list[int]:
-        """Bytes of each rank's rows of a document."""
+        """Bytes of each rank's shard of a document."""
         return [self._share(plan, rank).bytes_of_rows for rank in range(self.memory.chain.size)]
 
     def _share(self, plan: Plan, rank: int) -> Share:
-        """Make a rank's share of a document, of which nothing is read yet."""
+        """Make a rank's share of a document, without loading it."""
         setup, size, known = self.memory.setup, self.memory.chain.size, plan.known_tokens
         place = Rotation.bringing(size, size - 1, plan.decode_rank).place_of(rank)
         partition = share_out_stored(known, known, size)

@@ -1,4 +1,4 @@
-"""Which document a chain takes next.
+"""The queue from which chains take documents.
 
 Documents are shared out beforehand, a list to each chain, and drawn from the front. A chain whose list is empty draws
 from the list with most left, so that all chains end together, but not more at a time than it leaves there. Counters
@@ -13,7 +13,7 @@ from kvr_mpi.transport.counters import Counters
 
 
 class WorkQueue:
-    """Lists of documents, each taken by exactly one chain.
+    """Lists of documents; each document is taken by exactly one chain.
 
     Parameters
     ----------
@@ -40,12 +40,12 @@ class WorkQueue:
         self._counters, self._first_slot = counters, first_slot
 
     def peek_document(self) -> int | None:
-        """Say what would be taken now, if nobody else took it."""
+        """Return the document that would be taken now, without taking it."""
         found = self._fullest()
         return None if found is None else self._lists[found[0]][found[1]]
 
     def may_take(self, put_off: int) -> bool:
-        """Whether more should be taken beside prompts that were taken and put off, to be prefilled together.
+        """Whether to take more documents in addition to prompts that wait to be packed.
 
         Putting off takes no time: a chain that was first would empty the lists of others that are about to begin.
         """
@@ -55,7 +55,7 @@ class WorkQueue:
         return put_off < len(self._lists[found[0]]) - found[1]
 
     def take_document(self) -> int | None:
-        """Take a document: of the own list, or else of the one with most work left; None if all are empty."""
+        """Take a document from the own list, else from the list with the most work left; None if all are empty."""
         while (found := self._fullest()) is not None:
             at = self._counters.add(self._first_slot + found[0])
             if at < len(self._lists[found[0]]):  # else another rank was faster
@@ -63,11 +63,11 @@ class WorkQueue:
         return None
 
     def work_of(self, number: int) -> int:
-        """Say how much work a document is."""
+        """Work of a document."""
         return self._works[number]
 
     def _fullest(self) -> tuple[int, int] | None:
-        """Find the list to take from, and how far it is used up."""
+        """Return the list to take from, and how much of it is used."""
         taken = self._counters.read()[self._first_slot :][: len(self._lists)]
         if taken[self._own] < len(self._lists[self._own]):
             return self._own, taken[self._own]

@@ -1,4 +1,4 @@
-"""One rank of a chain at work: wave after wave of prompts is prefilled and then decoded, until no document is left.
+"""One rank of a chain: prefills and decodes wave after wave, until no document is left.
 
 Stands between one prompt's run (`ChainRunner`) and the whole job (``batch``). Prompts follow each other through the
 chain without a barrier; those too short for a chain are prefilled by one rank each, packed into rows. Then every rank
@@ -35,7 +35,7 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a rank works with, independent of its chain.
+    """What a rank works with on any chain.
 
     source : where documents come from, if this rank leads a chain.
     sink : where results go.
@@ -78,7 +78,7 @@ class ChainWorker:
             self._leader = Leader(runner, queue, context.source, context.sink, context.stop, context.trace)
 
     def run(self) -> None:
-        """Work until no document is left to prefill, or none may be started any more.
+        """Work until no document is left, or none may be started any more.
 
         Answers that a rank decodes alone may then be unfinished, and the caller decodes them; those that the ranks of
         the chain decode together are finished here.
@@ -96,7 +96,7 @@ class ChainWorker:
             self._forwarder.close()
 
     def _has_work(self) -> bool:
-        """Whether the chain goes on: its leader knows what is left, and checks the clock for all of them."""
+        """Whether the chain continues; its leader decides, and checks the clock for all ranks."""
         is_over = self._context.stop.is_over_for_group
         return bool(share_json(self._members, self._leader is not None and self._leader.has_work and not is_over))
 
@@ -116,7 +116,7 @@ class ChainWorker:
         return message
 
     def _prefill(self, plan: Plan) -> None:
-        """Prefill the next prompt; one for a row waits, on the ranks that run it."""
+        """Prefill the next prompt; prompts for a packed row wait on the ranks that run it."""
         runner, rank = self._runner, self._chain.rank
         if not runner.goes_on(plan):
             self._prefill_rows()
@@ -133,13 +133,13 @@ class ChainWorker:
             self._context.decoder.start(plan.prompt, prefill)
 
     def _begin(self, plan: Plan) -> None:
-        """Compute or open what a prompt and those after it go on from; what was begun before is no longer used."""
+        """Compute or open the prefix of the next prompts, and release the previous one."""
         if plan.before is not None:
             self._context.trace.begin_prompt(plan.before, self._chain, self._runner.first_rank)
         self._end_prompt(self._runner.begin(plan, self._forwarder))
 
     def _end_prompt(self, prefill: Prefill | None) -> None:
-        """Count what was computed by this rank, if it was."""
+        """Count the prompt if this rank computed it."""
         self._context.trace.end_prompt(prefill)
         if prefill is not None:
             self._context.trace.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
@@ -162,7 +162,7 @@ class ChainWorker:
         return prefill
 
     def _prefill_rows(self) -> None:
-        """Prefill the prompts that wait, row by row."""
+        """Prefill the waiting prompts, row by row."""
         waiting, self._rows, self._put_off = self._rows, [], 0
         for row in _rows(waiting):
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
@@ -190,7 +190,7 @@ class ChainWorker:
         decoder.decode(leave=few if end.has_more else 0)
 
     def _decode_together(self) -> None:
-        """Decode the chain's answers to the end, after all segments are sent and the links are free."""
+        """Decode the chain's answers to the end, after all segments are sent."""
         if self._forwarder is not None:
             self._forwarder.settle()
         self._chain.barrier()
@@ -198,7 +198,7 @@ class ChainWorker:
         self._context.decoder.decode()
 
     def _exchange_parts(self) -> None:
-        """Send the leader how much memory the ranks hold, and what has become of parts of documents."""
+        """Send the leader the memory in use on the ranks, and new records of document parts."""
         self._context.trace.tell("waiting", "for its chain's other ranks")
         held = self._context.decoder.held(self._runner.shared, self._runner.document)
         parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
@@ -211,7 +211,7 @@ class ChainWorker:
 
 
 def _rows(waiting: Sequence[Plan]) -> list[list[Plan]]:
-    """Group prompts in order into rows of at most `PACK_TOKENS` (or one longer prompt) that go on from the same."""
+    """Group prompts into rows of at most `PACK_TOKENS` (or one longer prompt) that continue the same prefix."""
     rows: list[list[Plan]] = []
     left = 0
     for plan in waiting:

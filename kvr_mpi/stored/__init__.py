@@ -1,1 +1,1 @@
-"""Keys and values that an earlier job stored, found again, asked, and weighed against prefilling once more."""
+"""Stored keys and values of earlier jobs: finding and reusing them."""

@@ -1,4 +1,4 @@
-"""A job with questions, completed from the run that it asks: its prompts are that run's, up to the end of each text."""
+"""Completes a job with questions from the run that it asks about, whose prompts it continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MADE_BY = ("template", "system", "chat_template")
 
 
 def complete_questions(spec: JobSpec) -> JobSpec:
-    """Name a job's questions, and take over what the run they are for has settled.
+    """Name a job's questions, and take over the prompt settings of the run they are about.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
 
 
 def stored_header(key: str, paths: Sequence[str]) -> Header:
-    """Read what the run with the keys and values says of itself; `key` is the setting that names it.
+    """Read the header of the run with the keys and values; `key` is the setting that names it.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
 
 
 def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[str, Frame]:
-    """Make what is around a stored document's text when it is asked a question, by the question's name.
+    """Make the tokens around a stored document's text for each question, by the question's name.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[st
 
 
 def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedModel, weights: str) -> None:
-    """Refuse a model that did not make the keys and values, or tokens that it would not make.
+    """Refuse another model or tokenizer than the one that produced the keys and values.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedM
 
 
 def _named(ask: list[str] | dict[str, str] | str) -> dict[str, str]:
-    """Give questions their names; those of a file have them."""
+    """Name the questions; those of a file may have names."""
     if isinstance(ask, str):
         return read_questions(Path(ask))
     return checked(ask if isinstance(ask, dict) else number_questions(ask), "questions.ask")

@@ -1,4 +1,4 @@
-"""One stored prompt, and its beginning as a prefix whose keys and values are loaded when they are needed.
+"""A stored prompt, and its beginning as a prefix whose keys and values are loaded on demand.
 
 The leader of a chain finds a stored prompt and sends its `StoredPrefix`; each rank opens it and checks what it finds.
 """
@@ -23,7 +23,7 @@ from kvr_mpi.store.stored_kv import StoredKV
 
 @dataclass(frozen=True, slots=True)
 class StoredPrompt:
-    """A prompt in files that are open as long as this is held.
+    """A stored prompt; its files stay open as long as this object exists.
 
     name : the document's id.
     ids : its tokens, and those of its answer.
@@ -54,11 +54,11 @@ class StoredPrefix:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> StoredPrefix:
-        """Make it of what `asdict` returned, once that was sent as JSON."""
+        """Reconstruct it from the result of `asdict`, sent as JSON."""
         return cls(**{**plain, "pieces": tuple(Piece(**each) for each in plain["pieces"])})
 
     def open(self, ids: Sequence[int], loaded: LoadedModel) -> SharedPrefix:
-        """Make a prefix of what is stored, for a prompt with these ids; nothing is read before its first layer is.
+        """Open it as the prefix of a prompt with these ids; layers are read on demand.
 
         A rank of a tensor-parallel group reads its own KV heads.
 
@@ -112,7 +112,7 @@ def open_prompt(name: str, pieces: Sequence[Piece]) -> StoredPrompt:
 def _row_reader(
     source: StoredPrefix, loaded: LoadedModel, stored: Callable[[], StoredKV]
 ) -> Callable[[int, int, int], torch.Tensor | None]:
-    """Return what reads rows of a layer."""
+    """Return a function that reads rows of a layer."""
     heads = _own_heads(loaded)
 
     def read(number: int, first: int, last: int) -> torch.Tensor | None:
@@ -128,7 +128,7 @@ def _row_reader(
 def _head_reader(
     source: StoredPrefix, loaded: LoadedModel, stored: Callable[[], StoredKV]
 ) -> Callable[[int], list[tuple[torch.Tensor, torch.Tensor]] | None]:
-    """Return what reads the rows that compression has kept of each head."""
+    """Return a function that reads the rows that compression kept of each head."""
     heads, tokens = _own_heads(loaded), source.tokens
 
     def read(number: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
@@ -154,12 +154,12 @@ def _head_reader(
 
 
 def _own_heads(loaded: LoadedModel) -> tuple[int, int] | None:
-    """First and last KV head, not included, that this rank has; None: all."""
+    """Range of KV heads on this rank; None for all."""
     return None if loaded.part is None else loaded.part.own_kv_heads
 
 
 def _opening(source: StoredPrefix, ids: Sequence[int], loaded: LoadedModel) -> Callable[[], StoredKV]:
-    """Return what opens and checks stored keys and values when they are first asked for, and keeps them open."""
+    """Return a function that opens and checks stored keys and values once."""
     opened: list[StoredPrompt] = []
 
     def stored() -> StoredKV:
@@ -173,7 +173,7 @@ def _opening(source: StoredPrefix, ids: Sequence[int], loaded: LoadedModel) -> C
 
 
 def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> None:
-    """Refuse keys and values of other tokens, or of another shape or type than the model's."""
+    """Refuse keys and values of other tokens, shapes or dtypes than the model's."""
     name = stored.name
     if stored.ids[: len(ids)] != tuple(ids):
         raise DataError(

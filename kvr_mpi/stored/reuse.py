@@ -1,4 +1,6 @@
-"""Prompts that begin as stored ones do: documents that grew at the end, or that share a long beginning.
+"""Reuse of stored keys and values for prompts that begin like stored ones.
+
+Documents that grew, or long shared beginnings.
 
 Every 256 tokens of a stored prompt have a hash of all tokens up to there. A new prompt's beginning is looked up among
 them, the longest first, and held against the stored tokens themselves; its keys and values are loaded, not computed.
@@ -31,7 +33,7 @@ from kvr_mpi.transport import Transport, on_root, share_json, together
 
 @dataclass(frozen=True, slots=True)
 class StoredBeginnings:
-    """What stored prompts begin with.
+    """The token blocks that stored prompts begin with.
 
     documents : of each its id, and what makes up its keys and values.
     hashes : of all tokens up to a block's end, and whose they are.
@@ -49,12 +51,12 @@ class StoredBeginnings:
 
     @classmethod
     def from_json(cls, documents: list[Any], hashes: dict[str, int], passed_over: int) -> StoredBeginnings:
-        """Make it of what `to_json` returned."""
+        """Reconstruct it from the result of `to_json`."""
         found = [(name, tuple(Piece(**each) for each in pieces)) for name, pieces in documents]
         return cls(found, hashes, passed_over)
 
     def find(self, ids: Sequence[int]) -> StoredPrefix | None:
-        """Find the longest stored beginning of a prompt, less one token at least; None if there is none."""
+        """Find the longest stored prefix of a prompt that leaves at least one token; None if there is none."""
         for count, found in reversed(list(enumerate(hash_blocks(ids[: len(ids) - 1]), 1))):
             number = self.hashes.get(found)
             if number is not None:
@@ -63,7 +65,7 @@ class StoredBeginnings:
 
 
 def hash_blocks(ids: Sequence[int]) -> list[str]:
-    """Hash all tokens up to the end of each whole block."""
+    """Hash the tokens up to the end of each whole block."""
     digest, found = xxhash.xxh3_128(), []
     data = np.asarray(ids, "<i8")
     for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -73,7 +75,7 @@ def hash_blocks(ids: Sequence[int]) -> list[str]:
 
 
 def scan_beginnings(path: str) -> StoredBeginnings:
-    """List what the prompts of a run begin with.
+    """List the token blocks that the prompts of a run begin with.
 
     Raises
     ------
@@ -104,7 +106,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
 def find_beginnings(
     spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Callable[[str], None]
 ) -> StoredBeginnings | None:
-    """List what the prompts of `documents.reuse` begin with, if this model can go on from them; every rank calls this.
+    """List the beginnings of the prompts of `documents.reuse` if this model can continue them; every rank calls this.
 
     Raises
     ------
