@@ -1,1 +1,4 @@
-"""FairKV: which heads keep how much, and which rank holds which head (papers: FairKV, HeadKV, DuoAttention)."""
+"""Compression and FairKV: how many tokens each head keeps, and which rank holds it (papers.
+
+FairKV, HeadKV, DuoAttention).
+"""

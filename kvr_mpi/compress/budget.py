@@ -1,4 +1,4 @@
-"""What there is to share out among a prompt's heads, and how shares become whole numbers of tokens."""
+"""The budget of a prompt's heads, and its division into whole numbers of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TokenCounts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Tokens of one prompt that are kept beside those that every head keeps.
+    """Tokens of one prompt to keep in addition to those that every head keeps.
 
     each : tokens a KV head keeps of the candidates, on average.
     candidates : tokens before the window, of which they are chosen; not fewer than `each`.
@@ -25,11 +25,11 @@ class Budget:
     kv_heads: int
 
     def evenly(self) -> TokenCounts:
-        """Give every head the same (layers, kv_heads)."""
+        """Give every head the same number (layers, kv_heads)."""
         return np.full((self.layers, self.kv_heads), self.each, dtype=np.int64)
 
     def by_weight(self, weights: npt.NDArray[np.float64]) -> TokenCounts:
-        """Share out in proportion to weights (layers, kv_heads); the total is that of even shares.
+        """Divide in proportion to weights (layers, kv_heads); the total is the same as for even shares.
 
         No head gets more than there are candidates: what it could not hold goes to the others.
         """

@@ -1,4 +1,4 @@
-"""A method applied to prompts: which tokens observe, and, when a layer is through, which each of its KV heads keeps.
+"""A compression method applied to prompts: as each layer completes, choose the tokens that its KV heads keep.
 
 A prefill's last rank has all keys of a layer, and the window's queries: it drops what is not kept before the next layer
 is computed, and decoding goes on from what is kept. What follows the window is kept by every head, beside the budget:
@@ -35,7 +35,7 @@ Retained = list[Sequence[torch.Tensor] | None]
 
 @dataclass(frozen=True, slots=True)
 class RetainedSize:
-    """What is left of a prompt's keys and values, and by which method.
+    """What compression keeps of a prompt, and the method.
 
     tokens : of a KV head, on average over the layers that are compressed.
     kv_bytes : of all layers.
@@ -48,7 +48,7 @@ class RetainedSize:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A method with its settings, for one model.
+    """A compression method with its settings, for one model.
 
     layers : which are compressed: those whose queries see all tokens. One with a window or chunks keeps all it has.
     kv_heads : of a layer, of the whole model.
@@ -64,18 +64,18 @@ class Compression:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What answers depend on: the settings, and instead of the profile's name what it says."""
+        """What answers depend on: the settings, with the contents of the profile instead of its name."""
         said = self.settings.model_dump()
         if self.profile is not None:
             said["profile"] = hashlib.sha256(self.profile.counts.tobytes()).hexdigest()
         return said
 
     def describe(self) -> str:
-        """Say in a few words what is done."""
+        """Describe the method in a few words."""
         return f"{self.settings}; {counted(len(self.layers), 'layer')} of {counted(self.kv_heads, 'KV head')}"
 
     def window_of(self, tokens: int, text: Range) -> Range | None:
-        """Say before which tokens of a prompt is chosen, and after which all are kept.
+        """Return before which token of a prompt tokens are chosen, and after which all are kept.
 
         Parameters
         ----------
@@ -95,11 +95,11 @@ class Compression:
         return stop - self.settings.observed_tokens, stop
 
     def observed_of(self, tokens: int, text: Range) -> Range | None:
-        """Say whose queries the prefill has to keep, as `window_of`; None if it need not keep any."""
+        """Return whose queries the prefill must keep, as `window_of`; None if none are needed."""
         return self.window_of(tokens, text) if self.settings.rule.observes else None
 
     def planned_drop(self, loaded: LoadedModel, tokens: int, text: Range) -> PlannedDrop | None:
-        """Say what will be dropped of a prompt on this rank, and what that takes; None if all of it is kept."""
+        """Predict what this rank drops of a prompt, and the memory it takes; None if all of it is kept."""
         if (window := self.window_of(tokens, text)) is None:
             return None
         heads = loaded.model.config.get_text_config().num_attention_heads
@@ -107,7 +107,7 @@ class Compression:
         return planned_drop(self.settings, loaded.shape, heads, tokens, window[1], group_ranks)
 
     def retain(self, tokens: int, text: Range) -> Retain | None:
-        """Make what chooses for a prompt, layer by layer, what its heads keep; None if all of it is kept.
+        """Return the function that chooses, layer by layer, what heads keep of a prompt; None if all of it is kept.
 
         Parameters
         ----------
@@ -126,7 +126,7 @@ class Compression:
     def _choose(
         self, window: Range, each: int, counts: TokenCounts, layer: Any, observed: WindowQueries | None
     ) -> Sequence[torch.Tensor] | None:
-        """Choose what each KV head of a layer (`SliceLayer`) keeps: its candidates, the window and what follows it."""
+        """Choose the tokens that each KV head of a layer keeps: candidates, the window and what follows it."""
         if layer.layer_idx not in self.layers:
             return None
         scores = self._scores(layer, window, observed)
@@ -137,7 +137,7 @@ class Compression:
         return [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[slice(*self._own)])]
 
     def size_of(self, cache: Any) -> RetainedSize:
-        """Say how much a compressed cache holds of its prompt, with what the other ranks of the group hold."""
+        """Return how much a compressed cache keeps of its prompt, over all ranks of the tensor-parallel group."""
         kept, kv_bytes = 0, 0
         for layer in cache.layers:
             tokens = sum(layer.head_counts) if layer.shape.elements else 0
@@ -149,11 +149,11 @@ class Compression:
 
     @property
     def _own(self) -> tuple[int, int]:
-        """First and last KV head, not included, of this rank."""
+        """Range of this rank's KV heads."""
         return (0, self.kv_heads) if self.part is None else self.part.own_kv_heads
 
     def _of_all_heads(self, scores: torch.Tensor) -> torch.Tensor:
-        """Put this rank's scores (own heads, tokens) together with its group's (kv_heads, tokens), to the bit."""
+        """Gather a group's scores (own heads, tokens) to (kv_heads, tokens), bitwise equal on all ranks."""
         if self.tp_group is None:
             return scores
         whole = scores.new_zeros(self.kv_heads, scores.shape[1])
@@ -173,7 +173,7 @@ class Compression:
 
 
 def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compression:
-    """Make a method ready for a model.
+    """Prepare a method for a model.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
 
 
 def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, kv_heads: int) -> HeadProfile | None:
-    """Read the method's profile, and refuse that of another model."""
+    """Read the method's profile; refuse one of another model."""
     if settings.profile is None:
         return None
     window = settings.window
@@ -226,7 +226,7 @@ def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, k
 
 
 def check_profile(name: str, profile: HeadProfile, loaded: LoadedModel, layers: int, kv_heads: int) -> None:
-    """Refuse the profile of another model.
+    """Refuse a profile of another model.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A job's ``[decode]``: which ranks decode a prompt, and where its heads are placed if several do."""
+"""The section ``[decode]`` of a job: which ranks decode a prompt, and where heads are placed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many keys and values each head keeps: a profile, by layer and KV head, and what published scores say of it.
+"""Head profiles: how many tokens each KV head keeps, measured or derived from published scores.
 
 A profile is an average: of one text's compression or of many's. Scores of heads become counts by the rule of the method
 they were published for (`counts_from_scores`, `counts_from_gates`), which is stated with the profile.
@@ -27,7 +27,7 @@ MAX_FILE_BYTES, MAX_LAYERS, MAX_HEADS = 64 << 20, 1024, 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadProfile:
-    """Keys kept by each head.
+    """Tokens kept by each head (layers, kv_heads).
 
     counts : (layers, kv_heads).
     source : what it is from, and by which rule.
@@ -40,19 +40,19 @@ class HeadProfile:
 
     @property
     def layers(self) -> int:
-        """How many layers it has."""
+        """Number of layers."""
         return int(self.counts.shape[0])
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of a layer."""
+        """Number of KV heads per layer."""
         return int(self.counts.shape[1])
 
 
 def counts_from_scores(
     scores: Counts, kv_heads: int, budget: int, *, beta: float = HEADKV_BETA, window: int = HEADKV_WINDOW
 ) -> Counts:
-    """Make counts of scores of query heads as HeadKV shares out its budget, by the mean over each KV head's queries.
+    """Convert scores of query heads to counts as HeadKV divides its budget, averaging over each KV head's queries.
 
     HeadKV's own code counts for each query head; here a budget is of KV heads, which is what memory and time go by.
 
@@ -83,7 +83,7 @@ def counts_from_scores(
 
 
 def counts_from_gates(gates: Counts, *, share: float = DUO_SHARE) -> Counts:
-    """Make counts of DuoAttention's gates: a share of the heads, by gate, keeps `DUO_FULL` tokens, the others less."""
+    """Convert DuoAttention's gates to counts: a fraction of the heads keeps `DUO_FULL` tokens, the others fewer."""
     counts = np.full(gates.size, float(DUO_OTHERS))
     counts[np.argsort(-gates.ravel(), kind="stable")[: round(share * gates.size)]] = DUO_FULL
     return counts.reshape(gates.shape)
@@ -131,7 +131,7 @@ def read_profile(
 
 
 def similarities(counts: Counts) -> tuple[list[float], list[float]]:
-    """Say how alike each document's counts are to the mean of the others': cosines, raw and mean-centred.
+    """Compare each document's counts with the mean of the others: raw and mean-centred cosines.
 
     FairKV's Table 1 has the raw ones. Those are near 1 whatever heads do, since all counts are positive; less the mean
     over all heads, they tell whether the same heads keep more.
@@ -147,13 +147,13 @@ def similarities(counts: Counts) -> tuple[list[float], list[float]]:
 
 
 def _cosines(some: Counts, others: Counts) -> list[float]:
-    """Cosine of each row with the same row of others; 0 where one has no direction."""
+    """Return the cosine between rows of two matrices; 0 where a row is zero."""
     sizes = np.linalg.norm(some, axis=1) * np.linalg.norm(others, axis=1)
     return [float(product / size) if size else 0.0 for product, size in zip((some * others).sum(1), sizes, strict=True)]
 
 
 def _scores(stored: dict[str, Any]) -> Counts:
-    """Scores (layers, query heads), each the mean of a head's tests."""
+    """Return scores (layers, query heads), each the mean of a head's tests."""
     if not all(stored.values()):
         raise ValueError("a head has no scores")
     places = {tuple(map(int, name.split("-"))): np.mean(np.asarray(tests, float)) for name, tests in stored.items()}

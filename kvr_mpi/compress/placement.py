@@ -1,4 +1,4 @@
-"""Which rank holds which heads of a layer, so that all ranks have as much to attend to (FairKV).
+"""Placement of a layer's heads on ranks so that all ranks have equal load (FairKV).
 
 A *piece* is a head on a rank, with its share of the head's work: a head with copies on several ranks has each decode
 other rows of the batch. FairKV splits a copied head evenly; in proportion it balances better (McNaughton's wrap-around
@@ -29,7 +29,7 @@ Fit = Callable[[Sequence[float], int, int, int, float], "LayerPlacement | None"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A head on a rank; `load` is its part of the head's."""
+    """A head on a rank; `load` is this piece's part of the head's load."""
 
     head: int
     rank: int
@@ -38,7 +38,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlacement:
-    """Where a layer's heads are."""
+    """The placement of a layer's heads."""
 
     ranks: int
     pieces: tuple[Piece, ...]
@@ -53,21 +53,21 @@ class LayerPlacement:
 
     @property
     def heaviest(self) -> float:
-        """Most that any rank has."""
+        """Largest load of a rank."""
         return float(self.loads.max())
 
     @property
     def copies(self) -> int:
-        """Pieces beyond one of each head."""
+        """Number of pieces in addition to one per head."""
         return len(self.pieces) - len({piece.head for piece in self.pieces})
 
     def renamed(self, names: Sequence[int]) -> LayerPlacement:
-        """Give rank r's pieces to rank ``names[r]``."""
+        """Move rank r's pieces to rank ``names[r]``."""
         return replace(self, pieces=tuple(replace(piece, rank=names[piece.rank]) for piece in self.pieces))
 
 
 def place_statically(loads: Sequence[float], ranks: int) -> LayerPlacement:
-    """Give each rank as many heads, in order, whatever they keep: tensor parallelism's way (SHA).
+    """Give each rank the same number of heads, in order, as tensor parallelism does (SHA).
 
     Where the heads cannot be divided so, the first ranks have one more; of ranks beyond the heads the last have none.
     """
@@ -77,14 +77,14 @@ def place_statically(loads: Sequence[float], ranks: int) -> LayerPlacement:
 
 
 def place_best_effort(loads: Sequence[float], ranks: int) -> LayerPlacement:
-    """Place whole heads, the heaviest first where there is least (LPT)."""
+    """Place whole heads, the heaviest first, on the least loaded rank (LPT)."""
     return _lpt(split_evenly(loads, [1] * len(loads)), ranks)
 
 
 def place_with_equal_copies(
     loads: Sequence[float], ranks: int, copies: int, max_replicas: int | None = None
 ) -> LayerPlacement:
-    """Copy heads and split each evenly over its copies (fair-copying, sections 4.1 to 4.3).
+    """Copy heads, and split each evenly over its copies (fair-copying, sections 4.1 to 4.3).
 
     One copy after the other, of the head whose pieces are heaviest.
 
@@ -111,7 +111,7 @@ def place_with_equal_copies(
 def place_in_proportion(
     loads: Sequence[float], ranks: int, copies: int, max_replicas: int | None = None, fits: Sequence[Fit] | None = None
 ) -> LayerPlacement:
-    """Copy heads and split each in any proportion: whole heads where they fit, what does not fit spills over.
+    """Copy heads, and split each in any proportion: whole heads where they fit, the rest spills over.
 
     The largest load is searched by bisection; never worse than even splits. With ``ranks - 1`` copies all ranks have
     exactly as much.
@@ -142,7 +142,7 @@ def place_in_proportion(
 def place_layers(
     loads: Loads, ranks: int, place: Callable[[Sequence[float], int], LayerPlacement]
 ) -> list[LayerPlacement]:
-    """Place every layer by itself, and rename the ranks of each so that all hold as much in the end.
+    """Place every layer independently, and rename ranks so that their total memory is balanced.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def place_layers(
 
 
 def sync_efficiency(placed: Sequence[LayerPlacement]) -> float:
-    """Share of their time that ranks attend if every layer ends in an all-reduce: sum of means over sum of maxima."""
+    """Fraction of time that ranks attend if every layer ends in an all-reduce: sum of means over sum of maxima."""
     loads = np.stack([layer.loads for layer in placed])
     return float(loads.mean(1).sum() / loads.max(1).sum())
 
@@ -176,13 +176,13 @@ def _check(copies: int, most: int) -> None:
 
 
 def split_evenly(loads: Sequence[float], counts: Sequence[int]) -> list[tuple[float, int]]:
-    """Cut each head into so many pieces of even size; returns (load, head), the heaviest first."""
+    """Split each head into so many equal pieces; return (load, head), the heaviest first."""
     pieces = [(load / count, head) for head, (load, count) in enumerate(zip(loads, counts, strict=True))]
     return sorted((piece for piece, count in zip(pieces, counts, strict=True) for _ in range(count)), reverse=True)
 
 
 def _lpt(items: Sequence[tuple[float, int]], ranks: int) -> LayerPlacement:
-    """Place pieces one after the other where there is least, no two of one head on one rank."""
+    """Place pieces on the least loaded rank, no two of the same head on one rank."""
     loads, heads = [0.0] * ranks, [set[int]() for _ in range(ranks)]
     pieces = []
     for load, head in items:
@@ -194,7 +194,7 @@ def _lpt(items: Sequence[tuple[float, int]], ranks: int) -> LayerPlacement:
 
 
 def spill_over(loads: Sequence[float], ranks: int, copies: int, most: int, limit: float) -> LayerPlacement | None:
-    """Place heads so that no rank has more than `limit`; None if that takes too many copies.
+    """Place heads so that no rank exceeds `limit`; None if that takes too many copies.
 
     The largest head goes where it fits most tightly; one that fits nowhere fills the emptiest ranks.
     """
@@ -220,7 +220,7 @@ def spill_over(loads: Sequence[float], ranks: int, copies: int, most: int, limit
 
 
 def assign_rows(placed: LayerPlacement, counts: npt.NDArray[np.int64]) -> Owners:
-    """Share the documents of each head out over its pieces: the largest first, where most of the load is missing.
+    """Assign the documents of each head to its pieces: the largest first, where the most load is missing.
 
     Documents are whole: this comes as near to the loads of the pieces as they allow.
 

@@ -1,4 +1,4 @@
-"""How much memory compression spares a prompt's prefill, and takes itself, before anything is computed.
+"""Predicts how much memory compression saves and needs during prefill.
 
 A rank's plan must not be less than what it will take. All methods keep the budget to the token over all heads, but not
 all of them in each head: a rank that has only some of a layer's heads may have those that keep most.
@@ -19,7 +19,7 @@ PRODUCTS = 3
 
 @dataclass(frozen=True, slots=True)
 class PlannedDrop:
-    """What compression changes in the memory of the rank that prefills a prompt's last slice.
+    """The effect of compression on the memory of the rank that prefills a prompt's last slice.
 
     kv_bytes : of keys and values that it will have dropped, at least.
     choosing_bytes : that choosing takes in one layer, with positions that are kept; at most.
@@ -30,14 +30,14 @@ class PlannedDrop:
 
 
 def compressed_layers(shape: ModelShape) -> tuple[int, ...]:
-    """Say which layers are compressed: those whose queries see all tokens."""
+    """Return which layers are compressed: those whose queries see all tokens."""
     return tuple(idx for idx, one in enumerate(shape.layers) if one.elements and one.visibility.size is None)
 
 
 def planned_drop(
     settings: CompressSettings, shape: ModelShape, heads: int, tokens: int, stop: int | None, group_ranks: int = 1
 ) -> PlannedDrop | None:
-    """Say what is dropped of a prompt on a rank; None if all of it is kept, and no layer is moved.
+    """Predict what is dropped of a prompt on a rank; None if all of it is kept and no layer is moved.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The methods: how each shares a budget out, one function; what it looks at, and which settings it reads, one entry.
+"""The compression methods: for each a function that divides the budget, and an entry with what it observes and reads.
 
 Jobs, ``kvr search --heads`` and the quality bench take their methods from here. `compression.Compression` applies them.
 Tokens are chosen by their scores (`scores`), within the counts that a method gives.
@@ -31,7 +31,7 @@ Compete = Callable[["torch.Tensor", int], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to choose the tokens that each KV head keeps.
+    """A method that chooses the tokens each KV head keeps.
 
     name : in jobs, records and tables.
     about : in a few words.
@@ -56,12 +56,12 @@ class Method:
 
     @property
     def is_even(self) -> bool:
-        """Whether all heads of all layers keep as many tokens."""
+        """Whether all heads of all layers keep the same number of tokens."""
         return self.compete is None and not self.over_layers
 
 
 def evenly(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
-    """Give every head of every layer the same, as StreamingLLM and SnapKV do."""
+    """Give every head of every layer the same number, as StreamingLLM and SnapKV do."""
     return budget.evenly()
 
 
@@ -80,7 +80,7 @@ def pyramidkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -
 
 
 def headkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
-    """Give more to heads that were found to retrieve, or to reason, beforehand (HeadKV).
+    """Give more to heads that were found to retrieve or reason (HeadKV).
 
     Counts are the same for every prompt: those of a profile, beyond the window, scaled to the budget over all heads of
     the model (`head_profile` says how published scores become a profile). HeadKV's own code repeats keys before it

@@ -1,4 +1,4 @@
-"""Scores by which methods choose tokens: how much a window attends to each token before it, or how recent it is.
+"""Scores for choosing tokens: attention from a window of queries, or recency.
 
 SnapKV (Li et al. 2024, arXiv:2404.14469, section 4.2): the softmax over all keys a query sees, its mean over the
 window's queries, pooled along the tokens so that neighbours of what is attended to are kept, too. Under grouped-query
@@ -57,7 +57,7 @@ def window_scores(
 
 
 def recency_scores(tokens: int, sinks: int, kv_heads: int, device: torch.device) -> torch.Tensor:
-    """Score tokens by how recent they are, the first `sinks` above all others (kv_heads, tokens).
+    """Score tokens by recency, the first `sinks` above all others (kv_heads, tokens).
 
     Attention that has nowhere to go goes to the first tokens, its sinks: without them the rest is weighted wrongly
     (StreamingLLM, section 3.2). Positions stay those of the prompt, as in kvpress: the paper counts within the cache,
@@ -69,7 +69,7 @@ def recency_scores(tokens: int, sinks: int, kv_heads: int, device: torch.device)
 
 
 def top_tokens(scores: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
-    """Choose each head's tokens of the highest scores (kv_heads, tokens), as many as its count (kv_heads,).
+    """Choose the tokens with each head's highest scores (kv_heads, tokens), as many as its count (kv_heads,).
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""A job's ``[compress]``: which tokens' keys and values are kept when a prompt is through, and what is refused."""
+"""The section ``[compress]`` of a job, with its checks."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class CompressSettings(BaseModel):
 
     @property
     def rule(self) -> Method:
-        """The method, by its name."""
+        """The method."""
         return METHODS[self.method]
 
     @property
     def observed_tokens(self) -> int:
-        """Tokens of the window; 0 if the method looks at none."""
+        """Tokens of the window; 0 if the method does not observe one."""
         return self.window if self.rule.observes else 0
 
     @property
@@ -82,12 +82,12 @@ class CompressSettings(BaseModel):
         return self.window if self.rule.observes else SINKS + 1
 
     def kept_of(self, tokens: int) -> int:
-        """Say how many of so many tokens a KV head keeps on average: all of them, if the budget is no smaller."""
+        """Return how many of so many tokens a KV head keeps on average."""
         if self.budget >= 1:
             return min(tokens, int(self.budget))
         return min(tokens, max(self.always_kept, math.ceil(tokens * self.budget - 1e-9)))
 
     def __str__(self) -> str:
-        """In a few words, as records and logs have it."""
+        """Describe the settings in a few words, for records and logs."""
         given = self.model_dump(exclude_none=True, exclude={"method", *(set(OWN_SETTINGS) - set(self.rule.reads))})
         return f"{self.method}: " + ", ".join(f"{name} {value}" for name, value in given.items())

@@ -1,1 +1,1 @@
-"""From the first logits to the answer."""
+"""Decoding: from the first logits to the answer."""

@@ -1,4 +1,4 @@
-"""Answer prompts together: they join after their prefill, and leave when they are answered.
+"""Batched decoding: prompts join after their prefill, and leave when they are answered.
 
 In each step, the model runs once on a packed row with one token of each prompt. An answer does not depend on the others
 in the row: each has its own keys and values, positions, logits processors and random numbers. Which ranks take part,
@@ -39,7 +39,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[K]):
-    """A prompt that has left the batch, with an answer or an error."""
+    """A prompt that has left the batch, with its answer or error."""
 
     key: K
     prefill: Prefill  # with all its keys and values that are here; without a cache after an error
@@ -50,7 +50,7 @@ class Finished(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting(Generic[K]):
-    """What `DecodeBatch.add` is given."""
+    """The arguments of `DecodeBatch.add`."""
 
     key: K
     prefill: Prefill
@@ -60,7 +60,7 @@ class _Waiting(Generic[K]):
 
 
 class DecodeBatch(Generic[K]):
-    """Prompts that are being answered.
+    """A batch of prompts that are being answered.
 
     Of a group of several ranks each makes the same calls of `begin` and `step` at the same time; `add` too, unless
     prompts wait for `begin` (`Group.waits`). Each hands out the answers to the prompts whose home it is.
@@ -102,32 +102,32 @@ class DecodeBatch(Generic[K]):
 
     @property
     def running(self) -> int:
-        """Prompts that have not been handed out yet: the same on all ranks, but for those that wait for `begin`."""
+        """Prompts in the batch, the same on all ranks except for those that wait for `begin`."""
         return len(self._waiting) + len(self._running) + len(self._aside) + len(self._finished)
 
     @property
     def keys(self) -> list[K]:
-        """Keys of this rank's own prompts among them."""
+        """Keys of this rank's own prompts in the batch."""
         waiting = [one.key for one in self._waiting]
         under_way = [one.key for one in self._running + self._aside if one.key is not None]
         return waiting + under_way + [one.key for one in self._finished if one is not None]
 
     @property
     def prefills(self) -> list[Prefill]:
-        """What this rank holds of the prompts under way, and of those that have not been handed out."""
+        """Caches that this rank holds for prompts in the batch."""
         finished = [one.prefill for one in self._finished if one is not None]
         return [document.prefill for document in self._running + self._aside] + finished
 
     @property
     def written(self) -> list[list[int]]:
-        """Tokens of this rank's own answers under way."""
+        """Tokens generated so far for this rank's own prompts in the batch."""
         return [document.writing.token_ids for document in self._running if document.writing is not None]
 
     @torch.inference_mode()
     def add(
         self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int, own: OwnGeneration = AS_THE_JOB
     ) -> bool:
-        """Take in a prompt after its prefill, which chooses its first token.
+        """Add a prompt after its prefill, which determines its first token.
 
         Parameters
         ----------
@@ -161,7 +161,7 @@ class DecodeBatch(Generic[K]):
 
     @torch.inference_mode()
     def begin(self) -> list[Finished[K]]:
-        """Take in the prompts that wait for it, unless some are under way; hand out those that are answered."""
+        """Start the waiting prompts unless others are running; return those that are finished at once."""
         if self.group.waits and not self._running and not self._aside:
             waiting, self._waiting = self._waiting, []
             self._running = [self._begin(each) for each in waiting]
@@ -171,7 +171,7 @@ class DecodeBatch(Generic[K]):
 
     @torch.inference_mode()
     def step(self) -> list[Finished[K]]:
-        """Write one token of every prompt, and hand out those that are answered."""
+        """Generate one token for every prompt, and return those that are finished."""
         if not self._running and self._aside:  # no memory for any of them: one has to give its own back
             self._running.append(self._aside.pop(0))
         for row in self.group.rows(self._running, self.most_rows):
@@ -179,12 +179,12 @@ class DecodeBatch(Generic[K]):
         return self.take_finished()
 
     def take_finished(self) -> list[Finished[K]]:
-        """Hand out what is answered already."""
+        """Return the prompts that are finished already."""
         finished, self._finished = self._finished, []
         return [one for one in finished if one is not None]
 
     def _begin(self, waiting: _Waiting[K]) -> Running[K]:
-        """Score what is to be scored, and choose a prompt's first token at its home."""
+        """Score continuations if asked for, and choose a prompt's first token, on its home rank."""
         prefill, own, ids = waiting.prefill, waiting.own, waiting.prompt_ids
         rules = self._rules_of(own)
         why = prefill.error or self._why_not_compressed(prefill, len(ids), rules.max_new_tokens)
@@ -213,7 +213,7 @@ class DecodeBatch(Generic[K]):
         return document
 
     def _rules_of(self, own: OwnGeneration) -> SamplingParams:
-        """Find a prompt's settings; some are kept, since stop strings take a look at the whole vocabulary."""
+        """Return a prompt's settings; some are cached, since stop strings scan the whole vocabulary."""
         own = replace(own, seed=None, n=None, score=None)
         if own == AS_THE_JOB:
             return self._rules
@@ -242,7 +242,7 @@ class DecodeBatch(Generic[K]):
             ) from error
 
     def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:
-        """Say why an answer cannot go on from a compressed cache; None if it can, or nothing was dropped."""
+        """Return why an answer cannot continue from a compressed cache; None if it can."""
         most = tokens + new_tokens
         if (
             prefill.cache is None
@@ -259,7 +259,7 @@ class DecodeBatch(Generic[K]):
         )
 
     def _why_not_as_asked(self, count: int | None, rules: SamplingParams, prompt_ids: Sequence[int]) -> str | None:
-        """Say why a prompt is not answered as it asks, by a schema or several times from one cache; None if it is."""
+        """Return why a prompt's schema or number of samples is not possible here; None if it is."""
         if count is None or count == 1 or rules.why_no_schema is not None:
             return rules.why_no_schema
         tokens, most = len(prompt_ids), len(prompt_ids) + rules.max_new_tokens
@@ -279,7 +279,7 @@ class DecodeBatch(Generic[K]):
         return None
 
     def _step(self, row: Sequence[Running[K]]) -> None:
-        """Write one token of each of a row; if there is no memory for that, in halves, from now on."""
+        """Generate one token for each prompt of a row; if memory is short, split the row from now on."""
         began = time.perf_counter()
         try:
             logits = self.group.run(row)
@@ -314,7 +314,7 @@ class DecodeBatch(Generic[K]):
             self._go_on(row, [(ENDED, 0)])
 
     def _word_of(self, document: Running[K]) -> tuple[int, int]:
-        """Say what comes next of a prompt whose home this is; finish it if that is its end.
+        """Return the next token of a prompt on its home rank; finish the prompt if that is its end.
 
         Returns
         -------
@@ -341,7 +341,7 @@ class DecodeBatch(Generic[K]):
         return ENDED if prefill.error is None else FAILED, 0
 
     def _go_on(self, documents: Sequence[Running[K]], words: Sequence[tuple[int, int]]) -> None:
-        """Do what the homes of prompts say of them (`_word_of`)."""
+        """Apply what the prompts' home ranks decided (`_word_of`)."""
         for document, (token, tokens) in zip(list(documents), words, strict=True):
             if token < 0:
                 self._running.remove(document)

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema: in every place only tokens are left that a valid answer can go on with.
+"""Answers that follow a JSON schema: each step allows only tokens that continue a valid answer.
 
 The schema becomes a grammar, and the grammar a mask over the vocabulary in each step; both are llguidance's
 (https://github.com/guidance-ai/llguidance). The mask is the first of the logits processors, so that temperature, top-k
@@ -18,7 +18,7 @@ from kvr_mpi.errors import ConfigError, DocumentError
 
 
 class Grammars:
-    """Makes grammars of one model's tokens.
+    """Compiles grammars for one model's tokenizer.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Grammars:
         self._tokens: dict[int | None, Any] = {}  # by the number of logits
 
     def matcher(self, schema: str, vocab_size: int | None = None) -> Any:
-        """Begin an answer that follows a schema; by default there are as many logits as the tokenizer has tokens.
+        """Start an answer that follows a schema; the number of logits defaults to that of the tokenizer's tokens.
 
         Raises
         ------
@@ -53,7 +53,7 @@ class Grammars:
         return found
 
     def _tokens_of(self, vocab_size: int | None) -> Any:
-        """Tell llguidance of the tokenizer, which takes about a second."""
+        """Convert the tokenizer for llguidance, which takes about a second."""
         from llguidance.hf import from_tokenizer
 
         if not self._ends:
@@ -66,7 +66,7 @@ class Grammars:
 
 
 class SchemaProcessor:
-    """Leaves only tokens that an answer by the schema can go on with; of one answer, which it follows.
+    """Logits processor for one answer that masks tokens the schema does not allow.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class SchemaProcessor:
         self._matcher: Any = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Take away, from scores (1, vocab_size), what does not go on from the tokens (1, tokens) written so far.
+        """Mask scores (1, vocab_size) of tokens that cannot follow the tokens (1, tokens) so far.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Which ranks answer prompts together, and what each of them computes in a step.
+"""The ranks that decode together, and what each computes in a step.
 
 A rank answers by itself (`Alone`), or with others that have some heads each (`head_parallel.HeadGroup`) or some tokens
 each (`token_parallel.TokenGroup`). Choosing tokens, several answers, schemas, scores and what to do when memory runs
@@ -35,7 +35,7 @@ K = TypeVar("K")
 
 @dataclass(slots=True, eq=False)
 class Running(Generic[K]):
-    """A prompt that is being answered, as a rank knows it.
+    """A running prompt as a rank knows it.
 
     prefill : with the keys and values that this rank has.
     last_token : the one to run next.
@@ -52,7 +52,7 @@ class Running(Generic[K]):
 
 
 class Group(Generic[K]):
-    """The ranks that answer prompts together.
+    """The ranks that decode together.
 
     Parameters
     ----------
@@ -69,20 +69,20 @@ class Group(Generic[K]):
         self.loaded, self.ranks = loaded, ranks
 
     def is_home(self, prefill: Prefill) -> bool:
-        """Whether this rank chooses a prompt's tokens, and delivers its answer."""
+        """Whether this rank chooses a prompt's tokens and delivers its answer."""
         return True
 
     def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
-        """Make prompts that are begun ready for steps; return those of all ranks of the group."""
+        """Prepare new prompts for steps; return those of all ranks of the group."""
         return documents
 
     def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
-        """Divide prompts into those that step in one row, of no more than `most`."""
+        """Divide prompts into rows of at most `most` that run in one step."""
         groups = -(-len(documents) // (most or len(documents) or 1))
         return [list(documents[at::groups]) for at in range(groups)]
 
     def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
-        """Run the last token of each prompt; return what `choose` takes.
+        """Run the last token of each prompt; return the input of `choose`.
 
         Raises
         ------
@@ -92,7 +92,10 @@ class Group(Generic[K]):
         raise NotImplementedError
 
     def choose(self, documents: Sequence[Running[K]], logits: torch.Tensor) -> list[int]:
-        """Choose the next token of each prompt by its logits (prompts, vocab_size); 0 where it is not at home."""
+        """Choose the next token of each prompt from its logits (prompts, vocab_size).
+
+        0 on other ranks than its home.
+        """
         likeliest = logits.argmax(-1)  # of all at once: a GPU is told once
         for at, each in enumerate(documents):
             if each.writing is not None and not each.writing.is_greedy:
@@ -101,7 +104,7 @@ class Group(Generic[K]):
         return [0 if each.writing is None else token for each, token in zip(documents, tokens, strict=True)]
 
     def tell(self, words: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Give all ranks what the homes say of each prompt; (0, 0) is said where it is not at home."""
+        """Distribute the decisions of the home ranks to all ranks; (0, 0) on other ranks than the home."""
         if self.ranks is None or self.ranks.size == 1:
             return words
         told = torch.tensor(words, dtype=torch.int64, device=self.loaded.device)
@@ -109,11 +112,11 @@ class Group(Generic[K]):
         return [(token, tokens) for token, tokens in told.tolist()]
 
     def step_back(self, prefill: Prefill, tokens: int) -> None:
-        """Forget all but a prompt's first tokens."""
+        """Truncate a prompt to its first tokens."""
         prefill.cache.step_back(tokens)
 
     def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
-        """Compute logits (tokens, vocab_size) after each of some tokens behind a prompt, and leave it as it was."""
+        """Compute logits (tokens, vocab_size) after each of some tokens that follow a prompt, without changing it."""
         if prefill.is_plain:  # which cannot be shortened where layers have windows or states
             behind = replace(prefill, cache=copy.deepcopy(prefill.cache))
             tokens = torch.tensor(ids, device=self.loaded.device).view(-1, 1, 1)
@@ -128,19 +131,19 @@ class Group(Generic[K]):
             cache.step_back(length)
 
     def held_bytes(self, prefills: Sequence[Prefill], document: Share | None = None) -> int:
-        """Memory of what this rank has of prompts, and of a document held besides; what is shared counts once."""
+        """Bytes of prompts and of a document on this rank; shared memory counts once."""
         return held_bytes([each.cache for each in prefills if each.cache is not None and not each.is_plain])
 
     def forget_rows(self) -> None:
-        """Let go of what was made for rows of prompts, since these change."""
+        """Drop data cached for rows of prompts, since the rows change."""
 
     def give_back(self) -> None:
-        """Let go of all that can be made again, since memory is short."""
+        """Free all caches that can be rebuilt, since memory is short."""
         self.forget_rows()
 
 
 class Alone(Group[K]):
-    """A rank that answers the prompts it has, or the ranks of a tensor-parallel group, which all do the same.
+    """A rank that decodes its own prompts, or a tensor-parallel group whose ranks all do the same.
 
     Parameters
     ----------
@@ -157,7 +160,7 @@ class Alone(Group[K]):
         self.recorder = Recorder(loaded)
 
     def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
-        """Lay keys and values by heads, which a CPU reads faster."""
+        """Reorder keys and values by head, which CPUs read faster."""
         for document in documents:
             if not document.prefill.is_plain and self.loaded.device.type == "cpu":
                 for layer in document.prefill.cache.layers:
@@ -165,27 +168,27 @@ class Alone(Group[K]):
         return documents
 
     def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
-        """Leave plain caches out, which step by themselves."""
+        """Divide prompts into rows; prompts with transformers' own cache run alone."""
         packed = [each for each in documents if not each.prefill.is_plain]
         alone = [[each] for each in documents if each.prefill.is_plain]
         return super().rows(packed, 1 if self._why_alone is not None else most) + alone
 
     def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
-        """Run the model once on a row with one token of each prompt; logits (prompts, vocab_size) after them."""
+        """Run the model on one token of each prompt; return logits (prompts, vocab_size)."""
         with guarded(self.loaded.tp_group):
             return self._run(documents)
 
     def forget_rows(self) -> None:
-        """Let go of the caches of rows."""
+        """Drop the combined caches of rows."""
         self._packs.clear()
 
     def give_back(self) -> None:
-        """Let go of graphs, too."""
+        """Also free CUDA graphs."""
         self.forget_rows()
         self.recorder.forget()
 
     def _run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
-        """Compute logits (prompts, vocab_size) after the last token of each."""
+        """Return logits (prompts, vocab_size) after the last token of each prompt."""
         anew = [each for each in documents if self._begins_anew(each)]
         if anew:
             logits = [self._run_anew(each) if each in anew else self._run([each])[0] for each in documents]
@@ -199,13 +202,13 @@ class Alone(Group[K]):
         return self.recorder.run(self._packs[members], last)
 
     def _begins_anew(self, document: Running[K]) -> bool:
-        """Whether transformers' ``generate`` would now compute the whole cache anew (`begins_anew_at`)."""
+        """Whether transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`)."""
         writing = document.writing
         assert writing is not None, "a rank alone is every prompt's home"
         return self._anew_at is not None and len(writing.ids) == self._anew_at and len(writing.token_ids) > 0
 
     def _run_anew(self, document: Running[K]) -> torch.Tensor:
-        """Compute prompt and answer anew on this rank; logits (vocab_size,) after them."""
+        """Recompute prompt and answer on this rank; return the last logits (vocab_size,)."""
         assert document.writing is not None, "a rank alone is every prompt's home"
         ids, loaded = document.writing.ids.tolist(), self.loaded
         anew = (
@@ -221,7 +224,7 @@ class Alone(Group[K]):
         return anew.logits
 
     def _run_alone(self, prefill: Prefill, token: int) -> torch.Tensor:
-        """Compute logits (vocab_size,) after one more token of one prompt."""
+        """Return logits (vocab_size,) after one more token of one prompt."""
         ids = torch.tensor([[token]], device=self.loaded.device)
         if prefill.is_plain:
             return run_next(self.loaded.model, prefill, ids)

@@ -1,4 +1,4 @@
-"""Decode the documents of several ranks together, each rank some heads of them.
+"""Head-parallel decoding: all ranks decode the documents of all ranks, each some of the heads.
 
 After the prefill every document's keys and values are on one rank. Here they are shared out by (document, KV head), as
 a placement says (``compress.placement``, from what the heads actually keep), and all ranks step together (a
@@ -43,7 +43,7 @@ Place = Callable[[Sequence[float], int], LayerPlacement]
 
 
 class HeadGroup(Group[K]):
-    """Ranks that have some heads of every prompt of a wave, whichever of them prefilled it.
+    """Ranks that hold some heads of every prompt of a wave, whichever rank prefilled it.
 
     An answer does not depend on the placement, nor on how many ranks there are, but for the order of sums.
 
@@ -103,7 +103,7 @@ class HeadGroup(Group[K]):
         self.owners: list[Owners] = []
 
     def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
-        """Place the heads of all ranks' prompts by what they keep, and give every rank its own."""
+        """Place the heads of all ranks' prompts by their number of tokens, and distribute them."""
         writings = [document.writing for document in documents if document.writing is not None]
         shared = tell_documents(
             self.ranks,
@@ -167,15 +167,15 @@ class HeadGroup(Group[K]):
         return found[found[..., 0].argmax(0), torch.arange(len(documents), device=found.device), 1].long()
 
     def choose(self, documents: Sequence[Running[K]], logits: torch.Tensor) -> list[int]:
-        """Choose the next token of each prompt, by what `run` returned."""
+        """Choose the next token of each prompt from the result of `run`."""
         return logits.tolist() if self._is_greedy else super().choose(documents, logits)
 
     def forget_rows(self) -> None:
-        """Let go of the caches of rows."""
+        """Drop the combined caches of rows."""
         self._packs.clear()
 
     def _divide_heads(self, shared: Sequence[SharedDocument], prefills: Sequence[Prefill]) -> list[SliceCache]:
-        """Give every rank the heads it owns."""
+        """Give every rank the heads placed on it."""
         ranks = self.ranks
         # A model without any head is none: a rank that owns none of a layer computes one, and gives zeros for it.
         heads = [sorted({int(head) for head in np.nonzero(own == ranks.rank)[1]}) or [0] for own in self.owners]
@@ -190,7 +190,7 @@ class HeadGroup(Group[K]):
         return share_documents(self.loaded, ranks, shared, prefills, parts_of, heads, self._arena)
 
     def _divide_tokens(self, shared: SharedDocument, prefills: Sequence[Prefill]) -> list[SliceCache]:
-        """Give every rank a part of each head's tokens; the last one keeps those to come."""
+        """Give every rank a part of each head's tokens; the last rank gets new tokens."""
         ranks = self.ranks
         heads = [list(range(len(counts))) for counts in shared.counts]
 
@@ -207,7 +207,7 @@ class HeadGroup(Group[K]):
         return share_documents(self.loaded, ranks, [shared], prefills, parts_of, heads, self._arena, appends=appends)
 
     def _use(self, heads: Sequence[Sequence[int]] | None, merge: Merge | None) -> None:
-        """Compute with this rank's part of the model from now on."""
+        """Switch the model to this rank's part."""
         if self._shared_heads is None:
             self._shared_heads = SharedHeads(self.loaded, self.ranks.rank, self.ranks.size, self._sum)
         self._part, self._merging = replace(self.loaded, model=self._shared_heads.choose(heads)), merge
@@ -218,13 +218,13 @@ class HeadGroup(Group[K]):
         self._meetings += 1
 
     def _merge(self, part: PartialAttention) -> PartialAttention:
-        """Join attention to this rank's tokens with that to the others', in one order on all ranks."""
+        """Merge attention to this rank's tokens with that of the other ranks, in the same order on all ranks."""
         gathered = gather_parts(part, self.ranks)
         self._meetings += 1  # before the merge, whose memory may run out on this rank only
         return merge_gathered(gathered)
 
     def _play_on(self, documents: int) -> None:
-        """Meet the others in what is left of a step that failed on this rank, so that they come through."""
+        """Take part in the rest of a step that failed on this rank, so that the other ranks can finish."""
         config, device = self.loaded.model.config, self.loaded.device
         total = torch.zeros(1, documents, config.hidden_size, dtype=self.loaded.dtype, device=device)
         nothing = PartialAttention.of_nothing(
@@ -238,7 +238,7 @@ class HeadGroup(Group[K]):
             meet()
 
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Give the likeliest tokens of this rank's share (prompts, share) of the vocabulary: of equals the first.
+        """Return the most likely tokens of this rank's share (prompts, share) of the vocabulary; the first of equals.
 
         Returns
         -------
@@ -251,19 +251,19 @@ class HeadGroup(Group[K]):
         return found
 
     def _among_all(self, logits: torch.Tensor) -> torch.Tensor:
-        """Put logits (prompts, share) where they are in those of the whole vocabulary (prompts, vocab_size)."""
+        """Place logits (prompts, share) among those of the whole vocabulary (prompts, vocab_size)."""
         found = torch.zeros(len(logits), self.loaded.model.lm_head.out_features, device=logits.device)
         found[:, self._share[0] : self._share[1]] = logits
         return found
 
     @property
     def _share(self) -> tuple[int, int]:
-        """First and last token, not included, of this rank's share of the vocabulary."""
+        """Range of this rank's share of the vocabulary."""
         return share_of(self.loaded.model.lm_head.out_features, self.ranks.rank, self.ranks.size)
 
 
 def why_not_head_parallel(loaded: LoadedModel) -> str | None:
-    """Say why a model's documents cannot be decoded by ranks that share its heads; None if they can."""
+    """Return why a model does not support head-parallel decoding; None if it does."""
     why = why_not_shared(loaded) or why_never_packed(loaded)
     if why is None and begins_anew_at(loaded.model) is not None:
         why = "its rotary embedding has it compute the whole cache anew at some length"

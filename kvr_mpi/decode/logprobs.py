@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of an answer: the model's own, before anything changes what is sampled from.
+"""Log-probabilities of the tokens of an answer, from the model's raw logits.
 
 Taken of the logits as they come out of the model: no temperature, no top-k or top-p, no penalty and no grammar. So they
 say what the model held likely, which is what two answers can be compared by; with greedy decoding the token that was
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities, in the order of the answer's tokens.
+    """Natural log-probabilities of the answer's tokens, in order.
 
     logprobs : of the tokens that were written (tokens,).
     top_tokens, top_logprobs : in each place the likeliest tokens, the first first; (tokens * top,), flat.
@@ -30,7 +30,7 @@ class TokenLogprobs:
 
 
 class LogprobTrace:
-    """Collects them while an answer is written; numbers stay on the device until it ends.
+    """Collects log-probabilities during decoding; values stay on the device until the end.
 
     Parameters
     ----------
@@ -45,11 +45,11 @@ class LogprobTrace:
         self._likeliest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def see(self, logits: torch.Tensor) -> None:
-        """Take note of the model's logits (vocab_size,) for the next token."""
+        """Record the raw logits (vocab_size,) for the next token."""
         self._row = torch.log_softmax(logits.float(), dim=-1)
 
     def write(self, token: int) -> None:
-        """Take note of which token was chosen; nothing, on a rank that has not seen the logits."""
+        """Record the chosen token; does nothing on ranks that do not have the logits."""
         if self._row is None:
             return
         self._chosen.append(self._row[token].clone())  # a view would hold on to the whole row
@@ -59,7 +59,7 @@ class LogprobTrace:
         self._row = None
 
     def finish(self, tokenizer: Any, token_ids: list[int]) -> TokenLogprobs | None:
-        """Return all of them; None where this rank has not seen the logits."""
+        """Return all values; None on ranks that do not have the logits."""
         if len(self._chosen) != len(token_ids):
             return None
         logprobs: list[float] = torch.stack(self._chosen).tolist() if self._chosen else []
@@ -70,7 +70,7 @@ class LogprobTrace:
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Say what a token is by itself; a part of a character is U+FFFD.
+    """Return the text of a single token; partial characters become U+FFFD.
 
     Some tokenizers drop the blank that a text's first token begins with; it is part of the token.
     """

@@ -1,4 +1,4 @@
-"""A job's ``[decode]`` made ready for a model: where heads are placed, or why they cannot be shared out.
+"""The section ``[decode]`` of a job applied to a model: where heads are placed, or why they cannot be distributed.
 
 Stands between the job and `head_parallel`.
 """
@@ -30,7 +30,7 @@ from kvr_mpi.model import LoadedModel, ModelShape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSharing:
-    """How heads are shared out over ranks.
+    """How heads are distributed over ranks.
 
     layers, kv_heads : of the model.
     profile : what they are placed by; None: by what the documents' heads keep.
@@ -43,11 +43,11 @@ class HeadSharing:
 
     @property
     def loads(self) -> Loads | None:
-        """What the profile says (layers, kv_heads)."""
+        """Counts of the profile (layers, kv_heads)."""
         return None if self.profile is None else self.profile.counts
 
     def placing(self, ranks: int) -> Place:
-        """Say what places one layer's heads on so many ranks."""
+        """Return the function that places one layer's heads on so many ranks."""
         copies = ranks - 1  # as many as balance them
         if self.settings.placement in COPYING:
             copying = {"equal": place_with_equal_copies, "proportional": place_in_proportion}
@@ -55,12 +55,12 @@ class HeadSharing:
         return place_statically if self.settings.placement == "static" else place_best_effort
 
     def efficiency(self, ranks: int) -> float:
-        """Forecast which share of their time ranks attend: by the profile, or of heads that keep equally many."""
+        """Forecast the fraction of time that ranks attend, by the profile or for heads of equal size."""
         loads = np.ones((self.layers, self.kv_heads)) if self.loads is None else self.loads
         return sync_efficiency(place_layers(loads, ranks, self.placing(ranks)))
 
     def describe(self, ranks: int) -> str:
-        """Say in a few words where heads go."""
+        """Describe the placement in a few words."""
         copies = ranks - 1  # as many as balance them
         copied = f", up to {copies} copies a layer" if self.settings.placement in COPYING else ""
         by = "what they keep" if self.settings.profile is None else self.settings.profile
@@ -68,7 +68,7 @@ class HeadSharing:
 
 
 def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | None) -> HeadSharing | str | None:
-    """Make a placement ready for a model, or say why its heads cannot be shared out; None if the job does not ask.
+    """Prepare a placement for a model, or return why that is not possible; None if the job does not ask for it.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | N
 
 
 def placement_of(settings: DecodeSettings, shape: ModelShape) -> HeadSharing:
-    """Read a placement for models of a shape, whose layers are all alike."""
+    """Prepare a placement for models of a shape, whose layers are all alike."""
     layers, kv_heads = len(shape.layers), shape.layers[0].num_kv_heads
     profile = None if settings.profile is None else read_profile(Path(settings.profile), kv_heads=kv_heads)
     return HeadSharing(settings, layers, kv_heads, profile)

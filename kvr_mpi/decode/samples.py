@@ -1,4 +1,4 @@
-"""Several answers to one prompt, from one prefill: one after the other, each from the cache as the prompt left it.
+"""Several answers from one prefill, one after the other, each from the cache as the prompt left it.
 
 An answer's keys and values are forgotten when the next one begins, so that more samples take no more memory; meanwhile
 other documents fill the row. Every sample has random numbers of its own, told by its place: the first one's are those
@@ -19,7 +19,7 @@ Begin = Callable[[int], DecodeSequence]
 
 
 class Samples:
-    """The answers to a prompt that is answered several times.
+    """The answers to a prompt that is sampled several times.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Samples:
         self.tokens = 0 if prefill.is_plain else prefill.partition.tokens
 
     def follow(self, finished: DecodeSequence) -> DecodeSequence | None:
-        """Take a finished answer; begin the next one, if there is to be one.
+        """Store a finished answer; start the next one if more are wanted.
 
         A plain cache is then as the prompt left it; any other is to go back to `tokens`, on all ranks that have some
         of it.
@@ -58,12 +58,12 @@ class Samples:
         return self._begin(sample_seed(self._seed, len(self._done)))
 
     def answer(self) -> Answer:
-        """Return the first one, with all of them as its samples."""
+        """Return the first answer, with all of them as its samples."""
         return replace(self._done[0], samples=tuple(self._done), seconds=sum(one.seconds for one in self._done))
 
 
 def sample_seed(seed: int, place: int) -> int:
-    """Give every sample its own stream of random numbers; the first has the prompt's."""
+    """Return the seed of a sample; the first sample has the prompt's."""
     if place == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed} sample {place}".encode()).digest()[:7], "big")

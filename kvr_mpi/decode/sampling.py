@@ -1,4 +1,4 @@
-"""Which token comes next, and when an answer ends.
+"""Choice of the next token, and the end of an answer.
 
 That is transformers' business: a `GenerationConfig`, the logits processors it makes, its stop strings. Stands between
 the logits, which a `DecodeBatch` computes for all documents at once, and the answers.
@@ -24,7 +24,7 @@ from kvr_mpi.errors import ConfigError, KvrError
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model wrote."""
+    """A generated answer."""
 
     token_ids: tuple[int, ...]  # without the end-of-text token
     text: str
@@ -36,12 +36,12 @@ class Answer:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that were written, of all samples together."""
+        """Number of generated tokens, over all samples."""
         return sum(len(one.token_ids) for one in self.samples or (self,))
 
 
 def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationConfig:
-    """Lay a job's settings over the model's own generation defaults.
+    """Apply a job's settings to the model's generation defaults.
 
     Raises
     ------
@@ -57,13 +57,13 @@ def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationCo
 
 
 def ends_of(config: GenerationConfig) -> set[int]:
-    """Return the tokens that end an answer."""
+    """Return the end-of-text tokens."""
     ends = config.eos_token_id
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 class SamplingParams:
-    """How documents are answered: all of a job, or one that has settings of its own.
+    """Settings for generating an answer, of the job or of one document.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class SamplingParams:
         self.stop_strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
 
     def adapted(self, own: OwnGeneration) -> SamplingParams:
-        """Return the settings of a row that has some of its own; the job's are for what it does not say.
+        """Return the settings for a row; values that it does not set are the job's.
 
         A row that gives a temperature, or another setting of sampling, is sampled; one with the temperature 0 is not.
         """
@@ -118,7 +118,7 @@ class SamplingParams:
 
     @property
     def why_no_schema(self) -> str | None:
-        """Why answers cannot follow their schema with the other settings; None if they can, or have none."""
+        """Why answers cannot follow their schema with the other settings; None if they can, or have no schema."""
         bending: dict[str, Any] = {"stop": self.stop}
         bending |= {name: getattr(self.config, name, None) for name in ("min_new_tokens", "no_repeat_ngram_size")}
         found = [name for name, value in bending.items() if value and self.json_schema is not None]
@@ -130,7 +130,7 @@ class SamplingParams:
         )
 
     def processors(self, prompt_tokens: int, device: torch.device) -> Any:
-        """Make what the configuration asks for, for one document: some of it remembers what it has seen."""
+        """Make the logits processors of one document; some of them are stateful."""
         # Private, but what generate() itself does; it makes every processor that a configuration can ask for.
         self.config._eos_token_tensor = torch.tensor(sorted(self.ends), device=device) if self.ends else None
         self.config.max_length = prompt_tokens + self.max_new_tokens  # where an answer is made to end, in BART's
@@ -141,7 +141,7 @@ class SamplingParams:
 
 
 class DecodeSequence:
-    """One answer while it is written.
+    """An answer that is being generated.
 
     Parameters
     ----------
@@ -179,22 +179,22 @@ class DecodeSequence:
 
     @property
     def max_new_tokens(self) -> int:
-        """Most tokens it may have."""
+        """Maximum number of tokens."""
         return self._rules.max_new_tokens
 
     @property
     def room(self) -> int:
-        """Tokens it may still have."""
+        """Tokens left until the maximum."""
         return self._rules.max_new_tokens - len(self.token_ids)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always the next one, and nothing else of the logits is asked for."""
+        """Whether the next token is just the argmax of the logits."""
         return self._generator is None and not self._processors and self._trace is None
 
     @property
     def is_answered(self) -> bool:
-        """Whether it has come to its end, and not for an error."""
+        """Whether the answer is complete and has no error."""
         return self.finish_reason is not None and self.error is None
 
     @property
@@ -203,7 +203,7 @@ class DecodeSequence:
         return self._ids[0, : self._prompt_tokens + len(self.token_ids)]
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose the next token by logits (vocab_size,); it stays on the device, so that many are fetched at once."""
+        """Choose the next token from logits (vocab_size,); it stays on the device, so that many are copied at once."""
         if self._trace is not None:
             self._trace.see(logits)
         if self._processors:
@@ -216,16 +216,16 @@ class DecodeSequence:
         return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator)[0]
 
     def write_first(self, logits: torch.Tensor) -> None:
-        """Choose the first token by the prompt's logits (vocab_size,), unless none is to be written."""
+        """Choose the first token from the prompt's logits (vocab_size,), unless none is wanted."""
         if self.finish_reason is None:
             self.write(int(self.choose(logits.clone())))  # other answers to the prompt begin with the same
 
     def fail(self, why: str) -> None:
-        """Say that it cannot go on, and why."""
+        """Record an error; the answer ends."""
         self.error, self.finish_reason = why, "error"
 
     def write(self, token: int) -> None:
-        """Append a chosen token, and say in `finish_reason` whether it was the last."""
+        """Append a chosen token, and set `finish_reason` if it is the last."""
         rules = self._rules
         if self.error is not None:
             return
@@ -243,7 +243,7 @@ class DecodeSequence:
             self.finish_reason = "length"
 
     def answer(self) -> Answer:
-        """Give the finished answer, cut before its first stop string."""
+        """Return the finished answer, cut before its first stop string."""
         assert self.finish_reason is not None
         text = self._rules.tokenizer.decode(self.token_ids, skip_special_tokens=True) if self.token_ids else ""
         cuts = [at for at in (text.find(end) for end in self._rules.stop) if at >= 0]

@@ -1,4 +1,4 @@
-"""How likely given continuations of a prompt are: each from the same cache, which is as it was before in the end.
+"""Log-probabilities of given continuations, each computed from the same cache, which stays unchanged.
 
 A continuation's first token is judged by the prefill's own logits, all others by one pass over the tokens before them.
 The log-probabilities are the model's own (see ``logprobs``): nothing of a job's sampling has a say in them.
@@ -22,7 +22,7 @@ LookAhead = Callable[[Prefill, Sequence[int]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a continuation is.
+    """The log-probabilities of a continuation.
 
     logprobs : natural logarithms of the probabilities of its tokens (tokens,), each after all before it.
     is_greedy : whether each of them is the likeliest in its place: greedy decoding would write it.
@@ -35,7 +35,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation: the sum of its tokens'."""
+        """Log-probability of the whole continuation: the sum over its tokens."""
         return sum(self.logprobs)
 
 
@@ -71,7 +71,7 @@ def score_continuations(
 
 
 def _score(loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, text: str, look_ahead: LookAhead) -> Score | None:
-    """Score one of them."""
+    """Score one continuation."""
     ids = continuation_ids(loaded, text)
     most, anew_at = loaded.shape.max_tokens, begins_anew_at(loaded.model)
     what = f"a prompt of {prompt_tokens} tokens and the continuation {text[:40]!r} of {len(ids)}"
@@ -92,7 +92,7 @@ def _score(loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, text: str,
 
 
 def continuation_ids(loaded: LoadedModel, text: str) -> list[int]:
-    """Return the tokens of a continuation; control tokens written out in it are plain text.
+    """Tokenise a continuation; control tokens in it are plain text.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Documents' keys and values from the rank that prefilled them to the ranks that own their heads.
+"""Distribution of keys and values from the ranks that prefilled documents to the ranks that own the heads.
 
 Between the prefills and `head_parallel`. A document at a time, one message to each owner, with its heads' keys and
 values layer by layer; the whole cache is forgotten when they are sent.
@@ -29,7 +29,7 @@ Part = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class SharedDocument:
-    """What all ranks know of a document.
+    """A document as all ranks know it.
 
     home : the rank that prefilled it, and writes its answer.
     tokens : its length.
@@ -54,7 +54,7 @@ def tell_documents(
     slacks: Sequence[int],
     greedy: Sequence[bool],
 ) -> list[SharedDocument]:
-    """Tell all ranks of this rank's documents; those of all ranks, in the same order everywhere.
+    """Exchange the list of documents; it is the same, in the same order, on all ranks.
 
     Ranks take turns in it, so that each gives away about as much as it is given.
     """
@@ -83,7 +83,7 @@ def share_documents(
     *,
     appends: bool = True,
 ) -> list[SliceCache]:
-    """Give every rank what it owns of every document; every rank calls this.
+    """Send every rank the rows it owns of every document; every rank calls this.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def _make_stores(
     arena: Arena | None,
     appends: bool,
 ) -> list[HeadStore]:
-    """Make room for what this rank owns of a document."""
+    """Allocate the rows that this rank owns of a document."""
     shapes, slack = loaded.shape.layers, document.slack if appends else 0
     kept = [[last - first for _, first, last in parts] for parts in owned]
     return [
@@ -150,7 +150,7 @@ def _make_stores(
 def _hand_out(
     ranks: Transport, cache: SliceCache, owned: Sequence[Sequence[Sequence[Part]]], stores: Sequence[HeadStore]
 ) -> None:
-    """Send every rank what it owns, and put one's own in its place."""
+    """Send every rank the rows it owns, and copy this rank's own."""
     requests = []
     for rank, by_layer in enumerate(owned):
         rows = [
@@ -169,7 +169,7 @@ def _hand_out(
 
 
 def _receive(ranks: Transport, document: SharedDocument, stores: Sequence[HeadStore], loaded: LoadedModel) -> None:
-    """Receive what this rank owns of another rank's document."""
+    """Receive the rows that this rank owns of another rank's document."""
     places = list(_places(stores, document.tokens))
     if not places:
         return
@@ -180,7 +180,7 @@ def _receive(ranks: Transport, document: SharedDocument, stores: Sequence[HeadSt
 
 
 def _places(stores: Sequence[HeadStore], length: int) -> Iterator[torch.Tensor]:
-    """Where each head's keys and values go, in the order of a message."""
+    """Yield where each head's keys and values go, in the order of a message."""
     for store in stores:
         for at in range(len(store.heads)):
             yield from store.own_rows(at, length)

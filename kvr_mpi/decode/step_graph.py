@@ -1,4 +1,4 @@
-"""Steps of decoding on a GPU as CUDA graphs, so that the host launches one thing a step, and not a thousand kernels.
+"""Decode steps on a GPU as CUDA graphs: one launch per step instead of a thousand kernels.
 
 The kernels of a step read everything that changes from memory of the device: tokens, lengths, and where each prompt's
 rows lie. So they are recorded once for so many slots, and replayed for whichever prompts have them; slots without one
@@ -43,7 +43,7 @@ def widened(layout: PageLayout) -> PageLayout:
 
 
 class StepGraph:
-    """A step in some slots, recorded.
+    """The recorded graph of a step.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class StepGraph:
             self._logits = run_step(loaded, rows, self._inputs)
 
     def run(self, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:
-        """Run a step that was begun; as `run_step`."""
+        """Replay a step after `DecodeCache.begin`; returns as `run_step`."""
         count = inputs.shape[1]
         if self._filled_for is not cache:
             cache.fill(self._pages)
@@ -90,7 +90,7 @@ class StepGraph:
 
 
 class Recorder:
-    """A rank's graphs.
+    """The graphs of a rank.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class Recorder:
         self._taken: dict[PageLayout, int] = {}
 
     def run(self, cache: DecodeCache, tokens: Sequence[int]) -> torch.Tensor:
-        """Run one more token of each prompt; as `decode_packed`."""
+        """Run one more token of each prompt; returns as `decode_packed`."""
         graph = self._graph_for(cache)
         if graph is None:
             return decode_packed(self.loaded, cache, tokens)
@@ -119,13 +119,13 @@ class Recorder:
         return truth
 
     def forget(self) -> None:
-        """Give back what graphs take."""
+        """Free all graphs."""
         self._graphs.clear()
         self._taken.clear()
 
     @contextlib.contextmanager
     def record(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Record the kernels launched within; they do not run."""
+        """Capture the kernels launched in the block, without running them."""
         device, graph = self.loaded.device, torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
@@ -141,7 +141,7 @@ class Recorder:
         torch.cuda.current_stream(device).wait_stream(side)
 
     def _graph_for(self, cache: DecodeCache) -> StepGraph | None:
-        """Find the graph of a step, or record it if there were some steps like it."""
+        """Return the graph of a step; record it after some steps of the same layout."""
         if self.why_not is not None or cache.layout is None:
             return None
         layout = widened(cache.layout)
@@ -168,7 +168,7 @@ class Recorder:
         return None
 
     def _refuse(self, why: str) -> None:
-        """Record nothing from now on, which the user should know: steps take longer than they could."""
+        """Stop recording, and warn that steps will take longer."""
         self.why_not = why
         self.forget()
         warnings.warn(f"steps of decoding are not recorded as CUDA graphs, and slower: {why}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Ranks of a chain that answer prompts whose keys and values stay spread over them.
+"""Decoding over sharded keys and values: each rank of a chain attends to its own tokens.
 
 Every rank runs the model on the last tokens, attends to its shares (``kv.shares``), and ends with the same logits. A
 prompt's home is the rank that has its last share.
@@ -26,7 +26,7 @@ K = TypeVar("K")
 
 
 def check_shareable(loaded: LoadedModel) -> None:
-    """Refuse models whose keys and values cannot stay spread over ranks; it is tried on a few tokens.
+    """Refuse models that do not support sharded keys and values, after a trial on a few tokens.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def check_shareable(loaded: LoadedModel) -> None:
 
 
 class TokenGroup(Group[K]):
-    """The ranks of a chain, each with a share of every prompt.
+    """The ranks of a chain, each with a shard of every prompt.
 
     Parameters
     ----------
@@ -59,37 +59,37 @@ class TokenGroup(Group[K]):
         super().__init__(loaded, ranks)
 
     def is_home(self, prefill: Prefill) -> bool:
-        """Whether this rank has a prompt's last share."""
+        """Whether this rank has a prompt's last shard."""
         return self.ranks.rank == prefill.last
 
     def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
-        """Keep prompts about one document next to each other: its rows are read once for all of a row."""
+        """Divide prompts into rows, with those about the same document next to each other, so that it is read once."""
         most = min(most or MAX_SEQUENCES, MAX_SEQUENCES)
         return [list(documents[at : at + most]) for at in range(0, len(documents), most)]
 
     def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
-        """Run the model on all ranks at once; logits (prompts, vocab_size), the same on all of them."""
+        """Run the model on all ranks; return logits (prompts, vocab_size), the same on all of them."""
         logits = self._run([document.prefill for document in documents], [[each.last_token] for each in documents])
         for document in documents:
             _share_of(document.prefill).length += 1
         return logits
 
     def step_back(self, prefill: Prefill, tokens: int) -> None:
-        """Forget all but a prompt's first tokens."""
+        """Truncate a prompt to its first tokens."""
         _share_of(prefill).length = tokens
 
     def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
-        """Compute logits (tokens, vocab_size) after each of some tokens behind a prompt, and leave it as it was."""
+        """Compute logits (tokens, vocab_size) after each of some tokens that follow a prompt, without changing it."""
         return self._run([prefill], [ids])
 
     def held_bytes(self, prefills: Sequence[Prefill], document: Share | None = None) -> int:
-        """Memory of this rank's shares, and of a document that is held besides; each document counts once."""
+        """Bytes of this rank's shards, and of a document; each document counts once."""
         shares = [prefill.share for prefill in prefills if prefill.share is not None]
         documents = {share.document for share in shares} | {document}
         return sum(share.bytes for share in shares) + sum(one.bytes for one in documents if one is not None)
 
     def _run(self, prefills: Sequence[Prefill], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Run some tokens behind each prompt; logits (tokens, vocab_size) after each."""
+        """Run some tokens after each prompt; return logits (tokens, vocab_size)."""
         return run_shares(self.loaded, [_share_of(prefill) for prefill in prefills], tokens, self.ranks)
 
 

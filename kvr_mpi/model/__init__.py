@@ -1,4 +1,4 @@
-"""A causal LM: loaded, its shape, and what is known of its masks and rotary embeddings."""
+"""A causal LM: loading, shape, masks and rotary embeddings."""
 
 from kvr_mpi.model.devices import choose_device, visible_gpus
 from kvr_mpi.model.load import LoadedModel, Outline, load_model, load_outline

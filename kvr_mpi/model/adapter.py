@@ -1,4 +1,4 @@
-"""A LoRA adapter, merged into a model's weights when it is loaded: from then on the model is an ordinary one.
+"""LoRA adapters, merged into a model's weights when it is loaded.
 
 peft reads and merges it (https://github.com/huggingface/peft). What peft would only warn of is refused: weights that
 are in the file and not in the model, or the other way round.
@@ -22,7 +22,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def check_adapter(path: str) -> dict[str, Any]:
-    """Look for an adapter's files, and return its configuration; nothing is loaded.
+    """Check an adapter's files, and return its configuration; weights are not loaded.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def check_adapter(path: str) -> dict[str, Any]:
 
 
 def hash_adapter(path: str) -> str:
-    """Hash all of an adapter's configuration and weights."""
+    """Hash an adapter's configuration and weights."""
     digest, folder = hashlib.sha256(), Path(path).expanduser()
     for name in (CONFIG, WEIGHTS):
         data = (folder / name).read_bytes()
@@ -62,12 +62,12 @@ def hash_adapter(path: str) -> str:
 
 
 def with_adapter(base: str, adapter: str | None) -> str:
-    """Identity of a model with an adapter, of that of the model without; of none, the same."""
+    """Combine the fingerprint of a model with that of an adapter, if there is one."""
     return base if adapter is None else hashlib.sha256(f"{base} {hash_adapter(adapter)}".encode()).hexdigest()
 
 
 def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:
-    """Add an adapter to a model's weights, in place; the fingerprint is that of both.
+    """Add an adapter to a model's weights in place; the fingerprint covers both.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:
 
 
 def _check_complete(adapted: Any, folder: Path, where: str) -> None:
-    """Hold what the model has now against the file: every weight of it, and no others."""
+    """Check that the model has exactly the weights of the file."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -114,7 +114,7 @@ def _check_complete(adapted: Any, folder: Path, where: str) -> None:
 
 
 def _check_not_tied(adapted: Any, where: str) -> None:
-    """Refuse an adapter of embeddings that the model uses twice: merged into one of them, it would change both."""
+    """Refuse adapters of tied embeddings, since merging would change both of their uses."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model = adapted.get_base_model()

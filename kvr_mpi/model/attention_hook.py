@@ -1,4 +1,4 @@
-"""How a model's attention comes to our cache, without touching the model.
+"""Routes a model's attention to our cache, without changing the model.
 
 Two fast ways, both through public doors: architectures that take any attention function are given ours, and it finds
 the cache among the keyword arguments they pass on; those that call ``scaled_dot_product_attention`` themselves
@@ -30,10 +30,10 @@ ATTENTION = "kvr"
 
 
 class AttentionKernel(Protocol):
-    """Attention without softcaps, for the shapes that it takes (`model.cpu_attention`)."""
+    """An attention kernel without soft caps, for the shapes that it supports (`model.cpu_attention`)."""
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether it is to attend from these to those."""
+        """Whether to use the kernel for these queries and keys."""
 
     def __call__(
         self,
@@ -45,20 +45,20 @@ class AttentionKernel(Protocol):
         causal: bool,
         window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give output (1, heads, queries, head_dim) and log-sum-exp (1, heads, queries) of query, keys and values."""
+        """Return output (1, heads, queries, head_dim) and log-sum-exp (1, heads, queries)."""
 
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
-        """Whether it is to attend from one query a head of several documents to their units."""
+        """Whether to use the kernel for one query per head of several documents."""
 
     def attend_units(
         self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give output (documents, heads, head_dim) and log-sum-exp (documents, heads) in float32."""
+        """Return output (documents, heads, head_dim) and log-sum-exp (documents, heads) in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """How a layer turns query-key products into weights of its values.
+    """How a layer turns query-key products into weights.
 
     scale : products are multiplied by it.
     softcap : scores are bent to stay within it (Gemma 2).
@@ -73,12 +73,12 @@ class AttentionParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are products and a scale, as kernels compute them; sinks come in at the end."""
+        """Whether scores are scaled products, as kernels compute them; sinks are added at the end."""
         return self.softcap is None
 
 
 class AttendingLayer(Protocol):
-    """One layer of a cache, between its update and its attention."""
+    """A cache layer between its update and its attention."""
 
     layer_idx: int
     shape: LayerShape
@@ -86,17 +86,17 @@ class AttendingLayer(Protocol):
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend from (1, heads, tokens, head_dim) to all that is before; (1, heads, tokens, value_dim)."""
+        """Attend from (1, heads, tokens, head_dim) to all earlier tokens; returns (1, heads, tokens, value_dim)."""
 
 
 class HookedCache(Protocol):
-    """What the hook asks of a cache: all it knows of one."""
+    """The part of a cache that the hook uses."""
 
     in_parts: bool  # whether attention is taken over; else the model's own runs over what the cache returns
 
     @property
     def prefilling(self) -> bool:
-        """Whether a prompt's tokens are run; otherwise answers go on."""
+        """Whether prompt tokens are processed; otherwise answer tokens."""
 
     @property
     def attending(self) -> AttendingLayer:
@@ -104,14 +104,14 @@ class HookedCache(Protocol):
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """Positions of the tokens to be run (1, tokens), if the model cannot count them."""
+        """Positions of the tokens (1, tokens), if the model cannot count them."""
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Of each document: its tokens to be run, and its whole length with them (`rope.whole_lengths`)."""
+        """For each document, its tokens to run and its length with them (`rope.whole_lengths`)."""
 
 
 class _SdpaHook(TorchFunctionMode):
-    """Send scaled_dot_product_attention calls to the cache, for models that call it themselves (Falcon, ...)."""
+    """Redirects scaled_dot_product_attention to the cache, for models that call it directly (Falcon, ...)."""
 
     def __init__(self, cache: HookedCache, kernel: AttentionKernel | None) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def _attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' attention functions do, through the cache that came in the model's arguments."""
+    """Attention function for transformers that uses the cache passed in the model's arguments."""
     if kv_chain is None:
         raise ModelError("it does not pass keyword arguments on to its attention")
     layer = kv_chain.attending
@@ -184,7 +184,7 @@ def _attention(
 
 
 def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
-    """Choose the model's attention and weights: ours for a chain, transformers' own otherwise.
+    """Select the model's attention and weights: ours for a chain, otherwise transformers' own.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
 
 
 def _check_own_calls(model: Any) -> None:
-    """Refuse to answer a model's own attention calls where masks could hide in them."""
+    """Refuse direct attention calls that could contain masks."""
     if not model._supports_sdpa:
         raise ModelError("it only has attention of its own")
     config = model.config.get_text_config()
@@ -220,7 +220,7 @@ def _check_own_calls(model: Any) -> None:
 
 
 def run_plain(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Run tokens (1, tokens) through the model as transformers does, with a cache of its own.
+    """Run tokens (1, tokens) through the model with transformers' own cache.
 
     Returns
     -------
@@ -249,7 +249,7 @@ def run_model(
     keep: torch.Tensor | None = None,
     chunk_lengths: ChunkLengths | None = None,
 ) -> torch.Tensor:
-    """Run tokens (1, tokens) through the model after what its cache holds.
+    """Run tokens (1, tokens) through the model after those in its cache.
 
     Parameters
     ----------
@@ -287,5 +287,5 @@ def run_model(
 
 
 def takes(model: Any, argument: str) -> bool:
-    """Whether a model's forward takes an argument by this name."""
+    """Whether a model's forward has an argument of this name."""
     return argument in inspect.signature(model.forward).parameters

@@ -1,4 +1,4 @@
-"""Stored keys and values as a cache of transformers', for programs that continue from them with ``generate``."""
+"""Stored keys and values as a transformers cache, for programs that continue with ``generate``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NARROW_TOLERANCE = 0.1
 def to_cache(
     layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]], token_ids: Sequence[int] | None, model: PreTrainedModel
 ) -> DynamicCache:
-    """Make a cache of keys and values, each (tokens, kv_heads, head_dim), once the model proves to have made them.
+    """Make a cache of keys and values, each (tokens, kv_heads, head_dim), after checking that this model produced them.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What is wrong with a model's files before anything is computed: what transformers would take, and run wrongly."""
+"""Checks of a model's files for errors that transformers would accept and then compute wrongly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"\.\d+\.")
 
 
 def check_config(config: Any) -> None:
-    """Refuse a configuration that contradicts itself.
+    """Refuse a contradictory configuration.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterat
 
 
 def check_loaded(model: Any, info: Mapping[str, Iterable[Any]]) -> None:
-    """Refuse a model with weights that were made up, or left out, or rotary frequencies that are no numbers.
+    """Refuse a model with missing, unused or newly initialised weights, or invalid rotary frequencies.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse bfloat16 on a GPU that has none: it would be emulated, at a fraction of the speed.
+    """Refuse bfloat16 on GPUs that emulate it slowly.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Attention on a processor by kernels of our own, where they are faster than torch's.
+"""Attention on CPUs by our own kernels, where they are faster than torch's.
 
 torch's flash attention multiplies blocks by general products of matrices. Ours keeps a tile of queries in registers and
 computes little above the diagonal (``tiled_attention.cpp``); for the one query of a step of decoding it reads keys and
@@ -40,7 +40,7 @@ class _Shape(ctypes.Structure):
 
 
 def _named(what: str) -> AbstractContextManager[Any]:
-    """Name what is done for a profiler, if one is at work: a name costs as much as a call."""
+    """Name a block for the profiler, if one is active; names cost as much as a call."""
     at_work = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return torch.profiler.record_function(what) if at_work else nullcontext()
 
@@ -89,7 +89,7 @@ class AttentionLibrary:
         self.products = NarrowProducts(library)
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether the kernel can attend from these to those, whatever their lengths."""
+        """Whether the kernel supports these queries and keys, whatever their lengths."""
         dtype = query.dtype
         if dtype != torch.float32 and (dtype != torch.bfloat16 or query.shape[2] > 1):
             return False
@@ -103,7 +103,7 @@ class AttentionLibrary:
         return fits and dim % self.multiple == 0 and min(shape) > 0
 
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
-        """Whether the kernel can attend from one query a head of documents to their units, all of one kind."""
+        """Whether the kernel supports one query per head of several documents."""
         if not table.units or type(query) is not torch.Tensor or query.stride(-1) != 1 or query.device.type != "cpu":
             return False
         dim, dtype, unit = query.shape[-1], query.dtype, table.units[0]
@@ -123,7 +123,7 @@ class AttentionLibrary:
         causal: bool,
         window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to all keys, or (`causal`) to those up to each query, where the last query stands at the last key.
+        """Attend to all keys or, if `causal`, to those up to each query; the last query is aligned with the last key.
 
         Parameters
         ----------
@@ -165,7 +165,7 @@ class AttentionLibrary:
     def attend_units(
         self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from one query a head of several documents, each KV head to its unit.
+        """Attend from one query per head of several documents, each KV head to its units.
 
         Parameters
         ----------
@@ -202,7 +202,7 @@ class AttentionLibrary:
 
 
 class CpuAttention:
-    """Attention of a model's layers, by our kernel for some numbers of queries.
+    """Attention of a model's layers by our kernels, for the numbers of queries for which they are faster.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ class CpuAttention:
         self._library, self.ways = library, ways
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether it can attend from these to those, and was measured to be faster."""
+        """Whether the kernel supports these queries and keys, and was measured to be faster."""
         return way_for(self.ways, query.shape[2]) != PLAIN and self._library.takes(query, keys, values)
 
     def __call__(
@@ -233,17 +233,17 @@ class CpuAttention:
         return self._library.attend(query, keys, values, scale, causal=causal, window=window)
 
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
-        """Whether it can attend from one query a head of documents (`AttentionLibrary.takes_units`), and is faster."""
+        """Whether the kernel supports one query per head of several documents, and is faster."""
         return self.ways[0] != PLAIN and self._library.takes_units(query, table)
 
     def attend_units(
         self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from one query a head of documents (`AttentionLibrary.attend_units`)."""
+        """Attend from one query per head of several documents (`AttentionLibrary.attend_units`)."""
         return self._library.attend_units(query, table, lengths, scale, firsts)
 
 
 def attention_kernel(model: Any) -> CpuAttention | None:
-    """Return what a model's attention is computed with as it runs now, if that is not torch's."""
+    """Return the kernel that a model's attention currently uses; None for torch's."""
     kernel: CpuAttention | None = vars(model).get(ATTENTION_SLOT)
     return kernel

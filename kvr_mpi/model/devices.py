@@ -1,4 +1,4 @@
-"""Where a rank's model goes, and why torch cannot use the GPUs that a machine has."""
+"""The device of a rank's model, and why torch cannot use a machine's GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REMEDY = (
 
 
 def choose_device(name: str, index: int) -> torch.device:
-    """Choose where a rank's model goes: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+    """Choose the device of a rank's model: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def choose_device(name: str, index: int) -> torch.device:
 
 
 def visible_gpus() -> list[str]:
-    """Name the GPUs that this process sees, in its order, by ids that are the same for all that see them."""
+    """Return globally unique ids of the GPUs that this process sees, in its order."""
     import torch
 
     if not torch.cuda.is_available():
@@ -58,7 +58,7 @@ def visible_gpus() -> list[str]:
 
 
 def explain_unusable_gpu(environ: Mapping[str, str] = os.environ) -> str:
-    """Say why torch finds no GPU although the machine has a driver and torch is built for CUDA.
+    """Explain why torch finds no GPU although the machine has a driver and torch is built for CUDA.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Faster ways to compute what some of a model's modules compute, kept beside the model.
+"""Faster implementations of some of a model's modules, kept separately from the model.
 
 Plain transformers goes on with the modules' own code: ours is in their place only while ours runs. Which way is faster
 depends on the processor and on the number of rows, so a kernel knows both ways and takes that which was measured to be
@@ -28,24 +28,24 @@ Ways = tuple[str, ...]
 
 
 def always(way: str) -> Ways:
-    """Take one way, whatever the number of rows."""
+    """Use one implementation for any number of rows."""
     return (way,) * len(ROWS)
 
 
 def way_for(ways: Ways, rows: int) -> str:
-    """Say which way so many rows go."""
+    """Return the implementation for so many rows."""
     return ways[bisect_right(BOUNDS, rows)]
 
 
 class Kernel(Protocol):
-    """What stands for a module's own code: in the slot ``forward`` it makes (..., features) of (..., features)."""
+    """A replacement for a module's ``forward``, from (..., features) to (..., features)."""
 
     slot: str
     nbytes: int  # memory it takes beside the module's own
     ways: Ways
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Compute what the slot is for."""
+        """Compute the module's output."""
 
 
 # Beside the models and not in them: a copy of a model, in another dtype maybe, is a plain one.
@@ -53,22 +53,22 @@ _KERNELS: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
 
 
 def give_kernel(module: torch.nn.Module, kernel: Kernel) -> None:
-    """Have a kernel stand for a module from the next `use_kernels` on; it must not hold the module itself."""
+    """Register a kernel for a module, used from the next `use_kernels` on; it must not reference the module."""
     _KERNELS[module] = kernel
 
 
 def kernels_of(model: torch.nn.Module) -> dict[str, Kernel]:
-    """Return the kernels of a model's modules by the modules' names."""
+    """Return the kernels of a model's modules by module name."""
     return {name: _KERNELS[module] for name, module in model.named_modules() if module in _KERNELS}
 
 
 def kernel_bytes(model: torch.nn.Module) -> int:
-    """Memory that a model's kernels take beside it."""
+    """Bytes that a model's kernels need in addition to the model."""
     return sum(kernel.nbytes for kernel in kernels_of(model).values())
 
 
 def use_kernels(model: torch.nn.Module, yes: bool) -> bool:
-    """Compute with a model's kernels, or with its modules' own code; say whether it has kernels."""
+    """Use a model's kernels, or its modules' own code; return whether it has kernels."""
     found = False
     for module in model.modules():
         kernel = _KERNELS.get(module)
@@ -82,7 +82,7 @@ def use_kernels(model: torch.nn.Module, yes: bool) -> bool:
 
 
 def forget_kernels(model: torch.nn.Module) -> bool:
-    """Go on without a model's kernels, for good; say whether there were any."""
+    """Remove a model's kernels; return whether there were any."""
     found = use_kernels(model, False)
     for module in model.modules():
         _KERNELS.pop(module, None)
@@ -90,7 +90,7 @@ def forget_kernels(model: torch.nn.Module) -> bool:
 
 
 def name_ways(model: torch.nn.Module) -> str:
-    """Say which ways a model's attention and its linear layers may go: those of its kernels, beside plain torch."""
+    """Name the implementations that a model's attention and linear layers may use, other than plain torch."""
     found = {"attention": {PLAIN}, "products": {PLAIN}}
     for kernel in kernels_of(model).values():
         found["attention" if kernel.slot == ATTENTION_SLOT else "products"].update(kernel.ways)
@@ -99,7 +99,7 @@ def name_ways(model: torch.nn.Module) -> str:
 
 @contextmanager
 def without_kernels(model: Any) -> Iterator[None]:
-    """Run a model with its modules' own code, and as it runs now again afterwards."""
+    """Use the modules' own code within the block."""
     was = any(_KERNELS[module].slot in vars(module) for module in model.modules() if module in _KERNELS)
     use_kernels(model, False)
     try:

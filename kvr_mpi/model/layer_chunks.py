@@ -1,4 +1,4 @@
-"""A slice in chunks: each layer takes them in turn, so that only one chunk's activations are alive.
+"""Slices in chunks: each layer processes one chunk after the other, so that only one chunk's activations exist.
 
 Behind the attention of the last layer only the last token is read, so that layer takes the last token as a chunk of its
 own, and is left in the middle of the chunks before it.
@@ -28,12 +28,12 @@ _CHUNKS: ContextVar[ChunkLengths | None] = ContextVar("kvr_chunks", default=None
 
 
 class UnreadError(Exception):
-    """Raised out of a layer when nobody reads what it would compute of a chunk, or what is left of the model."""
+    """Raised out of a layer when the rest of its output, or of the model's, is not used."""
 
 
 @contextmanager
 def layers_in_chunks(chunk_lengths: ChunkLengths | None) -> Iterator[None]:
-    """Run layers chunk by chunk; where there is one chunk or none, as ever."""
+    """Run layers chunk by chunk within the block, if there are several chunks."""
     token = _CHUNKS.set(chunk_lengths)
     try:
         yield
@@ -42,7 +42,7 @@ def layers_in_chunks(chunk_lengths: ChunkLengths | None) -> Iterator[None]:
 
 
 def cut_layers(model: Any) -> bool:
-    """Let a model's layers be run in chunks, and tell whether they are found; a second time changes nothing."""
+    """Prepare a model's layers to run in chunks; return whether they were found. Idempotent."""
     layers = decoder_layers(model)
     for layer_idx, layer in enumerate(layers):
         if not isinstance(vars(layer).get("forward"), _ChunkedForward):
@@ -51,7 +51,10 @@ def cut_layers(model: Any) -> bool:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Find the layers that hidden states (1, tokens, hidden) go through one after the other; none if in no list."""
+    """Find the layers that hidden states (1, tokens, hidden) pass one after the other.
+
+    Empty if there is no such list.
+    """
     count = model.config.get_text_config().num_hidden_layers
     # Outer modules come before inner ones: experts may be as many as layers.
     lists = (one for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len(one) == count)
@@ -59,13 +62,13 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 
 
 class _ChunkedForward:
-    """A layer's ``forward``, once for each chunk."""
+    """A layer's ``forward``, called once per chunk."""
 
     def __init__(self, layer: torch.nn.Module, layer_idx: int) -> None:
         self._layer, self._layer_idx = layer, layer_idx
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run (1, tokens, hidden); where only the last token is read, that one comes back for all.
+        """Run (1, tokens, hidden); where only the last token is read, its output is returned for all.
 
         Raises
         ------
@@ -99,7 +102,7 @@ class _ChunkedForward:
 
 
 def _cut(value: Any, first: int, last: int, tokens: int) -> Any:
-    """Take a chunk's part of what a layer is given for each token: (1, tokens, ...), (tokens,) or (..., tokens, n)."""
+    """Cut a chunk out of an argument that has tokens: (1, tokens, ...), (tokens,) or (..., tokens, n)."""
     if isinstance(value, torch.Tensor):
         if value.ndim > 1 and value.shape[1] == tokens:
             return value[:, first:last]

@@ -1,4 +1,4 @@
-"""Load a causal LM and its tokenizer: what everything else is given as a `LoadedModel`.
+"""Loading a causal LM and its tokenizer as a `LoadedModel`.
 
 Weights are read from safetensors or GGUF only, never from pickles; code from a model's folder runs only when a job asks
 for it by name.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, its tokenizer, and who it is."""
+    """A model ready to run, its tokenizer and its identity."""
 
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A model without its weights: enough to plan with. `fingerprint` is that of its `LoadedModel`."""
+    """A model without weights, enough for planning. `fingerprint` is that of its `LoadedModel`."""
 
     config: Any  # transformers.PreTrainedConfig
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ def load_model(
     device_index: int = 0,
     tp_group: TensorParallelGroup | None = None,
 ) -> LoadedModel:
-    """Load weights, tokenizer and shape; in a tensor-parallel group this rank's part of them.
+    """Load weights, tokenizer and shape; in a tensor-parallel group only this rank's part of the weights.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def load_model(
 
 
 def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target: torch.device) -> tuple[Any, Any]:
-    """Read a rank's slices of a model, and say what transformers missed."""
+    """Read a rank's slices of a model's weights; also return what transformers reports as missing."""
     from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -168,7 +168,7 @@ def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target
 
 
 def _dtype_of(config: Any, wanted: str) -> torch.dtype:
-    """Say what a model is computed in: by ``auto`` in its own type."""
+    """Return the dtype to compute in; ``auto`` is the model's own."""
     import torch
 
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -177,7 +177,7 @@ def _dtype_of(config: Any, wanted: str) -> torch.dtype:
 
 
 def placement(device: torch.device) -> dict[str, Any]:
-    """Say how weights come to a GPU without a copy of all of them in host memory, if `accelerate` is there for it."""
+    """Return options for loading weights straight to a GPU, if `accelerate` is installed."""
     if device.type != "cuda" or importlib.util.find_spec("accelerate") is None:
         return {}
     return {"device_map": {"": device}}
@@ -191,7 +191,7 @@ def load_outline(
     trust_remote_code: bool = False,
     cache_dir: Path,
 ) -> Outline:
-    """Load configuration and tokenizer only; parameters and errors are those of `load_model`."""
+    """Load configuration and tokenizer only; parameters and errors as for `load_model`."""
     source, options = locate(path, offline, trust_remote_code, cache_dir)
     from transformers import AutoConfig, AutoTokenizer
 

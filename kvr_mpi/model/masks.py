@@ -1,4 +1,4 @@
-"""Which keys a layer's queries see, taken from the mask function that the model itself asks for.
+"""Which keys a layer's queries see, derived from the mask function that the model requests.
 
 Stands between transformers' mask interface and our attention. transformers builds a mask from a function of query and
 key position; with our attention registered that function comes here instead, and no mask is made: it is recognised as
@@ -25,7 +25,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Which keys a query at a position sees: all up to its own, the last `window` of them, or those of its chunk.
+    """Which keys a query sees: all up to its own, the last `window` of them, or those of its chunk.
 
     At most one of the two is set.
     """
@@ -40,7 +40,7 @@ class Visibility:
         return 0 if self.chunk is None else position // self.chunk * self.chunk
 
     def sees_all(self, tokens: int) -> bool:
-        """Whether every query of a prompt of this length sees all keys up to its own."""
+        """Whether in a prompt of this length every query sees all keys up to its own."""
         return self.first_key(tokens - 1) == 0
 
     @property
@@ -58,7 +58,7 @@ FULL = Visibility()
 
 
 class MaskRequest:
-    """What a model asks its mask to be; travels through the model in the place of the mask.
+    """A model's request for a mask, passed through the model in place of the mask.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class MaskRequest:
         self._found: Visibility | None = None
 
     def __getitem__(self, index: Any) -> MaskRequest:
-        """Models that cut a mask to the keys' length cut nothing of this."""
+        """Return itself, since some models cut masks to the length of the keys."""
         return self
 
     def visibility(self) -> Visibility:
@@ -103,7 +103,7 @@ class MaskRequest:
 
 
 def recognise(mask_function: MaskFunction, local_size: int | None, longest: int, device: str = "cpu") -> Visibility:
-    """Find out what a mask function is by evaluating it around the edges of windows and chunks, and at the far end.
+    """Recognise a mask function by evaluating it at the edges of windows and chunks, and at the far end.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def request_mask(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> MaskRequest:
-    """Stand in for transformers' mask makers (``AttentionMaskInterface``): pass on what is asked for."""
+    """Replacement for transformers' mask makers (``AttentionMaskInterface``) that passes the request on."""
     longest = getattr(config, "max_position_embeddings", None) or 1 << 20
     where = "cpu" if str(device) == "meta" else str(device)  # what is looked at on ``meta`` has no values there
     is_plain = attention_mask is None and not use_vmap
@@ -168,7 +168,7 @@ def request_mask(
 
 
 def check_mask(mask: Any, announced: Visibility, told_window: int | None = None) -> None:
-    """Make sure that what the model asks of its mask is what this layer does, and what its attention is told.
+    """Check that a model's mask request matches the layer's visibility and attention arguments.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Weights kept a second time in fewer bits, where these say exactly the same numbers, for products with few rows.
+"""Lossless copies of weights in fewer bits, for products with few rows.
 
 A step of decoding waits for weights from memory. A checkpoint in bfloat16 that is computed with in float32 has zeros in
 half of every number; one that was quantised to 8 or 4 bits (GGUF's Q8_0 and Q4_1) has few numbers in a block of 32.
@@ -40,12 +40,12 @@ class NarrowWeights:
 
     @property
     def nbytes(self) -> int:
-        """Memory they take."""
+        """Size in bytes."""
         return self.packed.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     @property
     def features(self) -> int:
-        """Of a row that they are multiplied with."""
+        """Number of input features."""
         return self.packed.shape[1] * (2 if self.packed.dtype == torch.uint8 else 1)
 
     def widen(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class NarrowWeights:
 
 
 def narrow(weight: torch.Tensor) -> NarrowWeights | None:
-    """Keep weights in fewer bits; None if that would change one of them, or the kernels cannot read them.
+    """Convert weights to fewer bits; None if that would change a weight, or if the kernels do not support it.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def _as_halves(weight: torch.Tensor) -> NarrowWeights:
 
 
 def _as_multiples(weight: torch.Tensor) -> NarrowWeights:
-    """As ``llama.cpp`` quantises to Q8_0: the largest of a block is 127 times a scale, which is a half float."""
+    """Quantise as Q8_0 in ``llama.cpp``: a block's largest weight is 127 times a half-precision scale."""
     blocks = weight.view(len(weight), -1, BLOCK)
     scale = (blocks.abs().amax(-1, keepdim=True) / MOST_MULTIPLE).half().float()
     multiples = torch.where(scale > 0, blocks / scale, 0.0).round().clamp(-MOST_MULTIPLE, MOST_MULTIPLE)
@@ -103,7 +103,7 @@ def _as_multiples(weight: torch.Tensor) -> NarrowWeights:
 
 
 def _as_steps(weight: torch.Tensor) -> NarrowWeights:
-    """As ``llama.cpp`` quantises to Q4_1: from the least of a block to the largest in 15 steps, both in half floats."""
+    """Quantise as Q4_1 in ``llama.cpp``: 15 steps from a block's minimum to its maximum, both in half precision."""
     blocks = weight.view(len(weight), -1, BLOCK)
     least = blocks.amin(-1, keepdim=True)
     step = ((blocks.amax(-1, keepdim=True) - least) / MOST_STEPS).half().float()

@@ -1,4 +1,4 @@
-"""RMS norms in one pass over the data on a GPU, where models' own code takes several.
+"""RMS norms in one pass on GPUs, where models' own code takes several.
 
 torch's ``rms_norm`` stands for a module if both give the same for random rows, large and small.
 """
@@ -16,7 +16,7 @@ TRIAL_ROWS = 16
 
 
 class FusedNorm:
-    """torch's norm with a module's weight; a `Kernel`."""
+    """torch's fused norm with a module's weight; a `Kernel`."""
 
     slot, nbytes, ways = FORWARD_SLOT, 0, always("fused")
 
@@ -30,7 +30,7 @@ class FusedNorm:
 
 @torch.inference_mode()
 def fuse_norms(model: torch.nn.Module) -> int:
-    """Give a model's norms kernels for the next `use_kernels`; say how many."""
+    """Register fused kernels for a model's norms, used from the next `use_kernels` on; return how many."""
     fused, dtype = 0, next(model.parameters()).dtype
     for module in model.modules():
         kernel = _fused(module) if type(module).__name__.endswith("RMSNorm") else None
@@ -41,7 +41,7 @@ def fuse_norms(model: torch.nn.Module) -> int:
 
 
 def _fused(module: torch.nn.Module) -> FusedNorm | None:
-    """Make the kernel of a norm, unless it is of another kind, or has more than a weight and one number."""
+    """Make the kernel of a norm; None for other kinds of norms."""
     weight = dict(module.named_parameters()).get("weight")
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.dim() != 1 or not isinstance(eps, float):

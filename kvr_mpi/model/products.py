@@ -1,4 +1,4 @@
-"""Weights kept a second time as a processor multiplies fastest with them: in another order, or in fewer bits.
+"""Copies of weights in the layout, or with the fewer bits, that a CPU multiplies fastest.
 
 On some processors oneDNN multiplies faster with weights that lie in its own order than torch does with them as they
 are, on others slower, and it depends on the shape and on the rows. With few rows the fewest bytes win
@@ -28,7 +28,7 @@ MULTIPLY: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "d
 
 
 class Product:
-    """What a `torch.nn.Linear` computes, with copies of its weights.
+    """The product of a `torch.nn.Linear`, with copies of its weights.
 
     Parameters
     ----------
@@ -76,12 +76,12 @@ class Product:
 
 
 def product_shape(linear: torch.nn.Linear) -> str:
-    """Name a linear layer's kind: layers of one shape are computed in the same way."""
+    """Return the kind of a linear layer; layers of the same kind use the same implementation."""
     return f"{linear.out_features}x{linear.in_features}"
 
 
 def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """List the linear layers whose weights could be kept a second time here, by their shape."""
+    """List the linear layers whose weights can be copied, by their shape."""
     found: dict[str, list[torch.nn.Linear]] = {}
     for module in model.modules():
         if type(module) is torch.nn.Linear and (can_lay(module.weight) or _is_float32(module.weight)):
@@ -90,7 +90,7 @@ def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 
 
 def narrow_weights(model: torch.nn.Module, most_bytes: float) -> dict[torch.nn.Linear, NarrowWeights]:
-    """Keep weights in fewer bits, of those shapes of which all layers can be, as far as there is memory."""
+    """Copy weights in fewer bits, for shapes where that is lossless in all layers, as far as memory allows."""
     found: dict[torch.nn.Linear, NarrowWeights] = {}
     for layers in find_products(model).values():
         if sum(layer.weight.nbytes for layer in layers) / 2 > most_bytes:
@@ -112,7 +112,7 @@ def give_products(
     library: NarrowProducts | None = None,
     narrowed: Mapping[torch.nn.Linear, NarrowWeights] | None = None,
 ) -> None:
-    """Keep the weights of some shapes as they are to be read from the next `use_kernels` on.
+    """Register products with copied weights for some shapes, used from the next `use_kernels` on.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def _is_float32(weight: torch.Tensor) -> bool:
 
 
 def can_lay(weight: torch.Tensor) -> bool:
-    """Whether oneDNN can lay weights out anew here."""
+    """Whether oneDNN can reorder weights on this machine."""
     is_x86 = weight.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
     if not is_x86 or _LAY is None or MULTIPLY is None:
         return False

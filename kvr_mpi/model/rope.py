@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the length of what is embedded: the whole prompt's, on every rank.
+"""Rotary embeddings that depend on the length of the whole prompt, made correct on every rank.
 
 Dynamic NTK and LongRoPE choose their frequencies by the farthest position that one call sees. A slice ends before the
 prompt does, a packed row holds prompts of several lengths, and dynamic NTK also remembers the longest prompt so far. So
@@ -30,7 +30,7 @@ _ROW: ContextVar[Sequence[tuple[int, int]] | None] = ContextVar("kvr_row", defau
 
 @contextmanager
 def whole_lengths(row: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Tell rotary embeddings how long the prompts of a row are.
+    """Set the full lengths of the prompts in a row, for the duration of the block.
 
     Parameters
     ----------
@@ -54,32 +54,32 @@ def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def rope_kinds(module: torch.nn.Module) -> dict[str | None, str]:
-    """Name a module's kinds of rotary embedding: by layer type, or one under None."""
+    """Return a module's kinds of rotary embedding, by layer type or under None."""
     kinds: Any = module.rope_type
     return dict(kinds) if isinstance(kinds, dict) else {None: str(kinds)}
 
 
 def depends_on_length(model: torch.nn.Module) -> str:
-    """Name the kinds of rotary embedding of a model that depend on the length; else the empty string."""
+    """Return the kinds of a model's rotary embeddings that depend on the length, joined; else an empty string."""
     kinds = {kind for module in rotary_modules(model) for kind in rope_kinds(module).values()}
     return ", ".join(sorted(kind for kind in kinds if any(name in kind for name in BY_LENGTH)))
 
 
 def embed_whole_lengths(model: torch.nn.Module) -> None:
-    """Give rotary embeddings that depend on the length a hook; a second time changes nothing."""
+    """Hook rotary embeddings that depend on the length. Idempotent."""
     for module in rotary_modules(model):
         if depends_on_length(module) and not any(isinstance(hook, _Hook) for hook in module._forward_hooks.values()):
             module.register_forward_hook(_Hook(), with_kwargs=True)
 
 
 class _Hook:
-    """Compute a rotary embedding again, for each prompt of the row with that prompt's own length."""
+    """Recomputes a rotary embedding for each prompt of the row with that prompt's full length."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # ranks as threads share the module, which keeps frequencies in itself
 
     def __deepcopy__(self, memo: Any) -> _Hook:
-        """Give copies of a model hooks of their own."""
+        """Return a new hook for a copy of the model."""
         return _Hook()
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -106,7 +106,7 @@ class _Hook:
 
 
 def _forget_lengths(module: torch.nn.Module) -> None:
-    """Let a dynamic embedding forget the longest prompt it has seen."""
+    """Reset the longest length that a dynamic embedding has seen."""
     for layer_type, kind in rope_kinds(module).items():
         if "dynamic" not in kind:
             continue
@@ -117,7 +117,7 @@ def _forget_lengths(module: torch.nn.Module) -> None:
 
 
 def begins_anew_at(model: Any) -> int | None:
-    """Say from how many tokens on transformers' ``generate`` computes a shorter cache anew; None: it never does.
+    """Return the length at which transformers' ``generate`` recomputes a shorter cache; None if it never does.
 
     Phi-3 and its kin do, when an answer grows past the length at which their frequencies change: keys that were made
     with the other ones are of no use.
@@ -130,7 +130,7 @@ def begins_anew_at(model: Any) -> int | None:
 
 
 def check_rotary(model: Any, longest: int | None) -> None:
-    """Compare the rotary embeddings of slices with those of the whole, below and above the thresholds of their kind.
+    """Compare the rotary embeddings of slices with those of the whole prompt, below and above their thresholds.
 
     What they depend on besides the position shows only in prompts longer than any self-check could run.
 

@@ -1,4 +1,4 @@
-"""What a model keeps for each token and each layer, found on the ``meta`` device before any weights are read."""
+"""What a model caches per layer and token, found on the ``meta`` device before weights are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONGEST = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """One state that a recurrent or convolution layer keeps, whatever the number of tokens.
+    """A state of a recurrent or convolution layer, independent of the number of tokens.
 
     kind : ``conv`` or ``recurrent``.
     index : a layer may keep several of a kind.
@@ -49,7 +49,7 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps: keys and values of every token, states, or (all sizes 0) nothing.
+    """What one layer caches: keys and values per token, states, or (all sizes 0) nothing.
 
     Head sizes may differ between keys and values.
     """
@@ -73,7 +73,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What planning and buffers need to know of a model, without its weights.
+    """The properties of a model that planning and buffers need, without weights.
 
     layers : a layer each, as the model's cache counts them.
     vocab_size : tokens that it can be given.
@@ -103,16 +103,16 @@ class ModelShape:
 
     @property
     def first_position(self) -> int:
-        """Position of a prompt's first token, as the model counts: RoBERTa's kin begin after the padding's."""
+        """Position of a prompt's first token; RoBERTa-like models start after the padding id."""
         return 0 if self.padding_id is None else self.padding_id + 1
 
     def sample_ids(self, tokens: int, step: int = 37, first: int = 11) -> list[int]:
-        """Make up a prompt without a pattern that a model could use, the same everywhere."""
+        """Generate a pseudo-random prompt, the same on every rank."""
         ids = ((step * position + first) % self.vocab_size for position in range(tokens))
         return [(each + 1) % self.vocab_size if each == self.padding_id else each for each in ids]
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Refuse a prompt with tokens that the model has not, or that cannot be given positions by where they stand.
+        """Refuse token ids that the model does not have, or that would break its positions.
 
         Raises
         ------
@@ -133,12 +133,12 @@ class ModelShape:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer keeps a state, so that a rank goes on where the one before it has ended."""
+        """Whether some layer has a state, so that each rank continues from the one before it."""
         return any(layer.states for layer in self.layers)
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> Any:
-    """Build a model on the ``meta`` device: its code and shapes, without weights or memory."""
+    """Build a model on the ``meta`` device, without weights or memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -152,7 +152,7 @@ def meta_model(config: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Run a model on the ``meta`` device: what its code asks of values that are not there is answered with zeros."""
+    """Run a model on the ``meta`` device; code that asks for values gets zeros."""
     import torch
     import torch.fx.experimental._config
     from torch.distributions import Distribution
@@ -181,7 +181,7 @@ def on_meta() -> Iterator[None]:
 
 
 def cache_argument(model: Any) -> str:
-    """Name the argument under which a model takes its cache.
+    """Return the name of the argument through which a model takes its cache.
 
     Raises
     ------
@@ -196,7 +196,7 @@ def cache_argument(model: Any) -> str:
 
 
 def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
-    """Find what every layer keeps by running one token through the model on the ``meta`` device.
+    """Find what every layer caches by running one token on the ``meta`` device.
 
     No weights are needed and no memory is taken, so receives can be posted before any data exists. The
     probe runs in bfloat16, the one type for which every operation (grouped experts, too) has a meta kernel.
@@ -246,7 +246,7 @@ def _probe_dtype() -> torch.dtype:
 
 
 def _run_probe(model: Any, attention: str | None = None) -> Any:
-    """Run one token on ``meta`` and return the cache it filled."""
+    """Run one token on ``meta``, and return the cache that it filled."""
     import torch
     from transformers import DynamicCache
 
@@ -272,7 +272,7 @@ def _run_probe(model: Any, attention: str | None = None) -> Any:
 
 
 def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility]) -> str | None:
-    """Say why a chain would give something else than plain transformers, whose cache does more than keep."""
+    """Return why a chain would differ from plain transformers, whose cache does more than store."""
     text = model.config.get_text_config()
     longest, kept = getattr(text, "max_position_embeddings", None), getattr(text, "keep_window_size", None)
     if kept is not None and not (longest and kept >= longest):
@@ -295,13 +295,13 @@ def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility
 
 
 def _max_tokens(text: Any, padding_id: int | None) -> int | None:
-    """Find the longest context; models of RoBERTa's kind begin to count after the padding token's id."""
+    """Return the longest context; RoBERTa-like models count from the padding id on."""
     found = next((value for name in LONGEST if isinstance(value := getattr(text, name, None), int)), None)
     return found if found is None or padding_id is None else found - padding_id - 1
 
 
 def _padding_id(model: Any) -> int | None:
-    """Find the token that a model of RoBERTa's kind does not count, if it is one."""
+    """Return the token that RoBERTa-like models skip when they count; None for other models."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids") and isinstance(module.padding_idx, int):
             return int(module.padding_idx)
@@ -338,7 +338,7 @@ def _layer_shape(layer: Any, architecture: str) -> LayerShape:
 
 
 def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
-    """See which keys each layer's attention sees, by way of the masks it is given; or why that cannot be known.
+    """Find which keys each layer sees from the masks it requests, or why that is unknown.
 
     Models whose attention is none of transformers' interchangeable ones are looked at as they run (``attention_hook``).
     """
@@ -368,7 +368,7 @@ def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
 
 
 def _visibility_on_meta(request: MaskRequest, text: Any) -> Visibility:
-    """Recognise a mask; chunks count from a tensor that has no value on ``meta``, and are known by their size."""
+    """Recognise a mask; chunked masks depend on a tensor without value on ``meta``, and are known by their size."""
     if request.is_plain and request.local_size is not None:
         if request.local_size == getattr(text, "attention_chunk_size", None):
             return Visibility(chunk=request.local_size)

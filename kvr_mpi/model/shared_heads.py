@@ -1,4 +1,4 @@
-"""A rank's part of a model that every rank has whole: some heads, a share of the MLP and of the vocabulary.
+"""A rank's part of a model that every rank has whole: some heads, and a share of the MLP and the vocabulary.
 
 A copy with modules of its own and the same weights, whose linear layers are cut as `tensor_parallel` says; but a rank's
 heads may be any, and others for other documents. Weights that lie together are views of the model's own.
@@ -35,7 +35,7 @@ NORMS = ("q_norm", "k_norm")
 
 
 def why_not_shared(loaded: LoadedModel) -> str | None:
-    """Say why a model's heads cannot be shared out over ranks; None if they can."""
+    """Return why a model's heads cannot be distributed over ranks; None if they can."""
     model, shape = loaded.model, loaded.shape
     if why := why_not_by_config(model.config, shape) or why_no_vocabulary(model):
         return why
@@ -48,7 +48,7 @@ def why_not_shared(loaded: LoadedModel) -> str | None:
 
 
 def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
-    """Say so as far as it shows without weights."""
+    """Return the reason as far as the configuration shows."""
     if why := why_no_plan(config):
         return why
     if EXPERTS in config.base_model_tp_plan or f"{MLP}down_proj" not in config.base_model_tp_plan:
@@ -60,7 +60,7 @@ def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
 
 
 def _why_not_layer(layer: Any, config: Any) -> str | None:
-    """Look for what the plan does not say: other parameters, other kinds of linear layers."""
+    """Check for parameters and linear layers that the plan does not cover."""
     for part, linear in ((getattr(layer, name), names) for name, names in LINEAR.items()):
         for name, parameter in part.named_parameters():
             owner = name.partition(".")[0]
@@ -76,7 +76,7 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
 
 
 class SharedHeads:
-    """One of `size` parts of a model; its share of the MLP and of the vocabulary stays, its heads are chosen anew.
+    """One of `size` parts of a model, with a fixed share of MLP and vocabulary, and heads that can be chosen.
 
     Parameters
     ----------
@@ -141,12 +141,12 @@ class SharedHeads:
         return part
 
     def _own_inputs(self, module: Any, given: tuple[torch.Tensor]) -> torch.Tensor:
-        """Give the output projection the features of (..., features) that it has weights for."""
+        """Select the features of (..., features) that the part of the output projection needs."""
         return given[0].narrow(-1, self._first_input, module.in_features)
 
     @torch.inference_mode()
     def _cut(self, name: str, heads: Sequence[int] | None = None) -> None:
-        """Give a linear layer of the part its weights, and a kernel if the whole has one.
+        """Give a linear layer of the part its weights, and a kernel if the whole layer has one.
 
         heads : those whose features it keeps; None: its share, or, where the output projection has the share, all.
         """
@@ -173,14 +173,14 @@ class SharedHeads:
 
 
 def _pick(tensor: torch.Tensor, dim: int, some: Sequence[int]) -> torch.Tensor:
-    """Take some indices of a dimension, ascending: a view if they are next to each other."""
+    """Select ascending indices along a dimension; a view if they are adjacent."""
     if some[-1] - some[0] == len(some) - 1:
         return tensor.narrow(dim, some[0], len(some))
     return tensor.index_select(dim, torch.tensor(some, device=tensor.device))
 
 
 def shared_bytes(loaded: LoadedModel) -> int:
-    """Memory that a rank's part takes at most beside the model: weights that do not lie together, or are packed anew.
+    """Maximum bytes of a rank's part in addition to the model: weights that are not adjacent, or are packed again.
 
     That of one of two ranks; more ranks take less. Of attention a rank may compute all heads.
     """

@@ -1,4 +1,4 @@
-"""Where a model's files are, how to read them, and which model they are: its fingerprints.
+"""The files of a model, how to read them, and the fingerprints that identify it.
 
 Files are a folder of safetensors, a GGUF file, which is converted to one, or a repository on the Hugging Face hub.
 Nothing is ever read from a pickle.
@@ -42,7 +42,7 @@ UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model's files are: a folder, a file in it for GGUF, or a hub id."""
+    """Where a model's files are: a folder, a GGUF file, or an id on the hub."""
 
     location: str
     gguf_file: str | None = None
@@ -50,12 +50,12 @@ class ModelSource:
 
     @property
     def path(self) -> Path:
-        """The file, or the folder; of a hub id no path that exists."""
+        """The file or folder; for an id on the hub a path that does not exist."""
         return Path(self.location) / (self.gguf_file or "")
 
 
 def find_model(path: str) -> ModelSource:
-    """Say what a job's ``model.path`` means; nothing is read or fetched.
+    """Interpret a job's ``model.path``, without reading or downloading anything.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def find_model(path: str) -> ModelSource:
 
 
 def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
-    """Turn a GGUF file into a safetensors folder, once; later calls find it there.
+    """Convert a GGUF file to a safetensors folder, once.
 
     De-quantising takes many seconds and would be paid by every rank. The folder's name carries a hash of
     the GGUF file's name, size and ends, and appears under its final name only when complete; of two ranks
@@ -137,7 +137,7 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Keep what transformers asks of a GGUF file again and again, at seconds a time.
+    """Cache the slow parsing of a GGUF file that transformers repeats.
 
     It parses the whole file for the configuration, the tokenizer and the weights each, and makes the table of the
     weights' names anew for every module.
@@ -153,12 +153,12 @@ def _parsed_once() -> Iterator[None]:
 
 
 def converted_folder(source: ModelSource, cache_dir: Path) -> Path:
-    """Return where a GGUF file's safetensors are, or will be once it is converted."""
+    """Return the safetensors folder of a GGUF file, converted or not."""
     return cache_dir / f"{source.path.stem}-{_hash_files([source.path])[:16]}"
 
 
 def locate(path: str, offline: bool, trust_remote_code: bool, cache_dir: Path) -> tuple[ModelSource, dict[str, Any]]:
-    """Find a model's files, converted if need be, and the options transformers reads them with."""
+    """Find a model's files, convert them if needed, and return transformers' loading options."""
     source = find_model(path)
     if source.gguf_file:
         source = ModelSource(str(convert_gguf(source, cache_dir)))
@@ -167,7 +167,7 @@ def locate(path: str, offline: bool, trust_remote_code: bool, cache_dir: Path) -
 
 
 def fingerprint_of(source: ModelSource, config: Any) -> str:
-    """Identity of the weights: the same on every host, different for another model ."""
+    """Return the identity of the weights: the same on every host, different for another model."""
     if source.is_hub:
         commit = getattr(config, "_commit_hash", None)
         return hashlib.sha256(json.dumps([source.location, commit]).encode()).hexdigest()
@@ -176,7 +176,7 @@ def fingerprint_of(source: ModelSource, config: Any) -> str:
 
 
 def hash_weights(path: str, *, offline: bool, cache_dir: Path, trust_remote_code: bool) -> str:
-    """Hash all of a model's weights and its configuration, which takes as long as reading them.
+    """Hash a model's configuration and all of its weights, which takes as long as reading them.
 
     `LoadedModel.fingerprint` looks at the ends of the files only. A model of the hub is known by its commit.
     """
@@ -197,7 +197,7 @@ def hash_weights(path: str, *, offline: bool, cache_dir: Path, trust_remote_code
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Identity of a tokenizer: of all that decides on token ids."""
+    """Return the identity of a tokenizer: everything that determines token ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return hashlib.sha256(backend.to_str().encode()).hexdigest()
@@ -206,7 +206,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def _hash_files(files: list[Path], sample_bytes: int = 1 << 20) -> str:
-    """Hash names, sizes and both ends of files: cheap for many gigabytes, and different for every re-training."""
+    """Hash names, sizes and both ends of files; fast for many gigabytes, and different after re-training."""
     digest = hashlib.sha256()
     for file in sorted(files):
         size = file.stat().st_size
@@ -220,7 +220,7 @@ def _hash_files(files: list[Path], sample_bytes: int = 1 << 20) -> str:
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Turn what transformers raises about a model's files into one `ModelError`."""
+    """Convert transformers' errors about a model's files to one `ModelError`."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 

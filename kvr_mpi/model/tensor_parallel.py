@@ -1,4 +1,4 @@
-"""How a model is divided among ranks: heads, the MLP and the vocabulary (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""Division of a model over ranks: heads, the MLP and the vocabulary (Megatron-LM, Shoeybi et al. 2019, section 3).
 
 What is divided, and where ranks sum, is read from transformers' own plan for the architecture (``base_model_tp_plan``).
 What the plan does not say, or says in words that are not known here, is refused: a norm over features of which a rank
@@ -56,7 +56,7 @@ Reduce = Callable[["torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which heads and which share of the rest are a rank's.
+    """The heads and the share of other weights that a rank holds.
 
     heads, kv_heads, head_dim : of the whole model.
     """
@@ -69,33 +69,33 @@ class Part:
 
     @property
     def own_heads(self) -> tuple[int, int]:
-        """First and last query head, not included."""
+        """Range of query heads."""
         return share_of(self.heads, self.rank, self.size)
 
     @property
     def own_kv_heads(self) -> tuple[int, int]:
-        """Those that the query heads attend to: of fewer KV heads than ranks several ranks have the same."""
+        """Range of the KV heads that the query heads use; with more ranks than KV heads, ranks share them."""
         first, last = self.own_heads
         each = self.heads // self.kv_heads
         return first // each, -(-last // each)
 
     @property
     def held(self) -> KVHeads:
-        """The KV heads whose keys and values this rank holds."""
+        """KV heads whose keys and values this rank holds."""
         return KVHeads(*self.own_kv_heads, self.kv_heads)
 
     @property
     def is_alone_with_heads(self) -> bool:
-        """Whether no other rank of the group has the same KV heads."""
+        """Whether no other rank of the group holds the same KV heads."""
         return self.kv_heads % self.size == 0
 
     @property
     def stores(self) -> bool:
-        """Whether these are this rank's to store, since no rank before it has the same."""
+        """Whether this rank stores its KV heads, being the first rank that holds them."""
         return self.rank == 0 or replace(self, rank=self.rank - 1).own_kv_heads != self.own_kv_heads
 
     def bounds(self, name: str, length: int) -> tuple[int, int]:
-        """First and last row or column, not included, of a matrix by its name in its layer."""
+        """Range of rows or columns of a matrix, given its name within its layer."""
         if name in ("q_proj", "o_proj"):
             first, last = self.own_heads
         elif name in ("k_proj", "v_proj"):
@@ -106,7 +106,7 @@ class Part:
 
 
 def why_no_plan(config: Any) -> str | None:
-    """Say why transformers' plan for a model cannot be followed here; None if it can, as far as the plan shows."""
+    """Return why transformers' tensor-parallel plan for a model cannot be used; None if it can."""
     text = config.get_text_config()
     if text is not config:
         return "it is more than a language model"
@@ -125,14 +125,14 @@ def why_no_plan(config: Any) -> str | None:
 
 
 def why_no_vocabulary(model: Any) -> str | None:
-    """Say why a model's vocabulary cannot be divided; None if it can."""
+    """Return why a model's vocabulary cannot be divided; None if it can."""
     if dict(getattr(model, "_tp_plan", None) or {}).get("lm_head") != "colwise_gather_output":
         return "transformers' plan does not divide its vocabulary"
     return None
 
 
 def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
-    """Say why heads cannot be divided among so many ranks; None if they can, or ranks can share a KV head."""
+    """Return why heads cannot be divided over so many ranks; None if they can, or if ranks can share a KV head."""
     if heads % size or (kv_heads % size and size % kv_heads):
         fitting = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
         return f"{heads} query heads and {kv_heads} KV heads cannot be divided by it; choose one of {fitting}"
@@ -140,7 +140,7 @@ def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
 
 
 def part_of(config: Any, rank: int, size: int) -> Part:
-    """Say what is a rank's of a model.
+    """Return a rank's part of a model.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def part_of(config: Any, rank: int, size: int) -> Part:
 
 
 def part_config(config: Any, part: Part) -> Any:
-    """Make the configuration of a rank's part of a model; tokens that a rank has not are no padding to it."""
+    """Return the configuration of a rank's part of a model, without padding token."""
     mine = copy.deepcopy(config)
     mine.head_dim = part.head_dim
     mine.num_key_value_heads = part.own_kv_heads[1] - part.own_kv_heads[0]
@@ -179,7 +179,7 @@ def part_config(config: Any, part: Part) -> Any:
 
 
 def check_part(config: Any, mine: Any, part: Part) -> None:
-    """Hold the shapes of a part's matrices against those of the whole, as the plan divides them; nothing is loaded.
+    """Compare the shapes of a part's matrices with the plan's division of the whole, without loading weights.
 
     Raises
     ------
@@ -203,7 +203,7 @@ def check_part(config: Any, mine: Any, part: Part) -> None:
 
 
 def _planned(name: str, whole: torch.Tensor, plan: Mapping[str, str], part: Part) -> tuple[int, ...]:
-    """Shape of a rank's part of a parameter."""
+    """Return the shape of a rank's part of a parameter."""
     module, _, kind = _NUMBER.sub(".*", name).rpartition(".")
     module = module.removeprefix("model.")
     shape, leaf = list(whole.shape), module.rpartition(".")[2]
@@ -221,7 +221,7 @@ def _planned(name: str, whole: torch.Tensor, plan: Mapping[str, str], part: Part
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """A rank's slice of a tensor in a file, in the way transformers reads one.
+    """A rank's slice of a tensor in a file, with the interface that transformers reads.
 
     tensor : of safetensors, not read yet.
     dim : the one that is divided; None: all of it is the rank's.
@@ -235,7 +235,7 @@ class WeightSlice:
     is_zero: bool = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read it; its memory is its own, so that what lies around it in the file is not held."""
+        """Read the slice into memory of its own."""
         found: torch.Tensor
         if self.dim is None:
             found = self.tensor[...].clone()
@@ -244,11 +244,11 @@ class WeightSlice:
         return found.clone()
 
     def get_dtype(self) -> str:
-        """Name the type as the file does."""
+        """Return the dtype as the file names it."""
         return str(self.tensor.get_dtype())
 
     def get_shape(self) -> list[int]:
-        """Shape of the slice."""
+        """Return the shape of the slice."""
         shape = list(self.tensor.get_shape())
         if self.dim is not None:
             shape[self.dim] = self.last - self.first
@@ -256,7 +256,7 @@ class WeightSlice:
 
 
 def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, WeightSlice]:
-    """Open a model's files, and say of every tensor in them what is this rank's; nothing is read."""
+    """Open a model's files, and return this rank's slice of every tensor, unread."""
     from safetensors import safe_open
 
     index, found = folder / "model.safetensors.index.json", {}
@@ -269,7 +269,7 @@ def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, Wei
 
 
 def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
-    """Say what is a rank's; transformers refuses what has another shape than in the model, which `check_part` knows."""
+    """Return this rank's slice; wrong shapes are refused by transformers, and by `check_part`."""
     leaf, shape = name.split(".")[-2:-1], list(tensor.get_shape())
     dim = DIVIDED_DIMS.get(leaf[0]) if leaf else None
     if dim is None:
@@ -280,12 +280,12 @@ def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
 
 
 def in_plan(name: str) -> str:
-    """Name a module as transformers' plans do: with a star for the layer's number."""
+    """Convert a module name to the form of transformers' plans, with a star for the layer number."""
     return _NUMBER.sub(".*", f"{name}.")[:-1]
 
 
 def sum_products(model: torch.nn.Module, plan: Mapping[str, str], reduce: Reduce) -> None:
-    """Sum what the modules make that have some of their inputs only.
+    """Sum the outputs of the modules that have only some of their inputs.
 
     Parameters
     ----------
@@ -300,7 +300,7 @@ def sum_products(model: torch.nn.Module, plan: Mapping[str, str], reduce: Reduce
 
 
 def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
-    """Let a rank's part of a model sum its products with the other parts, and stand for the whole.
+    """Make a rank's part of a model sum its products with the other parts, so that it acts as the whole.
 
     Parameters
     ----------
@@ -329,7 +329,7 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
 
 
 def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int, last: int) -> torch.nn.Module:
-    """Make the embedding of all tokens of one that has some of them."""
+    """Combine the embeddings of all ranks, each of which has some tokens."""
     import torch
 
     class SharedEmbedding(torch.nn.Module):
@@ -350,7 +350,7 @@ def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int,
 
 
 def _shared_head(head: Any, tp_group: TensorParallelGroup, own: tuple[int, int], vocab_size: int) -> torch.nn.Module:
-    """Make the head of all tokens of one that has some of them."""
+    """Combine the output heads of all ranks, each of which has some tokens."""
     import torch
 
     class SharedHead(torch.nn.Module):
@@ -359,7 +359,7 @@ def _shared_head(head: Any, tp_group: TensorParallelGroup, own: tuple[int, int],
             self.part = head
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            """Compute logits (..., vocab_size) of states (..., hidden_size)."""
+            """Compute logits (..., vocab_size) from states (..., hidden_size)."""
             share = self.part(hidden)
             logits: torch.Tensor = share.new_zeros(*share.shape[:-1], vocab_size)
             logits[..., own[0] : own[1]] = share

@@ -1,4 +1,4 @@
-"""The ranks that hold one copy of a model's weights among them, as the model's code meets them.
+"""A tensor-parallel group: ranks that together hold one copy of a model's weights.
 
 Each rank of a group runs the same tokens through its heads and its share of the rest, at once with the others: they
 meet in every sum over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails on its way would leave
@@ -27,19 +27,19 @@ GOES_ON, NO_MEMORY, FAILED, BAD_DATA = 0, 1, 2, 3
 
 
 class OtherRankMemoryError(MemoryError):
-    """Memory ran out on another rank of this tensor-parallel group, which all its ranks take for their own."""
+    """Another rank of the tensor-parallel group ran out of memory; all its ranks treat it as their own error."""
 
 
 class OtherRankDataError(DataError):
-    """Another rank of this tensor-parallel group cannot read what is stored: no rank of it goes on."""
+    """Another rank of the tensor-parallel group cannot read stored data; no rank of it continues."""
 
 
 class TensorParallelError(KvrError):
-    """A group cannot go on: one of its ranks has failed, or they have lost each other."""
+    """A tensor-parallel group cannot continue: a rank failed, or the connection was lost."""
 
 
 class TensorParallelGroup:
-    """This rank's place in a group.
+    """This rank's membership in a tensor-parallel group.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class TensorParallelGroup:
         self._thread = threading.get_ident()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the group; return it, or where it was not contiguous its copy.
+        """Sum a tensor over the group; return it, or a copy if it was not contiguous.
 
         Raises
         ------
@@ -93,21 +93,21 @@ class TensorParallelGroup:
         return total
 
     def total(self, counts: Sequence[int], device: torch.device) -> list[int]:
-        """Sum whole numbers over the group, by way of its device."""
+        """Sum integers over the group on its device."""
         import torch
 
         found: list[float] = self.all_reduce(torch.tensor(counts, dtype=torch.float64, device=device)).tolist()
         return [round(one) for one in found]
 
     def agree_on(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give every rank the first rank's tensor."""
+        """Broadcast the first rank's tensor."""
         if self.rank and not self.is_alone:
             tensor = tensor.new_zeros(tensor.shape)
         return self.all_reduce(tensor)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Run something that all ranks of the group run, and fail on all of them if it fails on any.
+        """Run a function on all ranks of the group, and fail on all if it fails on any.
 
         What is undone after a failure has to be undone around this, and what may fail be within it; one may be in
         another.
@@ -141,7 +141,7 @@ class TensorParallelGroup:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Run this rank's part of the model as a model of its own, with nobody waiting for it."""
+        """Use this rank's part as a model of its own within the block, without sums."""
         self.is_alone = True
         try:
             yield
@@ -149,13 +149,13 @@ class TensorParallelGroup:
             self.is_alone = False
 
     def _word_of(self, error: Exception) -> int:
-        """Say in a word how this rank fails."""
+        """Encode how this rank failed."""
         if self._is_memory_error(error):
             return NO_MEMORY
         return BAD_DATA if isinstance(error, DataError) else FAILED
 
     def _meet(self, word: int) -> None:
-        """Tell the others that this rank goes on, and hear whether they do."""
+        """Exchange with the other ranks whether to continue."""
         words = list(self._tell(word))
         if FAILED in words:
             raise TensorParallelError(
@@ -177,10 +177,10 @@ class TensorParallelGroup:
 
 
 def guarded(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]:
-    """Run something on all ranks of a group, if there is one (`TensorParallelGroup.guarded`)."""
+    """Run a function on all ranks of a group, if there is one (`TensorParallelGroup.guarded`)."""
     return nullcontext() if tp_group is None else tp_group.guarded()
 
 
 def alone(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]:
-    """Run a rank's part as a model of its own, if it is in a group (`TensorParallelGroup.alone`)."""
+    """Use a rank's part as a model of its own, if it is in a group (`TensorParallelGroup.alone`)."""
     return nullcontext() if tp_group is None else tp_group.alone()

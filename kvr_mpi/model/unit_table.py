@@ -1,4 +1,4 @@
-"""The table of a decode step's attention: the units of each KV head of each document.
+"""The table for attention in a decode step: the units of each KV head of each document.
 
 A unit is a run of rows of keys and values that the query heads of a group read; what comes of those of one KV head,
 which follow each other, is merged. A table is built when documents join
@@ -20,7 +20,7 @@ QUERY, KEYS, VALUES, OUT, LSE, COUNT, KEY_ROW, VALUE_ROW = range(8)
 
 
 class Unit(NamedTuple):
-    """The rows that one KV head of a document holds.
+    """Rows of one KV head of a document.
 
     document, head : indices of the document and of its KV head in the query.
     keys, values : (capacity, head_dim), the features of a row next to each other.
@@ -62,7 +62,7 @@ class UnitTable:
         self._rows: Integers | None = None
 
     def counts(self, lengths: Integers) -> Integers:
-        """Rows that each unit has, when the documents have grown to these lengths (documents,).
+        """Rows of each unit when the documents have these lengths (documents,).
 
         Raises
         ------
@@ -75,7 +75,7 @@ class UnitTable:
         return counts
 
     def rows(self, counts: Integers, firsts: Integers | None, item_bytes: int) -> Integers:
-        """Fill in what units read (units, 8): all rows, or those from the positions `firsts` (documents,) on."""
+        """Return what units read (units, 8): all rows, or those from the positions `firsts` (documents,) on."""
         if self._rows is None:
             self._rows = np.zeros((len(self.units), 8), dtype=np.int64)
             for row, unit in zip(self._rows, self.units, strict=True):

@@ -1,1 +1,1 @@
-"""One prompt to its keys, values and first logits: the strategies, and a pass over a prompt."""
+"""Prefill: the strategies, and a pass over one prompt that yields keys, values and first logits."""

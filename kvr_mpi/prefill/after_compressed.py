@@ -1,4 +1,4 @@
-"""Prefill what follows a stored prompt whose heads keep tokens of their own: on one rank, after their rows are loaded.
+"""Prefill the rest of a prompt whose stored beginning is compressed, on one rank.
 
 Stands beside `packed`, which it is called by. Its tokens attend to what each head has kept, as those that are decoded
 do; they are all kept themselves.
@@ -29,7 +29,7 @@ from kvr_mpi.prefill.routes import relay
 def prefill_after_compressed(
     loaded: LoadedModel, ids: Sequence[int], prefix: SharedPrefix, reserve_tokens: int, arena: Arena | None = None
 ) -> Prefill:
-    """Prefill a prompt that begins with what is stored.
+    """Prefill a prompt that begins with stored, compressed keys and values.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def prefill_after_compressed(
 def _load(
     loaded: LoadedModel, partition: Partition, prefix: SharedPrefix, slack: int, arena: Arena | None
 ) -> SliceCache:
-    """Make a cache that holds what is stored, with room for so many tokens more."""
+    """Load what is stored into a cache with room for so many more tokens."""
     stores = [_load_layer(loaded, idx, shape, prefix, slack, arena) for idx, shape in enumerate(loaded.shape.layers)]
     cache = SliceCache(loaded, relay(partition, 0), None)
     cache.finish()
@@ -93,7 +93,7 @@ def _load(
 def _load_layer(
     loaded: LoadedModel, layer_idx: int, shape: LayerShape, prefix: SharedPrefix, slack: int, arena: Arena | None
 ) -> HeadStore:
-    """Put a layer's rows where they stay."""
+    """Load the rows of a layer."""
     assert prefix.heads is not None, "it is compressed"
     heads = prefix.heads(layer_idx)
     assert heads is not None, "models that are compressed keep keys and values in every layer"
@@ -109,7 +109,7 @@ def _load_layer(
 
 
 def _size_of(loaded: LoadedModel, cache: SliceCache, compression: str) -> RetainedSize:
-    """Say how much a prompt keeps, of what was compressed and what follows; of a group all heads, each once."""
+    """Return how much a prompt keeps, compressed and new; for a tensor-parallel group over all heads."""
     counts = [count for layer in cache.layers if layer.is_ragged for count in layer.head_counts]
     kv_bytes = sum(
         sum(layer.head_counts) * (layer.shape.key_dim + layer.shape.value_dim) * cache.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Whether a prompt that was computed in any way gives what plain transformers gives: the one comparison of the project.
+"""The comparison of any way of computing a prompt with plain transformers.
 
 The self-check before every batch, ``kvr verify``, the sweep of architectures and the tests all compare `Answer`s.
 """
@@ -33,7 +33,7 @@ FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a prefill left, and what was decoded after it; all of it copied to the host.
+    """The results of a prefill and of decoding after it, copied to the host.
 
     logits : (vocab_size,), after the prompt.
     layers : what each layer holds, by name: keys and values (tokens, kv_heads, head_dim), states of recurrent layers.
@@ -49,7 +49,7 @@ class Answer:
 
 @torch.inference_mode()
 def follow(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) -> Answer:
-    """Copy what a prefill left, and decode after it.
+    """Copy the results of a prefill, and decode some tokens.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def follow(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) 
 
 
 def copy_layers(cache: Any) -> list[dict[str, torch.Tensor]]:
-    """Copy what every layer of a cache holds (`Answer.layers`)."""
+    """Copy the contents of every layer of a cache (`Answer.layers`)."""
     found = []
     for layer_idx, layer in enumerate(getattr(cache, "layers", ())):
         pair = layer_kv(cache, layer_idx)
@@ -86,7 +86,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def allowed_error(dtype: torch.dtype) -> float:
-    """Room for the rounding of a type, as a share of the spread; a wrong position or mask is far off.
+    """Return the allowed rounding error for a dtype, relative to the spread; wrong positions or masks exceed it by far.
 
     In float32 sums in another order differ by up to 2.4e-5 (SmolLM2 at 1024 tokens); without one token of the prefix, a
     tiny model is off by 3e-2 and more.
@@ -95,7 +95,10 @@ def allowed_error(dtype: torch.dtype) -> float:
 
 
 def error_share(found: torch.Tensor | None, truth: torch.Tensor | None) -> float:
-    """Largest difference as a share of the truth's spread; infinite if either is missing or NaN, or shapes differ."""
+    """Return the largest difference relative to the truth's spread.
+
+    Infinite for missing values, NaN or other shapes.
+    """
     if found is None or truth is None or found.shape != truth.shape:
         return math.inf
     if not truth.numel():
@@ -106,7 +109,7 @@ def error_share(found: torch.Tensor | None, truth: torch.Tensor | None) -> float
 
 
 def differences(found: Answer, truth: Answer) -> Iterator[tuple[str, float]]:
-    """Yield what is compared, in the order in which it comes about, with its `error_share`.
+    """Yield the name and `error_share` of everything compared, in the order of computation.
 
     Of keys and values, the last tokens that both hold: a window's cache may hold no others. What only one of them holds
     is left out, and so are steps that only one of them has.
@@ -124,14 +127,14 @@ def differences(found: Answer, truth: Answer) -> Iterator[tuple[str, float]]:
 
 
 def first_difference(found: Answer, truth: Answer, allowed: float) -> tuple[str, float] | None:
-    """Say what differs first by more than is allowed, and by what share of its spread; None if nothing does."""
+    """Return the first difference above the allowed error, and its size; None if there is none."""
     return next(((what, share) for what, share in differences(found, truth) if not share <= allowed), None)
 
 
 def why_not_the_same(
     loaded: LoadedModel, run: Callable[[], Iterable[tuple[str, float]]], others: str = "those of plain transformers"
 ) -> str | None:
-    """Run a trial on a few tokens: say why it fails, or what it gives that differs; None if all of it agrees.
+    """Run a trial on a few tokens; return its error or the first difference, or None if all agree.
 
     Parameters
     ----------

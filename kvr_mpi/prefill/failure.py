@@ -1,4 +1,4 @@
-"""A rank that fails in the middle of a prompt does not end the chain: it still takes part in all transfers.
+"""A rank that fails within a prompt still takes part in all transfers, so that the chain can continue.
 
 It may have run out of memory, or been unable to read the stored beginning of the prompt.
 
@@ -30,7 +30,7 @@ UNREADABLE = "what is stored of the prompt's beginning cannot be used"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: torch's on a GPU, its plain RuntimeError on a CPU, or Python's."""
+    """Whether memory ran out: torch's error on a GPU, its RuntimeError on a CPU, or Python's MemoryError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -39,12 +39,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_spared(error: BaseException) -> bool:
-    """Whether an error is one prompt's, and the chain goes on to the next."""
+    """Whether an error affects only one prompt, so that the chain continues."""
     return is_out_of_memory(error) or isinstance(error, DataError)
 
 
 def play_on(cache: SliceCache) -> None:
-    """Take part in the remaining transfers of a prompt that failed here, using as little memory as possible.
+    """Take part in the remaining transfers of a prompt that failed on this rank, with little memory.
 
     Call it after the except block: the error's traceback keeps the model's tensors alive.
     """
@@ -65,7 +65,7 @@ def play_on(cache: SliceCache) -> None:
 
 
 def digest_of(ids: Sequence[int], bounds: Sequence[int], strategy: str) -> int:
-    """Return 63 bits of a hash of a prompt's token ids and of how it was cut."""
+    """Return a 63-bit hash of a prompt's token ids and its partition."""
     digest = hashlib.sha256(np.asarray(ids, "<i8").tobytes())
     digest.update(f"{strategy} {list(bounds)}".encode())
     return int.from_bytes(digest.digest()[:8], "little") >> 1
@@ -74,7 +74,7 @@ def digest_of(ids: Sequence[int], bounds: Sequence[int], strategy: str) -> int:
 def agree(
     transfers: PromptTransfers | None, place: int, decode_place: int, device: torch.device, digest: int | None
 ) -> list[int]:
-    """Tell the decode rank what this rank has computed; every rank calls it when its part is computed.
+    """Tell the decode rank what this rank computed; every rank calls this after its part.
 
     Status messages take the same way as segments, from each place of the slices to the next, up to the decode rank.
 
@@ -133,7 +133,7 @@ def agree(
 
 
 def describe_failure(ranks: Sequence[int], computed: Sequence[int], failure: str | None, tokens: int, size: int) -> str:
-    """Say which ranks of the chain failed, and what to do about it."""
+    """Describe which ranks of the chain failed, and what to do."""
     if failure is not None and failure.startswith(UNREADABLE):
         return failure
     why = f" ({failure})" if failure else ""

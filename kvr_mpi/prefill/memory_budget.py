@@ -1,4 +1,4 @@
-"""How much memory a plan takes on each rank, before anything is computed.
+"""Predicts how much memory a plan takes on each rank.
 
 What a rank holds at most while it prefills its slice is (1) what it held before: weights and libraries, (2) buffers of
 keys and values: on the last rank of all layers and tokens, or with compression of what is kept of them and of the
@@ -41,7 +41,7 @@ HEAP_SHARE = 2.3
 
 
 class _Ledger(TorchDispatchMode):
-    """Adds up the bytes of all tensors that are alive at once, but for what was alive before.
+    """Sums up the bytes of all tensors that exist at the same time, except earlier ones.
 
     What ``empty`` makes is left out: no model's layer calls it, our buffers of keys and values are made by it, and
     they are counted apart.
@@ -75,7 +75,7 @@ class _Ledger(TorchDispatchMode):
 
 @dataclass
 class Footprint:
-    """The memory a model's prefill takes, beyond the weights.
+    """Memory of a model's prefill, in addition to the weights.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class Footprint:
     def route_bytes(
         self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False, drop: PlannedDrop | None = None
     ) -> int:
-        """Most bytes a rank takes for a prompt under any strategy, beyond what it holds already.
+        """Peak bytes of a rank for a prompt under any strategy, in addition to what it holds.
 
         An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits. With
         `is_spread` every rank keeps its own tokens, and none all; with a `drop` the decode rank holds what is kept, and
@@ -128,12 +128,12 @@ class Footprint:
         return needs - drop.kv_bytes + in_flight + int(self.heap_share * drop.choosing_bytes)
 
     def rolling_bytes(self, rolling: Rolling) -> int:
-        """Most bytes a prompt takes that goes through a rolling cache, whatever its length."""
+        """Peak bytes of a prompt with a rolling cache, independent of its length."""
         held = rolling.cache_tokens + rolling.step_tokens
         return rolling.kv_bytes(self.shape) + self.activation_bytes(held)
 
     def activation_bytes(self, tokens: int, chunk_tokens: int | None = None) -> int:
-        """Bytes taken for one layer's activations, between the two nearest numbers of tokens that were counted.
+        """Bytes of one layer's activations, interpolated between measured numbers of tokens.
 
         Without chunks these are powers of two. With them a line is laid through two counts: what is there for the whole
         slice grows with it, and a chunk's is a chunk's.
@@ -160,7 +160,7 @@ def footprint_of(
     on_gpu: bool = False,
     in_parts: bool = True,
 ) -> Footprint:
-    """Prepare to count what a model of this configuration takes; no weights are needed.
+    """Prepare the prediction for a model configuration; needs no weights.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ def check_fits(
     is_spread: bool = False,
     drop: PlannedDrop | None = None,
 ) -> None:
-    """Refuse a prompt that would not fit, before anything is computed; the same on every rank.
+    """Refuse a prompt that would not fit, before it starts; the same on every rank.
 
     Parameters
     ----------
@@ -275,7 +275,7 @@ def check_fits(
 
 
 def check_rolling_fits(footprint: Footprint, rolling: Rolling, free_bytes: int) -> None:
-    """Refuse prompts if not even a rolling cache fits, before anything is computed.
+    """Refuse prompts if even a rolling cache does not fit.
 
     Raises
     ------
@@ -302,7 +302,7 @@ def ranks_that_fit(
     is_spread: bool = False,
     drop: PlannedDrop | None = None,
 ) -> int | None:
-    """Find the least number of ranks over which an even split fits into `free` bytes on each; None if none does."""
+    """Return the smallest number of ranks for which even slices fit into `free` bytes each; None if there is none."""
     size = 1
     while size <= min(tokens // slices_per_rank, most):
         partition = Partition.even(tokens, slices_per_rank * size)

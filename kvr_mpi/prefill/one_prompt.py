@@ -1,4 +1,4 @@
-"""The ways to prefill one prompt, side by side: plain transformers, KV-Runahead, and its rivals; all exact.
+"""The ways to prefill one prompt: plain transformers, KV-Runahead and its alternatives, all exact.
 
 Stands between the plan (a `Partition`) and decoding (which reads `Prefill`).
 """
@@ -44,7 +44,7 @@ PLAIN = "single"
 
 @dataclass(slots=True)
 class Prefill:
-    """What a rank has after a prompt: on the decode rank (of a chain the last rank), logits and the whole cache."""
+    """The result of a prefill; on the decode rank (in a chain the last one) with logits and the whole cache."""
 
     partition: Partition
     cache: Any
@@ -68,7 +68,7 @@ class Prefill:
 
     @property
     def held_tokens(self) -> float:
-        """Tokens that a KV head holds on average, if some that the model would see were dropped; 0: it has all."""
+        """Mean number of tokens per KV head if some were dropped; 0 if none were."""
         if self.retained is not None:
             return self.retained.tokens
         if self.rolling is None or self.rolling.approximation is None:
@@ -77,17 +77,17 @@ class Prefill:
 
     @property
     def rank_s(self) -> float:
-        """Seconds of all ranks that it took."""
+        """Seconds summed over all ranks."""
         return self.seconds * self.row_share * self.partition.size
 
     @property
     def is_plain(self) -> bool:
-        """Whether the cache is plain transformers' own."""
+        """Whether the cache is transformers' own."""
         return self.strategy == PLAIN
 
 
 class Options(TypedDict, total=False):
-    """What any way over several ranks can be told.
+    """Options of every way that uses several ranks.
 
     reserve_tokens, stop_after
         See `SliceCache`.
@@ -143,7 +143,7 @@ CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window"
 
 @torch.inference_mode()
 def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Prefill:
-    """Prefill on one rank with plain transformers: any architecture, and the truth the others are held to."""
+    """Prefill on one rank with plain transformers: for any architecture, and as the reference."""
     began = time.perf_counter()
     cache = plain_cache(model)
     logits = run_plain(model, torch.tensor([ids], device=device), cache)
@@ -153,17 +153,17 @@ def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Pref
 
 
 def run_next(model: Any, prefill: Prefill, ids: torch.Tensor) -> torch.Tensor:
-    """Run tokens (1, tokens) after all that has been run before; logits of the last (vocab_size,), float32."""
+    """Run tokens (1, tokens) after everything run before; return the last logits (vocab_size,), float32."""
     return run_plain(model, ids, prefill.cache) if prefill.is_plain else run_model(model, ids, prefill.cache)[0]
 
 
 def plain_cache(model: Any) -> DynamicCache:
-    """Make an empty cache of transformers' for a model."""
+    """Make an empty transformers cache for a model."""
     return DynamicCache(config=model.config)
 
 
 def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
-    """Compute what all prompts begin with, once, on every rank that will take part in one.
+    """Compute the prefix that all prompts share, once, on every rank that will use it.
 
     Raises
     ------
@@ -180,7 +180,7 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
 
 @torch.inference_mode()
 def prefix_of_cache(ids: Sequence[int], cache: SliceCache) -> SharedPrefix:
-    """Let prompts go on from a cache that holds these tokens, all of them and no more."""
+    """Make a prefix from a cache that holds exactly these tokens."""
     states = {layer.layer_idx: layer.packed() for layer in cache.layers if layer.shape.states}
     for layer in cache.layers:
         layer.lay_by_heads()
@@ -215,7 +215,7 @@ def prefill_by(
     strategy: str = "kvr",
     **options: Unpack[Options],
 ) -> Prefill:
-    """Prefill on several ranks, which come to each other's keys and values by a route.
+    """Prefill on several ranks, which exchange keys and values along a route.
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ def prefill_by(
 
 
 def why_no_chunks(loaded: LoadedModel) -> str | None:
-    """Say why a model's slices cannot be run in chunks; None if they can, and the model is ready for it."""
+    """Return why a model's slices cannot be run in chunks; None if they can, and the model is prepared for it."""
     if loaded.shape.has_states:
         why = "its recurrent layers pass on one state per slice"
     elif not loaded.attends_in_parts:
@@ -297,7 +297,7 @@ def why_no_chunks(loaded: LoadedModel) -> str | None:
 def _prepare(
     make: MakeRoute, loaded: LoadedModel, ids: Sequence[int], partition: Partition, strategy: str, options: Options
 ) -> tuple[MakeRoute, int]:
-    """Refuse what does not go together; return how routes are made, and how many tokens are known already."""
+    """Refuse incompatible options; return the route maker, and the number of known tokens."""
     partition.check_tokens(len(ids))
     loaded.shape.check_ids(ids)
     if (chunk_tokens := options.get("chunk_tokens")) is not None:
@@ -320,7 +320,7 @@ def _prepare(
 def _run_slice(
     loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, options: Options
 ) -> tuple[torch.Tensor | None, str | None]:
-    """Run this rank's tokens; return logits (vocab_size,), if there are any, or what went wrong."""
+    """Run this rank's tokens; return logits (vocab_size,) if there are any, or the error."""
     mine = [token for first, last in cache.route.owned for token in ids[first:last]]
     logits = None
     try:
@@ -341,6 +341,6 @@ def _run_slice(
 
 
 def wait_for_compute(device: torch.device) -> None:
-    """Return when a GPU has done what it was told: only then is the time a time to first token."""
+    """Wait until a GPU has finished, so that the measured time is a time to first token."""
     if device.type == "cuda":  # its own stream: transfers that go on beside it are not waited for
         torch.cuda.current_stream(device).synchronize()

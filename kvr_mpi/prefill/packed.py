@@ -1,4 +1,4 @@
-"""Prefill several short prompts in one row of tokens, and decode one token each of many answers.
+"""Prefill several short prompts in one packed row, and decode one token each of many answers.
 
 See ``row`` for how the model is made to see several documents as one.
 """
@@ -42,7 +42,7 @@ def prefill_packed(
     retain: Retain | None = None,
     arena: Arena | None = None,
 ) -> list[Prefill]:
-    """Prefill several short prompts in one forward pass, each exactly as if alone (`prefill_kvr` on one rank).
+    """Prefill several short prompts in one forward pass, each exactly as alone (`prefill_kvr` on one rank).
 
     If there is no memory for all of them it goes on in halves; one that does not fit alone has its `Prefill.error`.
 
@@ -167,7 +167,7 @@ def decode_packed(
 
 
 def run_step(loaded: LoadedModel, cache: DecodeCache | PagedRows, inputs: torch.Tensor) -> torch.Tensor:
-    """Run the model on a token of each document, whose cache was taken up.
+    """Run the model on one token of each document, after `DecodeCache.take_up`.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def run_step(loaded: LoadedModel, cache: DecodeCache | PagedRows, inputs: torch.
 
 
 def why_never_packed(loaded: LoadedModel) -> str | None:
-    """Say why models of this kind are not run packed; None if they may be."""
+    """Return why models of this kind do not run packed; None if they may."""
     if loaded.shape.has_states:
         return "its recurrent layers keep one document's state at a time"
     if loaded.shape.counts_cache:

@@ -1,4 +1,4 @@
-"""The strategies, one line each: how each is cut, run, forecast and verified, and what it needs of a model.
+"""The strategies: for each how it is cut, run, forecast and verified, and what it needs from a model.
 
 Stands above the prefill, which runs them, and the cost model, which forecasts them. Jobs, ``first-token``, ``kvr
 verify``, ``kvr plan`` and ``forecast`` take their strategies from here: a new one is a table of routes
@@ -39,15 +39,15 @@ CHECKED_CHUNK = 2
 
 
 class Forecast(Protocol):
-    """Seconds to the first token of slices of these lengths, in the order of the prompt."""
+    """A forecast of the seconds to the first token, given the slice lengths in order."""
 
     def __call__(self, costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
-        """Forecast; only a relay asks how the prefix is passed on."""
+        """Return the forecast; only a relay uses `relay`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to prefill a prompt.
+    """A way to prefill a prompt.
 
     name : in jobs, records, tables and plots.
     about : in a few words.
@@ -74,16 +74,16 @@ class Strategy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one rank does it alone, with plain transformers."""
+        """Whether one rank runs it alone, with plain transformers."""
         return self.make is None
 
     @property
     def as_published(self) -> Strategy:
-        """The strategy as its authors run it."""
+        """The strategy as published by its authors."""
         return self.published or self
 
     def cut_evenly(self, tokens: int, ranks: int, known: int = 0) -> Partition:
-        """Cut a prompt into slices of one length, after the tokens that are known already."""
+        """Cut a prompt into slices of the same length, after the known tokens."""
         return Partition.even(tokens - known, self.stretches * ranks).after(known)
 
     def routes(self, partition: Partition, known: int = 0, chunk_tokens: int | None = None) -> list[Route]:
@@ -93,7 +93,7 @@ class Strategy:
         return [self.make(partition, position, known, chunk_tokens=chunk_tokens) for position in positions]
 
     def seconds(self, costs: Costs, partition: Partition, known: int = 0) -> float:
-        """Forecast the time to the first token, in jobs; nobody computes the first `known` tokens."""
+        """Forecast the time to the first token in a job; the first `known` tokens are not computed."""
         first, *others = partition.lengths
         return self.forecast(costs.after(known), [first - known, *others])
 
@@ -121,7 +121,7 @@ class Strategy:
         return prefill_by(self.make, loaded, ids, partition, chain, strategy=self.name, **options)
 
     def misfit(self, loaded: LoadedModel) -> str | None:
-        """Say why a model that runs in chains does not run so; None if it does."""
+        """Return why a model that runs in chains does not support this strategy; None if it does."""
         from kvr_mpi.model.attention_hook import takes
 
         if not self.needs_parts:
@@ -139,7 +139,7 @@ class Strategy:
         return f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only"
 
     def check(self, loaded: LoadedModel, tokens: int = 12, chunk_tokens: int | None = None) -> None:
-        """Prove on a few tokens that it gives this model's own logits, at once or in chunks of so many tokens.
+        """Verify on a few tokens that the strategy gives this model's logits, in whole slices or in chunks.
 
         Chains that compute slices at once are proven by `check_chain`, before.
 
@@ -225,7 +225,7 @@ JOB_STRATEGIES = (AUTO, *(name for name, strategy in STRATEGIES.items() if strat
 
 
 def candidates(name: str, loaded: LoadedModel | None = None) -> list[Strategy]:
-    """List what may run a job's prompts over several ranks, chains first; of a model, what it can run."""
+    """List the strategies that may run a job's prompts, chains first; given a model, those that it supports."""
     if name != AUTO:
         return [STRATEGIES[name]]
     found = sorted(
@@ -240,7 +240,7 @@ def choose_chunks(
     footprint: Footprint | None,
     fits: Callable[[int | None], bool],
 ) -> int | None:
-    """Say in which chunks a prompt's slices are computed; None: at once.
+    """Choose the chunk size of a prompt's slices; None for whole slices.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def choose_chunks(
 
 
 def check_takes_chunks(strategy: Strategy, loaded: LoadedModel, chunk_tokens: int | Literal["auto"]) -> None:
-    """Prove on a few tokens that a model runs in chunks, if the job asks for them.
+    """Verify on a few tokens that a model runs in chunks, if the job asks for them.
 
     Raises
     ------
@@ -277,6 +277,6 @@ def check_takes_chunks(strategy: Strategy, loaded: LoadedModel, chunk_tokens: in
 
 
 def fastest(seconds: Sequence[float]) -> int:
-    """Choose among candidates: the first, unless another is forecast to be faster by more than `MARGIN`."""
+    """Return the first candidate, unless another is forecast to be faster by more than `MARGIN`."""
     best = min(range(len(seconds)), key=lambda number: seconds[number])
     return best if seconds[best] < (1 - MARGIN) * seconds[0] else 0

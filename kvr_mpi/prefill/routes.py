@@ -1,4 +1,4 @@
-"""The strategies' tables: KV-Runahead's relay, its rival the zigzag ring, and the paper's baseline, an all-gather."""
+"""The routes of the strategies: KV-Runahead's relay, the zigzag ring, and the paper's baseline, an all-gather."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def relay(
     sends_all: bool = False,
     chunk_tokens: int | None = None,
 ) -> Route:
-    """KV-Runahead: segments go down the chain, each forwarded as it arrives (section 4.1, Fig. 5; cut-through is ours).
+    """KV-Runahead: segments go down the chain, forwarded as they arrive (section 4.1, Fig. 5; cut-through is ours).
 
     A rank attends to its own slice while the prefix is on its way, and then to each segment of the prefix, nearest
     first, since that has the shortest way. In a layer with a window or chunks, only those tokens are sent that the next
@@ -58,7 +58,7 @@ def ring(
     chunk_tokens: int | None = None,
     saves_last_layer: bool = False,
 ) -> Route:
-    """Zigzag ring attention: rank r owns the r-th stretch from the front and from the back, segments go round.
+    """Zigzag ring attention: rank r owns the r-th stretch from the front and from the back; segments go around.
 
     Every rank computes the same in every step, without tuning; every segment crosses every link but one. Segments are
     forwarded as they arrive, and attended to in the order of their coming, both stretches of a rank at once: by all
@@ -111,7 +111,7 @@ def all_gather(
     is_dense: bool,
     saves_last_layer: bool = False,
 ) -> Route:
-    """TSP: even slices, and every rank is sent all keys and values before it attends (section 3, Fig. 4).
+    """TSP: even slices; every rank receives all keys and values before it attends (section 3, Fig. 4).
 
     ``is_dense`` as in the paper: every rank computes its slice against the whole prompt and masks what lies after.
     Otherwise causal: what lies after a slice is not computed, and what nobody reads of the last layer is left out if
@@ -142,5 +142,5 @@ def _after(partition: Partition, position: int, known: int) -> Range:
 
 
 def _known_step(known: int) -> tuple[Step, ...]:
-    """Attend to what all prompts begin with, which is here."""
+    """Attend to the known prefix, which is local."""
     return (Step((), ((0, known),)),) if known else ()

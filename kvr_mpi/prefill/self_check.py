@@ -1,4 +1,4 @@
-"""The self-check before every batch: this model's own logits, by a chain of threads, on a few tokens.
+"""The self-check before every batch: a chain of threads must give this model's own logits on a few tokens.
 
 An architecture whose attention does not go the way we think would otherwise give wrong answers for a whole corpus. What
 shows only in long prompts is compared without running them: rotary embeddings (``model.rope``) and masks
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 
 def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None = None) -> LoadedModel:
-    """Prove on a few tokens that chains give this model's own logits; leaves the model ready for chains.
+    """Verify on a few tokens that chains give this model's logits, and prepare the model for chains.
 
     Three ranks have slices of one token at both ends, since that takes paths of its own; two have a last slice that is
     cut to its last token after the last attention. The prompt is longer than the smallest window or chunk.
@@ -96,7 +96,7 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
 
 
 def _check_whole(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> None:
-    """Check chains of the model's own attention, at last without kernels of ours."""
+    """Check chains that use the model's own attention, at last without our kernels."""
     partitions = (Partition((0, 1, len(ids) - 1, len(ids))), Partition((0, len(ids) // 2, len(ids))))
     try:
         for partition in partitions:
@@ -109,7 +109,7 @@ def _check_whole(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> None
 
 
 def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> LoadedModel:
-    """Check chains that take attention over."""
+    """Check chains that replace the model's attention."""
     prepare_model(loaded.model, chain=True)
     tokens = len(ids)
     try:
@@ -128,7 +128,7 @@ def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> L
 
 
 def _tokens_for(loaded: LoadedModel) -> int:
-    """Tokens that exceed the smallest window or chunk, if the check stays short with so many."""
+    """Return a number of tokens that exceeds the smallest window or chunk, if the check stays short."""
     sizes = [layer.visibility.size for layer in loaded.shape.layers if layer.visibility.size]
     weights = sum(weight.numel() for weight in loaded.model.parameters())
     most = int(MOST_FLOP.get(loaded.device.type, MOST_FLOP["cpu"]) / (2 * weights * RUNS))
@@ -138,7 +138,7 @@ def _tokens_for(loaded: LoadedModel) -> int:
 
 
 def _why_refused(loaded: LoadedModel, ids: Sequence[int], why_parts: str | None, why_whole: str) -> str:
-    """Say why a model runs neither way, and whether transformers itself could."""
+    """Explain why a model does not run in either way, and whether transformers itself supports it."""
     name = loaded.shape.architecture
     if not _goes_on_from_cache(loaded, ids):
         return (
@@ -167,7 +167,7 @@ def _goes_on_from_cache(loaded: LoadedModel, ids: Sequence[int]) -> bool:
 
 
 def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, truth: Answer) -> None:
-    """Run a chain of threads, and raise `ModelError` unless it gives the true logits, and what they were made of."""
+    """Run a chain of threads; raise `ModelError` unless its logits, keys and values agree with the reference."""
 
     def run() -> Iterator[tuple[str, float]]:
         prefill = run_local(
@@ -182,12 +182,12 @@ def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, trut
 
 
 def _follow(loaded: LoadedModel, prefill: Prefill) -> Answer:
-    """Decode one token after a prefill, the same whatever it gave."""
+    """Decode one given token after a prefill."""
     return follow(loaded.model, prefill, 1, loaded.shape.sample_ids(1, first=NEXT_TOKEN))
 
 
 def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | None:
-    """Try two small documents together and alone: say why this model cannot run packed, None if it can.
+    """Run two small documents together and alone; return why this model cannot run packed, or None.
 
     The model has to be prepared for chains (`prepare_model`).
 
@@ -217,7 +217,7 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
 
 
 def why_not_spread(loaded: LoadedModel) -> str | None:
-    """Decode a token of a small document that two threads hold together: say why this model cannot, None if it can.
+    """Decode a small document that two threads hold together; return why this model does not support that, or None.
 
     Models that count positions by what a cache holds would go on from a rank's own share. The model has to be prepared
     for chains (`prepare_model`).

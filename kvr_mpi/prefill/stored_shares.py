@@ -1,4 +1,4 @@
-"""Prompts whose beginning is stored, over a chain that holds it together: each rank loads a share, all run the rest.
+"""Prompts that continue a stored document, on a chain that holds it sharded: each rank loads a shard, all run the rest.
 
 No rank ever holds more than its share (``kv.shares``), so that a document larger than a rank's memory can be asked.
 """
@@ -26,7 +26,7 @@ _DONE, _SHORT, _UNREADABLE = range(3)
 
 
 def share_out_stored(known: int, tokens: int, size: int) -> Partition:
-    """Divide a prompt's first `known` tokens evenly over ranks; those after them go to the last."""
+    """Divide a prompt's first `known` tokens evenly over ranks; the last rank gets the rest."""
     return Partition((*Partition.even(known, size).bounds[:-1], tokens))
 
 
@@ -39,7 +39,7 @@ def run_shares(
     *,
     only_last: bool = False,
 ) -> torch.Tensor:
-    """Run new tokens of prompts that are spread over a chain, in one row; every rank of it calls this.
+    """Run new tokens of sharded prompts in one row; every rank of the chain calls this.
 
     A rank that fails plays on (``failure``), so that it is known to all of them alike. The new tokens are not counted
     in: they may be run again, or fewer prompts at a time.
@@ -114,7 +114,7 @@ def prefill_stored(
     reserve_tokens: Sequence[int],
     last: int,
 ) -> list[Prefill]:
-    """Run what follows a stored document in some prompts, in one row; every rank of the chain calls this.
+    """Run the tokens after a stored document of some prompts in one row; every rank of the chain calls this.
 
     If a rank has no memory for all of them they are run in halves.
 

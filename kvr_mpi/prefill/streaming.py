@@ -1,4 +1,4 @@
-"""Prefill a prompt of any length in memory that does not depend on it: a few tokens at a time, by a rolling cache.
+"""Prefill a prompt of any length in constant memory: a few tokens per step, with a rolling cache.
 
 One rank does it alone. For models all of whose layers have windows (or chunks) that fit this is exact; for others it is
 StreamingLLM's approximation, if that is asked for by name (`kv.rolling`).
@@ -67,7 +67,7 @@ def prefill_streaming(
 
 
 def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> Prefill:
-    """Prefill a prompt of a job, as `prefill_streaming`; without memory for it there is an error and no cache."""
+    """Prefill a prompt of a job like `prefill_streaming`; out of memory, return an error and no cache."""
     began, cache, logits, error = time.perf_counter(), None, None, None
     try:
         logits, cache = prefill_streaming(loaded, ids, rolling)
@@ -85,7 +85,7 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
 
 
 def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
-    """Make sure that a rolling cache holds what a model sees, and on a few tokens that it gives this model's logits.
+    """Check that a rolling cache holds what a model sees, and verify its logits on a few tokens.
 
     A cache that holds all of them has to give those of a whole one. One that drops some has to give the same whether
     they come one by one or several at a time: what a token sees does not depend on that.

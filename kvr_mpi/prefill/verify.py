@@ -1,4 +1,4 @@
-"""Prove on the user's own model that every strategy gives what one process gives.
+"""Verify on the user's own model that every strategy gives the results of one process.
 
 Rank 0 computes the truth with plain transformers; the rank that ends with a strategy's last token sends its
 logits, its keys and values, and the greedy tokens it decodes with them, and rank 0 compares. In float32 they have
@@ -34,7 +34,7 @@ Run = Callable[[Sequence[int]], Prefill]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One strategy at one length against one process."""
+    """The comparison of one strategy at one length with one process."""
 
     strategy: str
     tokens: int
@@ -45,7 +45,7 @@ class Finding:
 
     @property
     def holds(self) -> bool:
-        """Whether everything agrees as it should."""
+        """Whether everything agrees."""
         exact = self.logits_error <= self.allowed and self.kv_error <= self.allowed
         return exact and self.same_tokens
 
@@ -84,7 +84,7 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
 def _strategies(
     loaded: LoadedModel, world: Transport, tokens: int, draw: random.Random
 ) -> Iterator[tuple[str, int, Run]]:
-    """Name, decode rank, and how to run it: those of jobs as in jobs, the others as published."""
+    """Yield name, decode rank and function of each strategy: as in jobs, or as published."""
     for one in STRATEGIES.values():
         if one.is_plain or one.misfit(loaded) is not None:
             continue
@@ -109,13 +109,13 @@ def _strategies(
 
 
 def does_not_fit(loaded: LoadedModel) -> list[str]:
-    """Say which strategies this model cannot run, and why."""
+    """List the strategies that this model does not support, and why."""
     reasons = ((one.name, one.misfit(loaded)) for one in STRATEGIES.values())
     return [f"{name} is left out: {why}" for name, why in reasons if why is not None]
 
 
 def _cuts(tokens: int, size: int, draw: random.Random) -> dict[str, Partition]:
-    """Partitions that are even, uneven, and with slices of one token."""
+    """Return partitions that are even, uneven, and with slices of one token."""
     partitions = {"even": Partition.even(tokens, size)}
     if size > 1:
         inner = sorted(draw.sample(range(1, tokens), size - 1))
@@ -134,7 +134,7 @@ def _plain(loaded: LoadedModel, ids: Sequence[int]) -> Answer:
 
 
 def _to_root(answer: Answer | None, world: Transport, decode_rank: int) -> Answer | None:
-    """Bring the decode rank's answer to rank 0; every rank calls this."""
+    """Send the decode rank's answer to rank 0; every rank calls this."""
     tensors = [] if answer is None else [answer.logits, *(held for layer in answer.layers for held in layer.values())]
     mine = None
     if answer is not None:
@@ -165,7 +165,7 @@ def _compare(name: str, tokens: int, found: Answer, truth: Answer, plain: Answer
 
 
 def _errors(found: Answer, truth: Answer) -> tuple[float, float]:
-    """Return the errors of logits, and of keys, values and states; 0 where a model's layers hold none."""
+    """Return the errors of logits, and of keys, values and states (0 if there are none)."""
     (_, logits), *held = differences(replace(found, steps=[]), truth)
     return logits, max((share for _, share in held), default=0.0)
 

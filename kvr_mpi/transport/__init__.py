@@ -1,4 +1,4 @@
-"""How the ranks of a job talk: one small protocol, and its backends.
+"""Communication between ranks: one small protocol, and its implementations.
 
 ``base`` states the protocol, ``mpi`` is the real thing, ``local`` connects threads of one process.
 """

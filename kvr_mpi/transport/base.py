@@ -1,4 +1,4 @@
-"""The protocol every transport keeps, and the few collective steps built on it.
+"""The transport protocol, and collective operations built on it.
 
 Tensors travel point to point, as bytes, from contiguous buffers. Control messages are JSON: nothing on the
 wire is unpickled.
@@ -23,7 +23,7 @@ LAYERS_AHEAD = 2
 
 
 class FixedTag(IntEnum):
-    """Tags that each have one use; those of a prompt's messages begin after them (`FIRST_PROMPT_TAG`)."""
+    """Reserved tags; those of prompts start after them (`FIRST_PROMPT_TAG`)."""
 
     VERIFY = 0
     SHARED_HEADS = 1
@@ -38,17 +38,17 @@ FIRST_PROMPT_TAG = 16
 
 
 class Request(Protocol):
-    """A transfer under way."""
+    """A transfer in progress."""
 
     def test(self) -> bool:
-        """Say whether it has ended, and help it along."""
+        """Progress the transfer, and return whether it is complete."""
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Wait until the transfer is complete."""
 
 
 class Ended:
-    """A transfer that has ended."""
+    """A completed transfer."""
 
     def test(self) -> bool:
         """Return True."""
@@ -59,7 +59,7 @@ class Ended:
 
 
 class Transport(Protocol):
-    """What ranks need of each other.
+    """Communication between the ranks of a job.
 
     ``isend`` must not be given a buffer that changes before its request ends; ``irecv`` fills its buffer in
     place. Messages of one source, destination and tag arrive in the order they were sent; without tags, messages of
@@ -68,7 +68,7 @@ class Transport(Protocol):
 
     @property
     def has_tags(self) -> bool:
-        """Whether messages find their receive by their tag, or by their order only."""
+        """Whether messages are matched by tag, or only by order."""
 
     @property
     def tag_ub(self) -> int:
@@ -76,11 +76,11 @@ class Transport(Protocol):
 
     @property
     def layers_ahead(self) -> int:
-        """Layers whose receives are posted before they compute, at most `LAYERS_AHEAD`."""
+        """Number of layers whose receives are posted before they compute, at most `LAYERS_AHEAD`."""
 
     @property
     def rank(self) -> int:
-        """This rank, 0 to ``size - 1``."""
+        """This rank, from 0 to ``size - 1``."""
 
     @property
     def size(self) -> int:
@@ -88,14 +88,14 @@ class Transport(Protocol):
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among those on its host."""
+        """This rank's index among those on its host."""
 
     @property
     def local_size(self) -> int:
         """Number of ranks on this host."""
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
-        """Begin to send a contiguous tensor's bytes.
+        """Start to send a contiguous tensor's bytes.
 
         Parameters
         ----------
@@ -105,32 +105,32 @@ class Transport(Protocol):
         """
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Begin to receive into a contiguous tensor; the message must have its size."""
+        """Start to receive into a contiguous tensor of the message's size."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a contiguous tensor by its sum over all ranks, in place, with the same bits on all of them.
+        """Replace a contiguous tensor by its sum over all ranks, bitwise equal on all of them.
 
         Must not meet messages that are still on their way between these ranks; half precision is summed in float32.
         """
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Wait for all ranks."""
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
-        """Give every rank the root's bytes."""
+        """Return the root's bytes on every rank."""
 
     def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Give the root every rank's bytes, in rank order; the others get an empty list."""
+        """Return every rank's bytes on the root, in rank order; an empty list on the others."""
 
     def split(self, color: int) -> Transport:
-        """Make a transport among the ranks of the same color, in rank order."""
+        """Make a transport for the ranks with the same color, in rank order."""
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks of the job with this exit code, whatever they are doing."""
+        """End all ranks of the job at once with this exit code."""
 
 
 class FailedTogetherError(KvrError):
-    """A step failed on some rank, and all ranks know: each ends by itself, with the same exit code.
+    """A step failed on some rank, and all ranks know it: each ends by itself with the same exit code.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ class FailedTogetherError(KvrError):
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """See a contiguous tensor as its bytes (bytes,); nothing is copied.
+    """View a contiguous tensor as bytes (bytes,), without a copy.
 
     Raises
     ------
@@ -160,18 +160,18 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_json(transport: Transport, value: Any, root: int = 0) -> Any:
-    """Give every rank the root's value."""
+    """Return the root's value on every rank."""
     data = json.dumps(value).encode() if transport.rank == root else b""
     return json.loads(transport.broadcast(data, root))
 
 
 def gather_json(transport: Transport, value: Any, root: int = 0) -> list[Any]:
-    """Give the root every rank's value, in rank order; the others get an empty list."""
+    """Return every rank's value on the root, in rank order; an empty list on the others."""
     return [json.loads(data) for data in transport.gather(json.dumps(value).encode(), root)]
 
 
 def together(transport: Transport, work: Callable[[], T]) -> T:
-    """Do something on every rank, and fail on all if it fails on any.
+    """Call a function on every rank, and fail on all ranks if it fails on any.
 
     `work` must not wait for other ranks.
 
@@ -194,7 +194,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 
 
 def check_alike(transport: Transport, values: Mapping[str, str]) -> None:
-    """Fail on all ranks if a rank has another value of something than rank 0; every rank calls this.
+    """Fail on all ranks if a value differs between ranks; every rank calls this.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ def check_alike(transport: Transport, values: Mapping[str, str]) -> None:
 
 
 def host_by_host(transport: Transport, work: Callable[[], T]) -> T:
-    """Do something on every rank, on the first of each host before the others, which find what it left in a cache.
+    """Call a function on the first rank of each host, and then on the others, which can use its cached results.
 
     Raises
     ------
@@ -233,7 +233,7 @@ def host_by_host(transport: Transport, work: Callable[[], T]) -> T:
 
 
 def on_root(transport: Transport, work: Callable[[], T]) -> T | None:
-    """Do something on rank 0 only, and fail on all ranks if it fails.
+    """Call a function on rank 0, and fail on all ranks if it fails.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Which transport carries the tensors, and why: decided once for all ranks, from what every rank sees.
+"""Choice of the transport for tensors, made once for all ranks from what every rank reports.
 
 GPU memory is handed to MPI only where a job asks for that by name: a library that says it takes GPU buffers may still
 crash or deliver something else. Two GPU transports in one run can deadlock; there is always one.
@@ -35,7 +35,7 @@ SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What one rank sees of what matters here."""
+    """What one rank reports for the choice."""
 
     device: str  # "cpu" or "cuda"
     gpu: str  # the host, and the GPU's place on its bus; empty on a CPU
@@ -53,7 +53,7 @@ def open_transport(
     environ: Mapping[str, str] = os.environ,
     every_pair: bool = False,
 ) -> tuple[Transport, str]:
-    """Choose how tensors travel between the ranks of a job, open it, and warm its links up; every rank calls this.
+    """Choose, open and warm up the transport for tensors; every rank calls this.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def open_transport(
 
 
 def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple[Name, str]:
-    """Decide; the same on every rank.
+    """Choose the transport; the result is the same on every rank.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def _need_nccl(views: Sequence[_View]) -> None:
 
 
 def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = False) -> None:
-    """Send something over every link, so that the first prompt need not wait for connections, and look at it.
+    """Send a message over every link, so that connections exist before the first prompt, and verify it.
 
     Links are those between neighbours in a ring, both ways: prompts end at another rank each time, so that the last
     rank sends to the first, and whoever measures is answered. They are taken one after the other, in the same order by

@@ -1,4 +1,4 @@
-"""Sums over all ranks, and every rank's tensor on every rank, made of messages, so that every transport has them.
+"""All-reduce and all-gather built from messages, for every transport.
 
 What is small goes from every rank to every other: one message's time; each sums what came, in the order of ranks. What
 is larger goes round a ring: each rank sums one part of the tensor as it comes, then the sums go round (Patarasuk and
@@ -25,7 +25,7 @@ SMALL_BYTES = 64 << 10
 
 
 def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return every rank's contiguous tensor, in rank order; all have the same shape, and every rank calls this."""
+    """Return every rank's contiguous tensor in rank order; all have the same shape. Every rank calls this."""
     import torch
 
     rank, size = transport.rank, transport.size
@@ -38,7 +38,7 @@ def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]
 
 
 def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
-    """Replace a contiguous tensor by its sum over all ranks, in place; every rank calls this.
+    """Replace a contiguous tensor by its sum over all ranks; every rank calls this.
 
     Half precision is summed in float32.
 
@@ -79,13 +79,13 @@ def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
 
 
 def _sum_all(transport: Transport, total: torch.Tensor) -> None:
-    """Send to all, receive from all, and sum in the order of ranks."""
+    """Exchange all tensors, and sum them in the order of ranks."""
     everyone = all_gather(transport, total)
     total.copy_(sum(everyone[1:], start=everyone[0].clone()))
 
 
 def _exchange(transport: Transport, sent: torch.Tensor, dest: int, received: torch.Tensor, source: int) -> None:
-    """Send and receive at once; empty parts stay at home, on both ends."""
+    """Send and receive at once; empty parts are not sent."""
     requests = [transport.irecv(received, source, FixedTag.SUM)] if received.numel() else []
     requests += [transport.isend(sent, dest, FixedTag.SUM)] if sent.numel() else []
     for request in requests:

@@ -1,4 +1,4 @@
-"""Numbers all ranks of a job can read and add to, one-sidedly: nobody has to answer.
+"""Counters that all ranks of a job can read and increment one-sidedly.
 
 They lie in a window of rank 0's memory (MPI's remote memory access). A rank that adds is told what was there before, at
 once and in one step, so two ranks never draw the same number: that is how documents are taken without a coordinator.
@@ -18,29 +18,29 @@ LOOK_IN_S = 0.002
 
 
 class LocalCounters:
-    """Counters of threads of one process."""
+    """Counters shared by the threads of one process."""
 
     def __init__(self, world: LocalTransport, count: int) -> None:
         self._lock, self._counts = shared_counts(world, count)
 
     def add(self, slot: int, amount: int = 1) -> int:
-        """Add to one of them and return what it was before; in one step, whoever else adds."""
+        """Add to a counter atomically, and return its previous value."""
         with self._lock:
             before = self._counts[slot]
             self._counts[slot] += amount
         return before
 
     def read(self) -> list[int]:
-        """Return all of them, each as it was at some moment of the call."""
+        """Return all counters, each as of some moment during the call."""
         with self._lock:
             return list(self._counts)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 class MpiCounters:
-    """Counters in a window of rank 0's memory.
+    """Counters in an MPI window on rank 0.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class MpiCounters:
             self._thread.start()
 
     def add(self, slot: int, amount: int = 1) -> int:
-        """Add, and return what it was before."""
+        """Add to a counter, and return its previous value."""
         import numpy as np
         from mpi4py import MPI
 
@@ -80,7 +80,7 @@ class MpiCounters:
         return int(before[0])
 
     def read(self) -> list[int]:
-        """Return all of them."""
+        """Return all counters."""
         import numpy as np
         from mpi4py import MPI
 
@@ -108,7 +108,7 @@ Counters = LocalCounters | MpiCounters
 
 
 def open_counters(world: Transport, count: int) -> Counters:
-    """Make `count` counters, 0 each; every rank calls this.
+    """Create `count` counters, initially 0; every rank calls this.
 
     Parameters
     ----------

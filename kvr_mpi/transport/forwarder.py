@@ -1,4 +1,4 @@
-"""Transfers that go on while the rank computes, and segments that are passed on the moment they arrive.
+"""Transfers in the background while a rank computes, including segments that are forwarded as soon as they arrive.
 
 MPI moves nothing by itself: a transfer posted before a long computation mostly runs after it, unless somebody
 calls MPI in between. A `Forwarder` calls it from a thread, once a millisecond, and hands a received segment on to
@@ -31,7 +31,7 @@ PAUSE_S = 5e-5
 
 
 class _PartOfRequest(Ended):
-    """An ended receive of which only some of the bytes are passed on.
+    """A completed receive of which only some bytes are forwarded.
 
     ``landed``: those bytes in host memory, if the message came that way.
     """
@@ -43,7 +43,7 @@ class _PartOfRequest(Ended):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One transfer in a forwarder's care, and the one that passes it on, if it is to be passed on.
+    """A transfer managed by a forwarder, and its onward transfer if it is forwarded.
 
     Of what is received the rows from `onward_from` on are passed on.
     """
@@ -66,12 +66,12 @@ class Transfer:
 
     @property
     def through(self) -> bool:
-        """Whether it has arrived and, if it is to, has gone on: its buffer is free."""
+        """Whether it has arrived and is forwarded if need be, so that its buffer is free."""
         return self.arrived and (self.dest is None or (self.onward is not None and self.onward.arrived))
 
 
 class Forwarder:
-    """Carries the segments of one prompt after the other over one rank; close it when the last one is through.
+    """Carries the segments of successive prompts over one rank; close it after the last one.
 
     Parameters
     ----------
@@ -112,19 +112,19 @@ class Forwarder:
             self._thread.start()
 
     def begin(self) -> int:
-        """Begin a prompt, when the one before the last is through, and say which of two sets of tags is its own."""
+        """Begin a prompt when the one before the last is complete; return which of two sets of tags it uses."""
         self._until(lambda: self._is_through_before(self._prompt))
         self._prompt += 1
         return self._prompt % 2
 
     def announce(self, dest: int, tag: int) -> None:
-        """Say that a message will be sent, in the order in which `dest` receives from here."""
+        """Announce a message, in the order in which `dest` receives."""
         if not self.transport.has_tags:
             with self._lock:
                 self._turns[dest].append(tag)
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int, *, layer: int = -1) -> Transfer:
-        """Begin to send; the tensor must stay as it is until the transfer is done.
+        """Start to send; the tensor must not change until the transfer is complete.
 
         Parameters
         ----------
@@ -145,7 +145,7 @@ class Forwarder:
         *,
         layer: int = -1,
     ) -> Transfer:
-        """Begin to receive in place; what has arrived is sent on to `forward_to` at once, and so announced.
+        """Start to receive in place; what arrives is announced and sent on to `forward_to` at once.
 
         Parameters
         ----------
@@ -164,39 +164,39 @@ class Forwarder:
             return transfer
 
     def has_arrived(self, transfer: Transfer) -> bool:
-        """Say whether a transfer is here (or, if sent, gone), and help it along."""
+        """Progress the transfers, and return whether this one has arrived or was sent."""
         if not transfer.arrived:
             self._poll()
         return transfer.arrived
 
     def is_through(self, transfer: Transfer) -> bool:
-        """Say whether a transfer's buffer is free, and help it along."""
+        """Progress the transfers, and return whether the buffer of this one is free."""
         if not transfer.through:
             self._poll()
         return transfer.through
 
     def wait(self, transfer: Transfer) -> None:
-        """Return when a transfer is here."""
+        """Wait until a transfer has arrived."""
         self._until(lambda: self.has_arrived(transfer))
 
     def wait_through(self, transfer: Transfer) -> None:
-        """Return when a transfer's buffer is free."""
+        """Wait until a transfer's buffer is free."""
         self._until(lambda: self.is_through(transfer))
 
     def settle(self) -> None:
-        """Wait until everything is received and sent on."""
+        """Wait until everything is received and forwarded."""
         import torch
 
         with torch.inference_mode():  # the buffers that are filled were made in it
             self._until(lambda: self._is_through_before(self._prompt + 1))
 
     def close(self) -> None:
-        """Wait until everything is received and sent on, and end."""
+        """Wait until everything is received and forwarded, and end."""
         self.settle()
         self.abandon()
 
     def abandon(self) -> None:
-        """End without waiting, because the prompt failed."""
+        """End without waiting, after a failure."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()

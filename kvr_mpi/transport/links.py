@@ -1,4 +1,4 @@
-"""What lies between ranks: the links of a chain, and how far the ranks' clocks are apart.
+"""Measurement of links between ranks, and of clock offsets.
 
 A link goes from a rank to the next: its latency, its bandwidth, and whether data arrive unchanged. Links from
 even ranks come first, then those from odd ones, so that a rank has one neighbour at a time.
@@ -29,7 +29,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is sent over a link: of `rounds` short messages and `repeats` long ones, the fastest counts.
+    """How much is sent to measure a link: `rounds` short messages and `repeats` long ones; the fastest counts.
 
     Messages grow from `first_bytes` to `max_bytes`, until one takes `long_s`: a slow link is not to hold up the job.
     """
@@ -43,7 +43,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What the link to the next rank does; `intact`: whether all data arrived unchanged."""
+    """The measured link to the next rank; `intact` says whether all data arrived unchanged."""
 
     latency_s: float
     bytes_per_s: float
@@ -58,7 +58,7 @@ def wait_without_limit(request: Request, who: str) -> None:
 def measure_links(
     transport: Transport, device: torch.device, effort: Effort = Effort(), wait: Wait = wait_without_limit
 ) -> Link | None:
-    """Measure this rank's two links, from the memory of `device`; every rank calls this.
+    """Measure this rank's two links from memory of `device`; every rank calls this.
 
     Returns
     -------
@@ -109,7 +109,7 @@ def _ask(transport: Transport, device: torch.device, effort: Effort, wait: Wait)
 
 
 def _answer(transport: Transport, device: torch.device, wait: Wait) -> None:
-    """Be the next rank."""
+    """Respond to the measurements of the previous rank."""
     import torch
 
     peer, who = transport.rank - 1, f"a message of rank {transport.rank - 1}"
@@ -130,7 +130,7 @@ def _answer(transport: Transport, device: torch.device, wait: Wait) -> None:
 
 
 def pattern(size: int, seed: int) -> torch.Tensor:
-    """Make bytes in which a lost or doubled piece shows."""
+    """Generate bytes in which lost or repeated parts are detectable."""
     import torch
 
     words = torch.arange(-(-size // 8), dtype=torch.int64) * 2_654_435_761 + seed
@@ -138,13 +138,13 @@ def pattern(size: int, seed: int) -> torch.Tensor:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """CRC-32 of a byte tensor, wherever it lies."""
+    """Return the CRC-32 of a byte tensor on any device."""
     return zlib.crc32(data.cpu().numpy().tobytes())
 
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """How far a rank's clock is ahead of rank 0's.
+    """Offset of a rank's clock from rank 0's.
 
     error_s : it is right to so many seconds: half of the shortest round trip.
     """
@@ -154,7 +154,7 @@ class Skew:
 
 
 def measure_skews(transport: Transport, ranks: Sequence[int], wait: Wait, clock: Clock = time.time) -> dict[int, Skew]:
-    """Estimate, on rank 0, how far the clocks of some ranks are ahead; every rank calls it.
+    """Estimate the clock offsets of some ranks on rank 0; every rank calls this.
 
     By round trips, the answer being given in their middle: the shortest counts. `clock` is what each rank reads.
     """

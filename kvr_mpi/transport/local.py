@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for a job of one rank without MPI, for self-checks, and for tests."""
+"""Ranks as threads of one process: for one rank without MPI, for self-checks, and for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Hub:
-    """What the threads of one group share: mailboxes, a barrier, a board for collectives."""
+    """What the threads of one group share: mailboxes, a barrier, and a board for collectives."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -40,7 +40,7 @@ class _Hub:
 
 
 class _Receive:
-    """A receive that ends when its message is in the mailbox."""
+    """A receive that completes when its message is in the mailbox."""
 
     def __init__(self, hub: _Hub, key: tuple[int, int, int], tensor: torch.Tensor) -> None:
         self.hub, self.key, self.tensor, self.done = hub, key, tensor, False
@@ -77,7 +77,7 @@ class _Receive:
 
 
 class LocalTransport:
-    """One thread's end of a `_Hub`; ``LocalTransport()`` alone is a job of one rank."""
+    """One thread's end of a `_Hub`; ``LocalTransport()`` is a job of one rank."""
 
     has_tags = True
     tag_ub = 2**31 - 1
@@ -96,7 +96,7 @@ class LocalTransport:
         return Ended()
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Receive into `tensor` when tested or waited for."""
+        """Receive into `tensor` when the request is tested or waited for."""
         return _Receive(self._hub, (source, self.rank, tag), tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -104,23 +104,23 @@ class LocalTransport:
         all_reduce(self, tensor)
 
     def barrier(self) -> None:
-        """Return when all threads are here."""
+        """Wait for all threads."""
         try:
             self._hub.barrier.wait()
         except threading.BrokenBarrierError as error:
             raise TransportError("another rank failed while this one was waiting for it") from error
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
-        """Give every rank the root's bytes."""
+        """Return the root's bytes on every rank."""
         return self._exchange(data)[root]
 
     def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Give the root every rank's bytes."""
+        """Return every rank's bytes on the root."""
         everything = self._exchange(data)
         return everything if self.rank == root else []
 
     def split(self, color: int) -> LocalTransport:
-        """Make a transport among the threads of the same color."""
+        """Make a transport for the threads with the same color."""
         colors = [int(data) for data in self._exchange(str(color).encode())]
         members = tuple(rank for rank in range(self.size) if colors[rank] == color)
         with self._hub.arrived:
@@ -140,7 +140,7 @@ class LocalTransport:
 
 
 def shared_counts(transport: LocalTransport, count: int) -> tuple[threading.Condition, list[int]]:
-    """Give all threads of a group one list of zeros, and what to hold while it is changed; every thread calls this."""
+    """Return a list of zeros shared by all threads of a group, and its lock; every thread calls this."""
     hub = transport._hub
     transport.barrier()
     if transport.rank == 0:
@@ -150,7 +150,7 @@ def shared_counts(transport: LocalTransport, count: int) -> tuple[threading.Cond
 
 
 def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.device | None = None) -> list[T]:
-    """Run `work` on `size` threads, each with its own rank, and return their results in rank order.
+    """Run `work` on `size` threads, one per rank, and return their results in rank order.
 
     Parameters
     ----------
@@ -188,13 +188,13 @@ def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.devi
 
 
 class PretendedChain(LocalTransport):
-    """The second rank of a chain whose first has sent everything already; what it sent does not matter."""
+    """The second rank of a simulated chain whose first rank has sent everything already."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rank, self.size, self.local_rank, self.local_size = 1, 2, 1, 2
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Leave the buffer as it is, but not as it came: denormals would make the timing wrong."""
+        """Fill the buffer with valid numbers; denormals would distort timings."""
         tensor.zero_()
         return Ended()

@@ -58,12 +58,12 @@ LAUNCHER_RANKS = (
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
-    """Return this process's rank as its launcher sees it; 0 if nobody says."""
+    """Return this process's rank from the launcher's variables; 0 without a launcher."""
     return next((int(environ[name]) for name in LAUNCHER_RANKS if environ.get(name, "").isdigit()), 0)
 
 
 def launched_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Say who launched this process, and how many ranks it meant to start; None if nobody did."""
+    """Return the launcher's name and its number of ranks; None without a launcher."""
     for launcher, variable in LAUNCHER_SIZES:
         value = environ.get(variable, "")
         if value.isdigit():
@@ -72,7 +72,7 @@ def launched_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def connect(environ: Mapping[str, str] = os.environ) -> Transport:
-    """Join the other ranks of this job; alone, without a launcher, be a job of one rank.
+    """Connect to the other ranks of this job; without a launcher, be a job of one rank.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
 
 
 def adopt(comm: Any) -> MpiTransport:
-    """Join the ranks of a communicator that somebody else made; all of them call this.
+    """Use a communicator created by the caller; all of its ranks call this.
 
     Messages go over a copy of it, and so never meet its owner's; `release` gives the copy back.
 
@@ -142,13 +142,13 @@ def adopt(comm: Any) -> MpiTransport:
 
 
 def release(transport: Transport) -> None:
-    """Give back what `adopt` took."""
+    """Undo `adopt`."""
     if isinstance(transport, MpiTransport):
         transport.comm.Free()
 
 
 def _need_threads() -> None:
-    """Refuse an MPI whose calls cannot come from several threads."""
+    """Refuse an MPI that does not support calls from several threads."""
     from mpi4py import MPI
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -160,14 +160,14 @@ def _need_threads() -> None:
 
 
 def _knows_pmix() -> bool:
-    """Whether this MPICH was configured for PMIx; one that was not ends the process as it joins."""
+    """Whether this MPICH was configured for PMIx; others end the process during MPI_Init."""
     from mpi4py import MPI
 
     return "pmix" in MPI.Get_library_version().lower()
 
 
 class _Transfer:
-    """One message in pieces below 2^31 bytes.
+    """A message in pieces below 2^31 bytes.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ class _Transfer:
 
 
 class MpiTransport:
-    """An MPI communicator seen as a `Transport`.
+    """A `Transport` over an MPI communicator.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ class MpiTransport:
         host.Free()
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
-        """Begin to send a contiguous tensor's bytes."""
+        """Start to send a contiguous tensor's bytes."""
         from mpi4py import MPI
 
         def start(data: torch.Tensor) -> Request:
@@ -252,7 +252,7 @@ class MpiTransport:
         return StagedSend(self._staging_for(data), data, start, landed, is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Begin to receive into a contiguous tensor."""
+        """Start to receive into a contiguous tensor."""
         from mpi4py import MPI
 
         def start(data: torch.Tensor) -> Request:
@@ -282,11 +282,11 @@ class MpiTransport:
         all_reduce(self, tensor)
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Wait for all ranks."""
         _wait_asleep(self.comm.Ibarrier())
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
-        """Give every rank the root's bytes."""
+        """Return the root's bytes on every rank."""
         import numpy as np
 
         length = np.array([len(data)], dtype=np.int64)
@@ -296,7 +296,7 @@ class MpiTransport:
         return buffer.tobytes()
 
     def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Give the root every rank's bytes, in rank order."""
+        """Return every rank's bytes on the root, in rank order."""
         import numpy as np
         from mpi4py import MPI
 
@@ -311,11 +311,11 @@ class MpiTransport:
         return [everything[stop - length : stop].tobytes() for stop, length in zip(stops, lengths, strict=True)]
 
     def split(self, color: int) -> MpiTransport:
-        """Make a transport among the ranks of the same color."""
+        """Make a transport for the ranks with the same color."""
         return MpiTransport(self.comm.Split(color, self.rank), self._handing)
 
     def handing(self, handing: Handing) -> MpiTransport:
-        """Give the same ranks, with MPI handed something else."""
+        """Return the same ranks with another way to hand tensors to MPI."""
         return MpiTransport(self.comm, handing)
 
     def abort(self, exit_code: int) -> None:
@@ -327,7 +327,7 @@ class MpiTransport:
 
 
 def _wait_asleep(request: Any) -> None:
-    """Wait for other ranks, who may compute for long, without taking a core from those that work."""
+    """Wait for other ranks without using a core."""
     looks = 0
     while not request.Test():
         looks += 1
@@ -336,6 +336,6 @@ def _wait_asleep(request: Any) -> None:
 
 
 def _pieces(data: torch.Tensor) -> list[Any]:
-    """Cut bytes into messages; host memory as numpy arrays, which mpi4py reads fastest."""
+    """Cut bytes into messages; host memory becomes numpy arrays, which mpi4py reads fastest."""
     pieces = [data[at : at + CHUNK_BYTES] for at in range(0, max(1, data.numel()), CHUNK_BYTES)]
     return pieces if data.is_cuda else [piece.numpy() for piece in pieces]

@@ -1,4 +1,4 @@
-"""What the MPI at hand says of itself: version, thread level, whether it takes GPU buffers.
+"""Properties of the loaded MPI: version, thread level, support for GPU buffers.
 
 Everything here joins MPI when called, except `library_version` in a process of its own (``python -m
 kvr_mpi.transport.mpi_query``), which is safe where joining would end the process.
@@ -22,7 +22,7 @@ CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH
 
 @dataclass(frozen=True, slots=True)
 class MpiFacts:
-    """One process's MPI; `cuda` is None where it cannot be asked."""
+    """One process's MPI; `cuda` is None if it cannot be queried."""
 
     library: str
     standard: str
@@ -32,7 +32,7 @@ class MpiFacts:
 
 
 def describe_mpi(environ: Mapping[str, str]) -> MpiFacts | None:
-    """Ask the MPI that mpi4py loads; None if there is none."""
+    """Query the MPI that mpi4py loads; None if there is none."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
@@ -42,7 +42,7 @@ def describe_mpi(environ: Mapping[str, str]) -> MpiFacts | None:
 
 
 def library_version() -> str:
-    """Name the MPI library and its version, shortly."""
+    """Return the MPI library's name and version."""
     from mpi4py import MPI
 
     first = MPI.Get_library_version().split(",")[0].split("\n")[0].strip(" \x00")
@@ -50,7 +50,7 @@ def library_version() -> str:
 
 
 def thread_level() -> str:
-    """Name what MPI allows threads to do: ``THREAD_MULTIPLE`` and so on."""
+    """Return the name of MPI's thread level: ``THREAD_MULTIPLE`` and so on."""
     from mpi4py import MPI
 
     names = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
@@ -58,7 +58,7 @@ def thread_level() -> str:
 
 
 def loaded_libraries(maps: Path = MAPS) -> list[str]:
-    """List the MPI libraries in this process; wheels load theirs outside the global namespace, hence the detour."""
+    """List the MPI libraries loaded in this process, including those outside the global namespace."""
     if not maps.exists():
         return []
     paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/" in line}
@@ -66,7 +66,7 @@ def loaded_libraries(maps: Path = MAPS) -> list[str]:
 
 
 def cuda_support(libraries: Sequence[str], environ: Mapping[str, str]) -> tuple[bool | None, str]:
-    """Say whether MPI claims to take GPU buffers, and who says so. A claim is no proof."""
+    """Return whether MPI claims to accept GPU buffers, and the source of the claim."""
     cray = [path for path in libraries if Path(path).name.startswith("libmpi_gtl_cuda")]
     if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
         return bool(cray), f"MPICH_GPU_SUPPORT_ENABLED=1, libmpi_gtl_cuda is {'' if cray else 'not '}loaded"
@@ -95,7 +95,7 @@ def _ask(library: Any) -> tuple[bool, str] | None:
 
 
 def swap_in_place(send: torch.Tensor, receive: torch.Tensor, peer: int) -> None:
-    """Exchange two byte tensors with `peer` of all ranks, handing MPI the tensors' own memory, GPU memory included."""
+    """Exchange two byte tensors with `peer`, passing the tensors' own memory to MPI, GPU memory included."""
     from mpi4py import MPI
 
     out, into = (tensor if tensor.is_cuda else tensor.numpy() for tensor in (send, receive))
@@ -103,7 +103,7 @@ def swap_in_place(send: torch.Tensor, receive: torch.Tensor, peer: int) -> None:
 
 
 def _print_library() -> None:
-    """Name the library without joining MPI."""
+    """Print the library's name without calling MPI_Init."""
     import mpi4py
 
     mpi4py.rc.initialize = False

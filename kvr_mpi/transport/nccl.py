@@ -1,4 +1,4 @@
-"""Ranks as members of process groups of torch.distributed, with NCCL between their GPUs.
+"""Ranks in process groups of torch.distributed, with NCCL between GPUs.
 
 MPI stays the introduction and the control channel: it hands the rendezvous address round, and barriers and small
 messages go over it. Only tensors travel over torch.distributed. No default process group is made, so that nothing
@@ -40,7 +40,7 @@ MAX_BLOCKS = 4
 
 
 class _GpuWork:
-    """A transfer on NCCL's stream, which moves by itself.
+    """A transfer on NCCL's stream.
 
     ``under_way`` holds the groups' unended transfers; this one leaves it when it is seen to have ended.
     """
@@ -58,7 +58,7 @@ class _GpuWork:
         return self._work is None
 
     def _check(self) -> None:
-        """Raise what went wrong: a transfer that failed counts as completed, and waiting for it does not say so."""
+        """Raise the error of a failed transfer, which NCCL counts as completed."""
         try:
             failure = self._work.exception()
         except Exception as error:
@@ -74,7 +74,7 @@ class _GpuWork:
 
 
 class _Groups:
-    """The process groups of all ranks of the job: one for messages to higher ranks, one for those to lower ones."""
+    """The process groups of all ranks of the job: one for messages to higher ranks, one for those to lower ranks."""
 
     def __init__(self, control: Transport, device: torch.device) -> None:
         import torch
@@ -99,7 +99,7 @@ class _Groups:
 
 
 def _end(groups: list[Any], under_way: set[Any]) -> None:
-    """Give back what NCCL holds."""
+    """Free NCCL's resources."""
     for group in groups:
         if under_way:
             group.abort()
@@ -108,7 +108,7 @@ def _end(groups: list[Any], under_way: set[Any]) -> None:
 
 
 class NcclTransport:
-    """Tensors over NCCL, everything else over the transport that introduced the ranks.
+    """Tensors over NCCL, everything else over the control transport.
 
     Parameters
     ----------
@@ -139,17 +139,17 @@ class NcclTransport:
         self.local_rank, self.local_size = control.local_rank, control.local_size
 
     def close(self) -> None:
-        """End the process groups, of all transports that were split off, too: nobody uses them any more."""
+        """End the process groups, including those of transports split off."""
         self._groups.end()
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
-        """Begin to send a contiguous tensor's bytes; host memory over the control transport, since NCCL refuses it."""
+        """Start to send a contiguous tensor's bytes; host memory goes over the control transport."""
         if tensor.device.type != self._groups.device_type:
             return self._control.isend(tensor, dest, tag)
         return self._groups.send(as_bytes(tensor), self._members[dest], tag, passed_on=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Begin to receive into a contiguous tensor, over what its sender takes for such memory."""
+        """Start to receive into a contiguous tensor, over the transport that the sender uses for such memory."""
         if tensor.device.type != self._groups.device_type:
             return self._control.irecv(tensor, source, tag)
         return self._groups.receive(as_bytes(tensor), self._members[source], tag)
@@ -159,19 +159,19 @@ class NcclTransport:
         all_reduce(self, tensor)
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Wait for all ranks."""
         self._control.barrier()
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
-        """Give every rank the root's bytes."""
+        """Return the root's bytes on every rank."""
         return self._control.broadcast(data, root)
 
     def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Give the root every rank's bytes."""
+        """Return every rank's bytes on the root."""
         return self._control.gather(data, root)
 
     def split(self, color: int) -> NcclTransport:
-        """Make a transport among the ranks of the same color, over the same links."""
+        """Make a transport for the ranks with the same color, over the same links."""
         part, control = object.__new__(type(self)), self._control.split(color)
         members = share_json(control, gather_json(control, self._members[self.rank]))
         part._take(control, self._groups, tuple(members))
@@ -183,7 +183,7 @@ class NcclTransport:
 
 
 def meet(control: Transport) -> Any:
-    """Open the store on rank 0, and let the others join it; its address goes round over the control transport."""
+    """Open the store on rank 0 and connect the other ranks to it; its address is sent over the control transport."""
     dist = _distributed()
 
     host = "127.0.0.1" if control.local_size == control.size else socket.gethostname()
@@ -213,7 +213,7 @@ def _make(store: Any, name: str, rank: int, size: int) -> Any:
 
 
 def _distributed() -> Any:
-    """Import torch.distributed, whose stubs leave out what its documentation names."""
+    """Import torch.distributed; its type stubs are incomplete."""
     import torch.distributed
 
     return torch.distributed

@@ -1,4 +1,4 @@
-"""Tensors that MPI cannot read as they lie: GPU memory, handed over when its stream is ready, or staged.
+"""GPU tensors over MPI: handed over when their stream is ready, or copied through host memory.
 
 MPI knows nothing of CUDA streams. A message may only leave when the stream that fills its tensor has come so far,
 and may only land when the stream that last used that memory has; both are waited for by looking at events, so that
@@ -28,7 +28,7 @@ Mark = torch.cuda.Event | None
 
 
 class Staging:
-    """One rank's way from its device's memory to what MPI reads, and back.
+    """One rank's path between device memory and the memory that MPI reads.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Staging:
             self._out, self._into = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def start_when(self, ready: Mark, start: Start, data: torch.Tensor) -> _Start:
-        """Begin a transfer as soon as a mark is passed; any transfer that is looked at starts all that can."""
+        """Start a transfer when an event has passed; testing any transfer starts all that are ready."""
         waiting = _Start(self, ready, start, data)
         with self._lock:
             self._waiting.append(waiting)
@@ -54,13 +54,13 @@ class Staging:
         return waiting
 
     def progress(self) -> None:
-        """Begin the transfers whose marks are passed, in their order."""
+        """Start the transfers whose events have passed, in order."""
         with self._lock:
             while self._waiting and _is_passed(self._waiting[0].ready):
                 self._waiting.pop(0).begin()
 
     def mark(self) -> Mark:
-        """Mark where the rank's computation has come to."""
+        """Record an event in the rank's current stream."""
         if not self._is_gpu:
             return None
         mark = torch.cuda.Event()
@@ -68,11 +68,11 @@ class Staging:
         return mark
 
     def host_buffer(self, data: torch.Tensor) -> torch.Tensor:
-        """Make host memory for a tensor's bytes, page-locked; torch keeps what is freed and gives it out again."""
+        """Allocate page-locked host memory for a tensor's bytes, which torch caches."""
         return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=self._is_gpu)
 
     def fetch(self, data: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """Copy to the host what the current stream is filling; the copy is whole when the mark is passed."""
+        """Copy a tensor to the host after the current stream; complete when the event has passed."""
         host = self.host_buffer(data)
         if not self._is_gpu:
             return host.copy_(data), None
@@ -82,7 +82,7 @@ class Staging:
             return host, self.mark()
 
     def deliver(self, host: torch.Tensor, into: torch.Tensor, free: Mark) -> Mark:
-        """Copy to the device, into memory that is free once `free` is passed; whole when the new mark is passed."""
+        """Copy to the device after the event `free`; complete when the returned event has passed."""
         if free is None:
             into.copy_(host)
             return None
@@ -93,28 +93,28 @@ class Staging:
 
 
 class _Start:
-    """A transfer that begins when its mark is passed."""
+    """A transfer that starts when its event has passed."""
 
     def __init__(self, staging: Staging, ready: Mark, start: Start, data: torch.Tensor) -> None:
         self.staging, self.ready, self._start, self._data = staging, ready, start, data
         self._request: Request | None = None
 
     def begin(self) -> None:
-        """Begin."""
+        """Start the transfer."""
         self._request = self._start(self._data)
 
     def test(self) -> bool:
-        """Say whether it has ended."""
+        """Return whether the transfer is complete."""
         self.staging.progress()
         return self._request is not None and self._request.test()
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Wait until the transfer is complete."""
         _until(self.test)
 
 
 class StagedSend:
-    """Wait for the stream that fills the tensor, copy if staged, send.
+    """Waits for the stream that fills the tensor, copies it if staged, and sends it.
 
     Parameters
     ----------
@@ -149,16 +149,16 @@ class StagedSend:
             self._request = staging.start_when(ready, start, source)
 
     def test(self) -> bool:
-        """Say whether it has gone, and help it along."""
+        """Progress the transfers, and return whether this one is sent."""
         return self._request.test()
 
     def wait(self) -> None:
-        """Return when it has gone."""
+        """Wait until it is sent."""
         _until(self.test)
 
 
 class StagedReceive:
-    """Receive into a device's tensor, by way of host memory if staged.
+    """Receives into a device tensor, through host memory if staged.
 
     ``landed`` is the message in host memory, once it is there; None if it comes directly.
     """
@@ -176,7 +176,7 @@ class StagedReceive:
             self._request = start(self.landed)
 
     def test(self) -> bool:
-        """Say whether it is there, and help it along."""
+        """Progress the transfers, and return whether this one has arrived."""
         self._staging.progress()
         if not self._request.test():
             return False
@@ -187,7 +187,7 @@ class StagedReceive:
         return _is_passed(self._whole)
 
     def wait(self) -> None:
-        """Return when it is there."""
+        """Wait until it has arrived."""
         _until(self.test)
 
 
