@@ -1,1 +1,1 @@
-"""What a prompt costs on some ranks, in seconds and bytes: counted, computed from a machine's rates, never run."""
+"""Costs of prompts in seconds and bytes, counted and computed from a machine's rates."""

@@ -1,4 +1,4 @@
-"""Forecast the time to the first token: of a chain, and of what one could use instead.
+"""Forecasts the time to the first token of chains and of alternative strategies.
 
 Stands between `Workload` and `Hardware` (or rates measured here) and every plan. KV-Runahead as in the paper's
 section 4 (store-and-forward) or as our engine does it (cut-through); its rival TSP (section 3); zigzag ring
@@ -33,7 +33,7 @@ RelayKind = Literal["cut-through", "store-and-forward"]
 
 
 def chain_seconds(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
-    """Time to the first token of a chain whose ranks have slices of these lengths in tokens."""
+    """Time to the first token of a chain with slices of these lengths in tokens."""
     return float(chains_seconds(costs, np.asarray([lengths], dtype=float), relay)[0])
 
 
@@ -115,7 +115,7 @@ def _dense(costs: Costs) -> float:
 
 
 def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: float = 1.0) -> list[float]:
-    """Slice lengths for which all ranks compute equally long, transfers left out (`equal_time`).
+    """Slice lengths for which all ranks compute equally long, without transfers (`equal_time`).
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: fl
 def best_split(
     costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-through", quantum: int = 64
 ) -> tuple[Partition, float]:
-    """Find the slices with the shortest time to the first token, on the model.
+    """Find the slices with the shortest time to the first token in the model.
 
     Starts from slices of equal time and follows the event model downhill, at last in steps of the quantum.
 
@@ -157,7 +157,7 @@ def best_split(
 
 
 def search_split(costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-through") -> list[float]:
-    """Slice lengths, not rounded, with the shortest time to the first token found."""
+    """Return the unrounded slice lengths with the shortest time to the first token that the search finds."""
     if ranks == 1:
         return [float(tokens)]
 
@@ -186,7 +186,7 @@ def search_split(costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-
 
 
 def _shaped(costs: Costs, tokens: int, ranks: int, shape: Array) -> Array:
-    """Slices of equal time, bent: (logarithm of the token weight, tilt, logarithm of how much longer the last is).
+    """Return modified slices of equal time: (log token weight, tilt, log of how much longer the last one takes).
 
     Where the link is the bottleneck a longer last slice spares it: nobody sends the last rank's keys and values.
     """
@@ -208,7 +208,7 @@ def ttft_star(single_s: float, ranks: int) -> float:
 
 
 def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
-    """Time below which no split of a chain gets: computing shared out equally, and nothing to wait for.
+    """Lower bound for any split: computation divided equally, and no waiting.
 
     The paper's TTFT(p) (section 5, Fig. 8 d): KV-Runahead without any communication. Of the last layer only keys and
     values of the ranks before the last are waited for, so in a chain that layer does not count.
@@ -221,7 +221,7 @@ def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
 
 
 def exchanged(lengths: Array, step: float) -> Array:
-    """Make the splits in which one slice gives `step` tokens to another."""
+    """Return the splits in which one slice gives `step` tokens to another."""
     ranks = len(lengths)
     givers, takers = np.nonzero(~np.eye(ranks, dtype=bool))
     moves = np.zeros((len(givers), ranks))
@@ -232,7 +232,7 @@ def exchanged(lengths: Array, step: float) -> Array:
 
 
 def neighbours(lengths: Array, scale: float) -> Array:
-    """Make the splits in which a share of a mean slice moves from one slice to another, or to or from all others."""
+    """Return the splits in which part of a mean slice moves between two slices, or between one and all others."""
     ranks = len(lengths)
     step = scale * lengths.sum() / ranks
     others = np.eye(ranks) - (1 - np.eye(ranks)) * lengths / (lengths.sum() - lengths[:, None])
@@ -248,7 +248,7 @@ def descend(
     rounds: int,
     smallest: float,
 ) -> Array:
-    """Go to the best neighbour while there is a better one, else halve the scale, down to the smallest."""
+    """Move to the best neighbour while there is a better one; otherwise halve the step, down to the smallest."""
     best, best_s, scale = start, float(seconds_of(start[None])[0]), 1.0
     for _ in range(rounds):
         tried = near(best, scale)

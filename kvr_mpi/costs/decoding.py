@@ -1,4 +1,4 @@
-"""What decoding a wave of documents takes: each rank its own, or all ranks some heads of all of them.
+"""Costs of decoding a wave of documents: data-parallel, or head-parallel over all ranks.
 
 Each rank its own, a rank reads all weights for its documents alone. Sharing heads, every rank reads its part of them
 for all documents; but every layer ends in two sums over the ranks, keys and values are sent to their owners first, and
@@ -39,7 +39,7 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """What steps take, in seconds.
+    """Costs of decode steps, in seconds.
 
     step_s : a token through all weights.
     floor_s : of that, what does not get less with fewer weights (launches of kernels).
@@ -65,24 +65,24 @@ class DecodeCosts:
     measured_s: tuple[float, float] | None = None
 
     def data_parallel_s(self, wave: Wave) -> float:
-        """Time of a step in which each rank decodes its own documents: of the rank with most."""
+        """Time of a data-parallel step, which is that of the rank with the most documents."""
         own = -(-wave.documents // wave.ranks)
         rows_s = self.step_s + (own - 1) * self.row_s if self.measured_s is None else self.measured_s[0]
         return rows_s + own * wave.kept_tokens * self.kept_token_s
 
     def head_parallel_s(self, wave: Wave, efficiency: float) -> float:
-        """Time of a step in which the ranks share heads, and of a step's part of sending them their keys and values."""
+        """Time of a head-parallel step, including its part of the redistribution of keys and values."""
         rows_s = self._shared_rows_s(wave) if self.measured_s is None else self.measured_s[1]
         attention_s = wave.documents * wave.kept_tokens * self.kept_token_s / (wave.ranks * efficiency)
         return rows_s + attention_s + self._handing_over_s(wave) / max(1, wave.new_tokens)
 
     def _shared_rows_s(self, wave: Wave) -> float:
-        """Time to multiply by a rank's part of the weights, and of the sums."""
+        """Time of the products with a rank's part of the weights, and of the sums."""
         weights_s = max(self.floor_s, (self.step_s + (wave.documents - 1) * self.row_s) / wave.ranks)
         return weights_s + (SUMS_OF_LAYER * self.layers + SUMS_OF_STEP) * self._sum_s(wave)
 
     def _sum_s(self, wave: Wave) -> float:
-        """Time of a sum over the ranks, as ``transport.reduce`` makes it."""
+        """Time of an all-reduce built from messages (``transport.collectives``)."""
         if wave.ranks == 1:
             return 0.0
         size, messages = wave.documents * self.hidden_bytes, wave.ranks - 1
@@ -91,7 +91,7 @@ class DecodeCosts:
         return 2 * messages * (self.link_latency_s + size / wave.ranks / self.link_bytes_per_s)
 
     def _handing_over_s(self, wave: Wave) -> float:
-        """Time to give away of a rank's documents what the others own of them."""
+        """Time to send the other ranks the heads that they own."""
         own = -(-wave.documents // wave.ranks)
         given = own * wave.kept_tokens * self.kept_token_bytes * (wave.ranks - 1) / wave.ranks
         return given / self.link_bytes_per_s
@@ -99,18 +99,18 @@ class DecodeCosts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
-    """Which way is taken, and why, in words."""
+    """The chosen decode mode, with the reason."""
 
     mode: str
     why: str
 
     def __str__(self) -> str:
-        """As logs and plans have it."""
+        """Describe the choice for logs and plans."""
         return f"decode.mode = 'auto': {self.mode}, since {self.why}"
 
 
 def choose_decoding(costs: DecodeCosts, wave: Wave, efficiency: float) -> DecodeChoice:
-    """Take the way that is forecast to be faster; each rank its own, unless sharing heads is so by `LEAST_GAIN`."""
+    """Choose the faster forecast; data-parallel unless head-parallel is faster by `LEAST_GAIN`."""
     if wave.ranks == 1:
         return DecodeChoice("data-parallel", "there is only one rank")
     apart_s, shared_s = costs.data_parallel_s(wave), costs.head_parallel_s(wave, efficiency)
@@ -134,7 +134,7 @@ def decode_costs_of(
     floor_s: float = 0.0,
     kept_token_s: float | None = None,
 ) -> DecodeCosts:
-    """Take what decoding costs from what a layer does.
+    """Derive the costs of decoding from those of a layer.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The event models of a chain: when each rank has finished each layer, for many splits at once.
+"""Event models of a chain: when each rank finishes each layer, for many splits at once.
 
 Stands under the cost model. Nothing is stepped event by event: waiting is a maximum and working a sum, so a queue
 is a running maximum of (arrival - work before it), and numpy has that. Exact up to rounding; the tests hold both
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def cut_through(costs: Costs, splits: Array) -> Array:
-    """Seconds to the first token where every segment is passed on as it arrives (our engine).
+    """Seconds to the first token if every segment is forwarded as it arrives (our engine).
 
     A rank sends its segment as soon as it has it, attends to its own slice, then to each segment of the prefix,
     nearest first, as they come. It never waits for a rank after it (receives are posted ahead), so the chain is
@@ -67,7 +67,7 @@ def cut_through(costs: Costs, splits: Array) -> Array:
 
 
 class Link:
-    """The links of a chain, one after the other: when each segment of each layer has come to a rank.
+    """The links of a chain: when each segment of each layer arrives at a rank.
 
     A link carries one segment at a time, layer after layer, nearest segment first. Where S is the time it is busy
     with a layer and B(l, j) = l S + (segments j and nearer of layer l) the time it is busy up to segment j, that
@@ -92,7 +92,7 @@ class Link:
         self.less = np.zeros((count, costs.layers))
 
     def put(self, rank: int, ready: Array) -> None:
-        """Send a rank's own segment, ready at (splits, layers), and what has come to it, over the link after it."""
+        """Send a rank's own segment, ready at (splits, layers), and everything received, over the next link."""
         own_s, carried_s = self.segment_s[:, rank, None], self.carried_s[:, rank, None]
         if rank:
             self.late[:, :, -rank:] += self.reversed_s[:, :, -rank:]
@@ -106,7 +106,7 @@ class Link:
             np.maximum(late[:, 1:], busy[:, :, None], out=late[:, 1:])
 
     def served(self, rank: int, prefix_s: Array) -> Array:
-        """When the last segment of each layer has come and been attended to, at (splits, layers) per prefix token."""
+        """When the last segment of each layer has arrived and was attended to, at (splits, layers) per prefix token."""
         late, scratch = self.late[:, :, -rank:], self.scratch[:, :, -rank:]
         starts_s, stops = self.starts_s[:, :, -rank:], self.stops[:, :, -rank:]
         np.add(late, stops * prefix_s[:, :1, None] - starts_s, out=scratch)
@@ -118,7 +118,7 @@ class Link:
 
 
 def store_and_forward(costs: Costs, splits: Array) -> Array:
-    """Seconds to the first token where a rank passes the whole prefix on at once (the paper's section 4.1).
+    """Seconds to the first token if a rank forwards the whole prefix at once (the paper's section 4.1).
 
     A message starts when the sender has the prefix and its own keys and values, and the receiver has posted its
     receive, at the start of its layer. Attention waits for the prefix; a layer ends when its message is sent.

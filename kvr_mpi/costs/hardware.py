@@ -1,4 +1,4 @@
-"""What a machine does in a second: profiles that ship with the package, or a JSON file of the user's own.
+"""Hardware profiles: rates of a machine, shipped with the package or from a JSON file.
 
 Stands beside `Workload`; the cost model divides one by the other. Every key names its unit. Links are in bytes
 per second and one direction: a link sold as 400 Gbit/s is 50e9.
@@ -31,7 +31,7 @@ class ModelRates(BaseModel):
 
 
 class Hardware(BaseModel):
-    """One rank of a machine and the link to the next."""
+    """Rates of one rank and of the link to the next."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -68,7 +68,7 @@ class Hardware(BaseModel):
     )
 
     def group_link(self, ranks: int) -> tuple[float, float]:
-        """Bytes a second and latency of what joins the ranks of a group.
+        """Bandwidth (bytes per second) and latency within a tensor-parallel group.
 
         Links within a host, if it has so many. Over several hosts a collective library sums in as many rings as a host
         has adapters, so that all of them carry the sums, as far as the links within a host do.
@@ -80,7 +80,7 @@ class Hardware(BaseModel):
         return min(speed, self.host_ranks * self.link_bytes_per_s), self.link_latency_s
 
     def as_run_by(self, model: str) -> Hardware:
-        """Rates with which a model runs here."""
+        """Return the rates for a model."""
         found: dict[str, float] = {}
         for prefix in sorted(self.for_models, key=len):
             if model.lower().startswith(prefix.lower()):
@@ -95,7 +95,7 @@ def profiles() -> list[str]:
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """Read a shipped profile, or a file.
+    """Read a shipped profile or a file.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a rank takes for a layer: a model's work divided by a machine's rates, or measured here.
+"""Costs of one layer on one rank: a model's work divided by a machine's rates, or measured.
 
 Stands between `Workload` and `Hardware` and the event models (``events``), which the cost model asks.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a rank takes for a layer, in seconds.
+    """Costs of one layer on one rank, in seconds.
 
     layers : of the model.
     qkv_token_s, rest_token_s : a token before and after attention.
@@ -58,7 +58,7 @@ class Costs:
     has_states: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse costs no machine has."""
+        """Refuse impossible costs."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
@@ -70,15 +70,15 @@ class Costs:
 
     @property
     def decode_key_s(self) -> float:
-        """Decoding, attending to one key in all layers."""
+        """Time in decoding to attend to one key in all layers."""
         return self.layers * (self.pair_s if self.kept_token_s is None else self.kept_token_s)
 
     def after(self, tokens: int) -> Costs:
-        """Of tokens after so many others that are known already: each attends to those, too."""
+        """Return the costs of tokens that follow so many known tokens, which they also attend to."""
         return replace(self, rest_token_s=self.rest_token_s + tokens * self.pair_s) if tokens else self
 
     def in_chunks(self, chunks: int) -> Costs:
-        """Of slices in so many chunks: each is launched by itself, and the last one's keys come when a layer ends."""
+        """Return the costs of slices in so many chunks, which are launched separately."""
         if chunks < 2:
             return self
         return replace(self, launch_floor_s=chunks * self.launch_floor_s, has_states=True)

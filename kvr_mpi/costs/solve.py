@@ -1,4 +1,4 @@
-"""The equal-time split in closed form: no search, no table, within a few per cent of the best.
+"""The equal-time split in closed form, within a few per cent of the best.
 
 Stands between the measured `Rates` and the `Partition`. KV-Runahead (section 4.2) searches a grid on the
 machine for this; the closed form needs two numbers per rank.
@@ -15,7 +15,7 @@ from kvr_mpi.errors import PartitionError
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one rank takes for one layer.
+    """Costs per layer of one rank.
 
     token_s : seconds for a token's projections and MLP.
     pair_s : seconds for one query attending to one key.
@@ -25,7 +25,7 @@ class Rates:
     pair_s: float
 
     def __post_init__(self) -> None:
-        """Refuse rates no machine has."""
+        """Refuse impossible rates."""
         for name, value in (("token_s", self.token_s), ("pair_s", self.pair_s)):
             if not (math.isfinite(value) and value >= 0):
                 raise PartitionError(f"rates.{name} = {value}: expected a finite number of seconds, not negative")
@@ -37,14 +37,14 @@ class Rates:
         return tokens * (self.token_s + self.pair_s * (before + tokens / 2))
 
     def tokens_in(self, seconds: float, before: float, share: float = 0.5) -> float:
-        """Longest slice after `before` tokens that takes no more than `seconds`; `share` as in `equal_time`."""
+        """Longest slice after `before` tokens that takes at most `seconds`; `share` as in `equal_time`."""
         linear = self.token_s + self.pair_s * before
         # The positive root of share pair c^2 + linear c = seconds, in the form that does not cancel for small pair_s.
         return 2 * seconds / (linear + math.sqrt(linear * linear + 4 * share * self.pair_s * seconds))
 
 
 def equal_time(tokens: float, rates: Sequence[Rates], share: float = 0.5) -> list[float]:
-    """Slice lengths for which every rank computes equally long; fast for a thousand ranks.
+    """Return slice lengths for which every rank computes equally long; fast for a thousand ranks.
 
     Solves c_i (a_i + b_i (P_i + share c_i)) = t with the c_i adding up to the prompt, P_i the tokens before slice i:
     the later a rank, the longer the prefix it attends to, the shorter its slice. The sum grows with t by a power

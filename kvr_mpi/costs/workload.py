@@ -1,4 +1,4 @@
-"""What one token of a prompt costs a model in work: floating-point operations and bytes, no seconds.
+"""The work of a model per prompt token: floating-point operations and bytes.
 
 Stands before the cost model, which divides this work by a machine's rates. Counted from any transformers
 configuration, or taken from a named shape: those of the paper's tables and a few of today's.
@@ -24,7 +24,7 @@ MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0,
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of one model's prefill. An operation is a multiplication or an addition, so a weight counts two.
+    """The work of one model's prefill. A multiplication and an addition count as two operations.
 
     name : what to call it.
     layers : decoder layers.
@@ -56,7 +56,7 @@ class Workload:
     dtype_bytes: int = 2
 
     def of_group(self, ranks: int) -> Workload:
-        """Count the work of one of the ranks that hold the model among them; of too few KV heads several have one.
+        """Return the work of one rank of a tensor-parallel group; with few KV heads, several ranks share one.
 
         Norms, and what chooses experts, every rank has; they are next to nothing.
         """
@@ -79,7 +79,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense decoder by its numbers; sizes in elements, weights and KV in 16 bit."""
+    """The dimensions of a dense decoder; weights and KV have 16 bits."""
 
     layers: int
     hidden: int
@@ -93,7 +93,7 @@ class Shape:
     tied: bool = False  # the LM head is the embedding
 
     def workload(self, name: str) -> Workload:
-        """Count the work."""
+        """Return the work."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         qkv = self.hidden * (queries + 2 * keys)
         rest = queries * self.hidden + self.mlp_matrices * self.hidden * self.mlp
@@ -137,7 +137,7 @@ ALIASES = {"Llama 7B MHA": "Llama 7B", "Llama 7B GQA": "Llama 7B GQA8"}
 
 
 def check_heads(work: Workload, tensor_parallel: int) -> None:
-    """Refuse groups that do not divide a model's heads.
+    """Refuse group sizes that do not divide a model's heads.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def _words(name: str) -> list[str]:
 
 
 def named_workload(name: str) -> Workload:
-    """Find a named shape; case, punctuation and the order of the words do not matter.
+    """Find a named shape; case, punctuation and word order do not matter.
 
     Raises
     ------
@@ -169,7 +169,7 @@ def named_workload(name: str) -> Workload:
 
 
 def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
-    """Count the work of any causal language model, by running a few tokens through it on the ``meta`` device.
+    """Count the work of any causal LM by running a few tokens on the ``meta`` device.
 
     Every multiplication is counted as it is called, so that of a mixture of experts only those a token visits
     count. No weights are read, no memory is taken.
@@ -216,7 +216,7 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
 
 
 def _count(model: Any, shape: ModelShape) -> tuple[float, float, float, int]:
-    """Count the operations of a token.
+    """Count the operations per token.
 
     Returns
     -------

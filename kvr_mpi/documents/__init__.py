@@ -1,4 +1,4 @@
-"""Corpus files to `Document`s: the first step of the data's way.
+"""The corpus: files, rows and conversations read as `Document`s.
 
 ``paths`` finds the files, ``files`` reads the formats as a stream, ``rows`` makes documents of their rows; ``corpus``
 lists what is there once, so that any document can be read again by any rank. What is wrong with one document is kept

@@ -1,4 +1,4 @@
-"""Conversations to token ids: the model's chat template around what is said, which is tokenised apart.
+"""Conversations to token ids: the model's chat template, with messages tokenised separately.
 
 What is said cannot smuggle in the model's control tokens, as a document's text cannot (``prompts``). For that the
 template is rendered with marks in place of what is said; since some templates look at it, what comes out is held
@@ -25,7 +25,7 @@ def check_has_chat_template(tokenizer: Any) -> None:
 
 
 def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, up to where the model's next message begins.
+    """Return the token ids of a conversation, up to the start of the model's next message.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A corpus, listed once and then read at any place: one rank scans it, and every rank reads what it is to do.
+"""A corpus, listed once by one rank; every rank then reads the documents it needs.
 
 The list says of each document where it is and what its text hashes to, so that a text that changes under a
 running batch, or before a resume, is noticed.
@@ -39,7 +39,7 @@ SHARED_WORK = 16
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One document of the list.
+    """One document in the list.
 
     sha256 : of its text in UTF-8, and of what else is used of its row (`Document.sha256`).
     file, place : number of its file, and where it is in there (see ``files.stream_rows``).
@@ -56,7 +56,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
-    """A file of the corpus as it was when it was listed; a file that cannot be looked at has the size -1."""
+    """A file of the corpus when it was listed; a file without access has size -1."""
 
     path: str
     name: str
@@ -88,11 +88,11 @@ class Corpus:
         return len(self.entries)
 
     def share(self, documents: slice) -> list[int]:
-        """Return the numbers of some documents' entries, given as a slice of documents: those of one stay together."""
+        """Return the entry numbers of a slice of documents; the entries of one document stay together."""
         return numbers_of(len(self.entries), len(self.prompts), documents)
 
     def read(self, index: int) -> Document:
-        """Read one document; quick if asked for in ascending order.
+        """Read one document; fast in ascending order.
 
         Returns
         -------
@@ -116,13 +116,13 @@ class Corpus:
         return replace(document, id=entry.id)
 
     def _document(self, entry: Entry) -> Document:
-        """Read a document as it is now."""
+        """Read a document in its current state."""
         if self._open is None or self._open[0] != entry.file:
             self._open = (entry.file, _reader(Path(self.files[entry.file].path), self.rows))
         return check_document(self._open[1](entry.place))
 
     def _passed_of(self, entry: Entry) -> Mapping[str, Any]:
-        """Return what a document with an error passes on, if its row can be read and is still the same."""
+        """Return the columns of a document with an error, if its row is readable and unchanged."""
         if not self.rows.passes_on:
             return {}
         with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
@@ -131,7 +131,7 @@ class Corpus:
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """Columns, which are quick to write and to read, as are the hashes in one piece."""
+        """Return columns, which are fast to write and to read."""
         return {
             "rows": asdict(self.rows),
             "limit": self.limit,
@@ -147,7 +147,7 @@ class Corpus:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Corpus:
-        """Read what `to_json` made."""
+        """Reconstruct a corpus from the result of `to_json`."""
         errors = {int(number): error for number, error in stored["errors"].items()}
         digests = stored["sha256"]
         columns = zip(stored["ids"], stored["chars"], stored["file"], stored["place"], strict=True)
@@ -164,7 +164,7 @@ class Corpus:
 
 
 def numbers_of(entries: int, prompts: int, documents: slice) -> list[int]:
-    """Return the numbers of some documents' entries, if each document has one, or one for each of several prompts."""
+    """Return the entry numbers of some documents, with one entry per document or per prompt."""
     each = prompts or 1
     return [document * each + prompt for document in range(entries // each)[documents] for prompt in range(each)]
 
@@ -215,7 +215,7 @@ def scan_corpus(
 def read_corpus(
     paths: Iterable[str], *, rows: RowFormat = DEFAULT_ROWS, limit: int | None = None
 ) -> Iterator[Document]:
-    """Stream the documents of a corpus; ids are unique, and bad documents carry their error.
+    """Stream the documents of a corpus; ids are unique, and bad documents contain their error.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ def read_corpus(
 
 
 def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) -> Iterator[tuple[int, int, Document]]:
-    """Yield (file, place, document), checked, with ids that are unique."""
+    """Yield (file, place, document), checked, with unique ids."""
     seen: set[str] = set()
     copies: dict[str, int] = {}
     asked_for: str | None = None
@@ -258,7 +258,7 @@ def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) ->
 
 
 def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) -> Iterator[Entry]:
-    """List a document, or each prompt about it; of one with an error, what it passes on is all that counts."""
+    """Yield the entries of a document, one per prompt; for one with an error, the hash covers its columns."""
     counts = document if document.error is None else Document("", passed=document.passed)
     entry = Entry(document.id, document.chars, counts.sha256, file, place, document.error)
     if not prompts:
@@ -273,7 +273,7 @@ def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) 
 
 
 def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:
-    """Return what reads the document at a place of a file."""
+    """Return a function that reads the document at a place of a file."""
     kind = suffix_of(file)
     if kind in TEXT_SUFFIXES:
         return lambda place: rows.text_file("file", read_text(file, rows.encoding))
@@ -287,7 +287,7 @@ def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:
 
 
 def _forward(rows_from: Callable[[int], Iterator[tuple[int, Any]]]) -> Callable[[int], Any]:
-    """Return what gives the row of a number, from a stream that can only be read forwards, or begun again."""
+    """Return a function that reads a row by number from a stream that can only be read forwards or restarted."""
     rows: Iterator[tuple[int, Any]] = iter(())
     last_read = -1  # number of the last row read; -1: none
 

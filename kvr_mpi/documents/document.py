@@ -1,4 +1,4 @@
-"""What a document is, wherever it comes from: its text, or a conversation, and what its row says beside that."""
+"""A document: its text or conversation, and the other fields of its row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one side of a conversation said."""
+    """One message of a conversation."""
 
     role: str
     content: str
@@ -31,7 +31,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class OwnGeneration:
-    """How a row wants its answer decoded; None: as the job does.
+    """Generation settings of a row; None means the job's setting.
 
     temperature : 0 is greedy.
     top_logprobs : keep the log-probabilities of the answer's tokens, and of so many others in each place; -1: none.
@@ -54,7 +54,7 @@ class OwnGeneration:
     json_schema: str | None = None
 
     def over(self, job: OwnGeneration) -> OwnGeneration:
-        """Return it with what it does not say itself as a job says it."""
+        """Return these settings, with missing values taken from a job."""
         own = {spec.name: value for spec in fields(self) if (value := getattr(self, spec.name)) is not None}
         return replace(job, **own)
 
@@ -64,7 +64,7 @@ AS_THE_JOB = OwnGeneration()
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document of the corpus: its text, or what is wrong with it; or a question about one, under an id of its own.
+    """A document of the corpus: its text, its error, or a question about another document, with an id of its own.
 
     asked : the question; then the text is where the document's keys and values are, or that which it is about.
     columns : of its row, as text: what templates fill in.
@@ -86,12 +86,12 @@ class Document:
 
     @property
     def chars(self) -> int:
-        """Length of the text, the measure of work before tokens are known."""
+        """Length of the text in characters, the measure of work before tokens are counted."""
         return len(self.text)
 
     @property
     def sha256(self) -> str:
-        """Hash, in hexadecimal digits, of all that its row says: of the text alone, where that is all."""
+        """Hash of the text, or of all fields of the row if there are any, as hexadecimal digits."""
         more = (self.columns, self.passed, self.messages, self.is_raw, self.generation)
         if more == ({}, {}, (), False, AS_THE_JOB):
             return hashlib.sha256(self.text.encode()).hexdigest()

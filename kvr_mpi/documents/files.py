@@ -1,4 +1,4 @@
-"""The formats a corpus may have, read as a stream, so that a corpus may be larger than memory."""
+"""The file formats of a corpus, read as streams, so that a corpus may be larger than memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066
 
 
 def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[tuple[int, int, Document]]:
-    """Yield (number of the file, place in it, document) of all files, as they are; see `check_document`.
+    """Yield (file number, place, document) of all files, unchecked; see `check_document`.
 
     A place is where `corpus` finds the row again: in ``.jsonl`` a byte, in ``.jsonl.gz`` and ``.parquet`` a number
     of rows before it, else 0.
@@ -71,14 +71,14 @@ def _read_text(file: Path, name: str, rows: RowFormat) -> Iterator[tuple[int, Do
 
 
 def _is_binary(data: bytes) -> bool:
-    """Whether bytes are no text in any encoding: text has few control characters, UTF-16 begins with its mark."""
+    """Whether bytes are not text in any encoding; text has few control characters, and UTF-16 starts with a mark."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return False
     return data.startswith(BINARY) or len(data.translate(None, TEXT_BYTES)) > MOST_CONTROLS * len(data)
 
 
 def read_text(file: Path, encoding: str = UTF_8) -> str:
-    """Read a whole text file; a byte order mark is no part of it.
+    """Read a whole text file, without its byte order mark.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def read_text(file: Path, encoding: str = UTF_8) -> str:
 
 
 def read_lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (size in bytes, line) of every line; None in place of one that is larger than `MAX_TEXT_BYTES`."""
+    """Yield (size in bytes, line) of every line; None for lines larger than `MAX_TEXT_BYTES`."""
     while line := stream.readline(MAX_TEXT_BYTES):
         size, rest = len(line), line
         while rest and not rest.endswith(b"\n") and size >= MAX_TEXT_BYTES:
@@ -138,12 +138,12 @@ def _read_parquet(file: Path, name: str, rows: RowFormat) -> Iterator[tuple[int,
 
 
 def is_table(file: Path) -> bool:
-    """Whether each row of the file is a document."""
+    """Whether each row of a file is a document."""
     return suffix_of(file) not in TEXT_SUFFIXES
 
 
 def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Read some rows from the beginning of a table; those that cannot be read are left out.
+    """Read the first rows of a table, skipping unreadable ones.
 
     Raises
     ------
@@ -166,7 +166,7 @@ def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, row) from row `start` on; fields that are not wanted are None.
+    """Yield (number, row) from row `start` on; unused fields are None.
 
     Raises
     ------
@@ -197,7 +197,7 @@ def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[
 
 
 def _rows_at_once(metadata: Any) -> int:
-    """Say how many rows of a Parquet file to have in memory together: each of them may be all of its column."""
+    """Return how many rows of a Parquet file to hold in memory; each may be as large as its whole column."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     largest = max(
         (each.column(n).total_uncompressed_size for each in groups for n in range(each.num_columns)), default=0
@@ -206,7 +206,7 @@ def _rows_at_once(metadata: Any) -> int:
 
 
 def check_document(document: Document) -> Document:
-    """Find what is wrong with an id or a text that was read without error."""
+    """Check the id and text of a document that was read without error."""
     bad = BAD_IN_ID.search(document.id)
     if bad is not None or not document.id or len(document.id) > MAX_ID_CHARS:
         what = f"contains {bad[0]!r}" if bad else f"has {len(document.id)} characters"

@@ -1,4 +1,4 @@
-"""A job's ``[generation]``: how answers are decoded, and what is told of them beside their text."""
+"""The section ``[generation]`` of a job: how answers are generated, and what is recorded with them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GenerationSection(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _writes_nothing(cls, given: Any) -> Any:
-        """Where continuations are scored, no answer is written unless that is asked for, which is refused."""
+        """Default to max_new_tokens = 0 if continuations are scored."""
         return {"max_new_tokens": 0, **given} if isinstance(given, dict) and given.get("score") else given
 
     @field_validator("json_schema")
@@ -101,17 +101,17 @@ class GenerationSection(BaseModel):
 
     @property
     def scores(self) -> bool:
-        """Whether continuations are scored instead of answers written."""
+        """Whether continuations are scored instead of generating an answer."""
         return bool(self.score)
 
     @property
     def score_column(self) -> str | None:
-        """Field of a row with the continuations, if they are not the same for all."""
+        """Field of a row with the continuations, unless they are the same for all."""
         return self.score if isinstance(self.score, str) else None
 
     @property
     def of_answers(self) -> OwnGeneration:
-        """What the job wants of final answers only, as a row would say it."""
+        """Settings that apply to final answers only, in the form of a row's settings."""
         return OwnGeneration(
             top_logprobs=self.logprobs,
             score=tuple(self.score) or None if isinstance(self.score, list) else None,
@@ -120,14 +120,17 @@ class GenerationSection(BaseModel):
         )
 
     def transformers_settings(self) -> dict[str, Any]:
-        """Return what goes into a GenerationConfig: the fields that were set, and whether they mean sampling."""
+        """Return the GenerationConfig fields that are set, and do_sample."""
         given = {key: value for key, value in self.model_dump(exclude=set(OURS)).items() if value is not None}
         made = {"do_sample": False, **given, **sampling_settings(given)}
         return {key: value for key, value in made.items() if value is not None}
 
 
 def sampling_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `SAMPLING` settings mean for a GenerationConfig: sampling, unless the temperature is 0."""
+    """Return the GenerationConfig fields for the `SAMPLING` settings.
+
+    Any of them enables sampling, temperature 0 disables it.
+    """
     used = {key: given[key] for key in SAMPLING if given.get(key) is not None}
     if used.get("temperature") == 0:
         return {"do_sample": False, **dict.fromkeys(SAMPLING)}

@@ -1,4 +1,4 @@
-"""JSON schemas that answers are to follow: read, and held to be such before anything is loaded.
+"""JSON schemas for answers, checked before anything is loaded.
 
 What a schema may say is llguidance's business, which turns it into a grammar of tokens (``decode.grammar``).
 """
@@ -25,7 +25,7 @@ MISSING = "answers by a JSON schema need llguidance; `pip install kvr-mpi[json]`
 
 
 def read_schema(value: str) -> str:
-    """Return a schema as text in one line: what is given, if it is one, or what is in the file of this name.
+    """Return a schema as text in one line, given the schema itself or the name of its file.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def read_schema(value: str) -> str:
 
 
 def one_line(schema: Any, where: str) -> str:
-    """Return a schema as text.
+    """Return a schema as text in one line.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def one_line(schema: Any, where: str) -> str:
 
 
 def grammar_of(schema: str) -> str:
-    """Turn a schema into a grammar.
+    """Compile a schema to a grammar.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def grammar_of(schema: str) -> str:
 
 
 def why_not_followed(schema: str) -> str | None:
-    """Say why answers cannot follow a schema; None if they can."""
+    """Return why answers cannot follow a schema; None if they can."""
     try:
         grammar_of(schema)
     except ImportError:

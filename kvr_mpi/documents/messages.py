@@ -1,4 +1,4 @@
-"""Conversations in rows: a list of messages, each with who says it and what."""
+"""Conversations in rows: lists of messages with role and content."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
 
 
 def joined(messages: Sequence[Message]) -> str:
-    """Return all that is said in a conversation."""
+    """Return the contents of all messages, joined."""
     return "\n\n".join(message.content for message in messages)
 
 
@@ -51,7 +51,7 @@ def _parse(value: Any, place: str) -> Message:
 
 
 def _content(value: Any, place: str) -> str:
-    """Return what is said; parts of it are lines."""
+    """Return the text of a message; parts become lines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Rows of OpenAI's batch format, as ``vllm run-batch`` reads them too: a request each, which becomes a document.
+"""Rows in OpenAI's batch format, as read by ``vllm run-batch``: each request becomes a document.
 
 A request is refused, by an error that names the field, rather than answered in another way than it asks for. The
 format: https://platform.openai.com/docs/api-reference/batch/request-input
@@ -50,7 +50,7 @@ NUMBERS: dict[str, Range] = {
 
 
 def parse_request(row: Mapping[str, Any], place: str) -> Document:
-    """Make a document of a row; what it asks for that there is not is its error.
+    """Convert a row to a document; unsupported fields become its error.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
 
 
 def _check_envelope(row: Mapping[str, Any]) -> None:
-    """Refuse what is no request, or one for another endpoint."""
+    """Refuse rows that are not requests, or are for other endpoints."""
     if row.get("method") not in ("POST", None):
         raise DocumentError(f"method is {row['method']!r}; expected 'POST'")
     url, body = row.get("url"), row.get("body")
@@ -107,7 +107,7 @@ def _check_envelope(row: Mapping[str, Any]) -> None:
 
 
 def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
-    """Read how the answer is to be decoded."""
+    """Read the generation settings."""
     found: dict[str, Any] = {}
     for name, (ours, types, wanted, is_good) in NUMBERS.items():
         value = body.get(name)
@@ -137,7 +137,7 @@ def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
 
 
 def _schema(wanted: Any) -> str | None:
-    """Read the schema that the answer is to follow; empty if it is to be text, None if nothing is said."""
+    """Read the schema for the answer; empty for plain text, None if not given."""
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
     if wanted is None:
         return None
@@ -161,7 +161,7 @@ def _schema(wanted: Any) -> str | None:
 
 
 def _top_logprobs(body: Mapping[str, Any], url: str) -> int | None:
-    """Read whether log-probabilities are asked for: of a chat by a flag and a number, of a completion by a number."""
+    """Read how many log-probabilities are wanted: chats have a flag and a number, completions a number."""
     wanted, top = body.get("logprobs"), body.get("top_logprobs")
     if url == COMPLETIONS:
         if top is not None:

@@ -1,4 +1,4 @@
-"""The files that a job's paths name, and files opened that are what they should be.
+"""Finds the files that a job's paths name, and opens them safely.
 
 Output folders of jobs are left out below a folder and where ``**`` leads; their logs are never documents.
 """
@@ -24,7 +24,7 @@ KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "
 
 
 def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """List the corpus files that folders, globs and file names stand for.
+    """List the corpus files that folders, globs and file names match.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def other_files(paths: Iterable[str]) -> list[str]:
-    """List the files in the folders named by some paths that no document is read from; none that is hidden.
+    """List the visible files in folders of documents that are not read.
 
     A glob or a file name that leads to such a file is an error of `find_files`.
     """
@@ -68,7 +68,7 @@ def describe_types(files: Iterable[str]) -> str:
 
 
 def _match(pattern: str) -> list[tuple[str, str]]:
-    """List the files that one folder, glob or file name stands for, with their documents' names."""
+    """List the files that one folder, glob or file name matches, with the names of their documents."""
     base = Path(pattern).expanduser()
     if base.is_dir():
         names = _names_in(str(base))
@@ -95,7 +95,7 @@ def _match(pattern: str) -> list[tuple[str, str]]:
 
 
 def open_regular(file: Path) -> IO[bytes]:
-    """Open a file for reading, if it is one: a pipe would wait for ever, and a device may have no end.
+    """Open a file for reading if it is a regular file; pipes could block, and devices could be endless.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def _kind(mode: int) -> str:
 
 
 def _is_log(file: Path) -> bool:
-    """Whether a file is where a job notes its results; tables of accounts have such names, too."""
+    """Whether a file is a log of a job; other tables may have similar names."""
     return LOG_NAME.fullmatch(file.name) is not None and is_output_folder(file.parent, os.listdir(file.parent))
 
 
@@ -136,14 +136,14 @@ def suffix_of(file: Path) -> str | None:
 
 
 def _names_in(base: str) -> list[str]:
-    """Names of all corpus files below a folder, relative to it, in the order of their parts; none that is hidden."""
+    """Names of all visible corpus files below a folder, relative to it, sorted by their parts."""
     # A folder with such a name, too: that it is none that can be read is then said.
     found = [above + name for above, *both in _folders_in(base) for names in both for name in names if _is_read(name)]
     return sorted(found, key=lambda name: name.split("/"))
 
 
 def _folders_in(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield the way to a folder and to each below it, and names of its files and folders, none of them hidden."""
+    """Yield the path of a folder and of each below it, with the names of its visible files and folders."""
     for folder, inner, names in os.walk(base):
         if is_output_folder(folder, names):
             if folder == base:
@@ -163,7 +163,7 @@ def _is_read(name: str) -> bool:
 
 
 def _matches_of(pattern: str) -> list[str]:
-    """Expand a glob; ``**`` is the folder and all below it, each once however many links lead to it."""
+    """Expand a glob; ``**`` matches the folder and everything below it, each folder once despite links."""
     parts = pattern.split("/")
     if "**" not in parts:
         return glob.glob(pattern)
@@ -179,7 +179,7 @@ def _matches_of(pattern: str) -> list[str]:
 
 
 def _folders_below(base: str) -> Iterator[str]:
-    """Yield a folder and all below it, none that is hidden; links are followed once no other way leads on."""
+    """Yield a folder and all visible folders below it; links are followed last."""
     seen: set[tuple[int, int]] = set()
     starts = [base]
     for start in starts:

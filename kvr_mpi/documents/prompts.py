@@ -1,4 +1,4 @@
-"""Documents to token ids: template, chat template, and what to do when a prompt is too long.
+"""Documents to token ids: template, chat template, and handling of prompts that are too long.
 
 Stands between the documents and the plan. The text of a document is tokenised apart from the frame around
 it: it cannot smuggle in the model's control tokens, the frame is the same ids for every document, and cutting
@@ -31,7 +31,7 @@ Gaps = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """Token ids of one prompt, how much of its document is in it, and where."""
+    """Token ids of one prompt, and which part of the document it contains."""
 
     ids: tuple[int, ...]
     dropped_tokens: int = 0
@@ -50,7 +50,7 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The ids before and after the text of a document, and the longest prompt allowed.
+    """The token ids before and after a document's text, and the maximum length of a prompt.
 
     head_gaps, tail_gaps : fields of the document's row that are still to be filled in.
     overlap : tokens of text that each part of a text that is cut repeats of the part before.
@@ -65,20 +65,20 @@ class Frame:
 
     @property
     def text_budget(self) -> int:
-        """Most tokens of text that fit between head and tail."""
+        """Maximum number of tokens of text between head and tail."""
         return self.max_tokens - len(self.head) - len(self.tail)
 
     @property
     def shared_head(self) -> tuple[int, ...]:
-        """What every prompt begins with."""
+        """Token ids that every prompt begins with."""
         return self.head[: self.head_gaps[0][0]] if self.head_gaps else self.head
 
     def begins_like(self, other: Frame) -> bool:
-        """Whether the same stands before a document's text."""
+        """Whether two frames have the same head."""
         return (self.head, self.head_gaps) == (other.head, other.head_gaps)
 
     def filled(self, tokenizer: Any, columns: Mapping[str, str]) -> Frame:
-        """Fill in the fields of a document's row; like its text they are tokenised apart, as plain text.
+        """Fill in the fields of a document's row, which are tokenised separately as plain text.
 
         Raises
         ------
@@ -105,7 +105,7 @@ class Frame:
         return PromptText((*self.head, *text_ids, *self.tail), dropped_tokens, text)
 
     def after(self, ids: Sequence[int], text: tuple[int, int], dropped_tokens: int = 0) -> PromptText:
-        """Let another tail follow a document's text in a prompt that is there.
+        """Replace the tail of an existing prompt.
 
         Raises
         ------
@@ -136,7 +136,7 @@ def make_frame(
     after: str | None = None,
     max_prompt_tokens: int,
 ) -> Frame:
-    """Render template and chat template once, with a mark in the document's place.
+    """Render template and chat template once, with a placeholder for the document.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ def make_frame(
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a document's text; control tokens written out in it are plain text."""
+    """Return the token ids of a document's text; control tokens in it are plain text."""
     ids = _encode_plain(tokenizer, text)
     control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     if control.isdisjoint(ids):
@@ -203,7 +203,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> PromptText:
-    """Make a document's prompt, cut to the context if `kept` says which part stays.
+    """Make a document's prompt; a long text is cut to the part that `kept` names.
 
     Raises
     ------
@@ -224,13 +224,13 @@ def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> P
 
 
 def count_parts(frame: Frame, text_tokens: int) -> int:
-    """Say into how many prompts `split_text` cuts a text of so many tokens."""
+    """Return the number of prompts into which `split_text` divides a text of so many tokens."""
     budget = frame.text_budget - frame.overlap
     return 1 if text_tokens <= frame.text_budget else -(-text_tokens // max(1, int(budget * (1 - SEAM_SHARE))))
 
 
 def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[PromptText]:
-    """Cut a long text into prompts of nearly equal length, preferably where a paragraph, line or sentence ends.
+    """Split a long text into prompts of similar length, preferably at the end of a paragraph, line or sentence.
 
     Each but the first begins with the last `Frame.overlap` tokens of the part before.
     """
@@ -246,13 +246,13 @@ def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[Pr
 
 
 def _best_cut(tokenizer: Any, ids: Sequence[int], ideal: int, reach: int) -> int:
-    """Position within `reach` of `ideal` where a cut hurts least; the nearest of several."""
+    """Return the best position for a cut within `reach` of `ideal`, the nearest of several."""
     candidates = range(max(1, ideal - reach), min(len(ids) - 1, ideal + reach) + 1)
     return min(candidates, key=lambda at: (_hurt(tokenizer, ids, at), abs(at - ideal)))
 
 
 def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
-    """How bad a cut before token `at` is: 0 between paragraphs, lines 1, sentences 2, words 3, else 4."""
+    """Rate a cut before token `at`: 0 between paragraphs, 1 lines, 2 sentences, 3 words, otherwise 4."""
     left = tokenizer.decode(ids[max(0, at - 2) : at])
     # With its neighbour, since some decoders drop the space a text begins with.
     right = tokenizer.decode(ids[max(0, at - 2) : at + 1])[len(left) :]
@@ -268,7 +268,7 @@ def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
 def _assemble(
     tokenizer: Any, words: Sequence[str], names: Sequence[str], begins: Sequence[int]
 ) -> tuple[tuple[int, ...], Gaps]:
-    """Tokenise words; say where between them the fields go."""
+    """Tokenise words, and return where between them the fields go."""
     ids = [*begins, *encode_words(tokenizer, words[0])]
     gaps = []
     for name, following in zip(names, words[1:], strict=True):
@@ -278,7 +278,7 @@ def _assemble(
 
 
 def _fill(ids: Sequence[int], fields: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
-    """Put ids in their places among others."""
+    """Insert ids at their places."""
     edges = [0, *(at for at, _ in fields), len(ids)]
     found = list(ids[: edges[1]])
     for (_, filled), (start, stop) in zip(fields, pairwise(edges[1:]), strict=True):
@@ -287,7 +287,7 @@ def _fill(ids: Sequence[int], fields: Sequence[tuple[int, Sequence[int]]]) -> tu
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """Render the model's chat template around messages, up to where the model's next one begins.
+    """Render the model's chat template with messages, up to the start of the model's next message.
 
     Raises
     ------
@@ -303,7 +303,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def _render_user(tokenizer: Any, parsed: Template, system: str | None) -> tuple[str, ...]:
-    """Render the chat template around a user's words; return what stands between what is filled in."""
+    """Render the chat template with a user message; return the text between the places to fill in."""
     marks = [f"\ue000{number}\ue001" for number in range(len(parsed.names))]
     content = "".join(word + mark for word, mark in zip(parsed.words, [*marks, ""], strict=True))
     messages = [{"role": "system", "content": system}] if system else []
@@ -331,5 +331,5 @@ def _encode_plain(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_words(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Token ids of the frame's words, in which control tokens are such."""
+    """Return the token ids of the frame's words, in which control tokens count as such."""
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []

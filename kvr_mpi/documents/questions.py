@@ -1,4 +1,4 @@
-"""Questions about documents: a few in the job itself, or a file of them; each has a name, unique among them."""
+"""Questions about documents, in the job or in a file, each with a unique name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_FILE_BYTES = 64 << 20
 
 
 def number_questions(texts: Sequence[str]) -> dict[str, str]:
-    """Name questions by their place: q1, q2, ..."""
+    """Name questions q1, q2, ..."""
     return {f"q{number}": text for number, text in enumerate(texts, 1)}
 
 
 def read_questions(path: Path) -> dict[str, str]:
-    """Read questions by name: a line each of a text file, or rows of JSON with ``question`` and, if wanted, ``id``.
+    """Read named questions: the lines of a text file, or JSON rows with ``question`` and optionally ``id``.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def read_questions(path: Path) -> dict[str, str]:
 
 
 def checked(questions: dict[str, str], key: str) -> dict[str, str]:
-    """Return questions that are such.
+    """Check questions, and return them.
 
     Raises
     ------
@@ -84,25 +84,25 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
 
 
 def answer_id(document_id: str, name: str) -> str:
-    """Id of the answer to a question about a document."""
+    """Return the id of the answer to a question about a document."""
     return f"{document_id}#{name}"
 
 
 def parse_answer_id(answer: str) -> tuple[str, str]:
-    """Return the document's id and the question's name."""
+    """Split an answer's id into the document's id and the question's name."""
     document_id, _, name = answer.rpartition("#")
     return document_id, name
 
 
 def check_length(answer: str) -> str | None:
-    """Say what is wrong with an answer's id; None if nothing is."""
+    """Return what is wrong with the length of an answer's id; None if it is fine."""
     if len(answer) <= MAX_ID_CHARS:
         return None
     return f"the id {answer[:40]!r}... of this answer has {len(answer)} characters; {MAX_ID_CHARS} are allowed"
 
 
 def words_after(template: str, question: str) -> str:
-    """Put a question into what follows the document.
+    """Insert a question into the text that follows the document.
 
     Raises
     ------

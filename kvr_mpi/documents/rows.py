@@ -1,4 +1,4 @@
-"""A row of a table to a document: which fields are its name, its text, what templates fill in, and what is kept.
+"""Rows of a table to documents: which fields are the id, the text, template fields and columns to keep.
 
 Stands between the formats (``files``) and the corpus. What is wrong with a row is its document's error.
 """
@@ -44,24 +44,24 @@ class RowFormat:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """All that is read of a row."""
+        """All fields that are read."""
         if self.kind == "openai-batch":
             return ("custom_id", "method", "url", "body", *self.passed)
         return tuple(dict.fromkeys((self.id_field, self.text_field, *self.columns, *self.passed)))
 
     @property
     def passes_on(self) -> bool:
-        """Whether anything of a row goes into its record."""
+        """Whether any field of a row is copied to its record."""
         return self.kind == "openai-batch" or self.passed != ()
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> RowFormat:
-        """Read the fields as JSON has them."""
+        """Convert fields from JSON."""
         values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in stored.items()}
         return cls(**values)
 
     def document(self, row: Mapping[str, Any], place: str) -> Document:
-        """Make a document of a row; `place` names it if it has no id."""
+        """Convert a row to a document; `place` becomes the id of a row without one."""
         if self.kind == "openai-batch":
             request = parse_request(row, place)
             return replace(request, passed={**self._passed(row), **request.passed})
@@ -95,7 +95,7 @@ class RowFormat:
         return {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}
 
     def text_file(self, name: str, text: str) -> Document:
-        """Make a document of a whole file, which has no fields."""
+        """Convert a whole file, which has no fields, to a document."""
         if self.kind != "text":
             return Document(name, error=f"{name} is a text file; documents.format = {self.kind!r} needs rows")
         if self.columns:
@@ -110,7 +110,7 @@ DEFAULT_ROWS = RowFormat()
 
 
 def _name_of(value: Any, place: str, id_field: str) -> tuple[str, str | None]:
-    """Return a row's name, and what is wrong with it."""
+    """Return a row's id, and what is wrong with it."""
     if value is None:
         return place, None
     if _names_something(value):
@@ -120,21 +120,21 @@ def _name_of(value: Any, place: str, id_field: str) -> tuple[str, str | None]:
 
 
 def _names_something(value: Any) -> bool:
-    """Whether a row's id is text, a number, or what Parquet has beside them for dates and the like."""
+    """Whether a row's id is text, a number, or one of Parquet's types for dates and the like."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, str | int | Decimal | date | time | UUID) and not isinstance(value, bool)
 
 
 def _as_text(value: Any) -> str | None:
-    """Return a field as a template shows it; None if it is nothing that can be shown."""
+    """Return a field as text for a template; None if it cannot be shown."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value) if _names_something(value) else None
 
 
 def _plain(value: Any) -> Any:
-    """Return a field as JSON has it: what JSON does not know becomes text."""
+    """Convert a field to JSON; unknown types become text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -147,5 +147,5 @@ def _plain(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Say in words of what type a field is."""
+    """Describe the type of a field."""
     return "missing" if value is None else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Templates: the user's words, and where a document's text and the fields of its row go in them."""
+"""Templates: the user's words, with places for the document's text and fields of its row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMED = 20  # fields in a message
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template cut where something is filled in: words[0], what names[0] stands for, words[1], and so on.
+    """A parsed template: words[0], the field names[0], words[1], and so on.
 
     names : "text", the document, once; all others are fields of its row.
     """
@@ -30,13 +30,13 @@ class Template:
         return tuple(dict.fromkeys(name for name in self.names if name != "text"))
 
     def followed_by(self, after: str) -> Template:
-        """Let other words follow the document."""
+        """Append other words after the document."""
         at = self.names.index("text") + 1
         return Template((*self.words[:at], after), self.names[:at])
 
 
 def parse_template(template: str, key: str = "prompt.template", *, columns: Collection[str] | None = None) -> Template:
-    """Cut a template at what is filled in.
+    """Split a template at its fields.
 
     ``{text}`` is the document, ``{name}`` a field of its row; ``{{`` and ``}}`` are a brace. A single brace that opens
     no name is itself, as is a ``}}`` that closes two of those, so that JSON can be written as it is.
@@ -79,7 +79,7 @@ def parse_template(template: str, key: str = "prompt.template", *, columns: Coll
 
 
 def check_system(system: str | None, columns: Collection[str] = ()) -> None:
-    """Raise `ConfigError` if a document, or a field of its row, is meant to go into the system prompt."""
+    """Raise `ConfigError` if the system prompt contains a document or a field."""
     for name in ("text", *columns):
         if system is not None and f"{{{name}}}" in system:
             raise ConfigError(
@@ -89,7 +89,7 @@ def check_system(system: str | None, columns: Collection[str] = ()) -> None:
 
 
 def _parse(template: str) -> tuple[list[str], list[str]]:
-    """Cut at every name in braces, braces undone; names keep the blanks around them, so that they stand for nothing."""
+    """Split at names in braces, and unescape double braces; names with spaces around them stay words."""
     words, names = [""], []
     opened: list[str] = []  # braces that are open, as they were written
     at = 0

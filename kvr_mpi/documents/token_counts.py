@@ -1,4 +1,4 @@
-"""How many tokens the documents of a corpus have, before anything is computed: counted, or estimated with an error.
+"""Numbers of tokens in the documents of a corpus, counted or estimated with an error.
 
 Stands between the documents and ``kvr plan``, which needs a length of each and no more. A corpus is read once.
 """
@@ -24,7 +24,7 @@ BATCH_CHARS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Tokens of every document's text, 0 where it cannot be read and why, and in words how they were counted."""
+    """Tokens of every document (0 if unreadable, with the reason), and how they were counted."""
 
     texts: list[tuple[str, int]]
     how: str
@@ -33,7 +33,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """What is kept of a document: all of a short one, excerpts of a long one; and its tokens, if it was counted."""
+    """The kept part of a document: all of a short one, excerpts of a long one, and its tokens if it was counted."""
 
     id: str
     chars: int
@@ -43,7 +43,7 @@ class _Sample:
 
 
 def count_corpus(tokenizer: Any, documents: Iterable[Document]) -> Counted:
-    """Count the tokens of all documents, or estimate them if there are more than 20 million characters.
+    """Count the tokens of all documents, or estimate them above 20 million characters.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def count_corpus(tokenizer: Any, documents: Iterable[Document]) -> Counted:
 
 
 def count_texts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
-    """Count the tokens of texts as `encode_text` would make them, many at once."""
+    """Count the tokens of several texts as `encode_text` would."""
     if not getattr(tokenizer, "is_fast", False) or not texts:
         return [len(encode_text(tokenizer, text)) for text in texts]
     found = tokenizer(
@@ -84,7 +84,7 @@ def count_texts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
 
 
 def _sample(tokenizer: Any, documents: Iterable[Document]) -> Iterator[_Sample]:
-    """Tokenise excerpts of all documents, and about every hundredth as a whole."""
+    """Tokenise excerpts of all documents, and about every hundredth document as a whole."""
     seen = counted = 0
     for batch in _batches(documents):
         chosen = []
@@ -110,7 +110,7 @@ def _noting(documents: Iterable[Document], errors: dict[str, str]) -> Iterator[D
 
 
 def _estimate(samples: Sequence[_Sample]) -> tuple[list[tuple[str, int]], str]:
-    """Scale every document's excerpts up; where excerpts mislead on average, the counted documents correct it."""
+    """Scale up every document's excerpts, corrected by the documents that were counted."""
 
     def scaled(sample: _Sample) -> float:
         return sample.sampled_tokens * sample.chars / max(1, sample.sampled_chars)
@@ -141,7 +141,7 @@ def _estimate(samples: Sequence[_Sample]) -> tuple[list[tuple[str, int]], str]:
 
 
 def _excerpts(text: str) -> list[str]:
-    """Cut out pieces a quarter and three quarters down the text; a short text is taken whole."""
+    """Return excerpts from one and three quarters down the text; all of a short text."""
     if len(text) <= 4 * EXCERPT_CHARS:
         return [text] if text else []
     starts = (len(text) // 4, 3 * len(text) // 4)
@@ -166,7 +166,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _chain(first: list[Document], rest: Iterator[Document]) -> Iterator[Document]:
-    """Go through what was read already, letting go of it on the way, and then the rest."""
+    """Yield the items read already, releasing each, and then the rest."""
     first.reverse()
     while first:
         yield first.pop()

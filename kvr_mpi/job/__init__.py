@@ -1,4 +1,4 @@
-"""A job as it is written: its sections, which of its settings can be combined, and how it is read."""
+"""The job file: its sections, the table of combinations, and how it is read."""
 
 from kvr_mpi.job.load import load_job, make_job, show_job
 from kvr_mpi.job.spec import EQUAL_TIME, EVEN, JobSpec, ModelSection, ParallelSection, PromptSection

@@ -1,4 +1,4 @@
-"""Which settings of a job can be combined, and why not: the table for refusals, docs and tests.
+"""Which settings can be combined, and why not: one table for errors, docs and tests.
 
 A setting is named as it is written: ``section.key`` stands for any value but the default, ``section.key = value`` for
 that value, ``[section]`` for a section that is there. What a model is (`MODELS`) is named in words.
@@ -209,7 +209,7 @@ SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
 
 
 def check_combinations(job: JobSpec) -> None:
-    """Refuse settings of a job that cannot be combined, as it is written.
+    """Refuse settings of a job that cannot be combined.
 
     Raises
     ------
@@ -220,7 +220,7 @@ def check_combinations(job: JobSpec) -> None:
 
 
 def check_model_combinations(job: JobSpec, model: Collection[str]) -> None:
-    """Refuse settings that the job's model cannot be combined with; `model` is those of `MODELS` that it is.
+    """Refuse settings that cannot be combined with the job's model, described by some of `MODELS`.
 
     Raises
     ------
@@ -231,7 +231,7 @@ def check_model_combinations(job: JobSpec, model: Collection[str]) -> None:
 
 
 def refusals(job: JobSpec, rows: Iterable[Row] = REFUSED, model: Collection[str] = ()) -> list[str]:
-    """Say of each two settings that cannot be combined why not, and what to do."""
+    """Describe each pair of settings that cannot be combined: why not, and what to do."""
     found: dict[frozenset[str], str] = {}
     for row in rows:
         if (own := setting_of(row.setting, job)) is None:
@@ -243,17 +243,17 @@ def refusals(job: JobSpec, rows: Iterable[Row] = REFUSED, model: Collection[str]
 
 
 def why_not_heads(job: JobSpec) -> str | None:
-    """Say what keeps the ranks of a chain from sharing heads when they decode; None: nothing."""
+    """Return the setting that prevents head-parallel decoding, with the reason; None if there is none."""
     return _first(REFUSED, (HEADS,), job)
 
 
 def why_no_effect(setting: str, job: JobSpec, model: Collection[str] = ()) -> str | None:
-    """Say what keeps a setting from having an effect, of the job or its model (those of `MODELS`); None: nothing."""
+    """Return why a setting has no effect with the job's other settings or its model; None if it has one."""
     return _first(NO_EFFECT, (setting,), job, model)
 
 
 def setting_of(name: str, job: JobSpec, model: Collection[str] = ()) -> str | None:
-    """Write a setting as a job has it, with its value if that is short; None if the job does not have it."""
+    """Return a setting as text, with its value if that is short; None if the job does not have it."""
     if name in MODELS:
         return name if name in model else None
     if name.startswith("[") and name in SPECIAL:

@@ -1,4 +1,4 @@
-"""A job is read from its file, the environment and the command line, and checked.
+"""Reads a job from file, environment and command line, and checks it.
 
 Precedence: command line (``--set section.key=value``) > environment (``KVR_SECTION__KEY``) > job file > defaults.
 """
@@ -60,7 +60,7 @@ def load_job(
 def make_job(
     raw: dict[str, Any], path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> tuple[JobSpec, dict[str, str]]:
-    """Check a job that has been read; `path` is where from, the rest as in `load_job`."""
+    """Check a job that was read from `path`; otherwise as `load_job`."""
     spec, sources = parse_job(raw, path, settings, environ)
     check_combinations(spec)
     return spec, sources
@@ -69,7 +69,7 @@ def make_job(
 def parse_job(
     raw: dict[str, Any], path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> tuple[JobSpec, dict[str, str]]:
-    """Check each section of a job, not which settings can be combined; parameters are those of `make_job`."""
+    """Check each section of a job, but not the combinations; parameters as for `make_job`."""
     sources = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
     sources |= {name: str(path) for name, table in raw.items() if isinstance(table, list)}
     runs_code = _runs_code(raw)
@@ -102,7 +102,7 @@ def parse_job(
 
 
 def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """List every ``section.key``, its value, and where the value comes from."""
+    """List every ``section.key``, its value, and its origin."""
     return [
         (key, repr(value), sources.get(key, "default"))
         for section, table in spec.model_dump().items()
@@ -138,7 +138,7 @@ def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, t
 
 
 def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tuple[str, str]:
-    """One of pydantic's findings as where it is, and what a user can do about it."""
+    """Return where one of pydantic's errors is, and what to do about it."""
     place = [str(part) for part in item["loc"] if not isinstance(part, int)]
     key = ".".join(place[:2])
     where = sources.get(key) or next((of for name, of in sources.items() if name.startswith(f"{key}.")), str(path))

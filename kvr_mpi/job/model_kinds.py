@@ -1,4 +1,4 @@
-"""What a loaded model is, as far as the table of combinations asks; apart from it, since this needs torch."""
+"""Classifies a loaded model for the table of combinations; separate because it needs torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvr_mpi.model.rope import depends_on_length
 
 
 def kinds_of(loaded: LoadedModel) -> set[str]:
-    """Say which of `combinations.MODELS` a model is."""
+    """Return which of `combinations.MODELS` apply to a model."""
     found = {
         STATES: loaded.shape.has_states,
         GENERIC: not loaded.attends_in_parts,

@@ -1,4 +1,4 @@
-"""A job: what to run on which documents, section by section, as written in ``jobs/NAME.toml``."""
+"""The sections and settings of a job, as written in ``jobs/NAME.toml``."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ class DocumentsSection(Section):
 
     @property
     def content_field(self) -> str:
-        """Field of a row with what is read."""
+        """Field of a row with its text, conversation or request."""
         return self.text_field or {"text": "text", "messages": "messages", "openai-batch": "body"}[self.format]
 
     @property
     def share(self) -> slice:
-        """Which of the corpus's documents are this job's."""
+        """The slice of the corpus that this job processes."""
         number, _, count = (self.shard or "0/1").partition("/")
         return slice(int(number), None, int(count))
 
@@ -196,7 +196,7 @@ class ParallelSection(Section):
 
     @property
     def table(self) -> str | None:
-        """Where the lookup tables with slices are, if there are any."""
+        """File or folder of lookup tables; None if slices are even or of equal time."""
         return None if self.partition in (EQUAL_TIME, EVEN) else self.partition
 
 
@@ -231,14 +231,14 @@ class JobSpec(Section):
 
     @property
     def is_spread(self) -> bool:
-        """Whether keys and values stay spread over the ranks of a chain, which then decode together."""
+        """Whether keys and values are sharded over the ranks of a chain, which decode together."""
         return self.output.kv == "sharded" or (
             self.questions is not None and self.ranks_per_chain != self.parallel.tensor_parallel
         )
 
     @property
     def takes_chains(self) -> bool:
-        """Whether several ranks may share a prompt: not in plain transformers, nor with a rolling cache."""
+        """Whether several ranks may share a prompt; not with plain transformers or a rolling cache."""
         return self.parallel.strategy != "single" and not self.cache.is_rolling
 
     @property
@@ -249,10 +249,10 @@ class JobSpec(Section):
 
     @property
     def chunk_tokens(self) -> int | Literal["auto"]:
-        """Tokens of the chunks in which a chain computes its slices; a rolling cache has steps instead."""
+        """Tokens of the chunks in which a chain computes slices; rolling caches use steps instead."""
         return "auto" if self.cache.is_rolling else self.parallel.chunk_tokens
 
     @property
     def planned(self) -> bool:
-        """Whether each document's chain is planned."""
+        """Whether each document's chain length is planned."""
         return self.ranks_per_chain == "auto"

@@ -160,7 +160,7 @@ def request_mask(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> MaskRequest:
-    """Replacement for transformers' mask makers (``AttentionMaskInterface``) that passes the request on."""
+    """Pass a mask request on, in place of transformers' mask makers (``AttentionMaskInterface``)."""
     longest = getattr(config, "max_position_embeddings", None) or 1 << 20
     where = "cpu" if str(device) == "meta" else str(device)  # what is looked at on ``meta`` has no values there
     is_plain = attention_mask is None and not use_vmap

@@ -66,7 +66,7 @@ def depends_on_length(model: torch.nn.Module) -> str:
 
 
 def embed_whole_lengths(model: torch.nn.Module) -> None:
-    """Hook rotary embeddings that depend on the length. Idempotent."""
+    """Attach hooks to rotary embeddings that depend on the length, once."""
     for module in rotary_modules(model):
         if depends_on_length(module) and not any(isinstance(hook, _Hook) for hook in module._forward_hooks.values()):
             module.register_forward_hook(_Hook(), with_kwargs=True)

@@ -1,1 +1,1 @@
-"""What is wrong with a job, and what it reads, as far as it shows before anything is loaded; no torch."""
+"""Checks of a job before anything is loaded; imports no torch."""

@@ -1,4 +1,4 @@
-"""What is wrong with a job, as far as it shows before anything is loaded: all at once, in about a second, no torch.
+"""All checks of a job before anything is loaded, in about a second and without torch.
 
 Stands between a job as it was read and the batch. What is found here would be found later, too, after minutes in a
 queue and while models are loaded, and one thing at a time.
@@ -47,7 +47,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> None:
-    """Check a job against the files it names and the ranks it has; nothing is written.
+    """Check a job against the files it names and the ranks it has, without writing anything.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> Non
 
 
 def choose_chain_size(spec: JobSpec, ranks: int) -> int:
-    """Say how many ranks share one prompt; 1 to begin with, if that is to be planned.
+    """Return the number of ranks per chain; 1 for planned jobs.
 
     Raises
     ------
@@ -101,12 +101,12 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
 
 
 def lay_out(spec: JobSpec, ranks: int) -> Topology:
-    """Lay a job's chains out, all of one length, in groups; errors are those of `choose_chain_size`."""
+    """Lay out a job's chains of equal length, and its groups; errors as for `choose_chain_size`."""
     return Topology(ranks, choose_chain_size(spec, ranks), spec.parallel.tensor_parallel)
 
 
 def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterator[KvrError]:
-    """Try one thing after the other."""
+    """Yield the errors of all checks."""
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
         partial(check_table, spec, ranks),
@@ -154,7 +154,7 @@ def check_table(spec: JobSpec, ranks: int) -> None:
 
 
 def _check_profiles(spec: JobSpec) -> None:
-    """Refuse profiles of heads that are not there."""
+    """Refuse missing head profiles."""
     remedies = {
         "compress": "use published scores of this model's heads",
         "decode": "leave it out to place heads by the number of tokens they keep",
@@ -181,7 +181,7 @@ def check_tensor_parallel(spec: JobSpec) -> None:
 
 
 def _why_not_heads(path: str, size: int) -> str | None:
-    """Look into a model's folder for its heads; what is wrong with the folder is said of the model."""
+    """Read the numbers of heads from a model's folder, and return why they cannot be divided."""
     try:
         source = find_model(path)
     except ModelError:
@@ -206,7 +206,7 @@ def _why_not_heads(path: str, size: int) -> str | None:
 
 
 def _check_model(model: ModelSection, offline: bool) -> None:
-    """Look for a model's configuration and weights."""
+    """Check that a model's configuration and weights exist."""
     source = find_model(model.path)
     folder = Path(source.location)
     if source.gguf_file is not None:
@@ -247,7 +247,7 @@ def _check_model(model: ModelSection, offline: bool) -> None:
 
 
 def _check_cached(model: ModelSection) -> None:
-    """Look for a model of the hub among local files."""
+    """Check that a model of the hub is among the local files."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -274,12 +274,12 @@ def _read_json(model: ModelSection, file: Path) -> Any:
 
 
 def _check_template(spec: JobSpec, key: str, template: str) -> None:
-    """Refuse a template that names what no row has; without a table among the documents, any name but the text's."""
+    """Refuse templates with fields that no row has."""
     parse_template(template, key, columns=_fields(spec))
 
 
 def _check_columns(spec: JobSpec) -> None:
-    """Refuse fields, in the system prompt or for the results, that do not go there or are not in the rows."""
+    """Refuse fields in the system prompt, and unknown columns."""
     names = _fields(spec)
     check_system(spec.prompt.system, names or ())
     missing = [name for name in spec.output.columns if names is not None and name not in names]
@@ -293,7 +293,7 @@ def _check_columns(spec: JobSpec) -> None:
 
 
 def _fields(spec: JobSpec) -> set[str] | None:
-    """List the fields in the first rows of some tables; None if there may be any."""
+    """List the fields in the first rows of tables; None if unknown."""
     tables: list[Path] = []
     for path in spec.documents.path if spec.questions is None else ():
         with contextlib.suppress(CorpusError):  # said of the documents
@@ -303,7 +303,7 @@ def _fields(spec: JobSpec) -> set[str] | None:
 
 
 def _check_documents(spec: JobSpec, path: str) -> None:
-    """Look for the files that a path stands for, and for what a row is to hold in the first rows of some of them."""
+    """Check that the files of a path exist, and that the first rows of some of them have the text field."""
     documents = spec.documents
     files = [Path(file) for file, _ in find_files([path])]
     _check_apart(spec, path, files)
@@ -334,7 +334,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
 
 
 def find_others(spec: JobSpec) -> list[str]:
-    """List the files in the folders of a job's documents that no document is read from."""
+    """List the files in the folders of a job's documents that are not read."""
     return other_files(spec.documents.path) if spec.questions is None else []
 
 
@@ -344,13 +344,13 @@ def describe_others(files: Sequence[str]) -> str:
 
 
 def name_files(files: Sequence[str]) -> str:
-    """Name files, but not more than a person reads."""
+    """List the first few files by name."""
     more = f", and {len(files) - NAMED_FILES} more" if len(files) > NAMED_FILES else ""
     return ", ".join(map(repr, files[:NAMED_FILES])) + more
 
 
 def _check_apart(spec: JobSpec, path: str, files: Sequence[Path]) -> None:
-    """Refuse documents in the output folder: they would not be told from results."""
+    """Refuse documents inside the output folder."""
     output, base = Path(spec.output.path).resolve(), Path(path).expanduser().resolve()
     for folder in map(Path.resolve, {file.parent for file in files}):
         if folder == output or (output in folder.parents and output not in base.parents):
@@ -361,7 +361,7 @@ def _check_apart(spec: JobSpec, path: str, files: Sequence[Path]) -> None:
 
 
 def _check_output(spec: JobSpec, goes_on: bool) -> None:
-    """Refuse a folder that cannot be made or written, or that holds the results of another run."""
+    """Refuse a folder that cannot be created or written, or that has results of another run."""
     folder, reads = Path(spec.output.path), spec.documents.path if spec.questions is not None else []
     try:
         check_output_folder(folder, map(Path, [*reads, *filter(None, [spec.documents.reuse])]))

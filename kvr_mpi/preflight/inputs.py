@@ -1,4 +1,4 @@
-"""What a job reads of its corpus: the fields of rows that its templates name, and those it passes on."""
+"""What a job reads from its corpus: template fields, and columns that it copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvr_mpi.job import JobSpec
 
 
 def templates_of(spec: JobSpec) -> dict[str, str]:
-    """List a job's templates by their keys."""
+    """Return a job's templates by setting."""
     found = {f"prompt.template.{name}": template for name, template in spec.prompts.items()}
     found = found or {"prompt.template": spec.prompt.first_template}
     if spec.prompt.reduce_template is not None:
@@ -21,7 +21,7 @@ def templates_of(spec: JobSpec) -> dict[str, str]:
 
 
 def parse_templates(spec: JobSpec) -> list[Template]:
-    """Cut all templates of a job, whatever fields its rows have.
+    """Parse all templates of a job.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def parse_templates(spec: JobSpec) -> list[Template]:
 
 
 def row_format(spec: JobSpec) -> RowFormat:
-    """Say how the rows of a job's corpus are read."""
+    """Return how the rows of a job's corpus are read."""
     check_prompts(spec)
     columns = dict.fromkeys(name for template in parse_templates(spec) for name in template.columns)
     wanted = spec.documents
@@ -47,13 +47,13 @@ def row_format(spec: JobSpec) -> RowFormat:
 
 
 def passed_columns(spec: JobSpec) -> list[str]:
-    """Name what goes from the documents' rows into their records."""
+    """Return the columns that are copied to the records."""
     always = PASSED if spec.documents.format == "openai-batch" else ()
     return list(dict.fromkeys([*always, *kept_columns(spec)]))
 
 
 def kept_columns(spec: JobSpec) -> tuple[str, ...]:
-    """Name the fields of rows that are kept as they are: those that are asked for, and what is scored."""
+    """Return the fields that are kept unchanged: copied columns, and the continuations to score."""
     scored = spec.generation.score_column
     return tuple(dict.fromkeys([*spec.output.columns, *(() if scored is None else (scored,))]))
 
@@ -73,7 +73,7 @@ def check_schema(spec: JobSpec) -> None:
 
 
 def check_prompts(spec: JobSpec) -> None:
-    """Refuse several prompts that cannot be told apart.
+    """Refuse several prompts with invalid names or equal templates.
 
     Raises
     ------

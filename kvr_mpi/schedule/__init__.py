@@ -1,1 +1,1 @@
-"""Which documents on which ranks, and when."""
+"""Planning: which documents run on which ranks, and when."""

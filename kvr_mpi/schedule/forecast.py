@@ -1,4 +1,4 @@
-"""Forecasts for one document on a chain of any length: slices, time and memory, and where the rates come from.
+"""Forecasts for one document on a chain of any length: slices, time and memory.
 
 Stands between the job and the plan. The prefill is the cost model's; decoding is a step for every new token, which
 the chain's last rank makes for all documents it keeps.
@@ -43,7 +43,7 @@ Drops = Callable[[int], PlannedDrop | None]
 
 
 def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, after: str | None = None) -> Frame:
-    """Make the frame around a document's text, with room left for the answer; `after` as for `make_frame`.
+    """Make the frame around a document's text, with room for the answer; `after` as in `make_frame`.
 
     Raises
     ------
@@ -123,7 +123,7 @@ class Forecast:
     apart: int = 0
 
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
-        """Chunk length in tokens for a prompt's slices on so many ranks; None: whole slices."""
+        """Chunk size in tokens of a prompt's slices on so many ranks; None for whole slices."""
         strategy = self.strategy(tokens, ranks)
         if self.rolling is not None:
             return None
@@ -134,14 +134,14 @@ class Forecast:
         return None if self.chunks is None else self.chunks(min(tokens, self.frame.max_tokens), ranks)
 
     def costs_for(self, tokens: int, ranks: int) -> Costs:
-        """Give the costs of a prompt, those of its chunks included."""
+        """Costs of a prompt, including those of its chunks."""
         chunk_tokens = self.chunks_for(tokens, ranks)
         if chunk_tokens is None:
             return self.costs
         return self.costs.in_chunks(math.ceil(max(self.slices(tokens, ranks).lengths) / chunk_tokens))
 
     def strategy(self, tokens: int, ranks: int) -> Strategy:
-        """Strategy for a prompt on so many ranks; on one rank, everything but plain transformers is a chain of one."""
+        """Strategy for a prompt on so many ranks; on one rank a chain of one, unless it is plain transformers."""
         known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
         if ranks == 1 or not known:
             return self.strategies[0] if self.strategies[0].is_plain else KVR
@@ -150,11 +150,11 @@ class Forecast:
         return known[fastest([one.seconds(self.costs, self.cut_for(one, tokens, ranks)) for one in known])]
 
     def slices(self, tokens: int, ranks: int) -> Partition:
-        """Cut a prompt for so many ranks."""
+        """Slices of a prompt on so many ranks."""
         return self.cut_for(self.strategy(tokens, ranks), tokens, ranks)
 
     def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
-        """Cut a prompt for so many ranks under a strategy."""
+        """Slices of a prompt on so many ranks under a strategy."""
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, ranks)
         if self.cut is not None and ranks > 1:
@@ -163,7 +163,7 @@ class Forecast:
         return Partition.by_ratio(tokens, ratios, QUANTUM_TOKENS)
 
     def ttft_s(self, tokens: int, ranks: int) -> float:
-        """Time to the first token of one prompt; if it is shorter than the chain, the last rank computes it alone."""
+        """Time to the first token of one prompt; prompts shorter than the chain run on one rank."""
         if self.rolling is not None:
             return self._rolling_s(tokens, self.rolling)
         if 1 < ranks <= tokens:
@@ -176,7 +176,7 @@ class Forecast:
         return max(whole_s - saved_s, costs.layers * costs.launch_floor_s)
 
     def _rolling_s(self, tokens: int, rolling: Rolling) -> float:
-        """Time of the steps of a rolling cache: each reads all weights, and attends to what is held."""
+        """Time of the steps of a rolling cache; each reads all weights, and attends to the cache."""
         costs, held = self.costs, min(tokens, rolling.cache_tokens)
         steps, pairs = math.ceil(tokens / rolling.step_tokens), held * (tokens - held / 2)
         token_s = costs.qkv_token_s + costs.rest_token_s
@@ -184,7 +184,7 @@ class Forecast:
         return max(computed_s, steps * self.step_s)
 
     def parts(self, tokens: int) -> list[int]:
-        """Tokens of a document's prompts: one, or those of its parts and then the one about their answers."""
+        """Tokens of a document's prompts: one prompt, or its parts followed by the combining prompt."""
         most = self.frame.max_tokens
         if tokens <= most:
             return [tokens]
@@ -194,19 +194,19 @@ class Forecast:
         return [each] * count + [min(most, around + count * self.new_tokens)]
 
     def continued_s(self, tokens: int, known: int) -> float:
-        """Time to the first token of a prompt that goes on from `known` tokens, on one rank."""
+        """Time to the first token of a prompt that continues `known` tokens, on one rank."""
         costs = self.costs
         token_s = costs.qkv_token_s + costs.rest_token_s + costs.pair_s * (known + tokens / 2)
         return max(costs.layers * tokens * token_s + costs.head_s, self.step_s)
 
     def saved_s(self, tokens: int, ranks: int) -> float:
-        """Time of prefilling that a document's prompts save by going on from its keys and values."""
+        """Prefill time saved by the prompts that continue the same document."""
         if not self.more or not tokens or len(self.parts(tokens)) > 1:
             return 0.0
         return sum(max(0.0, self.ttft_s(tokens, ranks) - self.continued_s(each, tokens)) for each in self.more)
 
     def document_s(self, tokens: int, ranks: int, ttft_s: Seconds | None = None) -> float:
-        """Time of a whole document: all its prompts, each prefilled and answered.
+        """Time of a whole document: prefill and answers of all its prompts.
 
         Parameters
         ----------
@@ -228,21 +228,21 @@ class Forecast:
         return whole_s * (1 + self.apart) + more_s + (whole_s - prefill_s) * len(self.more)
 
     def for_corpus(self, documents: int, ranks: int) -> Forecast:
-        """Return a forecast for documents that are decoded together with others of a corpus."""
+        """Return the forecast for documents that are decoded together with others."""
         return replace(self, load=documents / ranks)
 
     def memory(self, tokens: int, ranks: int) -> float | None:
-        """Peak bytes on any rank of the chain, at most those of the longest possible prompt; None if unknown."""
+        """Peak bytes on any rank of the chain, limited to the longest possible prompt; None if unknown."""
         return None if self.peak_bytes is None else self.peak_bytes(min(tokens, self.frame.max_tokens), ranks)
 
     def fits(self, tokens: int, ranks: int) -> bool:
-        """Whether the ranks of a chain can run a document and have enough memory; true if the memory is unknown."""
+        """Whether a document fits on a chain of so many ranks; True if the memory is unknown."""
         needed = self.memory(tokens, ranks) if tokens and self.memory_bytes is not None else None
         return needed is None or self.memory_bytes is None or needed <= self.memory_bytes
 
 
 def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) -> Forecast:
-    """Forecast from rates that were measured: a decoded token costs what a prompt of one token does."""
+    """Forecast from measured rates."""
     return Forecast(
         source=source,
         costs=replace(costs, speeds=None),
@@ -262,7 +262,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
 def forecast_of(
     spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardware: str | None, history: History | None = None
 ) -> Forecast:
-    """Forecast without running anything: from a hardware profile, a lookup table for this model, or what it took here.
+    """Forecast without running anything, from a hardware profile, a lookup table, or earlier jobs.
 
     Parameters
     ----------
@@ -321,7 +321,7 @@ def forecast_of(
 
 
 def drops_of(spec: JobSpec, shape: ModelShape, config: Any) -> Drops | None:
-    """Make what says how much compression drops of a prompt of so many tokens; None if the job has none.
+    """Return the function that predicts what compression drops of so many tokens; None if the job has none.
 
     Where the end of a document's text chooses, it is not known how much follows: then as if nothing were dropped.
 
@@ -350,7 +350,7 @@ def with_memory(
     held_bytes: float = 0.0,
     drops: Drops | None = None,
 ) -> Forecast:
-    """Add to a forecast the memory needed on the fullest rank, and the memory of a rank.
+    """Add the memory needs of the fullest rank, and the memory of a rank, to a forecast.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What jobs on this machine took: where a forecast has its rates from, and how sure it is.
+"""Durations of earlier jobs on this machine, which calibrate forecasts and their intervals.
 
 A job that ran from its first document to its last leaves in ``KVR_CACHE`` what the cost model computes with here
 (`Costs`), and how long it took beside what the model says. The next plan of this model corrects the model's two parts,
@@ -43,7 +43,7 @@ Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
 
 
 class PastJob(Part):
-    """What one job took.
+    """The duration of one job, and its forecast.
 
     prefill_s, decode_s : by the cost model, for the answers it gave.
     seconds : from its first document to its last.
@@ -61,7 +61,7 @@ class PastJob(Part):
 
 
 class History(Part):
-    """Jobs of one model on so many ranks of one sort of processor, the last one last."""
+    """Jobs of one model on so many ranks of one kind of processor, the latest last."""
 
     fingerprint: Text
     dtype: Text
@@ -72,18 +72,18 @@ class History(Part):
 
     @property
     def source(self) -> str:
-        """Where the costs come from."""
+        """Description of where the costs come from."""
         ranks = counted(self.ranks, "rank")
         return f"rates of a job with this model on {ranks} here ({self.device}); memory unknown"
 
     def after(self, job: PastJob) -> History:
-        """Add a job."""
+        """Append a job."""
         return self.model_copy(update={"jobs": (*self.jobs, job)[-KEPT_JOBS:]})
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """How long a job takes, its start included: in four of five cases between `low_s` and `high_s`."""
+    """The expected duration of a job, including its start; 80 % of jobs lie between `low_s` and `high_s`."""
 
     low_s: float
     seconds: float
@@ -93,17 +93,17 @@ class Expected:
 
     @property
     def range_s(self) -> tuple[float, float, float]:
-        """Return it as `Cost` keeps it."""
+        """The interval as `Cost` stores it."""
         return self.low_s, self.seconds, self.high_s
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Describe the interval in one line."""
         start = f"{duration_text(self.start_s)} of it to start"
         return f"{expected_text(self.range_s)}, {start}; by {counted(self.jobs, 'job')} with this model here"
 
 
 def is_forecast(spec: JobSpec) -> bool:
-    """Whether such a job is forecast whole, by rates measured on single ranks, and learned from."""
+    """Whether jobs of this kind are forecast and learned from."""
     is_plain = spec.parallel.strategy == "single" or spec.parallel.tensor_parallel > 1
     goes_on = spec.questions is not None or bool(spec.prompts) or spec.documents.reuse is not None
     asks_more = spec.generation.n > 1 or spec.generation.scores or spec.generation.max_new_tokens == 0
@@ -111,7 +111,7 @@ def is_forecast(spec: JobSpec) -> bool:
 
 
 def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float, limit_tokens: int) -> Expected:
-    """Correct the cost model's forecast by what jobs took; there has to be at least one.
+    """Calibrate the cost model's forecast with at least one earlier job.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float, limit_tok
 
 
 def expected_tokens(jobs: Sequence[PastJob], limit_tokens: int) -> int:
-    """Say how long answers of at most so many tokens are on average, if they are like those of earlier jobs.
+    """Return the expected mean length of answers of at most so many tokens, from earlier jobs.
 
     Lengths are taken to be distributed exponentially, and cut at the limit.
     """
@@ -152,7 +152,7 @@ def expected_tokens(jobs: Sequence[PastJob], limit_tokens: int) -> int:
 
 
 def _log_lengths(jobs: Sequence[PastJob]) -> list[float]:
-    """Logarithms of the tokens that answers would have had, on average, without a limit."""
+    """Logarithms of the mean lengths that answers would have without a limit."""
     found = []
     for job in jobs:
         share, low, high = job.answer_tokens / max(1, job.limit_tokens), 1e-2, 1e7
@@ -164,7 +164,7 @@ def _log_lengths(jobs: Sequence[PastJob]) -> list[float]:
 
 
 def _length_error(jobs: Sequence[PastJob], limit_tokens: int) -> float:
-    """Say by how much, as a share of it, the mean length of answers may be off."""
+    """Return the relative standard error of the mean length of answers."""
     lengths = _log_lengths(jobs)
     cut = limit_tokens / math.exp(fmean(lengths))
     missed = sum((one - fmean(lengths)) ** 2 for one in lengths)
@@ -173,14 +173,14 @@ def _length_error(jobs: Sequence[PastJob], limit_tokens: int) -> float:
 
 
 def file_of(cache_dir: Path, fingerprint: str, dtype: str, device: str, ranks: int) -> Path:
-    """Say where such a history is kept."""
+    """Return the file of a history."""
     name = xxhash.xxh3_64_hexdigest("\n".join((fingerprint, dtype)).encode())
     where = xxhash.xxh3_64_hexdigest(device.encode())
     return cache_dir / FOLDER / f"{name}-{where}-{ranks}.json"
 
 
 def read_history(file: Path, fingerprint: str, dtype: str) -> History | None:
-    """Read a history; what cannot be read, or is another's, is as if it were not there."""
+    """Read a history; None if it is unreadable or belongs to another model."""
     try:
         found = History.model_validate_json(read_regular(file, MAX_FILE_BYTES))
     except (OSError, ValidationError):
@@ -189,7 +189,7 @@ def read_history(file: Path, fingerprint: str, dtype: str) -> History | None:
 
 
 def find_history(cache_dir: Path, fingerprint: str, dtype: str, ranks: int) -> History | None:
-    """Find jobs of a model: those on a number of ranks as near as possible, and of these the last."""
+    """Find the history of a model for the closest number of ranks; of several the latest."""
     pattern = file_of(cache_dir, fingerprint, dtype, "", 0).name.split("-")[0] + "-*.json"
     read = [read_history(file, fingerprint, dtype) for file in sorted((cache_dir / FOLDER).glob(pattern))]
     found = [one for one in read if one is not None and one.jobs]

@@ -1,4 +1,4 @@
-"""Moldable documents on aligned blocks of ranks: how long each chain, and where.
+"""Scheduling of moldable documents on aligned blocks of ranks: chain lengths and positions.
 
 The arithmetic below `schedule`: documents are rows in the order of their ids, chain lengths columns in ascending order,
 times whole microseconds.
@@ -42,7 +42,7 @@ Table: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where each document goes: column of its length, its block among those of that length; who ends last."""
+    """For each document the index of its chain length and its block; also which document ends last."""
 
     columns: Table
     blocks: Table
@@ -52,12 +52,12 @@ class Plan:
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """What to minimise: the time, then the rank time, then the number of lengths."""
+        """The objective: makespan, then rank time, then number of chain lengths."""
         return self.makespan, self.area, len(np.unique(self.columns))
 
 
 def chain_lengths(ranks: int, documents: int) -> list[int]:
-    """Possible chain lengths, ascending: divisors of the ranks, and with few documents also some in between."""
+    """Possible chain lengths, ascending: divisors of the ranks, and for few documents some in between."""
     found = {length for length in range(1, ranks + 1) if divides(length, ranks)}
     if documents <= FEW_PER_RANK * ranks:
         powers = range(min(ranks, LONGEST_BETWEEN).bit_length())
@@ -67,7 +67,7 @@ def chain_lengths(ranks: int, documents: int) -> list[int]:
 
 
 def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Plan:
-    """Place documents: the longest chains first, then the longest documents, each on the block that is free first.
+    """Place documents on the block that is free first: the longest chains first, then the longest documents.
 
     Ranks that are left over where a length does not divide their number go on to shorter chains.
     """
@@ -99,7 +99,7 @@ def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Pl
 def fixed_plans(
     documents: Sequence[tuple[str, int]], times: Table, lengths: Sequence[int], ranks: int
 ) -> dict[int, Plan]:
-    """All documents on chains of one length that divides the ranks.
+    """Plans with chains of one length that divides the ranks.
 
     A prompt shorter than the chain is done by its last rank alone.
     """
@@ -117,7 +117,7 @@ def fixed_plans(
 
 
 def moldable_plans(times: Table, lengths: Sequence[int], ranks: int) -> list[Plan]:
-    """Find two good plans of mixed lengths: from the best deadline, and from the cheapest lengths."""
+    """Find two good plans with mixed lengths: from the best deadline, and from the cheapest lengths."""
     if not len(times):
         return []
     trials = min(MAX_TRIALS, max(MIN_TRIALS, TRIAL_DOCUMENTS // len(times)))
@@ -130,13 +130,13 @@ def moldable_plans(times: Table, lengths: Sequence[int], ranks: int) -> list[Pla
 
 
 def _areas(times: Table, lengths: Table) -> Table:
-    """Rank time of every document on every length."""
+    """Rank time of every document for every chain length."""
     areas: Table = np.where(times < NEVER, times * lengths, NEVER * int(lengths[-1]))
     return areas
 
 
 def _allot(times: Table, areas: Table, deadline: int) -> Table:
-    """Column of the cheapest length that ends each document by the deadline; of the fastest if none does."""
+    """Choose for each document the cheapest length that meets the deadline, or the fastest if none does."""
     in_time = times <= deadline
     cheapest = np.where(in_time, areas, np.iinfo(np.int64).max).argmin(axis=1)
     columns: Table = np.where(in_time.any(axis=1), cheapest, times.argmin(axis=1))
@@ -144,7 +144,7 @@ def _allot(times: Table, areas: Table, deadline: int) -> Table:
 
 
 def _deadlines(times: Table, areas: Table, ranks: int, count: int) -> list[int]:
-    """Deadlines to try: only those that can change the length of a chain."""
+    """Deadlines at which the choice of a chain length can change."""
     target = max(int(areas.min(axis=1).sum()) // ranks, int(times.min(axis=1).max()))
     worth = np.unique(times[(times >= target // 32) & (times <= 2 * target)])
     if len(worth) > count:
@@ -153,7 +153,7 @@ def _deadlines(times: Table, areas: Table, ranks: int, count: int) -> list[int]:
 
 
 def _climb(plan: Plan, times: Table, lengths: Sequence[int], ranks: int, steps: int) -> Plan:
-    """Repeatedly move the document that ends last to a longer, faster chain; return the best plan seen."""
+    """Repeatedly move the document that ends last to a longer, faster chain; return the best plan found."""
     best = plan
     for _ in range(steps):
         faster = np.flatnonzero(times[plan.last] < times[plan.last, plan.columns[plan.last]])
@@ -168,7 +168,7 @@ def _climb(plan: Plan, times: Table, lengths: Sequence[int], ranks: int, steps: 
 
 
 def bounds(times: Table, lengths: Table, ranks: int) -> tuple[int, int, int]:
-    """Area bound, longest document's bound, and the smallest deadline whose cheapest allotment fits into it."""
+    """Return the area bound, the bound by the longest document, and the smallest deadline that its allotment meets."""
     if not len(times):
         return 0, 0, 0
     areas = _areas(times, lengths)

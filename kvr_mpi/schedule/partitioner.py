@@ -1,4 +1,4 @@
-"""How prompts are cut over the ranks of a chain: evenly, by weights, so that all take equal time, or by a table.
+"""Cuts prompts over the ranks of a chain: evenly, into slices of equal time, or by a lookup table.
 
 Stands between the job, with what was measured or looked up for it, and the strategies, which take any `Partition`.
 """
@@ -34,7 +34,7 @@ class Partitioner:
     _has_extrapolated: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:
-        """Cut so many tokens, which follow `before` tokens that are known already.
+        """Cut so many tokens that follow `before` known tokens.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Which documents on which chains, and when: a corpus of moldable tasks on identical ranks.
+"""Placement of a corpus on ranks: which document runs on which chain, and when.
 
 Stands between the cost model, which says how long a document takes on a chain of a length, and the batch. A document
 is a *moldable* task: the number of its ranks is chosen before it starts. Chains of one length are aligned blocks of
@@ -32,7 +32,7 @@ Name = TypeVar("Name", str, int)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One document on ranks ``first_rank`` to ``first_rank + ranks - 1``, and the reason for that number of ranks."""
+    """One document on ranks ``first_rank`` to ``first_rank + ranks - 1``, and the reason for this chain length."""
 
     id: str
     tokens: int
@@ -43,13 +43,13 @@ class Placement:
     reason: str
 
     def has(self, rank: int) -> bool:
-        """Say whether a rank takes part."""
+        """Whether a rank takes part."""
         return self.first_rank <= rank < self.first_rank + self.ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A corpus on ranks.
+    """The placement of a whole corpus.
 
     placements : in an order all ranks can follow: longest chains first, then as the corpus has them.
     does_not_fit : (id, tokens, reason) of documents that fit on no chain.
@@ -69,7 +69,7 @@ class Schedule:
 
     @property
     def data_parallel_s(self) -> float | None:
-        """Makespan of one rank for each document; None if a document does not fit on one."""
+        """Makespan with one rank per document; None if a document does not fit on one."""
         return dict(self.fixed_s).get(1)
 
     @property
@@ -85,7 +85,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A plan, and the alternatives from which its reasons are derived.
+    """The chosen plan, and the alternatives that explain it.
 
     times : of every document (row) on every chain length (column).
     shares : of the speed-up its ranks could ideally give to a document over the shortest chain it fits on.
@@ -165,7 +165,7 @@ def schedule(
 
 
 def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks: int, min_efficiency: float) -> _Choice:
-    """Choose the plan that ends earliest, or one without wasteful chains that ends only slightly later."""
+    """Choose the plan that ends earliest, or an efficient one that ends only slightly later."""
     soonest = min([*fixed.values(), *moldable_plans(times, lengths, ranks)], key=lambda plan: plan.cost)
     areas = times * np.array(lengths)
     shortest = (times < NEVER).argmax(axis=1)
@@ -181,7 +181,7 @@ def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks:
 
 
 def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
-    """Say what would be enough for a document that fits on no chain."""
+    """Explain what a document that fits on no chain would need."""
     enough = next((more for more in (ranks << power for power in range(1, 11)) if fits(tokens, more)), None)
     advice = f"start {enough} ranks" if enough else "more ranks do not help: it needs more memory on each rank"
     return f"{tokens} tokens do not fit into the memory of a chain of up to {counted(ranks, 'rank')}; {advice}"
@@ -190,7 +190,7 @@ def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
 def _lay_out(
     documents: Sequence[tuple[str, int]], order: dict[str, int], choice: _Choice, lengths: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Set start times: longest chains first, and in each block the documents of one length in the corpus's order."""
+    """Assign start times: the longest chains first, and in each block in the order of the corpus."""
     plan, times = choice.plan, choice.times
     free: dict[int, int] = {}
     placements = []
@@ -209,7 +209,7 @@ def _lay_out(
 
 
 def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
-    """Why a document got this chain length."""
+    """Explain why a document got its chain length."""
     times, shares, column = choice.times[row], choice.shares[row], int(choice.plan.columns[row])
     possible = np.flatnonzero(times < NEVER)
     if column not in possible:
@@ -231,7 +231,7 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
 
 
 def deal(todo: Sequence[tuple[Name, int]], chains: int) -> list[set[Name]]:
-    """Assign documents (name, characters) to chains: longest first, each to the chain with the least work."""
+    """Assign documents (name, characters) to chains, the longest first, each to the chain with the least work."""
     shares: list[set[Name]] = [set() for _ in range(chains)]
     loads = [(0, chain) for chain in range(chains)]
     for name, chars in sorted(todo, key=lambda item: (-item[1], item[0])):
@@ -249,7 +249,7 @@ SAMPLES_PER_OCTAVE = 4
 
 
 def sampled(seconds: Seconds) -> Seconds:
-    """Evaluate an expensive smooth function of the tokens at a few lengths only, and interpolate by parabolas."""
+    """Evaluate an expensive smooth function at a few lengths only, and interpolate by parabolas."""
     known: dict[tuple[int, int], float] = {}
 
     def at(tokens: int, ranks: int) -> float:
@@ -270,7 +270,7 @@ def sampled(seconds: Seconds) -> Seconds:
 
 
 def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Seconds, fits: Fits) -> Table:
-    """Microseconds of every document (row) on every chain length (column), `NEVER` where it is not possible."""
+    """Microseconds of every document (row) for every chain length (column); `NEVER` where it is impossible."""
     distinct = sorted(set(tokens))
     rows = {count: row for row, count in enumerate(distinct)}
     table = np.full((len(distinct), len(lengths)), NEVER, dtype=np.int64)

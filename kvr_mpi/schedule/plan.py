@@ -1,4 +1,4 @@
-"""Which documents of a job go on which ranks.
+"""Plans of a job: which documents go on which ranks.
 
 Stands between the job and the loop over its documents: `kvr plan` shows the plan, and a job with
 ``parallel.ranks_per_chain = "auto"`` follows it. `forecast` says what a document takes, `schedule` does the
@@ -27,7 +27,7 @@ MOST_DOCUMENTS = 2000
 
 
 def prompt_tokens(prompt: PromptSection, frame: Frame, text_tokens: int) -> int:
-    """Tokens a document's prompts will have together; 0 where only an error is to be recorded."""
+    """Total tokens of a document's prompts; 0 if the document becomes an error record."""
     around = frame.max_tokens - frame.text_budget
     if text_tokens == 0 or text_tokens <= frame.text_budget:
         return text_tokens and text_tokens + around
@@ -38,7 +38,7 @@ def prompt_tokens(prompt: PromptSection, frame: Frame, text_tokens: int) -> int:
 
 
 def count_tokens(tokenizer: Any, share: Iterable[Document], world: Transport) -> dict[str, int]:
-    """Count the tokens of the documents' texts: each rank counts its share, and all get every result."""
+    """Count the tokens of all documents in parallel; every rank gets all counts."""
     mine = {
         document.id: len(encode_text(tokenizer, document.text)) if document.error is None else 0 for document in share
     }
@@ -63,7 +63,7 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
 
 
 def written_seconds(spec: JobSpec, plan: Schedule) -> float | None:
-    """Predicted time of the job as it is written; None where it does not fit, or no chain is as long."""
+    """Predicted time of the job as written; None if it does not fit, or if its chain length is impossible."""
     if spec.planned:
         return plan.makespan_s
     if not spec.takes_chains:
@@ -76,7 +76,7 @@ def written_seconds(spec: JobSpec, plan: Schedule) -> float | None:
 def two_parts(
     spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, forecast: Forecast
 ) -> tuple[float, float] | None:
-    """Predict prefill and decoding of the job as it is written, of many documents by some of them."""
+    """Predict prefill and decoding time of the job as written, from a sample of many documents."""
     step = max(1, -(-len(texts) // MOST_DOCUMENTS))
     some = sorted(texts, key=lambda text: text[1])[step // 2 :: step]
     scale = len(texts) / max(1, len(some))
@@ -90,7 +90,7 @@ def two_parts(
 
 
 def describe(plan: Schedule) -> list[str]:
-    """Describe in a few lines how a corpus is distributed, how long it takes, and how alternatives compare."""
+    """Describe a schedule and its alternatives in a few lines."""
     counts = {length: sum(place.ranks == length for place in plan.placements) for length in plan.chain_lengths}
     shares = [f"{count} on chains of {length} ranks" for length, count in counts.items() if length > 1]
     shares += [f"{counts[1]} on one rank each"] if 1 in counts else []

@@ -1,4 +1,4 @@
-"""Forecasts of every strategy over prompt lengths and numbers of ranks, no run.
+"""Forecasts of all strategies over prompt lengths and numbers of ranks.
 
 Stands on the registry of strategies and the cost model, under ``kvr plan --tokens``.
 """
@@ -29,7 +29,7 @@ NAMES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ForecastRow:
-    """One prompt length on one number of ranks.
+    """The forecast for one prompt length on one number of ranks.
 
     ttft_s : seconds to the first token of each strategy, rivals as published (``single`` uses one rank).
     auto : the strategy that a job with ``strategy = "auto"`` would take.
@@ -49,7 +49,7 @@ class ForecastRow:
 
     @property
     def winner(self) -> str:
-        """The fastest strategy; of equals the simplest."""
+        """The fastest strategy; of equal ones the simplest."""
         return min(self.ttft_s, key=lambda name: self.ttft_s[name])
 
     def as_json(self) -> dict[str, object]:
@@ -59,7 +59,7 @@ class ForecastRow:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a forecast is of: a model's work on a machine, and how a chain there passes the prefix on."""
+    """The subject of a forecast: a model's work on a machine, and the kind of relay."""
 
     work: Workload
     hardware: Hardware
@@ -75,7 +75,7 @@ def look_out(
     is_offline: Callable[[], bool],
     tensor_parallel: int = 1,
 ) -> Outlook:
-    """Put together what is forecast.
+    """Prepare a forecast.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def _evenly(tokens: int, slices: int) -> list[float]:
 
 
 def _choose(costs: Costs, tokens: int, ranks: int, relay: RelayKind, searched_s: float) -> str:
-    """Name what a job would take, with the best slices where it cuts."""
+    """Name the strategy that a job would use."""
     choices = candidates(AUTO) if ranks > 1 else [KVR]
     seconds = [
         searched_s if one.has_cuts else one.forecast(costs, _evenly(tokens, one.stretches * ranks), relay)
@@ -197,7 +197,7 @@ def _choose(costs: Costs, tokens: int, ranks: int, relay: RelayKind, searched_s:
 
 
 def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
-    """Take a named shape, or count the work of a model on disk or on the hub; its configuration is enough.
+    """Find a named model shape, or count the work of a model from its configuration.
 
     Parameters
     ----------

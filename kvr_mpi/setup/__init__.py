@@ -1,1 +1,1 @@
-"""A job made ready on all ranks: planned, its ranks laid out, its model loaded, its machine measured."""
+"""Preparation of a job on all ranks: planning, layout of ranks, loading the model, measuring the machine."""

@@ -1,4 +1,4 @@
-"""Whether a rank keeps the documents it decodes in pages, and how much memory it asks for at once."""
+"""Whether a rank decodes from a page pool, and the size of its extents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTENT_SHARE = 1 / 8
 def open_arena(
     spec: JobSpec, loaded: LoadedModel, free_bytes: int, say: Callable[[str], None], *, is_packed: bool
 ) -> Arena | None:
-    """Make a rank's arena where its documents are decoded from pages; None where each has memory of its own.
+    """Create a rank's page pool if documents are decoded from pages; None otherwise.
 
     On a processor that serves as well. Documents that stay spread are decoded by all ranks.
 

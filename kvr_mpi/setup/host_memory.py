@@ -1,4 +1,4 @@
-"""How much memory this process has left on its device, and what its heap keeps."""
+"""Free memory of a process on its device, and settings of the C heap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRIM_S = 60.0
 
 
 def keep_heap() -> None:
-    """Keep what tensors leave for the next ones, instead of giving it back to the system and asking for it again.
+    """Make the C library keep freed memory for the next tensors, instead of returning it to the system each time.
 
     Activations come and go with every layer, and the system clears each page that it hands out: that took 5 to 8 %
     of a prefill of 2k to 8k tokens by a fresh process on one core (less where glibc has come to keep more by itself: up
@@ -37,7 +37,7 @@ def keep_heap() -> None:
 
 
 class HeapTrimmer:
-    """Gives back now and then what the heap keeps: the free parts of it that no tensor fits into any more.
+    """Returns free memory of the C heap to the system from time to time.
 
     Without this a rank grew by 30 MB over 20,000 tiny documents. It takes some hundredths of a second.
     """
@@ -48,14 +48,14 @@ class HeapTrimmer:
         self._trimmed_s = float("-inf")  # loading and measuring have left something
 
     def trim(self) -> None:
-        """Give it back, if that was not done in the last minute."""
+        """Trim the heap, at most once a minute."""
         if self._trim is not None and time.monotonic() - self._trimmed_s > TRIM_S:
             self._trim(0)
             self._trimmed_s = time.monotonic()
 
 
 def ranks_on_device(world: Transport, device: torch.device) -> int:
-    """Count the ranks that share this rank's memory: those on its GPU, or on its host; every rank calls this.
+    """Count the ranks that share this rank's memory, on its GPU or host; every rank calls this.
 
     By the GPUs' own ids: a launcher may show each rank one GPU only, the same number to all of them.
     """
@@ -65,7 +65,7 @@ def ranks_on_device(world: Transport, device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, sharers: int) -> int:
-    """Bytes this process may still take.
+    """Bytes that this process may still allocate.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def _available() -> int:
 
 
 def _group_room(own: Path = OWN_GROUPS, root: Path = GROUPS) -> int | None:
-    """Read what the control groups (a SLURM job's share of the host, a container's) leave; None without a limit."""
+    """Return what the control groups (of a SLURM job or container) leave; None without a limit."""
     if not own.exists():
         return None
     rooms = []

@@ -1,4 +1,4 @@
-"""Which of a job's ranks this one meets, and for what, where a group of a chain is several ranks.
+"""The communicators of a job: all ranks, the chain, the tensor-parallel group, and the lane.
 
 The ranks that have the same heads, one of each group, are a *lane*: between them everything goes as in a job whose
 groups are one rank each, of a model with fewer heads. A lane's keys and values never meet another's. Within a group
@@ -31,7 +31,7 @@ TIMED_TOKENS, TIMED_SUMS = 1024, 5
 
 @dataclass(frozen=True, slots=True)
 class JobRanks:
-    """A job's ranks, as one of them meets them.
+    """A job's ranks from the point of view of one of them.
 
     world : all of them.
     lane : one of each group, with the heads of this one; where a group is one rank, all.
@@ -48,11 +48,11 @@ class JobRanks:
 
     @property
     def tells(self) -> bool:
-        """Whether what becomes of this group's documents is told by this rank."""
+        """Whether this rank reports for its tensor-parallel group."""
         return self.tp_group is None or self.tp_group.rank == 0
 
     def members_of(self, topology: Topology, chain: Transport) -> Transport:
-        """Meet all ranks of this rank's chain; every rank calls this.
+        """Make a transport for all ranks of this rank's chain; every rank calls this.
 
         Parameters
         ----------
@@ -65,7 +65,7 @@ class JobRanks:
 
 
 def join_groups(world: Transport, control: Transport, topology: Topology, device: torch.device) -> JobRanks:
-    """Meet the other ranks of the group and of the lane; every rank calls this.
+    """Make transports for the tensor-parallel group and the lane; every rank calls this.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
 
 
 def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
-    """Time the sums of a group, and say what they add to a prompt and to an answer; every rank calls this."""
+    """Measure the sums of a group, and log what they add to prefill and decoding; every rank calls this."""
     if ranks.tp_group is None:
         return
     hidden, layers = loaded.shape.hidden_size, len(loaded.shape.layers)
@@ -110,7 +110,7 @@ def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
 
 
 def _sum_seconds(tp_group: TensorParallelGroup, tokens: int, hidden: int, loaded: LoadedModel) -> float:
-    """Time of one sum of states (tokens, hidden_size)."""
+    """Measure one sum of hidden states (tokens, hidden_size)."""
     states = torch.zeros(tokens, hidden, dtype=loaded.dtype, device=loaded.device)
     times = []
     for _ in range(TIMED_SUMS + 1):

@@ -1,4 +1,4 @@
-"""A job's model, ready on all ranks, and what is known of all of them: of `prepare.prepare`."""
+"""The result of `prepare.prepare`: a job's model, ready on all ranks, with everything measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXAMPLE_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a rank has to work with: from the command line and the environment."""
+    """Properties of a rank's machine, from the command line and the environment."""
 
     cache_dir: Path  # for converted models
     cores: int = 1  # cores this process may use
@@ -54,7 +54,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class JobSetup:
-    """A job's model, ready on this rank, and what is known of all of them.
+    """A job's model, ready on this rank, with everything measured.
 
     frame, reduce_frame : what is around a document's text, and around the answers about its parts.
     question_frames : around a document's text, by the name of the question about a stored one, or of the prompt.
@@ -97,12 +97,12 @@ class JobSetup:
 
     @property
     def decodes_together(self) -> bool:
-        """Whether all ranks of a chain may talk to each other while they decode."""
+        """Whether the ranks of a chain communicate while they decode."""
         return self.spec.is_spread or isinstance(self.sharing, HeadSharing)
 
     @property
     def prompt_config(self) -> PromptConfig:
-        """How documents are asked."""
+        """Settings for prompts."""
         new_tokens = self.spec.generation.max_new_tokens
         prompts = self.question_frames if self.spec.prompts else {}
         return PromptConfig(
@@ -119,7 +119,7 @@ class JobSetup:
 
     @property
     def kernels(self) -> str:
-        """What answers that may depend on it were computed with: hardware, type, ways; of float32 on CPUs nothing."""
+        """Hardware, dtype and kernels on which answers may depend; empty for float32 on CPUs."""
         model, dtype = self.loaded.model, str(self.loaded.dtype).removeprefix("torch.")
         device = model.device
         if device.type == "cuda":
@@ -130,17 +130,17 @@ class JobSetup:
 
     @property
     def longest_answer(self) -> int:
-        """Most tokens that may follow a prompt: of an answer, or of what is to be scored."""
+        """Maximum number of tokens after a prompt: of an answer, or of the continuations to score."""
         generation, tokenizer = self.spec.generation, self.loaded.tokenizer
         return max([generation.max_new_tokens, *(len(encode_text(tokenizer, text)) for text in generation.score)])
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest prompt there can be; where the model names no context, of an example."""
+        """Tokens of the longest possible prompt; an example if the model has no maximum."""
         return self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes that keys and values of so many tokens of one prompt take."""
+        """Bytes of the keys and values of so many tokens."""
         if self.rolling is not None:
             return self.rolling.kv_bytes(self.loaded.shape) if tokens else 0
         if self.arena is not None:
@@ -148,11 +148,11 @@ class JobSetup:
         return tokens * self.loaded.shape.kv_bytes_per_token
 
     def window_of(self, prompt: PromptText) -> Range | None:
-        """Say which tokens' queries compression asks for; None if it asks for none."""
+        """Return which tokens' queries compression needs; None if it needs none."""
         return None if self.compression is None else self.compression.observed_of(prompt.tokens, prompt.text)
 
     def retain_of(self, prompt: PromptText) -> Retain | None:
-        """Make what chooses which keys and values compression keeps of a prompt; None if it keeps all."""
+        """Return the function that chooses which tokens of a prompt are kept; None if all are."""
         return None if self.compression is None else self.compression.retain(prompt.tokens, prompt.text)
 
     def chain_costs(self, ranks: slice) -> Costs:
@@ -164,7 +164,7 @@ class JobSetup:
         return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
 
     def open_decode_batch(self, group: Group[Prompt] | None = None) -> DecodeBatch[Prompt]:
-        """Make what decodes prompts, with a group of ranks or on this one alone."""
+        """Create the decode batch, for a group of ranks or this rank alone."""
         generation = self.spec.generation
         return DecodeBatch(
             self.loaded,
@@ -175,7 +175,7 @@ class JobSetup:
         )
 
     def forecast(self) -> Forecast:
-        """Say what a document takes on chains of any length, from what was measured here; for a planned job only."""
+        """Return the forecast from measured costs; for planned jobs only."""
         assert self.costs is not None and self.footprint is not None
         forecast = forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
         forecast = replace(forecast, strategies=self.strategies)
@@ -183,7 +183,7 @@ class JobSetup:
         return with_memory(forecast, self.footprint, min(self.free_bytes), drops=drops)
 
     def header(self) -> Header:
-        """Say what the answers depend on, for the output files."""
+        """Return the header of the results: everything that the answers depend on."""
         spec, loaded = self.spec, self.loaded
         identity = {
             "model": loaded.fingerprint,
@@ -208,7 +208,7 @@ class JobSetup:
 
 
 def identity_of(spec: JobSpec) -> dict[str, Any]:
-    """Say what the answers depend on, as far as the job says it: all but what the model has a part in."""
+    """Return the settings that answers depend on, apart from the model."""
     identity: dict[str, Any] = {
         "prompt": spec.prompt.model_dump(),
         "generation": spec.generation.model_dump(),

@@ -1,4 +1,4 @@
-"""A model loaded on all ranks."""
+"""Loading a model on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_on_all(
     tp_group: TensorParallelGroup | None = None,
     **arguments: Any,
 ) -> LoadedModel:
-    """Load a model on every rank, as fast as it runs there; every rank calls this.
+    """Load a model on every rank and choose its kernels; every rank calls this.
 
     Parameters
     ----------
@@ -58,16 +58,16 @@ def load_on_all(
 
 
 def own_device(world: Transport, name: str) -> torch.device:
-    """Choose a rank's device (``auto``, ``cpu``, ``cuda``), as `choose_device`; every rank calls this."""
+    """Choose a rank's device (``auto``, ``cpu``, ``cuda``) with `choose_device`; every rank calls this."""
     index = gpu_index(world, name)
     return together(world, lambda: choose_device(name, index))
 
 
 def gpu_index(world: Transport, name: str = "auto") -> int:
-    """Choose this rank's GPU, as `gpus_in_turn`; every rank calls this."""
+    """Choose this rank's GPU with `gpus_in_turn`; every rank calls this."""
     mine = together(world, lambda: visible_gpus() if name != "cpu" else [])
     return gpus_in_turn(share_json(world, gather_json(world, mine)))[world.rank]
 
 
 def _say_nothing(text: str) -> None:
-    """Stand in for a voice."""
+    """Ignore a log line."""

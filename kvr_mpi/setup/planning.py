@@ -1,4 +1,4 @@
-"""A job planned before it runs: its corpus counted, its documents on chains, without MPI and without weights."""
+"""Planning a job without MPI and without weights: counts its corpus, and schedules its documents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvr_mpi.topology import whole_groups
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A job's plan and what it was made from; `counted` says how the tokens of `texts` were.
+    """A job's plan and its inputs; `counted` says how the tokens of `texts` were counted.
 
     `others` are the files of other types in the folders of documents, `errors` tells by id what cannot be answered.
 
@@ -55,12 +55,12 @@ class PlannedJob:
 
     @property
     def written_s(self) -> float | None:
-        """Predicted time of the job as it is written; None where it does not fit, or no chain is as long."""
+        """Predicted time of the job as written; None if it does not fit, or if its chain length is impossible."""
         return written_seconds(self.spec, self.schedule)
 
     @property
     def expected(self) -> Expected | None:
-        """How long the job as it is written takes here, its start included; None where no job of its model has run."""
+        """Expected duration of the job as written, including its start; None without history of its model."""
         if self.history is None or not is_forecast(self.spec):
             return None
         parts = two_parts(self.spec, self.texts, self.schedule.ranks, self.forecast)
@@ -68,17 +68,17 @@ class PlannedJob:
 
     @property
     def tensor_parallel(self) -> int:
-        """Ranks of what the plan takes for one."""
+        """Ranks per tensor-parallel group; the plan counts groups."""
         return self.spec.parallel.tensor_parallel
 
     @property
     def ranks(self) -> int:
-        """All ranks of the job."""
+        """Number of ranks of the job."""
         return self.schedule.ranks * self.tensor_parallel
 
     @property
     def rank_bytes(self) -> float | None:
-        """Memory that a rank needs for weights and the longest prompt; None where that is not predicted.
+        """Bytes that a rank needs for weights and the longest prompt; None if unknown.
 
         Of its GPU if the forecast is of GPUs, otherwise of its host.
         """
@@ -97,7 +97,7 @@ class PlannedJob:
 
     @property
     def decoding(self) -> DecodeChoice | None:
-        """How the longest chains would decode, where the job leaves that open."""
+        """Forecast of how the longest chains would decode, if the job leaves that open."""
         return _choose_decoding(self) if self.spec.decode.mode == "auto" else None
 
 
@@ -149,7 +149,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
 
 
 def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
-    """Plan each of so many shares of a job's corpus, by itself, for as many ranks as the whole was planned for.
+    """Plan each share of a job's corpus for the same number of ranks.
 
     Raises
     ------
@@ -170,7 +170,7 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
 
 
 def _count(spec: JobSpec, tokenizer: Any) -> Counted:
-    """Tokens of the text of every document that is this job's."""
+    """Count the tokens of this job's documents."""
     wanted = spec.documents
     documents = read_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit)
     share = wanted.share

@@ -1,4 +1,4 @@
-"""A job's model is made ready on all ranks: loaded, checked against the settings, measured as far as they ask for it.
+"""Prepares a job's model on all ranks: loads it, checks it against the settings, and measures what they need.
 
 All that is done once, before the first document. `ChainRunner` takes it from there, on one chain.
 """
@@ -69,7 +69,7 @@ def prepare(
     loaded: LoadedModel | None = None,
     ranks: JobRanks | None = None,
 ) -> JobSetup:
-    """Make a job's model ready; every rank calls this.
+    """Prepare a job's model; every rank calls this.
 
     Parameters
     ----------
@@ -155,11 +155,11 @@ def prepare(
 
 
 def _say_nothing(text: str) -> None:
-    """Stand in for rank 0's voice on other ranks."""
+    """Ignore log lines on other ranks than 0."""
 
 
 def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:
-    """Do something on every rank, each with its part of the model by itself, and fail on all if it fails on any.
+    """Call a function on every rank with its part of the model alone, and fail on all ranks if it fails on any.
 
     Checks run chains of threads, which only a model alone can; what holds for some of the heads holds for all.
     """
@@ -168,7 +168,7 @@ def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work
 
 
 def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> LoadedModel:
-    """Load the model on every rank, or of a group its part, and say what it is."""
+    """Load the model, or in a tensor-parallel group its part, on every rank, and log what it is."""
     world = ranks.world
     if spec.parallel.tensor_parallel > 1 and ranks.tp_group is None:
         raise ConfigError(
@@ -189,7 +189,7 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
 
 
 def _conversion(path: str, cache_dir: Path) -> str:
-    """Say that a GGUF file is not converted yet, which takes longer than all loading after it."""
+    """Return a notice that a GGUF file must be converted first, which takes long; None otherwise."""
     source = find_model(path)
     if source.gguf_file is None or converted_folder(source, cache_dir).is_dir():
         return ""
@@ -197,7 +197,7 @@ def _conversion(path: str, cache_dir: Path) -> str:
 
 
 def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:
-    """Say in a line what is loaded, and on what."""
+    """Describe the loaded model and its ranks in one line."""
     unit = counted(chain.size, "rank" if loaded.tp_group is None else "tensor-parallel group")
     chains = f"{counted(Topology(lane.size, chain.size).chains, 'chain')} of {unit}"
     if loaded.tp_group is not None:
@@ -215,7 +215,7 @@ def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transp
 
 
 def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, Frame, Frame, GenerationConfig]:
-    """Make sure that model, strategy, prompt and generation settings go together."""
+    """Check that model, strategy, prompt and generation settings are compatible."""
     if spec.parallel.strategy == "single":
         prepare_model(loaded.model, chain=False)
     else:
@@ -241,7 +241,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
 def _describe_prompts(
     spec: JobSpec, longest_tokens: int, compression: Compression | None, why_alone: str | None
 ) -> Iterator[str]:
-    """Say what is not usual of how prompts run: chunks, and if that is none; what is kept for decoding."""
+    """Yield log lines about chunks, compression and decoding, as far as they are unusual."""
     if compression is not None:
         yield f"keys and values are compressed before answers are decoded ({compression.describe()})"
     if (chunk_tokens := spec.chunk_tokens) != "auto":
@@ -252,7 +252,7 @@ def _describe_prompts(
 
 
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
-    """Make what is around a document's text, by the name of the question, or of one of several prompts."""
+    """Make the frame of each question, or of each of several prompts, by name."""
     if not spec.prompts:
         return frame_questions(spec, loaded, weights)
     frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in spec.prompts.items()}
@@ -262,7 +262,7 @@ def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say)
 
 
 def _describe_sharing(spec: JobSpec, loaded: LoadedModel, frames: Mapping[str, Frame]) -> list[str]:
-    """Say in lines how often a document is prefilled for its prompts, where that is more than once."""
+    """Yield log lines if documents are prefilled several times for different prompts."""
     if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
         return [f"each document is prefilled {len(frames)} times, once per prompt: {why}"]
     groups: dict[object, list[str]] = {}
@@ -278,7 +278,7 @@ def _describe_sharing(spec: JobSpec, loaded: LoadedModel, frames: Mapping[str, F
 
 
 def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> str:
-    """Say which weights make, or made, keys and values that outlive the job; one rank reads them."""
+    """Hash the weights if keys and values are stored or reused; one rank reads them."""
     if not spec.output.kv and spec.questions is None and spec.documents.reuse is None:
         return ""
     say("hashing the weights, to identify the model of stored keys and values")
@@ -288,7 +288,7 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
 
 
 def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strategy, ...], list[str]]:
-    """Make sure that the model runs as asked for; where that is left open, say what it cannot run, and why."""
+    """Check that the model supports the strategy; for 'auto', return those it supports and why not the others."""
     asked = KVR.name if spec.cache.is_rolling else spec.parallel.strategy  # there is nothing to choose then
     fitting, left_out = [], []
     for strategy in candidates(asked):
@@ -308,14 +308,14 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
 def _repeated_frames(
     spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
 ) -> tuple[Frame, ...]:
-    """List the frames whose beginning is computed once for all documents."""
+    """List the frames whose beginning is shared by all documents."""
     if spec.parallel.strategy == PLAIN or spec.questions is not None or spec.cache.is_rolling:
         return ()
     return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
 
 
 def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) -> tuple[SharedPrefix, ...]:
-    """Compute once what all prompts begin with, for each frame: its instructions before the text."""
+    """Compute the instructions that all prompts of a frame begin with."""
     if depends_on_length(loaded.model):  # then so do those
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
@@ -325,17 +325,17 @@ def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) ->
 
 
 def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
-    """Make the method ready that says which keys and values are kept, if the job names one."""
+    """Prepare the compression method that the job names, if any."""
     return None if spec.compress is None else open_compression(spec.compress, loaded)
 
 
 def _why_alone(loaded: LoadedModel, rolling: Rolling | None) -> str | None:
-    """Say why prompts do not run packed; None if they do."""
+    """Return why prompts do not run packed; None if they do."""
     return why_not_packed(loaded) if rolling is None else "rolling caches cannot be combined in a row yet"
 
 
 def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
-    """Make the rolling cache that the job asks for, if it does, and prove that the model runs by it.
+    """Make the rolling cache that the job asks for, if any, and verify that the model supports it.
 
     Raises
     ------
@@ -353,7 +353,7 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
 
 
 def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footprint:
-    """Say what prompts take of a rank's memory, and whether chunks may save some."""
+    """Return the memory model of prompts, and whether chunks may reduce it."""
     on_gpu = loaded.device.type == "cuda"
     footprint = footprint_of(
         loaded.model.config, loaded.dtype, shape=loaded.shape, on_gpu=on_gpu, in_parts=loaded.attends_in_parts
@@ -375,20 +375,20 @@ def _needs_costs(
     strategies: Sequence[Strategy],
     sharing: HeadSharing | str | None,
 ) -> bool:
-    """Whether chains are planned, or strategies or ways to decode chosen, by what ranks and links take."""
+    """Whether plans, strategies or decode modes depend on measured costs."""
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
     return world.size > 1 and (spec.planned or are_chosen or is_decoding_chosen)
 
 
 def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:
-    """Bytes each group may take for prompts: what its rank with the least memory may."""
+    """Bytes that each group may use for prompts, limited by its rank with the least memory."""
     mine = _free_bytes(spec, loaded, ranks_on_device(ranks.world, loaded.device), sharing)
     return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
 
 
 def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadSharing | str | None) -> int:
-    """Bytes this rank may take for prompts: most of what it has left, less a part of the model that shares heads."""
+    """Bytes that this rank may use for prompts: most of its free memory, less a part of a model with shared heads."""
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
     part = shared_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
@@ -396,7 +396,7 @@ def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadS
 
 
 def describe_portable(loaded: LoadedModel) -> Iterator[str]:
-    """Say why soft-capped attention goes the portable way, in float32, where FlexAttention was to be expected."""
+    """Explain why attention with soft caps uses portable float32 code, where FlexAttention was expected."""
     config, device = loaded.model.config.get_text_config(), loaded.device
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is None or device.type != "cuda" or loaded.dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""Ranks and links measured, or looked up, as far as a job asks for it: what its plans and slices are made from."""
+"""Rates of ranks and links, measured or looked up as far as a job's plans and slices need them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def costs_of(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
 def rates_of(
     spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None, say: Say
 ) -> list[Rates]:
-    """Measure all ranks if slices are to be cut by time; what `costs` say is not measured again."""
+    """Return the rates of all ranks if slices depend on them; rates in `costs` are not measured again."""
     if spec.parallel.partition != EQUAL_TIME or (chain.size == 1 and costs is None):
         return []
     if costs is None:
@@ -49,7 +49,7 @@ def rates_of(
 
 
 def describe_rates(rates: Sequence[Rates], tokens: int) -> str:
-    """Say in a line how fast a rank is, and how a prompt of so many tokens would be cut."""
+    """Describe a rank's speed and the slices of a prompt in one line."""
     lengths = equal_time(tokens, rates)
     return (
         f"measured per layer: {rates[0].token_s * 1e6:.1f} us per token, {rates[0].pair_s * 1e9:.2f} ns per query-key "
@@ -60,7 +60,7 @@ def describe_rates(rates: Sequence[Rates], tokens: int) -> str:
 def table_of(
     spec: JobSpec, loaded: LoadedModel, world: Transport, lane: Transport, chain: Transport, say: Say
 ) -> Table | None:
-    """Find the lookup table, and refuse one of something else before the batch begins; warn of one that is outdated."""
+    """Find the lookup table; refuse one that does not fit, and warn if it is outdated."""
     parallel = spec.parallel
     if parallel.table is None or chain.size == 1:
         return None
@@ -74,7 +74,7 @@ def table_of(
 
 
 def describe_drift(table: Table, rates: Sequence[Rates]) -> str | None:
-    """Say in what ranks differ from those that a table was measured on; None: in nothing that matters.
+    """Describe how ranks differ from those that a table was measured on; None if it does not matter.
 
     A name says little of a processor in a virtual machine, and nothing of kernels.
 

@@ -1,4 +1,4 @@
-"""How much a job with `output.kv` will write, before it begins: a full disk after ten hours helps nobody."""
+"""Predicts how much a job with `output.kv` will write, so that a disk does not fill up after hours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOUBT = 1.1
 
 
 def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) -> int:
-    """Estimate the bytes of keys and values of documents, by a sample of their texts.
+    """Estimate the bytes of keys and values of documents from a sample of their texts.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) 
 
 
 def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:
-    """Say how much will be written.
+    """Log how much will be written.
 
     Raises
     ------

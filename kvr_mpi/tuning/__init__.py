@@ -1,1 +1,1 @@
-"""The best slices on this machine: rates measured here, a few runs, and lookup tables of what came out."""
+"""Tuning on this machine: measured rates, a few runs, and lookup tables of slices."""

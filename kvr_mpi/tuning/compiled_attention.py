@@ -1,4 +1,4 @@
-"""Our kernels for attention and for products of few rows, compiled once for a processor and kept in ``KVR_CACHE``.
+"""Our kernels for attention and products of few rows, compiled once per processor and cached in ``KVR_CACHE``.
 
 A C++ compiler takes two seconds for them. Whatever goes wrong, torch's attention goes on and a line says why; a
 compiler that failed is not asked again, and one that is not there is looked for by every job.
@@ -53,7 +53,7 @@ def open_attention(
     limit_s: float = LIMIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> AttentionLibrary | None:
-    """Load the kernel, compiled now if it never was; None if it cannot be had.
+    """Load the kernels, after compiling them if need be; None if that fails.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def open_attention(
 
 
 def _compile(file: Path, say: Say, limit_s: float) -> None:
-    """Compile the kernel into the cache, or say why not; leave a note there if a compiler failed."""
+    """Compile the kernels into the cache, or return why not; compiler errors are remembered there."""
     compiler = find_compiler()
     if compiler is None:
         say(f"{NOT_COMPILED}: {NO_COMPILER}")
@@ -113,12 +113,12 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
 
 
 def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the command of a C++ compiler, None if there is none."""
+    """Return the command of a C++ compiler; None if there is none."""
     return environ.get("CXX", "").strip() or next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: float = LIMIT_S) -> str:
-    """Make a library, with a compiler in a session of its own; return why there is none, nothing if there is."""
+    """Run a compiler in a session of its own; return its error, or an empty string."""
     words = compiler.split()  # options of its own, perhaps, among them other instructions than this processor's
     names_march = any(word.startswith("-march=") for word in words)
     options = [each for each in OPTIONS if not (names_march and each.startswith("-march="))]
@@ -152,7 +152,7 @@ def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: fl
 
 
 def keep_made(made: Path, file: Path) -> None:
-    """Move what a compiler made to its place, with its checksum beside it."""
+    """Move a compiled library to its place, with a checksum next to it."""
     made.chmod(0o600)
     with replacing(file.with_suffix(".xxh3")) as stream:
         stream.write(_digest(made).encode())
@@ -160,7 +160,7 @@ def keep_made(made: Path, file: Path) -> None:
 
 
 def check_kept(file: Path) -> None:
-    """Make sure that a file of code was kept by us and is whole.
+    """Check that a library was written by us and is complete.
 
     Raises
     ------
@@ -183,7 +183,7 @@ def _digest(file: Path) -> str:
 
 @torch.inference_mode()
 def _try(library: AttentionLibrary) -> None:
-    """Hold the kernel against attention in float64.
+    """Compare the attention kernel with float64.
 
     Raises
     ------
@@ -210,7 +210,7 @@ def _try(library: AttentionLibrary) -> None:
 
 @torch.inference_mode()
 def _try_products(products: NarrowProducts) -> None:
-    """Hold products of few rows against float64.
+    """Compare products of few rows with float64.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Who has which cores while strategies are compared: without that a comparison is not fair."""
+"""Pinning of ranks to cores, for fair comparisons of strategies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pinned(transport: Transport) -> Iterator[int]:
 
 
 def _share_of(cores: Sequence[int], transport: Transport) -> list[int]:
-    """Cores of this rank: those the launcher bound it to, or else its part of what all of the host's ranks have."""
+    """Return the cores of this rank: those the launcher bound it to, or its share of all ranks' cores."""
     same_for_all = gather_json(transport, [transport.local_size, list(cores)])
     shared = share_json(transport, all(item == same_for_all[0] for item in same_for_all))
     if not shared:

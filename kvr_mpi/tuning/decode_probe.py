@@ -1,4 +1,4 @@
-"""Measure what a step of decoding takes, each rank its own documents or all ranks some heads of all of them.
+"""Measures decode steps, data-parallel and head-parallel.
 
 What the rates of a prefill say of it is too little: a few rows are multiplied much slower than many, attention of one
 query waits for memory, and sums wait for whoever is late. Steps are timed with short documents, and attention to long
@@ -45,7 +45,7 @@ ATTENTION_REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class DecodeTimes:
-    """What the ranks of a chain took, in seconds; of each the slowest.
+    """Times of the slowest rank of a chain, in seconds.
 
     apart_s, shared_s : a step of short documents, each rank its own, and heads shared.
     kept_token_s : attending to a token that all heads keep, in all layers.
@@ -57,7 +57,7 @@ class DecodeTimes:
 
 
 def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: Place) -> DecodeTimes:
-    """Time a step in either way, and attention; every rank of the chain calls this.
+    """Measure steps in both modes, and attention; every rank of the chain calls this.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
 
 @torch.inference_mode()
 def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: Transport) -> list[float]:
-    """Time each layer's attention from a token of each document, on every rank at once: the least of some.
+    """Measure each layer's attention from one token per document, on every rank at once; return the minimum.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: 
 
 
 def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
-    """Time attention to long documents, less that to short ones: what calls take that has nothing to attend to.
+    """Measure attention to long documents minus that to short ones, which removes the time of the calls.
 
     Returns
     -------
@@ -135,7 +135,7 @@ def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
 
 @torch.inference_mode()
 def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
-    """Make the cache of a prompt that nobody has computed, and of whose last token it is the turn to attend."""
+    """Make a cache with arbitrary contents, ready to decode."""
     made = SliceCache(loaded, relay(Partition((0, tokens)), 0), None)
     made.finish()
     for layer in made.layers:
@@ -155,7 +155,7 @@ def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
 
 
 def _step_seconds(chain: Transport, step: Callable[[], object], device: torch.device) -> float:
-    """Time steps that all ranks begin together: of each that of the slowest, and of these the middle one."""
+    """Time steps that all ranks begin together; return the median of the slowest rank's times."""
     times = []
     for _ in range(STEPS + 1):
         chain.barrier()

@@ -1,4 +1,4 @@
-"""Search the slices on the machine itself: the paper's hierarchical grid (section 4.2, Fig. 6).
+"""Search for slices by measurement: the paper's hierarchical grid (section 4.2, Fig. 6).
 
 Stands between a first guess (``solve``) and a `Partition` that was measured. It asks nothing of the machine but
 times, and therefore takes many of them; ``refit`` needs a few.
@@ -18,7 +18,7 @@ FIRST_REACH = 2
 
 @dataclass(slots=True)
 class Search:
-    """A search's result and everything it measured."""
+    """The result of a search, and all measurements."""
 
     best: Partition
     best_s: float
@@ -28,7 +28,7 @@ class Search:
 def grid_search(
     start: Partition, measure: Callable[[Partition], float], *, stride: int, quantum: int = 64, max_runs: int = 40
 ) -> Search:
-    """Scan a grid of inner bounds, then a finer one around its best point, and so on down to the quantum.
+    """Scan a grid of inner bounds, then finer grids around the best point, down to the quantum.
 
     As in Fig. 6: after each level the search is limited to the cells around the best point and the stride is halved.
     With two ranks there is one bound, and this is the paper's binary search. The grid of a level has 3^(p-1) points
@@ -64,7 +64,7 @@ def grid_search(
 
 
 def _grid(search: Search, stride: int, reach: int, runs: int) -> Iterator[Partition]:
-    """Yield the points of one level: all at once around the best, or one bound after the other from the best yet."""
+    """Yield the points of one level: all around the best at once, or one bound after the other."""
     inner = search.best.size - 1
     steps = sorted(range(-reach * stride, reach * stride + 1, stride), key=abs)
     if len(steps) ** inner <= max(runs, len(steps)):
@@ -81,14 +81,14 @@ def _grid(search: Search, stride: int, reach: int, runs: int) -> Iterator[Partit
 
 
 def _moved(partition: Partition, steps: list[int] | tuple[int, ...]) -> Partition | None:
-    """Move the inner bounds, unless a slice would become empty."""
+    """Move the inner bounds; None if a slice would become empty."""
     inner = [bound + step for bound, step in zip(partition.bounds[1:-1], steps, strict=True)]
     bounds = (0, *inner, partition.tokens)
     return Partition(bounds) if all(a < b for a, b in itertools.pairwise(bounds)) else None
 
 
 def interpolate(ratios: dict[int, tuple[float, ...]], tokens: int) -> tuple[float, ...]:
-    """Ratios for a prompt between two that were searched (KVR-P, section 4.2); beyond them, those of the nearest.
+    """Interpolate slice ratios between two lengths (KVR-P, section 4.2); outside, use the nearest.
 
     Parameters
     ----------

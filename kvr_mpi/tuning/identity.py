@@ -1,4 +1,4 @@
-"""Who we are: the model, what the ranks compute with, and the software, as a table states them."""
+"""Identities recorded in tables: model, devices and software."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESTRICTING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCT
 
 
 def key_of(loaded: LoadedModel, chain: Transport) -> Key:
-    """Say what a table measured on these ranks holds for; every rank calls this and gets the same."""
+    """Return the key of a table measured on these ranks; every rank calls this and gets the same."""
     device = devices_of(loaded, chain)
     return Key(
         model=ModelIdentity(
@@ -38,13 +38,13 @@ def key_of(loaded: LoadedModel, chain: Transport) -> Key:
 
 
 def devices_of(loaded: LoadedModel, ranks: Transport) -> str:
-    """Name what ranks compute with, each sort once; every rank calls this and gets the same."""
+    """Name the kinds of devices of all ranks; every rank calls this and gets the same."""
     devices = share_json(ranks, gather_json(ranks, _device(loaded)))
     return "; ".join(dict.fromkeys(devices))[:1000]
 
 
 def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
-    """Say how what follows is known; every rank calls this and gets the same."""
+    """Return the origin of measurements; every rank calls this and gets the same."""
     hosts = share_json(chain, gather_json(chain, socket.gethostname()))
     versions = {name: _version(name) for name in LIBRARIES}
     return Provenance(
@@ -57,7 +57,7 @@ def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
 
 
 def processor_key(environ: Mapping[str, str] = os.environ) -> str:
-    """Name what code and timings of this processor hold for: its model, its instructions, and which of them are used.
+    """Identify a processor for compiled code and timings: model, instruction sets, and restrictions of them.
 
     torch, oneDNN and MKL can be kept from using some of them (`RESTRICTING`).
     """
@@ -75,7 +75,7 @@ def _device(loaded: LoadedModel) -> str:
 
 
 def processor_name() -> str:
-    """Name the processor; /proc/cpuinfo does so on most machines, Python on few."""
+    """Return the processor's name, from /proc/cpuinfo if possible."""
     found = re.search(r"^(?:model name|cpu model|Model)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     name = found.group(1) if found else platform.processor() or platform.machine() or "unknown processor"
     return " ".join(name.split())[:200]

@@ -1,4 +1,4 @@
-"""Which way each kind of product, and attention, is computed fastest, measured on this processor.
+"""Chooses the fastest implementation of each kind of product and of attention by measurement.
 
 Once for a processor, a number of threads, torch's version and a model's shapes: each way beside the module's own code,
 back to back, at the row counts that matter (`model.kernels.ROWS`). All ranks of a host measure at once, as they will
@@ -61,7 +61,7 @@ Gains = dict[str, dict[str, list[float]]]
 
 
 class _Kept(BaseModel):
-    """What a file in the cache says: how many times faster each way is than plain, at each of `ROWS`.
+    """A cached measurement: the speed-up of each implementation at each of `ROWS`.
 
     busy_share : share of the measuring time in which a rank had its processor; the smallest over the host's ranks.
     tries : how many jobs have measured; these gains are those of the job with the largest share.
@@ -77,12 +77,12 @@ class _Kept(BaseModel):
 
     @property
     def is_final(self) -> bool:
-        """Whether no later job measures again."""
+        """Whether later jobs use it without measuring again."""
         return self.busy_share >= QUIET_SHARE or self.tries >= MOST_TRIES
 
 
 def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say) -> None:
-    """Measure, choose and make ready; every rank calls this. On GPUs nothing is measured: what was faster is taken.
+    """Measure, choose and prepare kernels; every rank calls this. On GPUs nothing is measured.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
 
 
 def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:
-    """Return this rank's gains, and the share of the time in which it had its processor; kept ones if those are better.
+    """Return this rank's speed-ups, and how undisturbed they were; cached ones if those are better.
 
     Only `_middle` decides what the ranks of a host use: one of them may not see the file that another reads.
     """
@@ -144,14 +144,14 @@ def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Ga
 
 
 def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> AttentionLibrary | None:
-    """Open the kernel for attention, if this model is of its type and large enough to gain by it."""
+    """Load the attention kernel if the model's dtype is supported and it is large enough."""
     if loaded.dtype not in DTYPES or loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
         return None
     return open_attention(cache_dir, say, compiles=compiles)
 
 
 def _copy_bytes(model: torch.nn.Module, narrowed: Mapping[torch.nn.Linear, NarrowWeights]) -> dict[str, dict[str, int]]:
-    """Say what a second copy of all weights of a shape takes, by the ways that read it."""
+    """Return the bytes of copied weights of a shape, by implementation."""
     return {
         shape: {
             PREPACKED: sum(layer.weight.nbytes for layer in layers),
@@ -162,7 +162,7 @@ def _copy_bytes(model: torch.nn.Module, narrowed: Mapping[torch.nn.Linear, Narro
 
 
 def measure_gains(pieces: Sequence[Piece]) -> Gains:
-    """Time every way of every piece in turns with the plain one; 0 where that would take too long."""
+    """Time every implementation of every piece, alternating with the plain one; 0 where that would take too long."""
     gains: Gains = {piece.name: {way: [] for way in piece.ways if way != PLAIN} for piece in pieces}
     for piece in pieces:
         taken_s = 0.0
@@ -175,7 +175,7 @@ def measure_gains(pieces: Sequence[Piece]) -> Gains:
 
 
 def _gains_of(piece: Piece, count: int) -> dict[str, float]:
-    """Return how many times faster each way is at a number of rows, and under `PLAIN` the seconds it takes at best."""
+    """Return the speed-up of each implementation at a number of rows; under `PLAIN` its best time in seconds."""
     rows = piece.rows(count)
     turns = {
         way: calls if count <= TURNS_ROWS else calls[:1]
@@ -202,7 +202,7 @@ def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> floa
 
 
 def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room: float) -> dict[str, Ways]:
-    """Choose each piece's way at each number of rows.
+    """Choose each piece's implementation at each number of rows.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
 
 
 def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
-    """Take at each number of rows what gains most there; where that was not measured, what fewer rows take.
+    """Return the fastest implementation at each number of rows; unmeasured ones use that of fewer rows.
 
     But weights in fewer bits, whose kernels are for few rows.
     """
@@ -252,7 +252,7 @@ def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
 
 
 def _right_ways(pieces: Sequence[Piece], chosen: Mapping[str, Ways], say: Say) -> dict[str, Ways]:
-    """Leave out what computes something else than the plain way at some number of rows."""
+    """Drop implementations with wrong results at some number of rows."""
     right = {}
     for piece in pieces:
         ways = chosen.get(piece.name, ())
@@ -268,7 +268,7 @@ def _right_ways(pieces: Sequence[Piece], chosen: Mapping[str, Ways], say: Say) -
 
 
 def _middle(mine: Gains, found: Sequence[Gains]) -> Gains:
-    """Join what the ranks of a host have found, as far as they have the same ways to choose from."""
+    """Combine the measurements of the ranks of a host."""
     alike = [each for each in found if _ways_in(each) == _ways_in(mine)]
     return {
         name: {way: [median(each[name][way][at] for each in alike) for at in range(len(ROWS))] for way in ways}
@@ -281,7 +281,7 @@ def _ways_in(gains: Gains) -> dict[str, list[str]]:
 
 
 def _holds_for(pieces: Sequence[Piece], attention: AttentionLibrary | None) -> str:
-    """Say what a measurement holds for: whatever else changes, it is measured again."""
+    """Return everything that a measurement depends on."""
     of_ours = "" if attention is None else f", attention {attention.identity}"
     what = sorted(f"{piece.name} {piece.dtype} {'/'.join(piece.ways)}" for piece in pieces)
     return (
@@ -290,7 +290,7 @@ def _holds_for(pieces: Sequence[Piece], attention: AttentionLibrary | None) -> s
 
 
 def _read(file: Path, holds_for: str, pieces: Sequence[Piece]) -> _Kept | None:
-    """Read what was measured before; None if there is nothing of the kind that is expected."""
+    """Read a cached measurement; None if there is none for these pieces."""
     try:
         kept = _Kept.model_validate_json(read_regular(file, MOST_FILE_BYTES))
     except (OSError, ValidationError):
@@ -313,7 +313,7 @@ def _keep(file: Path, kept: _Kept, say: Say) -> None:
 
 
 def is_same(truth: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether two results differ by no more than their type's rounding does; not if anything is not finite."""
+    """Whether two results differ only by rounding; False if a value is not finite."""
     allowed = 1e-5 if truth.dtype == torch.float32 else 2e-2
     largest = float(truth.float().abs().max())
     return float((truth.float() - found.float()).abs().max()) <= allowed * max(largest, 1e-30)

@@ -1,4 +1,4 @@
-"""What a table says of a prompt: its slices, interpolated between the two nearest entries (KVR-P, section 4.2).
+"""Slices from a lookup table, interpolated between the two nearest entries (KVR-P, section 4.2).
 
 Stands between a `Table` and the `Partition` of one prompt; beyond the table's entries its rates and the cost model
 take over.
@@ -33,7 +33,7 @@ class Choice:
 
 
 def choose_slices(table: Table, tokens: int, ranks: int | None = None) -> Choice:
-    """Cut a prompt by a table.
+    """Look up the slices of a prompt.
 
     Parameters
     ----------
@@ -60,13 +60,13 @@ def choose_slices(table: Table, tokens: int, ranks: int | None = None) -> Choice
 
 
 def describe_range(table: Table) -> str:
-    """Say for what a table was searched."""
+    """Describe the range of a table."""
     lengths = [entry.context_tokens for entry in table.entries]
     return f"{counted(len(lengths), 'length')} from {lengths[0]} to {lengths[-1]} tokens on {table.key.ranks} ranks"
 
 
 def _correction(table: Table, tokens: int) -> float:
-    """Interpolate, between the two nearest entries, what they took over what the table's rates say."""
+    """Interpolate the ratio of measured to modelled time between the two nearest entries."""
     costs = table.rates.costs()
 
     def ratio(entry: Entry) -> tuple[float]:
@@ -83,7 +83,7 @@ def _nearest(entries: Sequence[Entry], tokens: int) -> list[Entry]:
 
 
 def find_table(path: Path, here: Key) -> Table:
-    """Load the table for what is here.
+    """Load the table that fits these ranks.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def find_table(path: Path, here: Key) -> Table:
 
 
 def _differences(table: Key, here: Key) -> list[str]:
-    """Say in what two keys differ: a model is known by its weights."""
+    """Describe how two keys differ; models are compared by their weights."""
     pairs = [(name, getattr(table, name), getattr(here, name)) for name in ("dtype", "device", "ranks")]
     if table.model.fingerprint != here.model.fingerprint:
         pairs.insert(0, ("model", _model(table), _model(here)))

@@ -1,4 +1,4 @@
-"""Measure on this machine what the cost model computes with, and single instrumented runs of a chain.
+"""Measures the parameters of the cost model, and runs single instrumented prefills.
 
 Stands between the ranks and the planner: `measure_costs` gives the first guess of all rates in seconds, `observe`
 runs one prompt under one partition and tells what every rank did meanwhile. Measuring is collective; deciding is
@@ -34,7 +34,7 @@ NO_LINK_BYTES_PER_S = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One prompt on a chain: what every rank found, all in seconds.
+    """Measurements of one prompt on a chain, in seconds.
 
     ttft_s : from a common start to the first token's logits.
     busy_s : of every rank, its time without waiting and without short disturbances.
@@ -51,7 +51,7 @@ Run = Callable[[Partition], Observation]
 
 
 def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Observation:
-    """Prefill one prompt of arbitrary tokens; every rank of the chain calls this, with the same partition."""
+    """Prefill one arbitrary prompt; every rank of the chain calls this with the same partition."""
     ids = loaded.shape.sample_ids(partition.tokens, 7919, 13)
     chain.barrier()
     prefill = prefill_kvr(loaded, ids, partition, chain)
@@ -64,7 +64,7 @@ def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Obse
 
 
 def undisturbed_seconds(busy_s: float, layer_times_s: Sequence[float], kinds: Sequence[str]) -> float:
-    """Time a rank computes, had every layer taken what the middle one of its kind took.
+    """Computing time of a rank if every layer took the median time of its kind.
 
     What disturbs a rank for a while, another process say, lengthens some layers; it tells nothing of the split.
 
@@ -85,7 +85,7 @@ def undisturbed_seconds(busy_s: float, layer_times_s: Sequence[float], kinds: Se
 
 @contextmanager
 def leading(loaded: LoadedModel, chain: Transport) -> Iterator[Run]:
-    """On rank 0: yield a function that observes a partition on all ranks; in the end the others are let go."""
+    """On rank 0: yield a function that observes a partition on all ranks; at the end the other ranks return."""
 
     def run(partition: Partition) -> Observation:
         share_json(chain, partition.bounds)
@@ -96,13 +96,13 @@ def leading(loaded: LoadedModel, chain: Transport) -> Iterator[Run]:
 
 
 def follow(loaded: LoadedModel, chain: Transport) -> None:
-    """On the other ranks: take part in what rank 0 orders until it has enough."""
+    """On the other ranks: take part in rank 0's measurements until it ends."""
     while (bounds := share_json(chain, None)) is not None:
         observe(loaded, chain, Partition(tuple(bounds)))
 
 
 def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
-    """Measure compute rates, fixed times and links, in a few seconds; every rank calls this and gets the same.
+    """Measure compute rates, fixed times and links in a few seconds; every rank calls this and gets the same.
 
     The model must be ready for chains (``attention_hook.prepare_model``).
 
@@ -132,7 +132,7 @@ def _costs(
     latency_s: float,
     bytes_per_s: float,
 ) -> Costs:
-    """Put what was measured into the cost model's terms."""
+    """Convert measurements to the cost model's parameters."""
     times = [rate.seconds(REFERENCE_TOKENS, 0) for rate in rates]
     usual_s = median_low(times)
     usual = rates[times.index(usual_s)]
@@ -155,7 +155,7 @@ def _costs(
 
 
 def _fixed_seconds(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
-    """Time of the model's head, and the least a layer takes: both from a prompt of one token, the slowest rank's."""
+    """Measure the model's head and the minimum time of a layer with a prompt of one token, on the slowest rank."""
     layers = len(loaded.shape.layers)
     whole_s, body_s, first_s = (
         _prefill_seconds(loaded, world, Partition((0, 1)), LocalTransport(), stop_after)
@@ -168,7 +168,7 @@ def _fixed_seconds(loaded: LoadedModel, world: Transport) -> tuple[float, float]
 
 
 def _slowest_link(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
-    """Latency and bandwidth of the slowest link from a rank to the next: a chain is as fast as that."""
+    """Return latency and bandwidth of the slowest link, which limits the chain."""
     link = measure_links(world, loaded.device)
     found = gather_json(world, None if link is None else (link.latency_s, link.bytes_per_s))
     links = [each for each in share_json(world, found) if each]
@@ -188,7 +188,7 @@ SAME_WITHIN = 1.25
 
 
 def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
-    """Time a slice without and with a prefix, and solve for the two rates of every rank.
+    """Time a slice with and without a prefix, and solve for the two rates of every rank.
 
     Returns
     -------
@@ -214,7 +214,7 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
 
 
 def _probe_lengths(device: str, max_tokens: int | None) -> tuple[int, int]:
-    """Say how long a slice and its prefix are, within the model's context."""
+    """Return the lengths of a slice and its prefix that fit into the model's context."""
     tokens, prefix = PROBES.get(device, PROBES["cpu"])
     longest = max(2, min(tokens + prefix, max_tokens or tokens + prefix))
     tokens = min(tokens, longest // 2)
@@ -222,7 +222,7 @@ def _probe_lengths(device: str, max_tokens: int | None) -> tuple[int, int]:
 
 
 def _layers_timed(layers: Sequence[LayerShape]) -> tuple[int, int]:
-    """Say how many layers are timed, and how many together: whole periods where layers of several kinds take turns.
+    """Return how many layers are timed, and in which periods if kinds of layers alternate.
 
     Of the layers up to the last that keeps anything: of those behind it no beginning is known.
     """
@@ -235,7 +235,7 @@ def _layers_timed(layers: Sequence[LayerShape]) -> tuple[int, int]:
 def _layer_seconds(
     loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, layers: int, period: int
 ) -> float:
-    """Time of one whole layer: from a layer's keys to those of the layer `period` after it, which is of its kind."""
+    """Time of one whole layer, measured to the next layer of the same kind."""
     if layers == 0:  # a model of one layer
         return _prefill_seconds(loaded, transport, partition, chain, None)
     ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
@@ -250,13 +250,13 @@ def _layer_seconds(
 def _prefill_seconds(
     loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, stop_after: int | None
 ) -> float:
-    """Time of a prefill, while every other rank runs the same."""
+    """Time a prefill while every other rank runs the same."""
     ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
     return fastest(transport, lambda: [prefill_kvr(loaded, ids, partition, chain, stop_after=stop_after).seconds])
 
 
 def fastest(transport: Transport, run: Callable[[], Sequence[float]]) -> float:
-    """Return the least time found in some runs; all ranks run at once, until each has three fastest that agree.
+    """Return the minimum time of some runs on all ranks, until each has three that agree.
 
     What disturbs a run, the first one's cold caches among it, only makes it longer.
 

@@ -1,4 +1,4 @@
-"""What a model computes that can be computed in several ways, by kinds: products and attention."""
+"""The parts of a model with several implementations, by kind: products and attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Compute = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One kind of what a model computes, and the ways to compute it.
+    """One kind of product or attention, with its implementations.
 
     ways : each a function of rows (rows, features), or several that take turns.
     features : of a row.
@@ -41,7 +41,7 @@ class Piece:
     most_rows: Mapping[str, int] = field(default_factory=dict)
 
     def rows(self, count: int) -> torch.Tensor:
-        """Make random rows (count, features)."""
+        """Make random inputs (count, features)."""
         return torch.randn(count, self.features, generator=torch.Generator().manual_seed(count)).to(self.dtype)
 
 
@@ -51,7 +51,7 @@ def product_pieces(
     library: NarrowProducts | None = None,
     narrowed: Mapping[torch.nn.Linear, NarrowWeights] | None = None,
 ) -> list[Piece]:
-    """List linear layers by shape, as far as there is memory to lay some of them out; `narrowed` is there already."""
+    """List linear layers by shape, as far as memory allows copies; `narrowed` exist already."""
     pieces, narrowed = [], narrowed or {}
     for shape, layers in find_products(model).items():
         one = layers[0].weight
@@ -72,7 +72,7 @@ def _linear(layer: torch.nn.Linear) -> Compute:
 
 
 def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> list[Piece]:
-    """List attention from queries as rows, to as many keys as make its two products matter."""
+    """Return attention with queries as rows, and enough keys for its two products to matter."""
     layer = _attending_layer(loaded)
     if library is None or layer is None:
         return []
@@ -105,12 +105,12 @@ def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> l
 
 
 def _attending_layer(loaded: LoadedModel) -> LayerShape | None:
-    """Return a layer that sees all keys, or one that sees some."""
+    """Return a layer that sees all keys, or else one that sees some."""
     attending = [layer for layer in loaded.shape.layers if layer.elements]
     return next((layer for layer in attending if not layer.visibility.size), next(iter(attending), None))
 
 
 def attention_name(loaded: LoadedModel) -> str:
-    """Name a model's attention, by its keys."""
+    """Name a model's attention by its keys."""
     layer = _attending_layer(loaded)
     return "" if layer is None else f"attention of {layer.num_kv_heads}x{layer.key_dim}"

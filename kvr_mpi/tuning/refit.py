@@ -1,4 +1,4 @@
-"""The best slices in at most four runs: measure, fit the few rates, solve on the cost model, measure again.
+"""The best slices in at most four runs: measure, fit the rates, solve in the cost model, measure again.
 
 Stands between `measure` (one instrumented run) and a table's entry. Where the paper measures a grid of splits
 (``search``), this measures what every rank did in one of them: that tells the rates, and the cost model knows what
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class Refit:
-    """What a refit ended with.
+    """The result of a refit.
 
     forecasts_s : of every split that was run, what was predicted before its first run.
     runs : everything that was run, hiccups included.
@@ -60,7 +60,7 @@ class Refit:
     runs: int = 0
 
     def add(self, seen: Observation, predicted_s: float, runs: int) -> None:
-        """Keep a run, the last of several if there were hiccups."""
+        """Record a run; after disturbances the last of several."""
         self.runs += runs
         self.observations.append(seen)
         self.forecasts_s.setdefault(seen.partition, predicted_s)
@@ -114,7 +114,7 @@ def refit(
 
 
 def fit(start: Costs, observations: Sequence[Observation]) -> Costs:
-    """Fit rates to what was observed, with the start as prior.
+    """Fit rates to observations, with the initial rates as prior.
 
     Parameters are logarithms: tokens, pairs, a layer's overhead, copies, the link, each rank's speed, and for each
     run a drift that all its times share (another clock, another neighbour), which is not kept. Drifts have a Student
@@ -135,7 +135,7 @@ def fit(start: Costs, observations: Sequence[Observation]) -> Costs:
 
 
 def _solve(start: Costs, observations: Sequence[Observation], theta: Array, deviations: Array) -> Array:
-    """Least squares of the misses and of what leaves the prior."""
+    """Minimise the squared residuals and the deviation from the prior."""
     from scipy.optimize import least_squares
 
     weights = 1 / deviations
@@ -150,7 +150,7 @@ def _solve(start: Costs, observations: Sequence[Observation], theta: Array, devi
 
 
 def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
-    """Time every rank of a chain computes, by the terms of the cost model; (ranks,).
+    """Computing time of every rank of a chain in the cost model; (ranks,).
 
     All ranks but the last leave the last layer when its keys and values are made, and the last one attends there
     from its last token only.
@@ -169,7 +169,7 @@ def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
 
 
 def _logs(costs: Costs, observations: Sequence[Observation]) -> tuple[Array, Array]:
-    """Logarithms of what every rank (runs, ranks) and every chain (runs,) takes by the cost model."""
+    """Logarithms of the modelled times of every rank (runs, ranks) and chain (runs,)."""
     busy = np.log([busy_seconds(costs, seen.partition.lengths) for seen in observations])
     return busy, np.log([chain_seconds(costs, seen.partition.lengths) for seen in observations])
 
@@ -179,7 +179,7 @@ def _in_deviations(busy: Array, chains: Array) -> Array:
 
 
 def _misses(start: Costs, observations: Sequence[Observation], theta: Array) -> Array:
-    """How far the fit is off, in standard deviations: runs x (ranks, and the chain)."""
+    """Residuals in standard deviations: runs x (ranks, and the chain)."""
     rates, drifts = np.split(theta, [RATES + observations[0].partition.size])
     busy, chains = _logs(_scaled(start, rates), observations)
     seen_busy = np.log([np.maximum(seen.busy_s, 1e-9) for seen in observations])
@@ -188,7 +188,7 @@ def _misses(start: Costs, observations: Sequence[Observation], theta: Array) -> 
 
 
 def _slopes(start: Costs, observations: Sequence[Observation], theta: Array) -> Array:
-    """How `_misses` changes with every parameter."""
+    """Derivatives of `_misses` with respect to every parameter."""
     ranks = observations[0].partition.size
     rates = theta[: RATES + ranks]
     busy, chains = _logs(_scaled(start, rates), observations)
@@ -207,7 +207,7 @@ def _slopes(start: Costs, observations: Sequence[Observation], theta: Array) -> 
 
 
 def _fillable(costs: Costs) -> Costs:
-    """Give what was measured as nothing a little, so that a factor can make something of it."""
+    """Replace zeros by small values, so that factors can change them."""
     token_s = costs.qkv_token_s + costs.rest_token_s
     return replace(
         costs,
@@ -218,7 +218,7 @@ def _fillable(costs: Costs) -> Costs:
 
 
 def _scaled(costs: Costs, factors: Array) -> Costs:
-    """Apply logarithmic factors of tokens, pairs, layers, copies, the link, and each rank's speed."""
+    """Apply logarithmic factors to tokens, pairs, layers, copies, the link, and each rank's speed."""
     token, pair, layer, copy, link, *speeds = map(float, np.exp(np.clip(factors, -5, 5)))
     nominal = costs.speeds or (1.0,) * len(speeds)
     return replace(
@@ -234,7 +234,7 @@ def _scaled(costs: Costs, factors: Array) -> Costs:
 
 
 def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Observation, int]:
-    """Run a split; what is no number or absurd is repeated, and the shortest of what is a number is taken.
+    """Run a split; repeat invalid or absurd measurements, and return the shortest valid one.
 
     Returns
     -------
@@ -265,7 +265,7 @@ def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Ob
 
 
 def _choose(result: Refit) -> Partition:
-    """Weigh what was measured against what the model says: a single fast run may be luck, the model may be off."""
+    """Choose between measured and modelled slices: a single fast run may be luck, and the model may be off."""
 
     def expected_of(split: Partition) -> float:
         times = result.times_of(split)

@@ -1,4 +1,4 @@
-"""Lookup tables: the slices that were searched for one model on one machine, and how they are known (section 4.2).
+"""Lookup tables: slices measured for one model on one machine, with their origin (section 4.2).
 
 A table is a JSON file, ``tables/MODEL_HARDWARE_pN.json``, written by ``kvr search`` and read by jobs; ``lookup``
 says what it means for a prompt. Every key names its unit. Files may come from anywhere: they are read with a limit
@@ -38,13 +38,13 @@ Method = Literal["refit", "grid"]
 
 
 class Part(BaseModel):
-    """Base of all parts of a table: unknown keys are errors, values are never coerced silently."""
+    """Base of all parts of a table: unknown keys are errors, and values are not coerced."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelIdentity(Part):
-    """Which model; the fingerprint is of the weights, the rest is for people."""
+    """The model; the fingerprint identifies the weights, the rest is for people."""
 
     name: Text
     fingerprint: Text
@@ -52,7 +52,7 @@ class ModelIdentity(Part):
 
 
 class Key(Part):
-    """What a table holds for."""
+    """What a table applies to."""
 
     model: ModelIdentity
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -81,17 +81,17 @@ class Rates(Part):
     has_states: bool = Field(False, description="some layers are recurrent")
 
     def costs(self) -> Costs:
-        """Return them for the cost model."""
+        """Return them as costs."""
         return Costs(**self.model_dump())
 
     @classmethod
     def of(cls, costs: Costs) -> Self:
-        """Take them from the cost model."""
+        """Convert costs."""
         return cls(**{name: value for name, value in asdict(costs).items() if name in cls.model_fields})
 
 
 class Provenance(Part):
-    """How an entry is known."""
+    """The origin of an entry."""
 
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
     hosts: Annotated[list[Text], Field(min_length=1, max_length=MAX_RANKS)]
@@ -138,7 +138,7 @@ class Entry(Part):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The slices as parts of the whole."""
+        """The slices as fractions of the prompt."""
         return tuple(length / self.context_tokens for length in self.partition.lengths)
 
 
@@ -168,7 +168,7 @@ class Table(Part):
 
 
 def file_name(key: Key) -> str:
-    """Name a table's file: MODEL_HARDWARE_pN.json, MODEL with its dtype."""
+    """Return a table's file name: MODEL_HARDWARE_pN.json, MODEL with its dtype."""
     model = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(key.model.name).name.removesuffix(".gguf")).strip("-.") or "model"
     return f"{model}-{key.dtype}_{key.hardware}_p{key.ranks}.json"
 
@@ -201,7 +201,7 @@ def load_table(path: Path) -> Table:
 
 
 def save_table(table: Table, path: Path) -> None:
-    """Write a table; it appears under its name only when complete.
+    """Write a table atomically.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def save_table(table: Table, path: Path) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a place where no table could be written, before hours are spent on one.
+    """Check that a table can be written to this path, before measuring.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def check_place(path: Path) -> None:
 
 @contextmanager
 def _partial_file(path: Path) -> Iterator[tuple[Path, IO[str]]]:
-    """Open a file beside `path`, which is gone in the end unless it was given that name."""
+    """Open a temporary file next to `path`, which is removed unless it was renamed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{secrets.token_hex(8)}-{path.name}")
@@ -244,7 +244,7 @@ def _partial_file(path: Path) -> Iterator[tuple[Path, IO[str]]]:
 
 
 def holds_tables(path: Path) -> bool:
-    """Whether this is a folder, or a file of JSON that looks like a table."""
+    """Whether a path is a folder, or a JSON file that looks like a table."""
     if not path.is_file():
         return path.is_dir()
     with suppress(OSError, ValueError, RecursionError), path.open("rb") as stream:
@@ -254,7 +254,7 @@ def holds_tables(path: Path) -> bool:
 
 
 def load_tables(path: Path) -> dict[Path, Table]:
-    """Read a table, or all in a folder, by their files.
+    """Read one table, or all in a folder, by file.
 
     Raises
     ------
@@ -277,7 +277,7 @@ def _short(values: Iterable[int]) -> str:
 
 
 def _explain(item: dict[str, object]) -> str:
-    """One of pydantic's findings: where, what is expected, what was found."""
+    """Format one of pydantic's errors: place, expected and found value."""
     place = ".".join(map(str, item["loc"])) if isinstance(item["loc"], tuple) else ""
     message = str(item["msg"]).removeprefix("Value error, ")
     plain = item["type"] in ("missing", "value_error", "json_invalid")

@@ -1,4 +1,4 @@
-"""Make a lookup table: the slices for some lengths, measured on these ranks (section 4.2).
+"""Creates a lookup table: slices for some lengths, measured on these ranks (section 4.2).
 
 Stands between ``kvr search`` and a `Table`. Two methods: ``refit`` (a few instrumented runs a length) and ``grid``
 (the paper's hierarchical grid search).
@@ -28,7 +28,7 @@ GRID_REPEATS, GRID_FITTED = 3, 8
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is to be searched, and how."""
+    """What to search, and how."""
 
     contexts: Sequence[int]
     method: Method
@@ -36,7 +36,7 @@ class Wish:
 
 @dataclass(slots=True)
 class _Found:
-    """What came out for one length."""
+    """The result for one length."""
 
     split: Partition
     predicted_s: float
@@ -46,7 +46,7 @@ class _Found:
 
 
 def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) -> list[int]:
-    """Refuse lengths that the model or the ranks cannot have; return the others, shortest first.
+    """Refuse lengths that the model or the ranks do not support; return the lengths, shortest first.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) 
 
 
 def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Run, say: Say) -> Iterator[Table]:
-    """Search all lengths, the shortest first; rank 0 calls this, within ``measure.leading``.
+    """Search all lengths, shortest first; rank 0 calls this within ``measure.leading``.
 
     What one length tells of the rates is where the next one starts.
 
@@ -94,7 +94,7 @@ def _refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> _Found:
 
 
 def _grid(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> _Found:
-    """Search as the paper does: from even slices, the first stride half a slice's reach, halved to the quantum."""
+    """Search as in the paper: from even slices, with strides from half a slice down to the quantum."""
     observations: list[Observation] = []
     runs = 0
 
@@ -118,12 +118,12 @@ def _grid(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> _Found:
 
 
 def _fastest(observations: Sequence[Observation]) -> list[Observation]:
-    """Those near the best split tell most of what the table is used for, and more would only take time to fit."""
+    """Select the fastest runs; others would only slow the fit down."""
     return sorted(observations, key=lambda seen: seen.ttft_s)[:GRID_FITTED]
 
 
 def noise_of(costs: Costs, observations: Sequence[Observation]) -> float:
-    """How far measured times lie from fitted ones: root mean square, relative."""
+    """Relative root mean square deviation of measured from fitted times."""
     misses = [seen.ttft_s / chain_seconds(costs, seen.partition.lengths) - 1 for seen in observations]
     return math.sqrt(statistics.fmean(miss**2 for miss in misses))
 
@@ -146,7 +146,7 @@ def _entry(found: _Found, method: Method, provenance: Provenance, noise: float) 
 
 
 def describe(entry: Entry) -> str:
-    """Say what was chosen and how it is known."""
+    """Describe an entry and its origin."""
     return (
         f"{entry.partition} with {entry.ttft_s:.3f} s, predicted {entry.predicted_ttft_s:.3f} s "
         f"({100 * (entry.ttft_s / entry.predicted_ttft_s - 1):+.1f} %), after {counted(entry.runs, 'run')}"
