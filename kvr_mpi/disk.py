@@ -1,4 +1,4 @@
-"""Opening files in folders where others may plant things: links, pipes, devices, files of any size.
+"""Safe file access in folders where others may plant links, pipes, devices or huge files.
 
 What is written goes into a regular file of our own and through no link; what is read is a regular file, and no more of
 it than expected. Modes are those of one's own umask. An output folder is known by its lock and its ``run.json``.
@@ -45,7 +45,7 @@ def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; never waits, as opening a pipe would.
+    """Open a regular file for reading, without blocking on pipes.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, limit_bytes: int) -> bytes:
-    """Read a regular file that is not larger than so.
+    """Read a regular file up to a maximum size.
 
     Raises
     ------
@@ -71,12 +71,12 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
 
 
 def create(path: Path) -> int:
-    """Make a file that must not exist yet, not even as a link that leads nowhere; return its descriptor."""
+    """Create a file that must not exist, not even as a dangling link; return its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
 
 
 def truncate(path: Path) -> None:
-    """Give back what a file takes; raises `OSError` if it is a link."""
+    """Truncate a file to free its space; raises `OSError` for links."""
     handle = _checked(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), path)
     try:
         os.ftruncate(handle, 0)
@@ -86,7 +86,7 @@ def truncate(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside `path`, ``PATH.part``, that takes its place once it is complete and on the disk.
+    """Write a temporary file next to `path`, ``PATH.part``, that replaces it once it is complete and synced.
 
     Whatever is in the place of ``PATH.part``, a link above all, is removed, not written to.
     """
@@ -105,7 +105,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _checked(handle: int, path: Path) -> int:
-    """Return a descriptor if it is of a regular file."""
+    """Return a descriptor if it refers to a regular file."""
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
     os.close(handle)

@@ -1,4 +1,4 @@
-"""Durations: SLURM's grammar to read them, and one way to write them."""
+"""Durations: parsed in SLURM's format, and formatted for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMATS = "minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s"
 
 
 def parse_duration(text: str) -> float:
-    """Read a duration as sbatch reads ``--time``: ``90`` is 90 minutes, ``1-12`` one day and twelve hours.
+    """Parse a duration like ``sbatch --time``: ``90`` is 90 minutes, ``1-12`` one day and twelve hours.
 
     Returns
     -------
@@ -35,7 +35,7 @@ def parse_duration(text: str) -> float:
 
 
 def duration_text(seconds: float) -> str:
-    """Write a duration with its units: 4.2 ms, 1.25 s, 55.0 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """Format a duration: 4.2 ms, 1.25 s, 55.0 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     if seconds <= 0:
         return "0 s"
     if seconds < 0.9995:
@@ -51,6 +51,6 @@ def duration_text(seconds: float) -> str:
 
 
 def expected_text(expected_s: Sequence[float]) -> str:
-    """Write a forecast: the low end of its interval, itself, and the high end."""
+    """Format a forecast with the ends of its interval."""
     low, middle, high = map(duration_text, expected_s)
     return f"{middle} ({low} to {high} in 80 % of cases)"

@@ -45,25 +45,25 @@ MEANINGS = {
 
 
 def exit_line(code: int, about: str = "", meaning: str = "") -> str:
-    """Say what an exit code means, in a line; `meaning` is one of its own."""
+    """Describe an exit code in one line; `meaning` overrides the default meaning."""
     meaning = meaning or MEANINGS.get(code, "ended by something else")
     return f"exit code {code}: {meaning}" + (f"; {about}" if about else "")
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Escape every character that would steer a terminal, but for those that are kept."""
+    """Escape characters that control a terminal, except those in `keep`."""
     return "".join(
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a count with its noun: ``1 document``, ``2,000 documents``."""
+    """Format a count with its noun: ``1 document``, ``2,000 documents``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def listed(errors: Mapping[str, str], most: int = 5) -> str:
-    """Write a line for each of the first documents that cannot be answered: its id, and why."""
+    """List the first documents that cannot be answered, one per line, with the reason."""
     lines = [f"  {printable(name)}: {printable(why)}" for name, why in islice(errors.items(), most)]
     return "\n".join(lines + [f"  ... and {len(errors) - most:,} more"] * (len(errors) > most))
 
@@ -75,7 +75,7 @@ class KvrError(Exception):
     meaning = ""  # in the last line of a job; default: the exit code's
 
     def __str__(self) -> str:
-        """Return the message, which may quote any file, as `printable`."""
+        """Return the message, `printable` since it may quote any file."""
         return printable(super().__str__())
 
 

@@ -1,4 +1,4 @@
-"""How one prompt is cut over the ranks of a chain (KV-Runahead, section 4.2).
+"""Partitions: how one prompt is cut over the ranks of a chain (KV-Runahead, section 4.2).
 
 Stands between the plan and the prefill: planners make a `Partition`, strategies read it.
 """
@@ -16,7 +16,7 @@ QUANTUM_TOKENS = 16
 
 
 def cut_range(start: int, stop: int, every: int | None) -> Iterator[tuple[int, int]]:
-    """Cut tokens `start` to `stop` at all positions that `every` divides, wherever they begin; None: not at all."""
+    """Cut a range of tokens at multiples of `every`; None for no cuts."""
     while start < stop:
         end = stop if every is None else min(stop, (start // every + 1) * every)
         yield start, end
@@ -41,7 +41,7 @@ class Partition:
     bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse bounds that are no partition."""
+        """Refuse invalid bounds."""
         if len(self.bounds) < 2 or self.bounds[0] != 0:
             raise PartitionError(f"slice bounds {list(self.bounds)}: expected at least two, the first one 0")
         for rank, (start, stop) in enumerate(pairwise(self.bounds)):
@@ -82,7 +82,7 @@ class Partition:
             )
 
     def check_prefix(self, tokens: int) -> None:
-        """Raise `PartitionError` unless the first slice goes on after a prefix of `tokens`."""
+        """Raise `PartitionError` unless the first slice extends beyond a prefix of `tokens`."""
         if self.bounds[1] <= tokens:
             raise PartitionError(
                 f"slice bounds {list(self.bounds)}: the first slice has to end after the {tokens} tokens that all "
@@ -90,11 +90,13 @@ class Partition:
             )
 
     def after(self, tokens: int) -> Partition:
-        """Give the same slices after a prefix of `tokens`, which the first slice includes."""
+        """Return the same slices after a prefix of `tokens`, which the first slice includes."""
         return Partition((0, *(bound + tokens for bound in self.bounds[1:])))
 
     def with_last_from(self, token: int, known: int = 0) -> Partition:
-        """Let the last slice begin at `token` if it begins later; slices before it give up as little as they can.
+        """Move the start of the last slice back to `token` if it is later.
+
+        Slices before it shrink as little as possible.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""All rank arithmetic: chains and tensor-parallel groups, who shares a device, and who is before and after whom.
+"""All rank arithmetic: chains, tensor-parallel groups, shared devices and neighbours.
 
 Ranks are numbered by MPI. A *tensor-parallel group* is the ranks that hold one copy of the model's weights among
 them; a *chain* is groups that share prompts, next to each other; a job's chains lie side by side. Within a prompt a
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A job's ranks as chains of one length, side by side.
+    """A job's ranks as chains of equal length.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Topology:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse chains that cannot be."""
+        """Refuse impossible chains."""
         if not 1 <= self.tensor_parallel <= self.ranks_per_chain <= self.ranks:
             raise ConfigError(
                 f"chains of {counted(self.ranks_per_chain, 'rank')} with tensor-parallel groups of "
@@ -64,39 +64,39 @@ class Topology:
 
     @property
     def groups(self) -> int:
-        """Groups of a chain: a prompt has a slice for each."""
+        """Tensor-parallel groups per chain; a prompt has one slice for each."""
         return self.ranks_per_chain // self.tensor_parallel
 
     def chain_color(self, rank: int) -> int:
-        """Tell which ranks a rank is grouped with: its chain, or those that are left over."""
+        """Return the index of a rank's chain, or that of the ranks left over."""
         return rank // self.ranks_per_chain
 
     def chain_of(self, rank: int) -> int | None:
-        """Tell which chain a rank is in; None if it is left over."""
+        """Return the index of a rank's chain; None if it is left over."""
         chain = self.chain_color(rank)
         return chain if chain < self.chains else None
 
     def ranks_of(self, chain: int) -> slice:
-        """Give the ranks of a chain, among all."""
+        """Return the ranks of a chain."""
         return slice(chain * self.ranks_per_chain, (chain + 1) * self.ranks_per_chain)
 
     def group_number(self, rank: int) -> int:
-        """Tell which group a rank is in, of all chains one after the other."""
+        """Return the index of a rank's group in the job."""
         return rank // self.tensor_parallel
 
     @property
     def by_group(self) -> Topology:
-        """The groups of this one, as if each were a rank."""
+        """The topology of the groups, each counted as one rank."""
         return Topology(self.ranks // self.tensor_parallel, self.groups)
 
     def rank_in_group(self, rank: int) -> int:
-        """Tell which shard of the weights a rank holds."""
+        """Return a rank's index in its group, which is its shard of the weights."""
         return rank % self.ranks_per_chain % self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The places of a prompt's slices, turned round the ranks of a chain.
+    """Assigns the slices of a prompt to the ranks of a chain, rotated.
 
     first : the rank that has the first slice; the others follow.
     """
@@ -106,26 +106,26 @@ class Rotation:
 
     @classmethod
     def ending_at(cls, size: int, rank: int) -> Rotation:
-        """Turn so that this rank has the last slice."""
+        """Rotate so that this rank has the last slice."""
         return cls.bringing(size, size - 1, rank)
 
     @classmethod
     def bringing(cls, size: int, place: int, rank: int) -> Rotation:
-        """Turn so that this rank has this place."""
+        """Rotate so that this rank has this slice."""
         return cls(size, (rank - place) % size)
 
     def rank_of(self, place: int) -> int:
-        """Tell which rank has the slice at this place."""
+        """Return the rank that has this slice."""
         return (place + self.first) % self.size
 
     def place_of(self, rank: int) -> int:
-        """Tell which slice a rank has."""
+        """Return the slice that a rank has."""
         return (rank - self.first) % self.size
 
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """The KV heads that a rank of a group holds of every layer.
+    """The KV heads that a rank of a group holds in every layer.
 
     first, last : the last not included.
     of : how many there are; if fewer than ranks, several ranks hold the same.
@@ -137,78 +137,78 @@ class KVHeads:
 
     @property
     def is_all(self) -> bool:
-        """Whether the other ranks hold no others."""
+        """Whether they are all KV heads."""
         return self.last - self.first == self.of
 
     @property
     def is_even_share(self) -> bool:
-        """Whether there are other heads, and they can be held by ranks with as many each."""
+        """Whether they are one of several equal shares of the KV heads."""
         each = self.last - self.first
         return each < self.of and not self.of % each and not self.first % each
 
     @property
     def shares(self) -> list[KVHeads]:
-        """What the ranks of the group hold, each head once, in order."""
+        """Return the shares of all ranks of the group, each head once, in order."""
         each = self.last - self.first
         return [KVHeads(first, first + each, self.of) for first in range(0, self.of, each)]
 
 
 def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
-    """First and last, not included, of a rank's share of what is divided evenly; the first ranks have one more."""
+    """Return the range of a rank's share in an even division; the first ranks get one more."""
     each, left = divmod(count, size)
     first = rank * each + min(rank, left)
     return first, first + each + (rank < left)
 
 
 def whole_groups(ranks: int, tensor_parallel: int) -> int:
-    """Count the groups that so many ranks make up."""
+    """Return the number of groups that so many ranks form."""
     return ranks // tensor_parallel
 
 
 def place_in_group(rank: int, tensor_parallel: int) -> tuple[int, int]:
-    """Tell which group a rank is in, of all one after the other, and which of its ranks it is."""
+    """Return the index of a rank's group, and the rank's index in it."""
     return divmod(rank, tensor_parallel)
 
 
 def in_lane_of(rank: int, group: int, tensor_parallel: int) -> int:
-    """Give the rank of a group that has the same place there as another rank in its own: the same heads."""
+    """Return the rank of another group that has the same index in its group."""
     return group * tensor_parallel + rank % tensor_parallel
 
 
 def rank_name(rank: int, tensor_parallel: int) -> str:
-    """Name a rank; in a tensor-parallel group by its group and its place there."""
+    """Name a rank; in a tensor-parallel group by its group and its index there."""
     group, place = place_in_group(rank, tensor_parallel)
     return f"rank {rank}" if tensor_parallel == 1 else f"rank {rank} (group {group}.{place})"
 
 
 def first_of_each(items: Sequence[T], groups: int) -> list[T]:
-    """Of what there is one for each rank of some groups, keep that of each group's first rank."""
+    """Given one item per rank, return those of each group's first rank."""
     return list(items[:: len(items) // groups])
 
 
 def least_of_each(items: Sequence[int], groups: int) -> list[int]:
-    """Of what there is one for each rank of some groups, keep the least of each group."""
+    """Given one value per rank, return the minimum of each group."""
     size = len(items) // groups
     return [min(items[first : first + size]) for first in range(0, len(items), size)]
 
 
 def divides(ranks_per_chain: int, ranks: int) -> bool:
-    """Whether chains of this length leave no rank over."""
+    """Whether chains of this length use all ranks."""
     return ranks % ranks_per_chain == 0
 
 
 def sends_first(rank: int) -> bool:
-    """Divide ranks so that no two neighbours are alike."""
+    """Alternate between neighbouring ranks."""
     return rank % 2 == 0
 
 
 def following(rank: int, size: int) -> int:
-    """Give the next rank of a ring."""
+    """Return the next rank of a ring."""
     return (rank + 1) % size
 
 
 def preceding(rank: int, size: int) -> int:
-    """Give the rank before, in a ring."""
+    """Return the previous rank of a ring."""
     return (rank - 1) % size
 
 
@@ -223,7 +223,7 @@ def others_before(rank: int, size: int) -> Iterator[int]:
 
 
 def gpus_in_turn(visible: Sequence[Sequence[str]]) -> list[int]:
-    """Choose for each rank one of the GPUs that it sees, so that ranks share one only if there are too few.
+    """Choose a GPU for each rank among those it sees; ranks share one only if there are too few.
 
     Ranks may see different GPUs of a host, each numbered from 0 (``--gpu-bind``): what they share is known by its id.
 
@@ -248,12 +248,12 @@ def gpus_in_turn(visible: Sequence[Sequence[str]]) -> list[int]:
 
 
 def share_of_cores(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
-    """Give a rank its part of a host's cores; where there are too few, one that it shares."""
+    """Return a rank's share of a host's cores; if there are too few, ranks share one."""
     each = len(cores) // local_size
     first = local_rank * each if each else local_rank % len(cores)
     return list(cores[first : first + max(1, each)])
 
 
 def cores_per_rank(cores: int, local_size: int) -> int:
-    """Share the cores of a host among its ranks; each has one at least."""
+    """Return the number of cores per rank on a host, at least one."""
     return max(1, cores // local_size)

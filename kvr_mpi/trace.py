@@ -1,4 +1,4 @@
-"""What a rank does when: spans of time, noted as they end, by whoever does the work.
+"""Recording of what a rank does, as spans of time.
 
 Costs a clock and an append for each; whatever is written of it is written elsewhere (``store.traces``), by a thread.
 """
@@ -12,7 +12,7 @@ Kind = Literal["layer", "prefill", "wait", "send wait", "send", "receive", "forw
 
 
 class Span(NamedTuple):
-    """Something a rank did.
+    """A span of a rank's time.
 
     kind : ``layer``: what follows the making of a layer's keys and values, up to the next layer's, waits included;
         ``wait``: for other ranks' keys and values; ``send wait``: for the link to take this rank's; ``send``,
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collects one rank's spans until they are taken; may be told from any thread.
+    """Collects one rank's spans; thread-safe.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Recorder:
     def note(
         self, kind: Kind, began_s: float, *, prompt: int | None = None, layer: int = -1, peer: int = -1, amount: int = 0
     ) -> None:
-        """Keep a span that ends now.
+        """Record a span that ends now.
 
         Parameters
         ----------
@@ -64,12 +64,12 @@ class Recorder:
             self._spans.append(Span(kind, began_s, time.perf_counter(), at, layer, peer, amount))
 
     def add(self, span: Span) -> None:
-        """Keep a span."""
+        """Record a span."""
         if self.is_on:
             self._spans.append(span)
 
     def take(self) -> list[Span]:
-        """Return the spans since this was asked last."""
+        """Return the spans recorded since the last call."""
         spans, count = self._spans, len(self._spans)
         taken = spans[:count]  # what another thread appends meanwhile comes after it
         del spans[:count]

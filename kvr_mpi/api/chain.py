@@ -1,4 +1,4 @@
-"""One prompt at a time on ranks that are the caller's own: a job's model and chain, without documents or results."""
+"""Single prompts on the caller's own ranks: a model and a chain, without documents and results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PromptLike = str | Sequence[int]
 
 @dataclass(slots=True, eq=False)
 class ChainPrefill:
-    """A prompt after its prefill, on one rank of the chain; `Chain.generate` goes on from it, once.
+    """A prefilled prompt on one rank of the chain; `Chain.generate` continues it once.
 
     ids : the prompt's tokens.
     bounds : of its slices over the ranks.
@@ -56,7 +56,7 @@ class ChainPrefill:
 
 
 class Chain:
-    """A model on a chain of ranks; every rank makes one, and calls its methods in the same order.
+    """A model on a chain of ranks; every rank creates one, and calls its methods in the same order.
 
     >>> with Chain("/models/mine", MPI.COMM_WORLD) as chain:
     ...     prefill = chain.prefill(text)
@@ -110,11 +110,11 @@ class Chain:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's, of transformers."""
+        """The model's tokenizer."""
         return self._setup.loaded.tokenizer
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Make a prompt's tokens of text as it is: no chat template, the tokenizer's first token in front.
+        """Tokenise text without chat template, with the tokenizer's first token.
 
         Raises
         ------
@@ -127,7 +127,7 @@ class Chain:
         return self._checked(self._setup.frame.around(ids).ids)
 
     def prefill(self, prompt: PromptLike | None = None) -> ChainPrefill:
-        """Compute keys and values of a prompt over the chain; logits come out on `decode_rank`.
+        """Compute keys and values of a prompt over the chain; logits are on `decode_rank`.
 
         Parameters
         ----------
@@ -145,7 +145,7 @@ class Chain:
         return self._prefill(prompt, "prefill")
 
     def _prefill(self, prompt: PromptLike | None, method: str) -> ChainPrefill:
-        """Prefill a prompt for a method of the same call on all ranks."""
+        """Prefill a prompt for a method that all ranks call."""
         with ending_all(self._ranks):
             ids = self._agree_on(prompt, method)
             self._prompts += 1
@@ -161,7 +161,7 @@ class Chain:
         return ChainPrefill(ids, bounds, self.decode_rank, done.logits, done.seconds, prompt_of, done)
 
     def generate(self, prompt: PromptLike | ChainPrefill | None = None) -> Answer:
-        """Answer a prompt, or go on from its prefill; every rank is given the answer.
+        """Answer a prompt, or continue its prefill; every rank gets the answer.
 
         Raises
         ------
@@ -189,7 +189,7 @@ class Chain:
         return Answer(**{**told, "token_ids": tuple(told["token_ids"])})
 
     def close(self) -> None:
-        """Send what is still to be sent, and give the ranks back; every rank calls this."""
+        """Finish all sends, and release the ranks; every rank calls this."""
         if self._forwarder is not None:
             self._forwarder.close()
             self._forwarder = None
@@ -220,7 +220,7 @@ class Chain:
         together(self._ranks, check)
 
     def _agree_on(self, prompt: PromptLike | None, method: str) -> tuple[int, ...]:
-        """Take rank 0's prompt, having seen that nobody gives another."""
+        """Return rank 0's prompt, after checking that no rank passes another."""
 
         def encode() -> list[int] | None:
             if prompt is None:
@@ -245,7 +245,7 @@ class Chain:
         return tuple(ids)
 
     def _checked(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Refuse a prompt that leaves no room for the answer, or has nothing in it."""
+        """Refuse an empty prompt, or one that leaves no room for the answer."""
         longest = self._setup.frame.max_tokens
         if not 0 < len(ids) <= longest:
             raise DocumentError(
@@ -255,12 +255,12 @@ class Chain:
         return ids
 
     def _agree_on_plan(self, prompt: Prompt) -> Plan:
-        """Let the first rank decide how a prompt runs."""
+        """Plan the prompt on the first rank."""
         word = self._runner.plan(prompt, self.decode_rank).to_wire() if self.rank == 0 else None
         return self._runner.read_plan(prompt, share_json(self._ranks, word))
 
     def _run(self, plan: Plan) -> Prefill | None:
-        """Prefill over the chain; a short prompt on the rank that decodes it, and on others nothing."""
+        """Prefill over the chain; a short prompt runs on the decode rank only."""
         if plan.way.takes_all:
             return plan.way.prefill([plan], self._forwarder, None)[0]
         alone = together(
@@ -270,7 +270,7 @@ class Chain:
         return alone[0] if alone else None
 
     def _decode(self, prompt: Prompt, prefill: Prefill) -> Answer | None:
-        """Write the answer, on the rank that has the cache."""
+        """Generate the answer on the decode rank."""
         if self.rank != self.decode_rank:
             return None
         batch = self._setup.open_decode_batch()
@@ -282,7 +282,7 @@ class Chain:
         return finished[0].answer
 
     def _check_same(self, spec: JobSpec) -> None:
-        """Refuse ranks that were told different things."""
+        """Refuse different settings on different ranks."""
         mine = spec.model_dump_json()
         roots = share_json(self._world, mine)
 
@@ -298,7 +298,7 @@ class Chain:
 def _spec(
     model: str | Mapping[str, Any], generation: Mapping[str, Any] | None, parallel: Mapping[str, Any] | None
 ) -> JobSpec:
-    """Make the job that a chain's settings are those of; it has neither documents nor output."""
+    """Make a job from a chain's settings, without documents and output."""
     raw = {
         "model": {"path": model} if isinstance(model, str) else dict(model),
         "documents": {"path": "-"},

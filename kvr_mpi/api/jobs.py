@@ -1,4 +1,4 @@
-"""Jobs for Python: planned, forecast and run as the commands do, with values for answers instead of printed lines."""
+"""Jobs from Python: planned, forecast and run as by the commands, with return values instead of printed lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Job = str | PathLike[str] | Mapping[str, Any] | JobSpec
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a job ended.
+    """The outcome of a job.
 
     exit_code : 0; 65 if more documents have error records than ``output.max_failed`` allows; 75 if it was stopped
         before the end, and the same call with ``resume=True`` goes on.
@@ -45,11 +45,11 @@ class RunOutcome:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every document is done, but for those that may fail."""
+        """Whether every document is done, except for allowed failures."""
         return self.exit_code == EXIT_OK
 
     def open(self) -> Results:
-        """Open what it has stored."""
+        """Open the results."""
         return open_results(self.folder)
 
 
@@ -64,7 +64,7 @@ def run(
     retry_failed: bool = False,
     time_limit: str | None = None,
 ) -> RunOutcome:
-    """Run a job on the ranks of a communicator, which all call this: prefill, answer and store every document.
+    """Run a job on the ranks of a communicator: prefill, answer and store every document. All ranks call this.
 
     Log lines go to standard error, as those of ``kvr-run``. A rank that fails alone ends all of them, since they would
     wait for it for ever. Signals to stop are heard in a main thread only.
@@ -101,7 +101,7 @@ def run(
 
 
 def plan(job: Job, ranks: int, hardware: str | None = None, *, settings: Sequence[str] = ()) -> PlannedJob:
-    """Plan a job for so many ranks: which documents on which chains, when, for how long; no MPI, no weights.
+    """Plan a job for so many ranks, without MPI and weights.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def simulate(
     link_gigabytes_per_s: float | None = None,
     relay: RelayKind | None = None,
 ) -> list[ForecastRow]:
-    """Forecast the time to the first token of every prompt length on every number of ranks; nothing is run.
+    """Forecast the time to the first token for prompt lengths and numbers of ranks.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The ranks that a Python program has: those of a communicator, all that were started, or this process alone."""
+"""The ranks of a Python program: those of a communicator, all that were started, or this process alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvr_mpi.transport.mpi import adopt, connect, release
 
 
 def join_ranks(comm: Any = None) -> Transport:
-    """Join the ranks that work together; every one of them calls this.
+    """Connect the ranks that work together; all of them call this.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def join_ranks(comm: Any = None) -> Transport:
 
 @contextmanager
 def joined_ranks(comm: Any = None) -> Iterator[Transport]:
-    """Join the ranks for as long as the block takes, as `join_ranks` and `ending_all` do."""
+    """Connect the ranks for the duration of the block, like `join_ranks` and `ending_all`."""
     world = join_ranks(comm)
     with ending_all(world):
         yield world
@@ -45,7 +45,7 @@ def joined_ranks(comm: Any = None) -> Iterator[Transport]:
 
 @contextmanager
 def ending_all(world: Transport) -> Iterator[None]:
-    """Raise what went wrong on every rank if all know of it; end all ranks if only one does.
+    """Raise an error on every rank if all ranks know it; end all ranks if only one does.
 
     Raises
     ------

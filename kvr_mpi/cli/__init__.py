@@ -1,4 +1,4 @@
-"""The commands. Thin: each reads its arguments, calls one room, and prints.
+"""The commands. Each reads its arguments, calls the package, and prints.
 
 Only click is imported here, so that ``--help`` answers at once; a command's module is imported when it runs.
 """
@@ -65,7 +65,7 @@ class LazyGroup(click.Group):
     """A group whose subcommands are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, in the order of the work."""
+        """Return the commands in the order of a user's work."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -79,7 +79,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a subcommand; the error about an unknown one names similar ones."""
+        """Find a subcommand; for an unknown one, suggest similar ones."""
         try:
             found = super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -126,7 +126,7 @@ def kvr_run() -> NoReturn:
 
 
 def _rank() -> int:
-    """Return which of the processes this is that a launcher has started."""
+    """Return this process's rank from the launcher's variables."""
     from kvr_mpi.transport.mpi import launched_rank
 
     return launched_rank(os.environ)

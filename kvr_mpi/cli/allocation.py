@@ -1,4 +1,4 @@
-"""What a job takes of a cluster: nodes, GPUs and cores, and for how long."""
+"""The nodes, GPUs and cores of a job, and their hours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ node_options = grouped(
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a job has while it runs: all of it, not of a node."""
+    """Resources of a whole job."""
 
     nodes: int
     ranks: int
@@ -44,12 +44,12 @@ class Allocation:
     cores: int
 
     def used(self, seconds: float) -> dict[str, float]:
-        """Hours of each that so many seconds are."""
+        """Node, GPU and core hours for so many seconds."""
         hours = seconds / 3600
         return {"node_hours": self.nodes * hours, "gpu_hours": self.gpus * hours, "core_hours": self.cores * hours}
 
     def hours(self, seconds: float) -> str:
-        """Say what so many seconds cost."""
+        """Describe the hours for so many seconds."""
         words = [
             f"{spent:.2g} {name.replace('_', ' ')}" if spent < 10 else f"{spent:.0f} {name.replace('_', ' ')}"
             for name, spent in self.used(seconds).items()
@@ -67,7 +67,7 @@ def allocation_of(
     gpus_per_node: int | None,
     cpus_per_task: int | None,
 ) -> Allocation:
-    """Say what a job of so many ranks takes.
+    """Return the resources of a job with so many ranks.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def allocation_of(
 
 
 def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:
-    """Count the GPUs of a node: the shipped profiles are GPUs, a table's hardware may be anything."""
+    """Return the GPUs per node; shipped profiles are GPUs, tables may be of any hardware."""
     from kvr_mpi.costs.hardware import profiles
 
     return per_node if spec.model.device == "cuda" or (spec.model.device == "auto" and hardware in profiles()) else 0

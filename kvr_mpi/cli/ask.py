@@ -56,7 +56,7 @@ def ask(**given: Any) -> int:
 
 
 def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str, str]]:
-    """Turn the arguments into a job."""
+    """Convert the arguments to a job."""
     from kvr_mpi.job import make_job
     from kvr_mpi.store.shares import find_runs, read_header_of
     from kvr_mpi.store.targets import answers_folder
@@ -76,7 +76,7 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
 
 
 def _named(questions: Sequence[str], file: str | None) -> dict[str, str] | list[str]:
-    """Put the questions together with those of a file."""
+    """Combine the questions of the command line with those of a file."""
     from kvr_mpi.documents.questions import number_questions, read_questions
 
     if file is None:

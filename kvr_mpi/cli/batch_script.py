@@ -1,4 +1,4 @@
-"""A job script filled in: sbatch's options in its head, what it is given below that."""
+"""Fills in a job script: options of sbatch at the top, arguments below."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPTION = re.compile("[a-z][a-z0-9-]*")
 
 
 def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], folder: Path) -> str:
-    """Put sbatch's options and the job's arguments into a job script.
+    """Insert sbatch's options and the job's arguments into a script.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], f
 
 
 def _directive(key: str, value: str) -> str:
-    """Write an option as a line of the script's head; it must not end that line, since what follows would be run."""
+    """Format an option as an #SBATCH line; line breaks are refused, since what follows would be executed."""
     from kvr_mpi.errors import ConfigError
 
     if not OPTION.fullmatch(key):

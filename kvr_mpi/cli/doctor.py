@@ -1,4 +1,4 @@
-"""``kvr doctor``: is this machine ready? Under mpirun, srun, or alone."""
+"""``kvr doctor``: checks whether the machine is ready, under mpirun, srun, or alone."""
 
 from __future__ import annotations
 

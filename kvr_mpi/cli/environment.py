@@ -1,4 +1,4 @@
-"""The one place that reads environment variables (but for ``KVR_SECTION__KEY``: ``job``), lists them, and sets two."""
+"""Reads all environment variables except ``KVR_SECTION__KEY`` (`job`), lists them, and sets some for libraries."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ VARIABLES: dict[str, dict[str, str]] = {
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Read cores, threads, caches and the batch system's deadline.
+    """Read cores, threads, cache folder and the batch system's deadline.
 
     ``KVR_CACHE`` (else ``XDG_CACHE_HOME``, else ``~/.cache``) holds converted models and kernels; ``OMP_NUM_THREADS``
     sets the threads of a rank; under SLURM models are only taken from local files, and the job's end is the deadline.
@@ -74,7 +74,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 
 
 def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:
-    """Say who this process is to others that want an output folder; unlike all of the environment, without torch."""
+    """Return how this process identifies itself in a lock; imports no torch."""
     from kvr_mpi.store.lock import this_process
 
     job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
@@ -86,13 +86,13 @@ TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 
 
 def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the hub is not to be asked: as ``HF_HUB_OFFLINE`` says; if it says nothing, under SLURM."""
+    """Whether to avoid the hub: as ``HF_HUB_OFFLINE`` says, by default under SLURM."""
     value = environ.get("HF_HUB_OFFLINE", "")
     return value.upper() in TRUE_VALUES if value else "SLURM_JOB_ID" in environ
 
 
 def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Say what CUDA, torch and oneDNN are to do, unless the user has; before torch computes anything.
+    """Set defaults for CUDA, torch and oneDNN that the user has not set; call it before torch computes anything.
 
     CUDA loads all kernels when it starts. Loading one when it is first used, as torch would have it, waits for all that
     runs on the GPU: for a transfer of NCCL's, too, whose other side may be waiting for this rank.
@@ -109,6 +109,6 @@ def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def restart_count(environ: Mapping[str, str] = os.environ) -> int:
-    """Count how often SLURM has restarted the job."""
+    """Return how often SLURM has restarted the job."""
     restarts = environ.get("SLURM_RESTART_COUNT", "")
     return int(restarts) if restarts.isdecimal() else 0

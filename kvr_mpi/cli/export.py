@@ -1,4 +1,4 @@
-"""``kvr export FILE --format jsonl|csv|parquet``: results for other tools."""
+"""``kvr export FILE --format jsonl|csv|parquet``: results for other programs."""
 
 from __future__ import annotations
 

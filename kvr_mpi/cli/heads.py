@@ -1,4 +1,4 @@
-"""``kvr search JOB.toml --heads FILE``: how much each KV head keeps of a sample of a job's documents."""
+"""``kvr search JOB.toml --heads FILE``: how many tokens each KV head keeps for a sample of a job's documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvr init``: a commented job file, from three answers."""
+"""``kvr init``: writes a commented job file."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def init(
 
 
 def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[str, str, str]:
-    """Ask for what was not given, if there is somebody to answer."""
+    """Ask for missing answers, if there is a terminal."""
     from kvr_mpi.documents import find_files
     from kvr_mpi.model import find_model
 
@@ -147,7 +147,7 @@ def _is_terminal() -> bool:
 
 
 def _question(text: str, check: Callable[[str], object]) -> str:
-    """Ask until the answer can be meant."""
+    """Ask until the answer is valid."""
     from kvr_mpi.errors import KvrError
 
     def checked(answer: str) -> str:
@@ -162,7 +162,7 @@ def _question(text: str, check: Callable[[str], object]) -> str:
 
 
 def _write(job: Path, wanted: dict[str, str]) -> tuple[str, Any]:
-    """Write the job, and read it again: it says what was wanted, or there is none."""
+    """Write the job as text, and read it again to verify it."""
     import tomllib
 
     from kvr_mpi.errors import ConfigError

@@ -1,4 +1,4 @@
-"""``kvr inspect FILE [DOCUMENT]``: look into results."""
+"""``kvr inspect FILE [DOCUMENT]``: shows results."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
 
 
 def _told_whole(record: Record) -> str:
-    """All answers of a document, or what its continuations' scores are."""
+    """Return all answers of a document, or the scores of its continuations."""
     answers = [one["answer"] for one in record.sampled]
     if not answers:
         return record.shown

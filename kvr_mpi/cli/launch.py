@@ -1,4 +1,4 @@
-"""What the commands that run on all ranks have in common."""
+"""What commands that run on all ranks have in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def guarded(world: Transport, work: Callable[[], int]) -> int:
-    """Run this rank's part; if it fails alone, end all ranks with its exit code instead of leaving them waiting.
+    """Run a function on this rank; if only this rank fails, end all ranks with its exit code.
 
     What failed is said in the end, and what the exit code means; so is Ctrl-C, which is nobody's fault.
     """
@@ -47,7 +47,7 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
 
 
 def _show_stacks_when_asked() -> None:
-    """Write all threads' stacks to standard error on ``SIGUSR1``, for a rank that seems to stand still."""
+    """Write all threads' stacks to standard error on ``SIGUSR1``, to diagnose a hanging rank."""
     import contextlib
     import faulthandler
     import signal
@@ -69,7 +69,7 @@ def _message(error: Exception) -> str:
 
 
 def quiet_libraries() -> None:
-    """Keep transformers' progress bars and hints out of the log."""
+    """Disable transformers' progress bars and hints."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -77,7 +77,7 @@ def quiet_libraries() -> None:
 
 
 def share_model_job(world: Transport, job: Path | None, settings: Sequence[str]) -> JobSpec:
-    """Read what a command needs of a job (`load_model_job`) on one rank, so that all ranks have the same."""
+    """Read the parts of a job that a command needs (`load_model_job`) on one rank, for all ranks."""
     from kvr_mpi.cli.options import load_model_job
     from kvr_mpi.job import JobSpec
     from kvr_mpi.transport import on_root, share_json
@@ -95,7 +95,7 @@ def load_everywhere(
     kernels: str = "measured",
     say: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """Load a model on every rank, for commands that need nothing else of a job."""
+    """Load a model on every rank, for commands that run no job."""
     import torch
 
     from kvr_mpi.cli.environment import read_environment
@@ -118,7 +118,7 @@ def load_everywhere(
 
 
 def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log, *, every_pair: bool = True) -> Transport:
-    """Open what carries the tensors between all ranks, or only between neighbours, and say once what it is."""
+    """Open the transport for tensors between all ranks, or only between neighbours, and log what it is."""
     from typing import cast
 
     from kvr_mpi.transport.choose import Name, open_transport

@@ -1,4 +1,4 @@
-"""``kvr merge DIR``: the results of a run as one file that needs no other."""
+"""``kvr merge DIR``: merges the results of a run into one self-contained file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the types of their values."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ optional_job_argument = click.argument("job", required=False, type=click.Path(di
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a function a command whose help is shown by ``-h``, too."""
+    """Make a function a command with ``-h`` as a second help option."""
     return click.command(name, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 def load_model_job(job: Path | None, settings: Sequence[str]) -> JobSpec:
-    """Read what a command that processes no documents needs of a job: its model, ranks and transport.
+    """Read what a command without documents needs of a job: its model, ranks and transport.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def load_model_job(job: Path | None, settings: Sequence[str]) -> JobSpec:
 
 
 def grouped(*options: Callable[[Any], Any]) -> Callable[[F], F]:
-    """Make one decorator of several options, which the help lists in this order."""
+    """Combine several options into one decorator; the help lists them in this order."""
 
     def add(function: F) -> F:
         for option in reversed(options):
@@ -106,12 +106,12 @@ def check_fresh_or_resumed(*, overwrite: bool, resume: bool) -> None:
 
 
 def parse_names(text: str) -> list[str]:
-    """Read names separated by commas."""
+    """Parse names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """Read whole numbers separated by commas, such as ``1024,2k,1m``: k is 1024, m is 1024 k.
+    """Parse integers separated by commas, such as ``1024,2k,1m``: k is 1024, m is 1024 k.
 
     Parameters
     ----------

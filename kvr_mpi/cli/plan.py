@@ -1,4 +1,4 @@
-"""``kvr plan``: what a job would do, and why, or how long one prompt would take; no MPI, no weights."""
+"""``kvr plan``: forecasts a job or single prompts, without MPI and weights."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def read_and_plan(job: Path, settings: tuple[str, ...], ranks: int, hardware: st
 
 
 def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
-    """Say what is known of one document's run."""
+    """Return the plan of one document."""
     prompts = forecast.parts(place.tokens) if place.tokens else []
     ranks = place.ranks if prompts and place.ranks <= prompts[0] else 1
     return {
@@ -245,7 +245,7 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
 
 
 def _print_summary(made: PlannedJob) -> None:
-    """Print the makespan and what it is compared with: the bound, other ways, the job as written, other ranks."""
+    """Print the makespan and its alternatives: the bound, other plans, the job as written, other numbers of ranks."""
     from kvr_mpi.duration import duration_text
     from kvr_mpi.schedule.plan import describe, plan_documents
 

@@ -1,4 +1,4 @@
-"""``kvr prune RUN``: give back the room that stored keys and values take."""
+"""``kvr prune RUN``: frees the space of stored keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """Read ``500G``, ``1.5T`` or bytes.
+    """Parse ``500G``, ``1.5T`` or bytes.
 
     Raises
     ------

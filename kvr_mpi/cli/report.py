@@ -1,4 +1,4 @@
-"""``kvr report RUN``: one HTML page of a run."""
+"""``kvr report RUN``: writes an HTML page about a run."""
 
 from __future__ import annotations
 

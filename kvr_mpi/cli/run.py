@@ -1,4 +1,4 @@
-"""``kvr-run JOB.toml``: the main job, under mpirun, srun, or alone."""
+"""``kvr-run JOB.toml``: runs a job under mpirun, srun, or alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run(**given: Any) -> int:
 
 
 def _load(job: Path, settings: Sequence[str]) -> tuple[JobSpec, dict[str, str]]:
-    """Read a job file; a batch file is a job, too, but for the model."""
+    """Read a job file, or make a job of a batch file."""
     from kvr_mpi.job import load_job, make_job
 
     name = job.name.removesuffix(".gz")
@@ -129,7 +129,7 @@ def run_on(
     load: Callable[[], tuple[JobSpec, dict[str, str]]],
     shows_config: bool = False,
 ) -> int:
-    """Run a job on these ranks, which all call this; returns the exit code. The rest is as in `run_as_told`."""
+    """Run a job on these ranks, which all call this; return the exit code. Otherwise as `run_as_told`."""
     from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
     from kvr_mpi.job import JobSpec, show_job
     from kvr_mpi.preflight.checks import check_job
@@ -156,7 +156,7 @@ def run_on(
         return 0
 
     def goes_on() -> bool:
-        """Whether a requeued job runs the same command again; what it has not begun is not its own to continue."""
+        """Whether a requeued job runs again; it continues only the run that it has started itself."""
         owner = read_owner()
         return owner.restart > 0 and is_of_job(Path(spec.output.path), owner.job)
 

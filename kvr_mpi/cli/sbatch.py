@@ -1,4 +1,4 @@
-"""``kvr sbatch JOB.toml``: the shipped job script, filled in from the plan, printed, tried or submitted."""
+"""``kvr sbatch JOB.toml``: fills in the shipped job script from the plan, and prints or submits it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def sbatch(
 
 
 def scripts_folder() -> Path:
-    """Find the job scripts.
+    """Find the folder of the job scripts.
 
     Raises
     ------
@@ -153,7 +153,7 @@ def scripts_folder() -> Path:
 
 
 def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
-    """Tell the job from the options of sbatch, which are those that `kvr sbatch` does not have."""
+    """Separate the job from options of sbatch, which are all that `kvr sbatch` does not have."""
     context = click.get_current_context()
     own = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
     jobs, chosen = [], {}
@@ -174,7 +174,7 @@ def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
 
 
 def _read_array(array: str | None) -> tuple[int, str]:
-    """Read ``N%K``: the number of shares, 0 without an array, and ``%K`` or nothing."""
+    """Parse ``N%K``; return the number of shares (0 without an array), and ``%K`` or nothing."""
     if array is None:
         return 0, ""
     if not (found := re.fullmatch(r"([0-9]+)(%[1-9][0-9]*)?", array)) or int(found[1]) < 2:
@@ -185,14 +185,14 @@ def _read_array(array: str | None) -> tuple[int, str]:
 
 
 def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequence[str]) -> str:
-    """Fill in one of the shipped scripts; what is 0 or None is left as the script has it."""
+    """Fill in one of the shipped scripts; options that are 0 or None stay as they are."""
     folder = scripts_folder()
     options = {key: str(value) for key, value in wanted.items() if value or value == ""}
     return fill_in((folder / name).read_text(), options, arguments, folder)
 
 
 def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shares: int, nodes: Allocation) -> str:
-    """Forecast the job as it is written, or the longest of its shares, and leave a margin."""
+    """Return the forecast of the job, or of the longest of its shares, plus a margin, in minutes."""
     from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.report.style import bytes_text
@@ -237,7 +237,7 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
 
 
 def _submit_array(script: str, gather: str | None) -> int:
-    """Submit an array, and what puts its shares together when it is over."""
+    """Submit an array, and the job that merges its shares."""
     done = _call(script, ["--parsable"], captures=True)
     array = done.stdout.strip().partition(";")[0]
     if done.returncode or not array:
@@ -259,7 +259,7 @@ def _submit_array(script: str, gather: str | None) -> int:
 
 
 def _call(script: str, options: Sequence[str], *, captures: bool = False) -> subprocess.CompletedProcess[str]:
-    """Hand a script to sbatch; its complaints go to the user."""
+    """Pass a script to sbatch; its errors are shown to the user."""
     from kvr_mpi.errors import ConfigError
 
     try:

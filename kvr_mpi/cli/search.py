@@ -1,4 +1,4 @@
-"""``kvr search``: measure the best slices, or how much each KV head keeps, and write that to a file."""
+"""``kvr search``: measures the best slices, or how many tokens each KV head keeps, and writes a file."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def search(
 
 
 def _who(loaded: LoadedModel, chain: Transport) -> tuple[Key, Provenance]:
-    """Say what the table will be of."""
+    """Return the key and origin of the table."""
     from kvr_mpi.transport.mpi_query import library_version
     from kvr_mpi.tuning.identity import key_of, provenance_of
 
@@ -140,7 +140,7 @@ def _who(loaded: LoadedModel, chain: Transport) -> tuple[Key, Provenance]:
 
 
 def _target(output: Path, key: Key, overwrite: bool) -> Path:
-    """Find the file, and refuse to spend time on what could not be written in the end."""
+    """Return the file to write, after checking that it can be written."""
     from kvr_mpi.errors import OutputError
     from kvr_mpi.store.targets import check_file
     from kvr_mpi.tuning.table import check_place, file_name

@@ -1,4 +1,4 @@
-"""Files that come with the package and are no part of it: job scripts, and the demo's job and documents."""
+"""Files shipped with the package: job scripts, and the demo's job and documents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def find_shipped(folder: str, name: str) -> Path:
-    """Find a file: beside the package in a checkout, else where it was installed.
+    """Find a shipped file, next to the package in a checkout, otherwise where it was installed.
 
     Raises
     ------

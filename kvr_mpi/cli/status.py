@@ -1,4 +1,4 @@
-"""``kvr status DIR``: how far a run is."""
+"""``kvr status DIR``: the progress of a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def status(folders: tuple[Path, ...], as_json: bool, every_s: float | None) -> N
 
 
 def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
-    """Print how far runs are; say whether a job is at work on any."""
+    """Print the progress of runs; return whether a job is running on any of them."""
     from kvr_mpi.store.shares import find_runs
     from kvr_mpi.store.status import add_up, read_all
 
@@ -108,7 +108,7 @@ def _lines(found: Status) -> list[tuple[str, str]]:
 
 
 def _rank_lines(found: Status) -> list[tuple[str, str]]:
-    """Say what the ranks are at, those that are silent first; then tokens a second, and the time that is left."""
+    """Describe the ranks' states, silent ones first, then tokens per second and the time left."""
     if not found.ranks:
         return []
     from collections import Counter
@@ -154,7 +154,7 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
 
 
 def _state(found: Status) -> str:
-    """Say in plain words where the run stands, and what is to be done."""
+    """Describe the state of the run, and what to do."""
     failures = f", {found.failed} with an error record (--retry-failed tries them again)" if found.failed else ""
     if found.damaged or found.missing:
         return "files are damaged or missing; kvr-run --resume will process their documents again"

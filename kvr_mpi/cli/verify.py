@@ -1,4 +1,4 @@
-"""``kvr verify``: exactness against one process, on the user's own model."""
+"""``kvr verify``: compares all strategies with one process, on the user's own model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that commands write where they are asked to."""
+"""Errors of files that commands write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Turn what the system raises while a file is written into an `OutputError`.
+    """Convert system errors while a file is written to an `OutputError`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Why nothing here hangs: every wait has a limit.
+"""Waits with time limits, so that the doctor never hangs.
 
 Ranks wait for each other asleep (`wait_for`, `meet`), so that those who have nothing to do leave the cores to those who
 measure. Calls that no limit can be given to run in a thread (`within`). Over all of it stands ``supervise``.
@@ -27,11 +27,11 @@ SPIN_S = 0.02
 
 
 class SilentError(TransportError):
-    """A rank was not heard of in time; nothing sent to it can be relied on any more."""
+    """A rank did not respond in time; communication with it is no longer reliable."""
 
 
 def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep: bool = False) -> None:
-    """Wait until a transfer has ended, spinning (exact to the microsecond) or asleep.
+    """Wait for a transfer, spinning (exact to the microsecond) or sleeping.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep:
 
 
 def meet(transport: Transport, timeout_s: float) -> None:
-    """Return when all ranks are here; a barrier that sleeps and gives up.
+    """Wait for all ranks with a barrier that sleeps and times out.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def meet(transport: Transport, timeout_s: float) -> None:
 
 
 def gather_tried(transport: Transport, work: Callable[[], Any], timeout_s: float) -> list[dict[str, Any]]:
-    """Do something on every rank and give rank 0 each rank's ``{"value": ...}`` or ``{"error": ...}``."""
+    """Call a function on every rank, and gather ``{"value": ...}`` or ``{"error": ...}`` on rank 0."""
     try:
         tried = {"value": work()}
     except Exception as error:  # a check that breaks on one rank must not leave the others waiting
@@ -90,7 +90,7 @@ def gather_tried(transport: Transport, work: Callable[[], Any], timeout_s: float
 
 
 def within(timeout_s: float, work: Callable[[], T], what: str) -> T:
-    """Do something that may never return, such as touching a dead file system, and leave it behind if it does not.
+    """Call a function that may never return, such as access to a dead file system; abandon it after a time limit.
 
     Raises
     ------

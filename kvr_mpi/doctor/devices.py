@@ -1,4 +1,4 @@
-"""GPUs: which rank would take which, and settings that take CUDA's fast paths away."""
+"""Checks of GPUs: which rank would use which, and settings that disable fast paths of CUDA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FREE_SHARE = 0.9
 
 
 def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[Finding]:
-    """Check that every rank has a GPU of its own, or none has one."""
+    """Check that every rank has its own GPU, or that none has one."""
     check = "devices"
     broken = [one for one in facts if one.device.error]
     if broken:
@@ -46,7 +46,7 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
 
 
 def check_allocator(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Warn of the allocator setting that silently loses CUDA IPC."""
+    """Warn about an allocator setting that silently disables CUDA IPC."""
     users = [one.rank for one in facts if "expandable_segments:true" in one.device.allocator.lower().replace(" ", "")]
     if not users:
         return []
@@ -61,7 +61,7 @@ def check_allocator(facts: Sequence[RankFacts]) -> list[Finding]:
 
 
 def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Say what a rank's GPU cannot do, or not alone: each is known to take the fast way, or the job, away."""
+    """Warn about GPUs with missing features or other users."""
     on_gpu = [one for one in facts if one.device.index is not None]
     if not on_gpu:
         return []

@@ -1,4 +1,4 @@
-"""What one rank sees of its machine; gathered on rank 0, where the checks judge it."""
+"""Facts about each rank's machine, gathered and judged on rank 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The GPU a rank would take, and what decides it."""
+    """The GPU that a rank would use."""
 
     built: str = ""  # the CUDA that torch was built with; empty: none
     driver: bool = False  # the machine has an NVIDIA driver
@@ -45,7 +45,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One rank's place, device, MPI and software."""
+    """One rank's host, device, MPI and software."""
 
     rank: int
     host: str
@@ -60,7 +60,7 @@ RANK_FACTS: TypeAdapter[RankFacts] = TypeAdapter(RankFacts)
 
 
 def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool) -> RankFacts:
-    """Look at this process and its host.
+    """Collect the facts of this process and its host.
 
     Parameters
     ----------
@@ -81,12 +81,12 @@ def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool
 
 
 def unknown_rank(rank: int, error: str) -> RankFacts:
-    """Stand in for a rank that could not look at itself."""
+    """Return placeholder facts for a rank that failed to collect them."""
     return RankFacts(rank, "an unknown host", (), "", DeviceFacts(error=error), None, {})
 
 
 def look_at_device(gpu: int, environ: Mapping[str, str]) -> DeviceFacts:
-    """Look at a GPU."""
+    """Collect the facts of a GPU."""
 
     def look() -> DeviceFacts:
         import torch
@@ -120,7 +120,7 @@ def look_at_device(gpu: int, environ: Mapping[str, str]) -> DeviceFacts:
 
 
 def group_ranks(facts: Sequence[RankFacts], key: Callable[[RankFacts], str]) -> dict[str, list[RankFacts]]:
-    """Sort ranks by what they say, in the order of each group's first rank."""
+    """Group ranks by a property, in the order of each group's first rank."""
     groups: dict[str, list[RankFacts]] = {}
     for one in facts:
         groups.setdefault(key(one), []).append(one)
@@ -128,7 +128,7 @@ def group_ranks(facts: Sequence[RankFacts], key: Callable[[RankFacts], str]) -> 
 
 
 def group_hosts(facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
-    """Sort ranks by host."""
+    """Group ranks by host."""
     return group_ranks(facts, lambda one: one.host)
 
 

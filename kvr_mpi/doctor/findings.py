@@ -1,4 +1,4 @@
-"""What a check returns: what was checked, what was found, and what to do about it."""
+"""Findings of checks: what was checked, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "transfers", "links"})
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `measured` has the figures after it, units in the names."""
+    """One line of the report; `measured` has its figures, with units in the names."""
 
     check: str
     status: Status
@@ -26,22 +26,22 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Make a finding that asks for nothing."""
+    """Make a finding without problem."""
     return Finding(check, "ok", found)
 
 
 def warn(check: str, found: str, remedy: str) -> Finding:
-    """Make a finding that costs time or safety, but lets a job run."""
+    """Make a finding about something slow or unsafe that lets a job run."""
     return Finding(check, "warn", found, remedy)
 
 
 def fail(check: str, found: str, remedy: str) -> Finding:
-    """Make a finding that keeps a job from running, or from running rightly."""
+    """Make a finding that prevents a job from running correctly."""
     return Finding(check, "fail", found, remedy)
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 if nothing fails, 69 if the ranks cannot communicate, 78 for other failures."""
+    """Return 0 if nothing fails, 69 if the ranks cannot communicate, 78 for other failures."""
     failed = {finding.check for finding in findings if finding.status == "fail"}
     if not failed:
         return EXIT_OK
@@ -49,7 +49,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Make the report as values; `measured` is there only where something was."""
+    """Return the report as plain values; `measured` only where there are figures."""
     return {
         "ok": exit_code(findings) == EXIT_OK,
         "findings": [
@@ -61,7 +61,7 @@ def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def to_lines(findings: Sequence[Finding]) -> list[str]:
-    """Make the report as lines: one for each finding, and below it the remedy."""
+    """Return the report as lines: each finding, followed by its remedy."""
     width = max((len(one.check) for one in findings), default=0)
     lines = []
     for one in findings:
@@ -74,12 +74,12 @@ def to_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Text in one line: environments and libraries say what they like."""
+    """Put text from the environment or libraries into one line."""
     return printable(" ".join(text.split()))
 
 
 def number_ranges(numbers: Sequence[int]) -> str:
-    """Write sorted numbers shortly: ``0-3, 8``."""
+    """Format sorted numbers as ranges: ``0-3, 8``."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][1] + 1:
@@ -95,6 +95,6 @@ def ranks_text(numbers: Sequence[int]) -> str:
 
 
 def some(names: Sequence[str], most: int = 4) -> str:
-    """Name the first few: ``a, b and 7 more``."""
+    """List the first few: ``a, b and 7 more``."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

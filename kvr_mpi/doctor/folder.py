@@ -1,4 +1,4 @@
-"""HDF5 and the output folder: whether it can be written safely, has room, and is one folder on all hosts."""
+"""Checks of HDF5 and the output folder: safe writing, free space, and whether all hosts see the same folder."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ VALUES = 1 << 18
 
 
 def check_hdf5() -> list[Finding]:
-    """Name h5py and HDF5; either build will do, since every rank writes files of its own."""
+    """Report the versions of h5py and HDF5."""
     return [ok("hdf5", hdf5_build())]
 
 
 def existing_folder(path: Path) -> Path:
-    """Return the folder, or the nearest above it that exists: a run makes the rest."""
+    """Return the folder, or its nearest existing parent."""
     path = path.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -44,7 +44,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def check_folder(path: Path) -> list[Finding]:
-    """Check locking, writing and room; call where a hanging file system cannot hold anybody up."""
+    """Check locks, writing and space; a hanging file system blocks this call."""
     folder = existing_folder(path)
     text = str(folder) if folder == path.absolute() else f"{folder} ({path} does not exist yet)"
     stem = f".kvr-doctor-{uuid.uuid4().hex}"
@@ -65,7 +65,7 @@ def check_folder(path: Path) -> list[Finding]:
 
 
 def write_and_read(folder: Path, stem: str) -> bool:
-    """Write an HDF5 file under its final name and say whether it reads back unchanged; leaves nothing.
+    """Write an HDF5 file as a job does, read it back, and remove it.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def write_and_read(folder: Path, stem: str) -> bool:
 
 
 def check_locking(folder: Path) -> Finding:
-    """Try the kind of lock that HDF5 takes."""
+    """Check the kind of lock that HDF5 uses."""
     path = folder / f".kvr-doctor-{uuid.uuid4().hex}.lock"
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -107,7 +107,7 @@ def check_locking(folder: Path) -> Finding:
 
 
 def check_space(folder: Path) -> Finding:
-    """Look at the room that is left."""
+    """Check the free space."""
     free = shutil.disk_usage(folder).free
     text = f"{free / 2**30:.1f} GiB free (quotas are not checked)"
     if free < FEW_BYTES:
@@ -139,7 +139,7 @@ def check_shared(transport: Transport, path: Path, facts: Sequence[RankFacts]) -
 
 
 def read_token(path: Path, name: str) -> str:
-    """Read a file in this folder that another host has just written."""
+    """Read a file that another host has just written."""
     ends = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         try:
@@ -151,7 +151,7 @@ def read_token(path: Path, name: str) -> str:
 
 
 def judge_tokens(path: Path, token: str, tried: Sequence[dict[str, Any]], facts: Sequence[RankFacts]) -> list[Finding]:
-    """Name the ranks that did not read what rank 0 wrote."""
+    """Report the ranks that did not read rank 0's token."""
     missing = [
         f"rank {one.rank} on {one.host}" for one, got in zip(facts, tried, strict=True) if got.get("value") != token
     ]

@@ -1,4 +1,4 @@
-"""From a launcher's process to findings: examine in a process of its own, and report every way in which that ends."""
+"""Runs the examination in a child process, and reports every way in which it can end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRIAL_TIMEOUT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for, and how long ranks wait.
+    """Options of the doctor, and time limits.
 
     effort : how much is sent to measure links and sums.
     timeout_s : within which a message arrives.
@@ -55,7 +55,7 @@ def diagnose(
     pause_s: float = PAUSE_S,
     program: Sequence[str] = tuple(python_module("kvr_mpi.doctor.steps")),
 ) -> int:
-    """Examine this machine, show the findings on the first rank, and return the exit code.
+    """Examine this machine, print the findings on the first rank, and return the exit code.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def _report(rank: int, outcome: Outcome, show: Callable[[Sequence[Finding]], Non
 
 
 def _not_joined(outcome: Outcome, environ: Mapping[str, str]) -> Finding:
-    """Describe an MPI that did not survive joining it."""
+    """Describe a crash or hang during MPI_Init."""
     code, output, _ = run_limited(python_module("kvr_mpi.transport.mpi_query"), environ, LIBRARY_TIMEOUT_S)
     library = output.strip() if code == 0 else ""
     found = f"joining {library or 'MPI'} {outcome.problem}: the launcher does not match it"

@@ -1,4 +1,4 @@
-"""The chain's links, the groups' sums, and the hosts' clocks, measured through a job's transport, and judged."""
+"""Checks of the chain's links, the groups' sums, and the hosts' clocks, measured through a job's transport."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOST_REMEDY = "check the cores that its ranks are bound to, their network card, 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One link or group: `row` has its figures, or its ``error``; `crosses`: it goes over several hosts."""
+    """A measured link or group: `row` has its figures or ``error``; `crosses` is True between hosts."""
 
     name: str
     crosses: bool
@@ -60,7 +60,7 @@ class Measured:
 def measure_chain(
     transport: Transport, device: torch.device, effort: Effort, timeout_s: float
 ) -> dict[str, Any] | None:
-    """Measure this rank's two links; every rank calls it.
+    """Measure this rank's two links; every rank calls this.
 
     Returns
     -------
@@ -86,7 +86,7 @@ def measure_chain(
 def measure_sums(
     world: Transport, tensor_parallel: int, device: torch.device, effort: Effort, timeout_s: float
 ) -> dict[str, Any]:
-    """Sum over this rank's group; every rank calls this.
+    """Measure sums over this rank's group; every rank calls this.
 
     Returns
     -------
@@ -105,7 +105,7 @@ def measure_sums(
 
 
 def _sums(group: Transport, device: torch.device, effort: Effort) -> dict[str, Any]:
-    """Time sums, and compare them with what they are to be."""
+    """Time sums, and compare them with the expected values."""
 
     def timed(mine: torch.Tensor) -> tuple[float, bool]:
         total = mine.clone()
@@ -131,12 +131,12 @@ def _row(latency_s: float, bytes_per_s: float, intact: bool) -> dict[str, Any]:
 
 
 def _of_rank(count: int, rank: int) -> torch.Tensor:
-    """Make numbers (count,) in which a lost or doubled piece, or another rank's, shows in the sum."""
+    """Generate numbers (count,) for which wrong sums are detectable."""
     return (torch.arange(count, dtype=torch.int64) * (1 + rank)).remainder(MODULUS).float()
 
 
 def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], memory: str) -> list[Finding]:
-    """Judge the links.
+    """Judge the measured links.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], memory
 
 
 def check_layout(ranks: int, tensor_parallel: int) -> list[Finding]:
-    """Refuse a number of ranks that groups do not divide."""
+    """Refuse a number of ranks that the groups do not divide."""
     if ranks % tensor_parallel == 0:
         return []
     text = f"{counted(ranks, 'rank')} cannot be divided into tensor-parallel groups of {tensor_parallel}"
@@ -183,7 +183,7 @@ def check_layout(ranks: int, tensor_parallel: int) -> list[Finding]:
 
 
 def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: int) -> list[Finding]:
-    """Judge what every rank measured (`measure_sums`), or why it could not; `hosts` of each rank."""
+    """Judge the sums measured by every rank (`measure_sums`); `hosts` of each rank."""
     groups = [_group(tried, hosts, first, size) for first in range(0, len(tried), size)]
 
     def describe(good: Sequence[Measured]) -> str:
@@ -207,7 +207,7 @@ def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: i
 
 
 def _group(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int, size: int) -> Measured:
-    """Put together what the ranks of a group found: its slowest rank counts."""
+    """Combine the measurements of a group's ranks; the slowest counts."""
     members, number = tried[first : first + size], place_in_group(first, size)[0]
     ranks, places = list(range(first, first + size)), list(dict.fromkeys(hosts[first : first + size]))
     name = f"group {number} (ranks {number_ranges(ranks)} on {some(places)})"
@@ -225,7 +225,7 @@ def _group(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int,
 
 
 def _judge(check: str, measured: Sequence[Measured], describe: Callable[[Sequence[Measured]], str]) -> list[Finding]:
-    """Describe those that can be used, and name those that cannot, or are far slower than others of their kind."""
+    """Describe usable links or groups, and list those that fail or are much slower than others."""
     good = [one for one in measured if not one.row.get("error")]
     findings = [Finding(check, "ok", describe(good), measured=[one.row for one in good])] if good else []
     findings += [fail(check, f"{one.name}: {one.problem}", NETWORK_REMEDY) for one in measured if one.problem]
@@ -250,12 +250,12 @@ MAX_SKEW_S = 1.0
 
 
 def first_on_each_host(facts: Sequence[RankFacts]) -> list[int]:
-    """Return one rank of every host but rank 0's."""
+    """Return the first rank of every host except rank 0's."""
     return [ranks[0].rank for ranks in list(group_hosts(facts).values())[1:]]
 
 
 def measure_clocks(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
-    """Estimate, on rank 0, how far each rank's clock is ahead, in seconds; every rank calls it.
+    """Estimate every rank's clock offset in seconds, on rank 0; every rank calls this.
 
     Raises
     ------
@@ -272,7 +272,7 @@ def measure_clocks(transport: Transport, ranks: Sequence[int]) -> dict[int, floa
 
 
 def check_clocks(skews_s: Mapping[int, float], facts: Sequence[RankFacts]) -> list[Finding]:
-    """Judge the skews."""
+    """Judge the clock offsets."""
     if not skews_s:
         return [ok("clocks", "one host, one clock")]
     rank = max(skews_s, key=lambda rank: abs(skews_s[rank]))

@@ -1,4 +1,4 @@
-"""Processes that may crash or hang: each is given a time, and left behind if even killing it does not end it.
+"""Child processes that may crash or hang, with time limits even for killing them.
 
 An MPI may end the process that joins it (MPICH does under Open MPI's mpirun), and a driver may never return. So the
 examination runs in a process of its own, which joins MPI in its parent's stead, as a program started by a wrapper
@@ -32,7 +32,7 @@ KILL_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What a process wrote, and how it ended.
+    """The output of a process, and how it ended.
 
     findings : those that it wrote.
     step : the last one that it began.
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class Tell:
-    """The process's end: writes which step begins, what was found, and that it is done.
+    """The child's side: reports steps, findings and the end.
 
     Takes over standard output; what libraries print there goes to standard error.
     """
@@ -59,17 +59,17 @@ class Tell:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def step(self, check: str, timeout_s: float) -> None:
-        """Write that a step begins, and within which time it ends."""
+        """Report the start of a step, and its time limit."""
         # Also without a parent, and from within a call that never returns.
         faulthandler.dump_traceback_later(timeout_s + LEAVE_TIMEOUT_S, exit=True)
         self._write({"step": check, "timeout_s": timeout_s})
 
     def findings(self, findings: Sequence[Finding]) -> None:
-        """Write what was found."""
+        """Report findings."""
         self._write({"findings": [asdict(finding) for finding in findings]})
 
     def end(self, lost: bool) -> None:
-        """Write that this was all; if ranks were lost, return when the parent has reported it."""
+        """Report the end; if ranks were lost, wait for the parent."""
         faulthandler.cancel_dump_traceback_later()
         self._write({"step": END, "timeout_s": LEAVE_TIMEOUT_S, "lost": lost})
         if lost:
@@ -79,14 +79,14 @@ class Tell:
         self._lines.write(json.dumps(message) + "\n")
 
     def _listen(self) -> None:
-        """Wait for the parent's word, and end with it."""
+        """End when the parent says so."""
         if not os.read(0, 1):
             os._exit(1)
         self._released.set()
 
 
 class Child:
-    """The parent's end of a process with a `Tell`; it inherits the launcher's open files, which MPI may need."""
+    """The parent's side of a process with a `Tell`; it inherits the launcher's open files, which MPI may need."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -106,7 +106,7 @@ class Child:
         self._lines.put(b"")
 
     def outcome(self, limit_s: float = START_TIMEOUT_S) -> Outcome:
-        """Collect what it writes until it ends, has lost ranks, or takes longer than its step may."""
+        """Collect output until the process ends, loses ranks, or exceeds the time limit of a step."""
         outcome = Outcome()
         while not outcome.lost:
             try:
@@ -126,13 +126,13 @@ class Child:
         return outcome
 
     def release(self) -> None:
-        """Let it end all ranks."""
+        """Allow the process to end all ranks."""
         self._input.write(b".")
         self._input.flush()
         self.end(LEAVE_TIMEOUT_S)
 
     def end(self, limit_s: float) -> int | None:
-        """Wait for its end, and kill it if that takes too long; returns its exit code, None if it does not die."""
+        """Wait for the process, and kill it after a time limit; return its exit code, or None if it does not die."""
         code = _wait(self._process, limit_s)
         if code is None:
             self._process.kill()
@@ -142,7 +142,7 @@ class Child:
 
 
 def run_limited(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[int | None, str, str]:
-    """Run a command and all that it starts.
+    """Run a command and its children with a time limit.
 
     Returns
     -------
@@ -184,5 +184,5 @@ def _how(code: int | None) -> str:
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """Make the command that runs a module in a process of its own."""
+    """Return the command that runs a module in its own process."""
     return [sys.executable, "-m", module, *arguments]

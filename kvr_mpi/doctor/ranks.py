@@ -1,4 +1,4 @@
-"""Launcher and MPI, where the ranks sit (hosts, cores, threads), what SLURM says of them, and their software."""
+"""Checks of launcher and MPI, of hosts, cores and threads, of SLURM's variables, and of software versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DISTRIBUTION = "kvr-mpi"
 
 
 def check_launcher(facts: Sequence[RankFacts], launched: tuple[str, int] | None) -> list[Finding]:
-    """Check that one MPI, the launcher's, connects all ranks, and lets threads call it."""
+    """Check that the launcher's MPI connects all ranks, and supports threads."""
     mpi, size = facts[0].mpi, len(facts)
     started = launched[0] if launched else "nobody (alone)"
     if mpi is None:
@@ -64,7 +64,7 @@ def check_launcher(facts: Sequence[RankFacts], launched: tuple[str, int] | None)
 
 
 def check_hosts(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Say how many ranks and cores there are on each host."""
+    """Report the ranks and cores of each host."""
     hosts = [
         f"{len(ranks)} on {host} ({_cores_text([len(one.cores) for one in ranks])} per rank)"
         for host, ranks in group_hosts(facts).items()
@@ -73,7 +73,7 @@ def check_hosts(facts: Sequence[RankFacts]) -> list[Finding]:
 
 
 def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Warn of ranks that may run on each other's cores."""
+    """Warn about ranks that may share cores."""
     sharing = []
     for host, ranks in group_hosts(facts).items():
         owners: dict[int, list[int]] = {}
@@ -90,7 +90,7 @@ def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
 
 
 def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Warn of more threads than cores, on a rank or on a host."""
+    """Warn about more threads than cores, on a rank or a host."""
     check, findings = "threads", []
     remedy = (
         "set OMP_NUM_THREADS to the cores per rank on a host, or leave it unset: kvr-run then gives each rank its share"
@@ -116,7 +116,7 @@ def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
 
 
 def check_slurm(environ: Mapping[str, str], size: int | None, hosts: int | None, now_s: float) -> list[Finding]:
-    """Check the job's tasks, nodes, end and restarts; nothing outside SLURM."""
+    """Check the job's tasks, nodes, end and restarts; without SLURM there are no findings."""
     if "SLURM_JOB_ID" not in environ:
         return [ok("slurm", "not in a SLURM job")]
     findings = [
@@ -136,13 +136,13 @@ def check_slurm(environ: Mapping[str, str], size: int | None, hosts: int | None,
 
 
 def required_ranges() -> dict[str, str]:
-    """Read what the package's metadata asks for: library to version range."""
+    """Read the required versions from the package's metadata."""
     wanted = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
     return {one.name: str(one.specifier) for one in wanted if one.marker is None}
 
 
 def check_versions(facts: Sequence[RankFacts], ranges: dict[str, str]) -> list[Finding]:
-    """Name the versions; warn of those outside `ranges`, and of ranks that differ."""
+    """Report versions; warn about unsupported ones, and about differences between ranks."""
     findings, versions = [], facts[0].versions
     for name, version in versions.items():
         if name not in ranges or Requirement(name + ranges[name]).specifier.contains(version, prereleases=True):

@@ -1,4 +1,4 @@
-"""The examination, one step after the other: what each needs gathered, and who judges it.
+"""The steps of the examination: what each one gathers, and who judges it.
 
 A step that fails or breaks never prevents the next. ``python -m kvr_mpi.doctor.steps REQUEST LAUNCH`` runs them all.
 """
@@ -34,7 +34,7 @@ JOIN_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a step works on; `facts` of all ranks are known on rank 0 only."""
+    """The state of the examination; the facts of all ranks are known on rank 0 only."""
 
     transport: Transport
     request: Request
@@ -45,7 +45,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: a subject, what to do, whether all ranks take part, and its own time beyond their coming together."""
+    """One step: its subject, function, whether all ranks take part, and its time limit."""
 
     check: str
     work: Callable[[Scene], list[Finding]]
@@ -80,7 +80,7 @@ def _cuda_awareness(scene: Scene) -> list[Finding]:
 
 
 def _measured(scene: Scene, measure: Callable[[torch.device], object]) -> tuple[list[str], str, list[dict[str, Any]]]:
-    """Measure something on every rank; returns the hosts and the kind of memory, and on rank 0 what each rank found."""
+    """Measure something on every rank; return hosts and kind of memory, and on rank 0 every rank's result."""
     meet(scene.transport, scene.request.patience_s)
     shared = share_json(scene.transport, [(one.host, one.device.index) for one in scene.facts])
     index = shared[scene.transport.rank][1]
@@ -141,7 +141,7 @@ def _slurm(scene: Scene) -> list[Finding]:
 
 
 def still_here(scene: Scene) -> list[Finding]:
-    """See that nobody was lost meanwhile: MPI, left by all but one, waits for that one for ever."""
+    """Check that no rank was lost, since MPI_Finalize would wait for it forever."""
     meet(scene.transport, scene.request.patience_s)
     return []
 
@@ -170,7 +170,7 @@ STEPS = (
 def examine(
     transport: Transport, request: Request, environ: Mapping[str, str], tell: Tell, launch: Finding | None = None
 ) -> bool:
-    """Run all steps on this rank; rank 0 tells the findings.
+    """Run all steps on this rank; rank 0 reports the findings.
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ def _broken(check: str, error: Exception) -> Finding:
 
 
 def main(request: Request, launch: Finding | None, environ: Mapping[str, str]) -> None:
-    """Join the other ranks and examine; alone, if something keeps the ranks apart."""
+    """Connect the ranks and examine them; alone if they cannot be connected."""
     tell = Tell()
     tell.step("launcher", JOIN_TIMEOUT_S)
     world: Transport = LocalTransport()

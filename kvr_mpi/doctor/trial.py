@@ -1,4 +1,4 @@
-"""CUDA-awareness: what MPI claims, and a disposable step that tries it, because a yes may crash.
+"""CUDA-aware MPI: what MPI claims, and a trial in a separate process, since it may crash.
 
 ``python -m kvr_mpi.doctor.trial host|cuda TIMEOUT_S`` is that step, on each of two ranks.
 """
@@ -34,7 +34,7 @@ USER_VARIABLES = ("PRTE_ALLOW_", "PRTE_MCA_rmaps_", "PMIX_MCA_gds")
 
 
 def check_cuda_awareness(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Say what MPI claims."""
+    """Report what MPI claims."""
     mpi, gpus = facts[0].mpi, any(one.device.count for one in facts)
     if mpi is None:
         return [ok("cuda-aware", "no MPI")]
@@ -44,13 +44,13 @@ def check_cuda_awareness(facts: Sequence[RankFacts]) -> list[Finding]:
 
 
 def is_to_be_tried(facts: Sequence[RankFacts]) -> bool:
-    """Whether MPI claims to take GPU buffers, and there are some."""
+    """Whether MPI claims to accept GPU buffers, and there are GPUs."""
     mpi = facts[0].mpi
     return mpi is not None and bool(mpi.cuda) and facts[0].device.count > 0
 
 
 def find_launcher(libraries: Sequence[str], search_path: str) -> list[str] | None:
-    """Find how to start two ranks: the mpirun installed with the loaded libmpi, or any, or srun."""
+    """Find the command that starts two ranks: the mpirun of the loaded libmpi, any other mpirun, or srun."""
     folders = [parent / "bin" for path in libraries for parent in list(Path(path).parents)[1:3]]
     places = os.pathsep.join([*map(str, folders), str(Path(sys.executable).parent), search_path])
     for name in ("mpirun", "mpiexec"):
@@ -61,7 +61,7 @@ def find_launcher(libraries: Sequence[str], search_path: str) -> list[str] | Non
 
 
 def trial_environment(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
-    """Leave out what ties this process to its own MPI job."""
+    """Remove the variables that tie this process to its MPI job."""
     dropped = tuple(prefix for prefix in JOB_VARIABLES if prefix != "SLURM_" or Path(launcher).name != "srun")
     kept = {
         name: value
@@ -73,7 +73,7 @@ def trial_environment(environ: Mapping[str, str], launcher: str) -> dict[str, st
 
 
 def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind, timeout_s: float) -> Finding:
-    """Run the disposable step and judge how it ends: well, crashed, hung, with wrong data, or not started at all."""
+    """Run the trial, and report how it ends: success, crash, hang, wrong data, or failure to start."""
     code, output, errors = run_limited(command, environ, timeout_s)
     rows, words = _rows(output), " ".join(errors.split())[-400:]
     ready, sums = [row for row in rows if "ready" in row], [row for row in rows if "sent" in row]
@@ -102,7 +102,7 @@ def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind
 
 
 def _wrong(sums: Sequence[dict[str, Any]]) -> int | None:
-    """Return the size of the first message that arrived changed."""
+    """Return the size of the first corrupted message; None if all are correct."""
     sent = {(row["rank"], row["bytes"]): row["sent"] for row in sums}
     for row in sums:
         if sent.get((1 - row["rank"], row["bytes"]), row["received"]) != row["received"]:
@@ -111,7 +111,7 @@ def _wrong(sums: Sequence[dict[str, Any]]) -> int | None:
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
-    """Pick the flat JSON objects out of what ranks, whose lines may run together, and launchers print."""
+    """Extract flat JSON objects from mixed output of ranks and launchers."""
     rows = []
     for found in re.findall(r"\{[^{}]*\}", text):
         try:
@@ -122,7 +122,7 @@ def _rows(text: str) -> list[dict[str, Any]]:
 
 
 def swap_buffers(kind: str, timeout_s: float) -> None:
-    """Be one of two ranks that swap buffers; prints JSON lines: that it is ready, then the checksums of each message.
+    """Run as one of two ranks that exchange buffers; prints JSON lines with checksums.
 
     MPI is handed the buffers' own memory. Whatever it does then, crash or hang, happens here and nowhere else.
     """

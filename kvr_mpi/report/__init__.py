@@ -1,1 +1,1 @@
-"""What the user sees while a job runs and when it has ended."""
+"""What the user sees of a job: log lines, progress, tables and the HTML report."""

@@ -1,4 +1,4 @@
-"""The drawings of a run's page, each with a title that says what it shows; or, where there is nothing, why not."""
+"""The charts of the report, each with a title that states its result, or the reason why it is empty."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_GROUPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A drawing, or the reason why there is none.
+    """A chart, or the reason why there is none.
 
     title : what it shows, as a sentence.
     note : how to read it.
@@ -57,7 +57,7 @@ NO_TRACE = "no trace; set output.trace = true in the job to record one"
 
 
 def draw_timeline(timeline: Timeline) -> Chart:
-    """Draw a prompt's way over its chain, a lane a rank, in the order of the slices (KV-Runahead, Fig. 3)."""
+    """Draw a prompt's timeline over its chain, one lane per rank, in the order of slices (KV-Runahead, Fig. 3)."""
     prompt, lanes = timeline.prompt, timeline.lanes
     end = max(span.ended_s for lane in lanes for span in lane.spans) - timeline.began_s
     drawing = Drawing(WIDTH, TOP + LANE * len(lanes) + BOTTOM, f"timeline of {prompt.document}")
@@ -122,7 +122,7 @@ def draw_timelines(run: TracedRun | None) -> list[Chart]:
 
 
 def draw_waits(run: TracedRun | None) -> Chart:
-    """Draw how long each rank waited in each layer, over all prompts."""
+    """Draw the waiting time of each rank in each layer, summed over prompts."""
     name = "waits"
     if run is None:
         return _missing(name, f"Waits by rank and layer: {NO_TRACE}.")
@@ -172,7 +172,7 @@ def draw_waits(run: TracedRun | None) -> Chart:
 
 
 def draw_forecast(run: TracedRun | None) -> Chart:
-    """Draw what the ranks' rates predict of each prompt against what it took."""
+    """Draw predicted against measured time of each prompt."""
     name = "forecast"
     if run is None:
         return _missing(name, f"Predicted against measured time: {NO_TRACE}.")
@@ -203,7 +203,7 @@ def draw_forecast(run: TracedRun | None) -> Chart:
 
 
 def draw_slices(records: Sequence[Record]) -> Chart:
-    """Draw which share of a prompt each rank took, over its length (KV-Runahead, Fig. 10)."""
+    """Draw each rank's share of a prompt over the prompt's length (KV-Runahead, Fig. 10)."""
     name = "slices"
     sliced = [one for one in records if len(one.slices) > 2 and one.slices[-1] > 0 and one.strategy == "kvr"]
     if not sliced:
@@ -266,13 +266,13 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
 
 
 def _is_comparable(record: Record) -> bool:
-    """Whether a record shows how long a prompt of its length takes: it is one prompt, and most of it was computed."""
+    """Whether a record shows the prefill time of its length: one prompt, most of it computed."""
     computed = record.computed_tokens >= LEAST_COMPUTED * record.prompt_tokens
     return record.ttft_s > 0 and record.prompt_tokens > 0 and record.parts == 1 and computed
 
 
 def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> Chart:
-    """Draw time to the first token over ranks, for prompts of like length, with the lower bound (Fig. 8)."""
+    """Draw time to the first token over ranks for prompts of similar length, with the lower bound (Fig. 8)."""
     name = "speedup"
     groups: dict[int, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for one in records:
@@ -321,7 +321,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
 
 
 def draw_progress(records: Sequence[Record]) -> Chart:
-    """Draw how many documents were done, over time."""
+    """Draw the number of finished documents over time."""
     name = "documents"
     ends = sorted(_unix(one) for one in records if one.finished_at)
     if len(ends) < 2:

@@ -1,4 +1,4 @@
-"""Whole lines, each with its time, and on ranks other than 0 with rank and host.
+"""Log lines with time stamps, and on ranks other than 0 with rank and host.
 
 A line says itself how much it matters: what begins with one of `LOUD` is always shown, a `Detail` only if asked for.
 """
@@ -18,13 +18,13 @@ DOCUMENT_FAILED = ": error: "
 
 
 class Detail(str):
-    """A line that only ``--verbose`` shows: what a developer, or a report of a bug, needs."""
+    """A line that only ``--verbose`` shows, for developers and bug reports."""
 
     __slots__ = ()
 
 
 class Log:
-    """Lines on standard error.
+    """A log on standard error.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Log:
         return time.monotonic() - self._began_s
 
     def line(self, text: str) -> None:
-        """Write one line, at once and in one piece, unless it matters less than what is to be shown."""
+        """Write a line atomically, if the log level includes it."""
         if not self._shows(text):
             return
         who = f" rank {self._rank} {socket.gethostname()}" if self._rank else ""

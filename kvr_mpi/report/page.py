@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: drawings, and the answers to browse and search.
+"""The report: one self-contained HTML page with charts, and answers to browse and search.
 
 No network: a content policy in the page forbids all of it, and every script and style but its own two. Documents and
 answers are strangers' text: in drawings they are escaped, and the table's are packed (JSON, gzip, base64), so that no
@@ -52,7 +52,7 @@ SHADES = 8
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a page says of its run beside the documents.
+    """General facts about the run.
 
     left : documents neither done nor failed; None: not known.
     cost : in a line; empty: not known.
@@ -68,7 +68,7 @@ class RunFacts:
 
 
 def page_of(path: Path) -> tuple[bytes, list[str]]:
-    """Make the page of a run's folder, or of a result file.
+    """Make the report of a run's folder or a result file.
 
     Returns
     -------
@@ -111,7 +111,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
 
 
 def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> bytes:
-    """Make the page.
+    """Make the report.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
 
 
 def pack_answers(records: Sequence[Record], room_bytes: int) -> tuple[str, str]:
-    """Pack the documents' table into so many bytes of base64, and say what had to be cut for that.
+    """Compress the documents' table into so many bytes of base64; also describe what was cut.
 
     If answers of no length leave room enough for all documents, there are only the first of them.
     """
@@ -292,7 +292,7 @@ def _failures(records: Sequence[Record]) -> str:
 
 
 def _warnings(run: TracedRun | None) -> list[str]:
-    """Say what in a trace is not to be trusted."""
+    """Describe problems of the traces."""
     if run is None:
         return []
     lines = []
@@ -316,7 +316,7 @@ def _warnings(run: TracedRun | None) -> list[str]:
 
 
 def _palette() -> str:
-    """Colours as variables, by day and by night, and the classes of drawings that use them."""
+    """Return the colours as CSS variables, for light and dark mode, and the classes of charts."""
     days = []
     for dark in (False, True):
         shades = {f"r{number}": colour for number, colour in enumerate(ramp(SHADES, dark))}

@@ -1,4 +1,4 @@
-"""Progress of a job's documents: a bar on a terminal, whole lines in a log."""
+"""Progress of a job's documents: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNKNOWN = "left unknown"
 
 
 class Progress:
-    """Tell what is done, what is left, and for how long.
+    """Reports finished documents, remaining ones and the time left.
 
     The time left is by work, in characters of text or any other unit, so that long documents count for more than
     short ones. A prompt that is prefilled and waits for its answer counts as half done.
@@ -85,7 +85,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -95,7 +95,7 @@ class Progress:
         return self._clock() - self._began
 
     def document(self, record: Record, done: int, work: int, prefilled: int = 0, tokens: int = 0) -> None:
-        """Tell of a document.
+        """Report a document.
 
         Parameters
         ----------
@@ -120,7 +120,7 @@ class Progress:
         self._worked = work
 
     def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0) -> None:
-        """Tell of a prompt that waits for its answer: many are answered together, so it may be long until then.
+        """Report a prefilled prompt; its answer may take long, since many are decoded together.
 
         Parameters
         ----------
@@ -148,7 +148,7 @@ class Progress:
         return UNKNOWN if left_s is None else f"left {duration_text(left_s)}"
 
     def _left_s(self, done: int, work: int, prefilled: int) -> float | None:
-        """Forecast the seconds that are left; None if that would be a guess."""
+        """Estimate the remaining seconds; None if that would be a guess."""
         if done >= self._documents:
             return 0.0
         half_done = work + max(work, prefilled)
@@ -157,7 +157,7 @@ class Progress:
         return round(self.elapsed_s * (2 * self._work - half_done) / half_done, 3)
 
     def _pace(self) -> str:
-        """Say how fast the whole job is, and how much of the wall time is left."""
+        """Describe throughput and remaining wall time."""
         seconds = self.elapsed_s
         pace = f"{self._tokens / seconds:.0f} tokens/s" if seconds > 0 and self._tokens else ""
         if self._deadline_s is None:
@@ -172,7 +172,10 @@ class Progress:
 
 
 def _times_of(record: Record) -> str:
-    """Say how long a document took; parts of a split one are decoded side by side, so their times add up to nothing."""
+    """Describe how long a document took.
+
+    Parts of a split document are decoded in parallel, so their times are not summed.
+    """
     if record.parts > 1:
         return f"{record.parts} prompts: prefill {record.ttft_s:.2f} s, {record.new_tokens} tokens generated"
     return f"first token {record.ttft_s:.2f} s, {record.new_tokens} tokens generated in {record.decode_s:.2f} s"

@@ -1,4 +1,4 @@
-"""How everything that is drawn looks, on pages and in plots: colours, and numbers as people say them.
+"""Colours and number formats of pages and plots.
 
 The colours are those of Okabe and Ito, which colour-blind readers tell apart: one for what is ours, one for waiting;
 rivals and bounds are grey. Text is never told apart by colour alone.
@@ -29,7 +29,7 @@ KILO = 1024
 
 
 def tokens_text(tokens: float) -> str:
-    """Say a length as people do: 512, 4k, 128k, 1M; k is 1024, as in the commands' options."""
+    """Format a length: 512, 4k, 128k, 1M; k is 1024, as in the commands' options."""
     for unit, name in ((KILO**2, "M"), (KILO, "k")):
         if tokens >= unit:
             return f"{tokens / unit:.1f}".removesuffix(".0") + name
@@ -37,7 +37,7 @@ def tokens_text(tokens: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Say a size: 12 KiB, 3.4 MiB, 1.5 GiB, 3.1 TiB."""
+    """Format a size: 12 KiB, 3.4 MiB, 1.5 GiB, 3.1 TiB."""
     for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size >= KILO**power:
             value = size / KILO**power
@@ -46,20 +46,20 @@ def bytes_text(size: float) -> str:
 
 
 def percent_text(share: float) -> str:
-    """Say a share: 0.4 %, 3 %, 62 %."""
+    """Format a share: 0.4 %, 3 %, 62 %."""
     percent = 100 * share
     return f"{percent:.1f} %" if 0 < abs(percent) < 1 else f"{percent:.0f} %"
 
 
 def plain_number(value: float) -> str:
-    """Write a number without an exponent: 0.5, 10, 20, 4,000."""
+    """Format a number without exponent: 0.5, 10, 20, 4,000."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Round numbers between two others, both included if they are round: 0, 10, 20."""
+    """Return round numbers within a range: 0, 10, 20."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, count)
@@ -70,13 +70,13 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def even_token_ticks(high: float, count: int = 6) -> list[float]:
-    """Multiples of a power of two of tokens, from 0: 0, 2k, 4k."""
+    """Return multiples of a power of two, from 0: 0, 2k, 4k."""
     step = 2.0 ** math.ceil(math.log2(max(1.0, high / count)))
     return [number * step for number in range(math.floor(high / step) + 1)]
 
 
 def ramp(count: int, dark: bool = False) -> list[str]:
-    """Return shades of our colour, one a rank, from the strongest on."""
+    """Return shades of the main colour, one per rank, the strongest first."""
     ours, page = (COLOURS[name][dark] for name in ("ours", "page"))
     return [_mixed(ours, page, 0.72 * number / max(1, count - 1)) for number in range(count)]
 

@@ -1,4 +1,4 @@
-"""Drawings as SVG text, to stand in a page: scales, axes and marks.
+"""Charts as SVG: scales, axes and marks.
 
 Whatever is said in a drawing is escaped here. Colours are classes (``f-NAME`` fills, ``s-NAME`` strokes), so that a
 page can turn dark; there are no style attributes, which a strict content policy would refuse.
@@ -18,13 +18,13 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 40
 
 
 def escaped(text: str) -> str:
-    """Text for a page: what would be markup, or steer the reader's eye, is none any more."""
+    """Escape text for HTML, including characters that change the direction of text."""
     return html.escape(printable(text), quote=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values to places."""
+    """A linear scale from values to coordinates."""
 
     low: float
     high: float
@@ -33,7 +33,7 @@ class Scale:
     is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Place of a value."""
+        """Return the coordinate of a value."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = (math.log(max(each, 1e-12)) for each in (low, high, value))
@@ -43,7 +43,7 @@ class Scale:
 
 @dataclass(slots=True)
 class Drawing:
-    """A drawing that is being made; `label` says what it shows to those who do not see it."""
+    """An SVG drawing; `label` describes it for screen readers."""
 
     width: float
     height: float
@@ -51,12 +51,12 @@ class Drawing:
     parts: list[str] = field(default_factory=list)
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str, title: str = "") -> None:
-        """Add a box."""
+        """Add a rectangle."""
         place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(0.0, width))}" height="{_n(max(0.0, height))}"'
         self._add(f'<rect class="f-{fill}" {place}', title)
 
     def shade(self, x: float, y: float, width: float, height: float, strength: float, title: str = "") -> None:
-        """Add a box of a heat map; `strength` from 0 to 1."""
+        """Add a cell of a heat map; `strength` from 0 to 1."""
         place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
         self._add(f'<rect class="f-wait" fill-opacity="{strength:.3f}" {place}', title)
 
@@ -73,21 +73,21 @@ class Drawing:
         self.parts.append(f'<polyline class="s-{stroke}" stroke-width="{width}"{dashes} points="{text}"/>')
 
     def area(self, points: Iterable[tuple[float, float]], fill: str, opacity: float = 0.18) -> None:
-        """Add a band."""
+        """Add a filled band."""
         text = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         self.parts.append(f'<polygon class="f-{fill}" fill-opacity="{opacity}" points="{text}"/>')
 
     def text(
         self, x: float, y: float, text: str, *, anchor: str = "start", quiet: bool = True, bold: bool = False
     ) -> None:
-        """Add words."""
+        """Add text."""
         classes = ("quiet" if quiet else "loud") + (" bold" if bold else "")
         self.parts.append(
             f'<text class="{classes}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escaped(text)}</text>'
         )
 
     def x_axis(self, scale: Scale, ticks: Sequence[float], say: Callable[[float], str], name: str) -> None:
-        """Add the axis below."""
+        """Add the horizontal axis."""
         bottom = self.height - BOTTOM
         for tick in ticks:
             at = scale(tick)
@@ -96,7 +96,7 @@ class Drawing:
         self.text((scale.start + scale.stop) / 2, self.height - 6, name, anchor="middle")
 
     def y_axis(self, scale: Scale, ticks: Sequence[float], say: Callable[[float], str], name: str) -> None:
-        """Add the axis to the left, its name above it."""
+        """Add the vertical axis, with its name above."""
         for tick in ticks:
             at = scale(tick)
             self.line([(LEFT, at), (self.width - RIGHT, at)], "grid", width=1)

@@ -1,4 +1,4 @@
-"""The table a job ends with."""
+"""The table at the end of a job."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WORDS_CHARS = 200
 
 
 def rows_of(index: Index) -> list[str]:
-    """Ids of the documents a table has room for: those that failed first."""
+    """Return the ids of the documents that fit into the table, failed ones first."""
     return [*index.ids("error")[:MAX_ROWS], *index.ids("done")][:MAX_ROWS]
 
 
 def reason_lines(reasons: Mapping[str, int]) -> list[str]:
-    """Count failed documents by cause, one line each, the most frequent first, with the message of one of them."""
+    """Count failed documents by cause, the most frequent first, with one example message each."""
     width = max((len(str(count)) for count in reasons.values()), default=0)
     shown = list(reasons.items())[:MAX_REASONS]
     lines = [f"{n:{width}} x {'such as: ' if n > 1 else ''}{printable(reason, '')}" for reason, n in shown]
@@ -40,7 +40,7 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
 
 
 def _told(record: Record) -> str:
-    """Say how a prompt was computed: its slices, or how many of its tokens if the others were loaded."""
+    """Describe how a prompt was computed: its slices, or how many of its tokens."""
     if record.question and record.computed_tokens < record.prompt_tokens:
         return f"{record.computed_tokens} computed"
     if record.parts > 1:
@@ -53,7 +53,7 @@ def _short(text: str) -> Text:
 
 
 def command(program: str | None = None) -> str:
-    """Say how ``kvr`` is called from where this program was called: its name, or its path if that leads elsewhere."""
+    """Return how the user can call ``kvr`` again: by name, or by path if the name leads elsewhere."""
     beside = Path(program or sys.argv[0]).with_name("kvr")
     found = shutil.which("kvr")
     is_found = found is not None and os.path.realpath(found) == os.path.realpath(beside)
@@ -64,7 +64,7 @@ def command(program: str | None = None) -> str:
 
 
 def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_inspect: bool = False) -> None:
-    """Print what became of documents, and how to look into the result.
+    """Print the results of documents, and how to look at them.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows under their columns, the first to the left, as wide as they are."""
+    """Print rows under column headers, the first column left-aligned."""
     console = Console(file=sys.stdout, width=1000, highlight=False, force_terminal=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(columns):

@@ -1,4 +1,4 @@
-"""What a run's traces tell of each prompt: which rank computed, waited and sent when."""
+"""Timelines of prompts from a run's traces: when each rank computed, waited and sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Key = tuple[int, int, int, str, int, str, int]
 
 @dataclass(slots=True)
 class Lane:
-    """A prompt on one rank of the job, that of the header; times are on rank 0's clock."""
+    """A prompt on one rank of the job; times are on rank 0's clock."""
 
     header: TraceHeader
     prompt: TracedPrompt
@@ -25,28 +25,28 @@ class Lane:
     spans: list[Span]
 
     def seconds(self, *kinds: str) -> float:
-        """Sum up the time of some kinds of spans."""
+        """Total time of some kinds of spans."""
         return sum(span.ended_s - span.began_s for span in self.spans if span.kind in kinds)
 
     @property
     def rank(self) -> int:
-        """Of the job."""
+        """Rank of the job."""
         return self.header.rank
 
     @property
     def group(self) -> int:
-        """Of all groups of the job, one after the other."""
+        """Index of the tensor-parallel group in the job."""
         return place_in_group(self.rank, self.header.tensor_parallel)[0]
 
     @property
     def waited_s(self) -> float:
-        """Time of waiting, for others' keys and values or for the link."""
+        """Time waiting for keys and values or for the link."""
         return self.seconds("wait", "send wait")
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A prompt over its chain.
+    """A prompt on its chain.
 
     lanes : of all its ranks, in the order of its slices; the ranks of a group have the same one.
     """
@@ -55,36 +55,36 @@ class Timeline:
 
     @property
     def prompt(self) -> TracedPrompt:
-        """The prompt, as its first lane knows it."""
+        """The prompt as recorded by its first lane."""
         return self.lanes[0].prompt
 
     @cached_property
     def began_s(self) -> float:
-        """When the first rank began."""
+        """When the first rank started."""
         return min(lane.prefill.began_s for lane in self.lanes)
 
     @cached_property
     def seconds(self) -> float:
-        """From then until the decode rank, or all of that group, had the first token."""
+        """Time from the start of the first rank to the first token."""
         decoding = self.prompt.first_rank + self.prompt.decode_rank
         return max(lane.prefill.ended_s for lane in self.lanes if lane.group == decoding) - self.began_s
 
     @property
     def predicted_s(self) -> float | None:
-        """What the slowest rank was to compute it in; None if that is not known."""
+        """Predicted computing time of the slowest rank; None if unknown."""
         predicted = [lane.prompt.predicted_s for lane in self.lanes]
         return max(predicted) if all(predicted) else None
 
     @property
     def wait_share(self) -> float:
-        """Of its ranks' time, how much they waited."""
+        """Fraction of the ranks' time spent waiting."""
         total = sum(lane.prefill.ended_s - lane.prefill.began_s for lane in self.lanes)
         return sum(lane.waited_s for lane in self.lanes) / total if total else 0.0
 
 
 @dataclass(slots=True)
 class TracedRun:
-    """What all traces of a run tell.
+    """The contents of all traces of a run.
 
     incomplete : prompts that some rank of their chain knows nothing of: the trace was full, or the job killed.
     backwards : transfers that arrived before they were sent, by clocks that should agree.
@@ -106,7 +106,7 @@ class TracedRun:
 
 
 def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
-    """Put together what the ranks recorded of each prompt."""
+    """Combine the ranks' traces of each prompt."""
     run = TracedRun()
     lanes: dict[Key, dict[int, Lane]] = defaultdict(dict)
     for trace in traces:
@@ -143,7 +143,7 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
 
 
 def _backwards(timeline: Timeline, error_s: float) -> int:
-    """Count transfers that were over on the far side before they had begun on the near one."""
+    """Count transfers that seem to arrive before they were sent."""
     begun: dict[tuple[int, int, int], float] = {}
     for lane in timeline.lanes:
         for span in lane.spans:

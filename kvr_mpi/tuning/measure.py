@@ -64,7 +64,7 @@ def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Obse
 
 
 def undisturbed_seconds(busy_s: float, layer_times_s: Sequence[float], kinds: Sequence[str]) -> float:
-    """Computing time of a rank if every layer took the median time of its kind.
+    """Return a rank's computing time if every layer took the median time of its kind.
 
     What disturbs a rank for a while, another process say, lengthens some layers; it tells nothing of the split.
 

@@ -150,7 +150,7 @@ def _solve(start: Costs, observations: Sequence[Observation], theta: Array, devi
 
 
 def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
-    """Computing time of every rank of a chain in the cost model; (ranks,).
+    """Return the computing time of every rank of a chain in the cost model (ranks,).
 
     All ranks but the last leave the last layer when its keys and values are made, and the last one attends there
     from its last token only.
@@ -188,7 +188,7 @@ def _misses(start: Costs, observations: Sequence[Observation], theta: Array) -> 
 
 
 def _slopes(start: Costs, observations: Sequence[Observation], theta: Array) -> Array:
-    """Derivatives of `_misses` with respect to every parameter."""
+    """Return the derivatives of `_misses` with respect to every parameter."""
     ranks = observations[0].partition.size
     rates = theta[: RATES + ranks]
     busy, chains = _logs(_scaled(start, rates), observations)
