@@ -1,4 +1,4 @@
-"""Compression and FairKV: how many tokens each head keeps, and which rank holds it (papers.
+"""Compression and FairKV: how many tokens each head keeps, and which rank holds it.
 
-FairKV, HeadKV, DuoAttention).
+Papers: FairKV, HeadKV, DuoAttention.
 """

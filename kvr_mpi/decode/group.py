@@ -94,7 +94,7 @@ class Group(Generic[K]):
     def choose(self, documents: Sequence[Running[K]], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from its logits (prompts, vocab_size).
 
-        0 on other ranks than its home.
+        The result is 0 on other ranks than the prompt's home.
         """
         likeliest = logits.argmax(-1)  # of all at once: a GPU is told once
         for at, each in enumerate(documents):

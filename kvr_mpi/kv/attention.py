@@ -307,7 +307,7 @@ def _attend_bent(
 ) -> PartialAttention:
     """Attend where flash attention is not supported.
 
-    By FlexAttention if it agrees with the portable code, else by that.
+    FlexAttention is used if it agrees with the portable code.
 
     `offset` and `window` as of `_attend_blocks`.
     """

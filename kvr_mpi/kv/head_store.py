@@ -198,7 +198,7 @@ class HeadStore:
     def head_rows(self, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one held head (rows, dim) of a document of so many tokens.
 
-        Views unless rows are shared.
+        They are views unless rows are shared.
         """
         own = self.own_rows(at, length)
         if not self.shared:
@@ -221,9 +221,9 @@ class HeadStore:
         return cut_pieces([*self.shared, own], first, last)
 
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a range of tokens that all heads hold.
+        """Keys and values of a range of tokens that all heads hold (1, kv_heads, tokens, dim).
 
-        (1, kv_heads, tokens, dim), views unless rows are shared.
+        They are views unless rows are shared.
         """
         return joined(self.pieces(first, last))
 

@@ -238,7 +238,7 @@ class SliceLayer(CacheLayerMixin):
     def buffer(self) -> torch.Tensor | None:
         """The whole buffer (capacity, elements of K and V of all heads).
 
-        None before the prefill and after its release.
+        It is None before the prefill and after its release.
         """
         return self.layout.buffer if isinstance(self.layout, Slab) else None
 

@@ -53,7 +53,7 @@ def cut_layers(model: Any) -> bool:
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
     """Find the layers that hidden states (1, tokens, hidden) pass one after the other.
 
-    Empty if there is no such list.
+    The result is empty if there is no such list.
     """
     count = model.config.get_text_config().num_hidden_layers
     # Outer modules come before inner ones: experts may be as many as layers.

@@ -97,7 +97,7 @@ def allowed_error(dtype: torch.dtype) -> float:
 def error_share(found: torch.Tensor | None, truth: torch.Tensor | None) -> float:
     """Return the largest difference relative to the truth's spread.
 
-    Infinite for missing values, NaN or other shapes.
+    It is infinite for missing values, NaN or other shapes.
     """
     if found is None or truth is None or found.shape != truth.shape:
         return math.inf

@@ -166,7 +166,7 @@ class ChainRunner:
     def pinned_rank(self, prompt: Prompt) -> int | None:
         """Return the rank that holds the prefix or stored document that a prompt continues.
 
-        None if any rank will do.
+        The result is None if any rank will do.
         """
         held = [way.at for way in self._ways if way.at is not None]
         continues = (prompt.stored, prompt.ids[: prompt.shared_tokens])

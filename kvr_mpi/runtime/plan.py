@@ -42,7 +42,7 @@ class Way(ABC):
     def beginning(self, plan: Plan) -> Hashable:
         """Key of the prefix that is computed or opened before the prompt, and that others may share.
 
-        None if there is none.
+        It is None if there is no prefix.
         """
         return None
 

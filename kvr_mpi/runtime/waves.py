@@ -183,7 +183,7 @@ class WaveScheduler(Generic[R, P]):
     def _why_too_large(self, request: R) -> str | None:
         """Explain why one of a document's prompts does not fit on an empty chain.
 
-        Checked before the first one starts.
+        This is checked before the first one starts.
         """
         if self._checked == request.document_id:
             return None

@@ -425,7 +425,7 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
 def differing_documents(before: Corpus, now: Corpus) -> str:
     """Describe which documents changed, are gone or new.
 
-    Empty if none, apart from those that could not be read before.
+    The text is empty if there are none, apart from those that could not be read before.
     """
     return "" if before.entries == now.entries else _describe(changes_of(before, now))
 

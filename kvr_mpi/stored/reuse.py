@@ -1,6 +1,6 @@
 """Reuse of stored keys and values for prompts that begin like stored ones.
 
-Documents that grew, or long shared beginnings.
+They are about documents that grew, or that share a long beginning.
 
 Every 256 tokens of a stored prompt have a hash of all tokens up to there. A new prompt's beginning is looked up among
 them, the longest first, and held against the stored tokens themselves; its keys and values are loaded, not computed.
