@@ -249,8 +249,7 @@ class SliceCache(Cache):
         return sum(layer.held_bytes for layer in self.layers)
 
     def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
-        """Move the tokens that each head keeps (None: all) to the decode store, and release the layer's buffer.
-        """
+        """Move the tokens that each head keeps (None: all) to the decode store, and release the layer's buffer."""
         before, shape = layer.layout, layer.shape
         assert before is not None, "it was filled"
         shared = before.shared if kept is None else ()
