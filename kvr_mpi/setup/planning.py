@@ -14,7 +14,7 @@ from kvr_mpi.decode.placing import placement_of
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
-from kvr_mpi.errors import ConfigError, CorpusError, counted
+from kvr_mpi.errors import ConfigError, CorpusError, ModelError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect, why_not_heads
 from kvr_mpi.kv.rolling import check_held, rolling_of
@@ -87,7 +87,10 @@ class PlannedJob:
         if longest is None or not longest.tokens or forecast.plain:
             return None
         if forecast.peak_bytes is None:  # which profiles of GPUs know
-            footprint = footprint_of(outline.config, outline.dtype)
+            try:
+                footprint = footprint_of(outline.config, outline.dtype)
+            except ModelError:  # chains do not run it
+                return None
             held = workload_of(outline.config, outline.dtype.itemsize).weight_bytes
             forecast = with_memory(forecast, footprint, math.inf, held, drops_of(spec, footprint.shape, outline.config))
         wanted, ranks = spec.ranks_per_chain, self.schedule.ranks
