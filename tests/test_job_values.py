@@ -58,6 +58,7 @@ def test_a_wrong_choice_lists_the_choices(tmp_path: Path, key: str, choices: tup
     ("setting", "expected"),
     [
         ("documents.limit=0", "greater than or equal to 1"),
+        ("prompt.template={}", "at least 1 item"),
         ("documents.limit=-5", "greater than or equal to 1"),
         ("prompt.max_tokens=1", "greater than or equal to 2"),
         ("generation.max_new_tokens=-1", "greater than or equal to 0"),

@@ -106,7 +106,7 @@ class DocumentsSection(Section):
 class PromptSection(Section):
     """The prompt for each document."""
 
-    template: str | dict[str, str] = Field(
+    template: str | Annotated[dict[str, str], Field(min_length=1)] = Field(
         "{text}",
         description="user message; {text} is replaced by the document, and {field} by any field of its row; a table: "
         "several prompts about each document, by name",
