@@ -315,7 +315,7 @@ def _spec(
         )
     if spec.parallel.strategy == "single" or spec.ranks_per_chain != "all":
         raise ConfigError(
-            f"parallel.strategy = {spec.parallel.strategy!r}, ranks_per_chain = {spec.parallel.ranks_per_chain!r}: a "
+            f"parallel.strategy = {spec.parallel.strategy!r}, ranks_per_chain = {spec.parallel.ranks_per_chain or 'all'!r}: a "
             f"Chain always uses all ranks of its communicator; leave these out, or pass a smaller communicator "
             f"(comm.Split)"
         )
