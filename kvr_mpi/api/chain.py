@@ -316,8 +316,8 @@ def _spec(
     if spec.parallel.strategy == "single" or spec.ranks_per_chain != "all":
         wanted = spec.parallel.ranks_per_chain or "all"
         raise ConfigError(
-            f"parallel.strategy = {spec.parallel.strategy!r}, ranks_per_chain = {wanted!r}: a Chain always uses all ranks of "
-            f"its communicator; leave these out, or pass a smaller communicator (comm.Split)"
+            f"parallel.strategy = {spec.parallel.strategy!r}, ranks_per_chain = {wanted!r}: a Chain always uses all "
+            f"ranks of its communicator; leave these out, or pass a smaller communicator (comm.Split)"
         )
     return spec
 
