@@ -157,6 +157,7 @@ REFUSED = (
         "name the documents in questions.documents",
     ),
     Row(QUESTIONS, (RING, SINGLE), "only chains continue stored prompts", "leave strategy out"),
+    Row(QUESTIONS, (TABLE,), "only a question's own tokens are computed", "leave it out"),
     Row(QUESTIONS, (PLANNED,), "the ranks of a chain hold a document together", "set the number of ranks of a chain"),
     # Several prompts about a document; rows that are prompts.
     Row(PROMPTS, (REUSE, KV, PLANNED), "it works with one prompt about a document only"),

@@ -107,7 +107,7 @@ def _kept(
             prefill_s=now[0],
             decode_s=max(0.0, now[1]),
             seconds=seconds,
-            start_s=start_s,
+            start_s=max(0.0, start_s - setup.once_s),
             answer_tokens=mean,
             limit_tokens=limit,
         )

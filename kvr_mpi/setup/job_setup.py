@@ -72,6 +72,7 @@ class JobSetup:
     sharing : how chains may share heads out to decode, or why not; None if the job does not ask.
     arena : where this rank keeps what it decodes; None: each document in memory of its own.
     rolling : what is held of each prompt; None: all of it.
+    once_s : rank 0's seconds to convert and load the model, if it was not converted yet; else 0.
     """
 
     spec: JobSpec
@@ -94,6 +95,7 @@ class JobSetup:
     sharing: HeadSharing | str | None = None
     arena: Arena | None = None
     rolling: Rolling | None = None
+    once_s: float = 0.0
 
     @property
     def decodes_together(self) -> bool:

@@ -5,6 +5,7 @@ All that is done once, before the first document. `ChainRunner` takes it from th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,7 +92,7 @@ def prepare(
     """
     say = say if world.rank == 0 else _say_nothing
     ranks = ranks or JobRanks(world, world)
-    loaded = loaded or _load(spec, machine, ranks, chain, say)
+    loaded, once_s = (loaded, 0.0) if loaded else _load(spec, machine, ranks, chain, say)
     plain = spec.parallel.strategy == "single"
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
@@ -151,6 +152,7 @@ def prepare(
         sharing=sharing,
         arena=arena,
         rolling=rolling,
+        once_s=once_s,
     )
 
 
@@ -167,8 +169,15 @@ def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work
         return together(world, work)
 
 
-def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> LoadedModel:
-    """Load the model, or in a tensor-parallel group its part, on every rank, and log what it is."""
+def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> tuple[LoadedModel, float]:
+    """Load the model, or in a tensor-parallel group its part, on every rank, and log what it is.
+
+    Returns
+    -------
+    loaded : LoadedModel
+    once_s : float
+        Rank 0's seconds if it had to be converted first; 0 otherwise.
+    """
     world = ranks.world
     if spec.parallel.tensor_parallel > 1 and ranks.tp_group is None:
         raise ConfigError(
@@ -182,14 +191,16 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
     conversion = on_root(world, lambda: _conversion(source.path, machine.cache_dir))
     say(f"loading {source.path}{conversion or ''}")
+    began_s = time.perf_counter()
     loaded = load_on_all(world, source.path, kernels=kernels, say=say, tp_group=ranks.tp_group, **arguments)
+    once_s = time.perf_counter() - began_s if conversion else 0.0
     say(_describe(spec, loaded, ranks.lane, chain))
     describe_groups(ranks, loaded, say)
-    return loaded
+    return loaded, once_s
 
 
 def _conversion(path: str, cache_dir: Path) -> str:
-    """Return a notice that a GGUF file must be converted first, which takes long; None otherwise."""
+    """Return a notice that a GGUF file must be converted first, which takes long; empty otherwise."""
     source = find_model(path)
     if source.gguf_file is None or converted_folder(source, cache_dir).is_dir():
         return ""

@@ -141,7 +141,9 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
     done, said = Tally(texts=[3000, 5000, 500], prompts=3, new_tokens=150, answers=3), list[str]()
 
     def keeps(seconds: float, **more: Any) -> Any:
-        setup: Any = SimpleNamespace(spec=JobSpec.model_validate(job | more), loaded=loaded, frame=frame, costs=None)
+        setup: Any = SimpleNamespace(
+            once_s=0.0, spec=JobSpec.model_validate(job | more), loaded=loaded, frame=frame, costs=None
+        )
         return outcome.keep_outcome(setup, LocalTransport(), done, seconds, 8.0, tmp_path, said.append)
 
     assert keeps(3.0) is None and not list(tmp_path.iterdir())

@@ -307,6 +307,7 @@ def test_keys_of_another_model_are_refused(
     [
         (["documents.path=nowhere"], "nowhere"),
         (["model.dtype=bfloat16"], "dtype"),
+        (["parallel.partition=tables/"], "only a question's own tokens are computed"),
         (["questions.template=Why?"], "{question} 0 times"),
         (['questions.documents=["doc-9.txt"]'], "'doc-9.txt' is not among the 5 documents"),
         (['questions.ask={"a#b"="Why?"}'], "named 'a#b'"),
