@@ -72,7 +72,7 @@ class JobSetup:
     sharing : how chains may share heads out to decode, or why not; None if the job does not ask.
     arena : where this rank keeps what it decodes; None: each document in memory of its own.
     rolling : what is held of each prompt; None: all of it.
-    once_s : rank 0's seconds to convert and load the model, if it was not converted yet; else 0.
+    once_s : seconds that loading took on rank 0, if it had to convert a GGUF file first; else 0. Later jobs are faster.
     """
 
     spec: JobSpec

@@ -176,7 +176,7 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     -------
     loaded : LoadedModel
     once_s : float
-        Rank 0's seconds if it had to be converted first; 0 otherwise.
+        Seconds that loading took on rank 0, if it had to convert a GGUF file first; 0 otherwise.
     """
     world = ranks.world
     if spec.parallel.tensor_parallel > 1 and ranks.tp_group is None:
