@@ -10,19 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
-from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena, make_rows
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore, check_retained
 from kvr_mpi.kv.layer import SliceLayer
-from kvr_mpi.kv.layout import Slab
 from kvr_mpi.kv.observation import Observation, Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route
+from kvr_mpi.kv.row import RowCache
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
@@ -39,7 +37,7 @@ LAYERS_HELD = 8
 COMPRESSED_AHEAD = 1
 
 
-class SliceCache(Cache):
+class SliceCache(RowCache):
     """The cache of one rank's slice; on the decode rank, of the whole prompt and then the answer.
 
     Parameters
@@ -83,6 +81,8 @@ class SliceCache(Cache):
         Of the prefix, whose keys and values this cache only refers to.
     """
 
+    prefilling, capacity = True, 0
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -114,8 +114,6 @@ class SliceCache(Cache):
         self.capacity = route.capacity + (reserve_tokens if self.keeps_all else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
         self.clock = Clock(self.device) if transfers is None else transfers.clock
-        self.prefilling = True
-        self.current: SliceLayer | None = None
         self._write_layer = write_layer
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
@@ -133,7 +131,7 @@ class SliceCache(Cache):
         self._last = kept[-1]  # the last layer that keeps anything: what follows looks at each token alone
         self._stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
-        super().__init__(layers=layers)
+        super().__init__(layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
         self.arena = arena if self.keeps_all and self._stop is None else None
         self._admits = self._retain is not None or self.arena is not None
@@ -157,19 +155,6 @@ class SliceCache(Cache):
         if self.transfers is not None:
             self.transfers.begin()
         self._post_up_to(self._layers_ahead)
-
-    @property
-    def attending(self) -> SliceLayer:
-        """The layer that was updated but has not attended yet.
-
-        Raises
-        ------
-        ModelError
-            If there is none, because the model does not use its cache in the way a chain needs.
-        """
-        if self.current is None or self.current.attended:
-            raise ModelError("a layer attends without having updated the cache")
-        return self.current
 
     def chunks(self, layer_idx: int) -> Chunks:
         """Chunks of tokens that a layer processes, in order (`Route.chunks`)."""
@@ -254,14 +239,15 @@ class SliceCache(Cache):
         assert before is not None, "it was filled"
         shared = before.shared if kept is None else ()
         while True:
-            beside, known = (shared[0].extent, shared[-1].stop) if shared else (None, 0)
+            beside = shared[0].owner.memory.extent if shared and shared[0].owner is not None else None
+            known = shared[-1].stop if shared else 0
             counts = [layer.length - known] * shape.num_kv_heads if kept is None else list(map(len, kept))
             memory = make_rows(shape, counts, slack, self.dtype, self.device, self.arena, beside)
             if not shared or memory.extent is beside:
                 break
             shared = ()  # there is no room beside them: this prompt has a copy
         layer.keep_only(kept, counts, slack, memory, shared)
-        if isinstance(before, Slab):
+        if before.buffer is not None:
             self.buffers.give_back(before.buffer)
 
     def adopt(self, stores: Sequence[HeadStore], length: int, slack: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,33 +24,47 @@ import torch
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import PAGE_ROWS, RowMemory, capacity_of, pages_for
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to
-from kvr_mpi.kv.layout import SharedRows, Slab, cut_pieces, joined
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 
 Rows = npt.NDArray[np.int32]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """Adjacent KV heads that hold the same number of rows.
 
-    first : index of the first one, among the heads that the model computes here.
-    count : rows of the prompt that each holds.
+    head : index of the first one, among the heads that the model computes here.
+    first : position of the first row, if rows are in the order of positions.
+    count : rows that each head holds, without those of tokens that are appended.
     keys, values : views (heads, capacity, dim).
-    row : of the memory, at which the first head's rows begin.
+    row : of the memory or extent, at which the first head's rows begin.
+    owner : the store whose rows these are, if other prompts refer to them.
     """
 
+    head: int
     first: int
     count: int
     keys: torch.Tensor
     values: torch.Tensor
     row: int = 0
+    owner: HeadStore | None = None
 
     @property
     def heads(self) -> int:
         """Number of heads."""
         return len(self.keys)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last row."""
+        return self.first + self.count
+
+    def cut(self, first: int, last: int) -> Pair:
+        """Keys and values of a range of positions, as views (1, heads, tokens, dim)."""
+        rows = slice(first - self.first, last - self.first)
+        return self.keys[None, :, rows], self.values[None, :, rows]
 
 
 class HeadStore:
@@ -71,15 +85,15 @@ class HeadStore:
         Whether tokens to come are kept here; else another rank has room for them, and `write` does nothing.
     is_whole : bool
         Every head holds all tokens: rows are in the order of positions.
-    shared : sequence of SharedRows
+    shared : sequence of Run
         Of the first tokens, one after the other; the runs hold what follows them.
     start : int, optional
         Position of the runs' first row, if every head holds all tokens from there on; by default after what is shared.
+    buffer : Tensor, optional
+        The token-major memory (capacity, elements of K and V of all heads), while rows are in it.
 
     Attributes
     ----------
-    shared_tokens : int
-        How many tokens those are.
     positions : list of Tensor or None
         Which tokens of the prompt each head held keeps, (tokens,) int32 on the host; None where that is not known.
     """
@@ -94,11 +108,12 @@ class HeadStore:
         *,
         appends: bool = True,
         is_whole: bool = False,
-        shared: Sequence[SharedRows] = (),
+        shared: Sequence[Run] = (),
         start: int | None = None,
+        buffer: torch.Tensor | None = None,
     ) -> None:
         assert is_whole or not shared, "what is shared is of all heads"
-        self.shared, self.shared_tokens = shared, shared[-1].stop if shared else 0
+        self.shared, self.buffer = shared, buffer
         self.start = self.shared_tokens if start is None else start
         self.memory, self.shape, self.runs, self.room, self.origin = memory, shape, runs, room, origin
         self.appends, self.is_whole = appends, is_whole
@@ -107,7 +122,7 @@ class HeadStore:
         self.lines: list[tuple[int, int, torch.Tensor, torch.Tensor]] | None = None
         if len(runs) != 1 or runs[0].heads < shape.num_kv_heads:
             self.lines = [
-                (run.first + at, run.count, *rows)
+                (run.head + at, run.count, *rows)
                 for run in runs
                 for at, rows in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True))
             ]
@@ -124,7 +139,7 @@ class HeadStore:
         *,
         appends: bool = True,
         is_whole: bool = False,
-        shared: Sequence[SharedRows] = (),
+        shared: Sequence[Run] = (),
         start: int | None = None,
     ) -> HeadStore:
         """Lay the heads one after the other.
@@ -141,37 +156,56 @@ class HeadStore:
         room = room if appends else 0
         held = tuple(range(shape.num_kv_heads) if heads is None else heads)
         assert len(counts) == len(held), "one count for each head held"
+        first = (shared[-1].stop if shared else 0) if start is None else start
         runs, at, row = list[Run](), 0, 0
         for _, group in itertools.groupby(range(len(held)), lambda i: (counts[i], held[i] - i)):
             many = len(list(group))
             capacity = capacity_of(counts[at] + room, memory.extent)
             stretch = slice(row, row + many * capacity)
             keys, values = (each[stretch].view(many, capacity, each.shape[1]) for each in (memory.keys, memory.values))
-            runs.append(Run(held[at], counts[at], keys, values, row))
+            runs.append(Run(held[at], first, counts[at], keys, values, memory.first + row))
             at, row = at + many, stretch.stop
-        return cls(memory, shape, runs, room, origin, appends=appends, is_whole=is_whole, shared=shared, start=start)
+        return cls(memory, shape, runs, room, origin, appends=appends, is_whole=is_whole, shared=shared, start=first)
 
     @classmethod
-    def by_tokens(cls, layout: Slab, shape: LayerShape) -> HeadStore:
-        """View a token-major prefill buffer as a store, without a copy."""
-        room, start = len(layout.buffer), layout.start
-        keys, values = (rows[0] for rows in layout.own_rows(0, room))
-        run = Run(0, 0, keys, values)
-        return cls(RowMemory(keys, values), shape, [run], room, start, is_whole=True, shared=layout.shared)
+    def by_tokens(cls, buffer: torch.Tensor, shape: LayerShape, start: int = 0) -> HeadStore:
+        """View a token-major buffer (capacity, elements of K and V of all heads) as an empty store.
 
-    @classmethod
-    def laid_anew(cls, layout: Slab, shape: LayerShape, length: int) -> HeadStore:
-        """Reorder a buffer in place so that each head's tokens are contiguous; CPUs attend twice as fast to that."""
-        tokens, capacity = length - layout.start, len(layout.buffer)
-        old = [rows[0].clone(memory_format=torch.contiguous_format) for rows in layout.own_rows(0, tokens)]
-        memory = RowMemory.in_flat(layout.buffer.view(-1), capacity * shape.num_kv_heads, shape)
+        A stretch of tokens is contiguous in it: received in place, attended to as a view, and sent without packing.
+
+        Parameters
+        ----------
+        start : int
+            Position of the buffer's first row.
+        """
+        keys, values = _by_head(buffer, shape)
+        run = Run(0, start, 0, keys, values)
+        return cls(RowMemory(keys, values), shape, [run], len(buffer), start, is_whole=True, start=start, buffer=buffer)
+
+    def laid_by_heads(self, length: int) -> HeadStore:
+        """Reorder the buffer in place so that each head's tokens are contiguous; CPUs attend twice as fast to that.
+
+        Parameters
+        ----------
+        length : int
+            Tokens of the document.
+        """
+        assert self.buffer is not None, "rows are by token"
+        tokens, capacity, shape = length - self.start, len(self.buffer), self.shape
+        old = [rows.clone(memory_format=torch.contiguous_format) for rows in _by_head(self.buffer[:tokens], shape)]
+        memory = RowMemory.in_flat(self.buffer.view(-1), capacity * shape.num_kv_heads, shape)
         counts, room = [tokens] * shape.num_kv_heads, capacity - tokens
-        store = cls.by_heads(
-            memory, shape, counts, room, length, is_whole=True, shared=layout.shared, start=layout.start
+        store = HeadStore.by_heads(
+            memory, shape, counts, room, length, is_whole=True, shared=self.shared, start=self.start
         )
         for place, rows in zip((store.runs[0].keys, store.runs[0].values), old, strict=True):
             place[:, :tokens] = rows
         return store
+
+    @property
+    def shared_tokens(self) -> int:
+        """How many of the first tokens are shared."""
+        return self.shared[-1].stop if self.shared else 0
 
     @property
     def nbytes(self) -> int:
@@ -186,7 +220,7 @@ class HeadStore:
         """Rows of each held head, including shared rows."""
         return [self.shared_tokens + self.count(run, length) for run in self.runs for _ in range(run.heads)]
 
-    def own_rows(self, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_rows(self, at: int, length: int) -> Pair:
         """Own keys and values of one held head, as views (rows, dim), when the document has so many tokens."""
         for run in self.runs:
             if at < run.heads:
@@ -195,7 +229,7 @@ class HeadStore:
             at -= run.heads
         raise IndexError(at)
 
-    def head_rows(self, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def head_rows(self, at: int, length: int) -> Pair:
         """Keys and values of one held head (rows, dim) of a document of so many tokens.
 
         They are views unless rows are shared.
@@ -206,7 +240,7 @@ class HeadStore:
         pieces = [*((each.keys[at], each.values[at]) for each in self.shared), own]
         return torch.cat([keys for keys, _ in pieces]), torch.cat([values for _, values in pieces])
 
-    def pieces(self, first: int, last: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def pieces(self, first: int, last: int) -> list[Pair]:
         """Keys and values of a range of tokens that all heads hold, in order, as views (1, kv_heads, tokens, dim).
 
         Raises
@@ -216,27 +250,26 @@ class HeadStore:
         """
         if not self.is_whole:
             raise ModelError("its heads keep different tokens, so there is no range of them")
-        (run,) = self.runs
-        own = SharedRows(self.start, run.keys, run.values)
-        return cut_pieces([*self.shared, own], first, last)
+        held = [each for each in self.shared if first < each.stop and each.first < last]
+        pieces = [each.cut(max(first, each.first), min(last, each.stop)) for each in held]
+        return [*pieces, self.runs[0].cut(max(first, self.start), last)] if last > self.start else pieces
 
-    def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, first: int, last: int) -> Pair:
         """Keys and values of a range of tokens that all heads hold (1, kv_heads, tokens, dim).
 
         They are views unless rows are shared.
         """
-        return joined(self.pieces(first, last))
+        pieces = self.pieces(first, last)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat([keys for keys, _ in pieces], 2), torch.cat([values for _, values in pieces], 2)
 
-    def as_shared(self, length: int) -> tuple[SharedRows, ...]:
+    def as_shared(self, length: int) -> tuple[Run, ...]:
         """Return the rows that prompts continuing this document may share; on GPUs only whole pages."""
         (run,) = self.runs
         own, extent = length - self.start, self.memory.extent
         own = own if extent is None else own // PAGE_ROWS * PAGE_ROWS
-        if not own:
-            return tuple(self.shared)
-        row = self.memory.first + run.row
-        rows = SharedRows(self.start, run.keys, run.values, extent, row, run.keys.shape[1], owner=self)
-        return (*self.shared, rows.up_to(rows.first + own))
+        return (*self.shared, replace(run, count=own, owner=self)) if own else tuple(self.shared)
 
     @functools.cached_property
     def paged(self) -> list[tuple[int, Rows, int, Rows]]:
@@ -248,39 +281,34 @@ class HeadStore:
         found = []
         for run in self.runs:
             heads, capacity = np.arange(run.heads, dtype=np.int32), run.keys.shape[1]
-            own = self.memory.first + run.row + heads * capacity
-            parts = [(rows.row + (run.first + heads) * rows.stride, rows.keys.shape[1]) for rows in self.shared]
+            own = run.row + heads * capacity
+            parts = [(rows.row + (run.head + heads) * rows.keys.shape[1], rows.count) for rows in self.shared]
             pages = [
                 first[:, None] // PAGE_ROWS + np.arange(pages_for(rows)) for first, rows in [*parts, (own, capacity)]
             ]
             filled = self.shared_tokens + run.count - (self.origin if self.appends else 0)
             whole = np.concatenate(pages, axis=1).astype(np.int32)
-            found.append((run.first, (own - self.shared_tokens).astype(np.int32), filled, whole))
+            found.append((run.head, (own - self.shared_tokens).astype(np.int32), filled, whole))
         return found
 
-    def check_room(self, first: int, tokens: int) -> None:
-        """Check that so many tokens fit from a position on.
+    def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append keys and values (1, kv_heads, tokens, dim) of all heads from a position on.
 
         Raises
         ------
         ValueError
-            If they do not.
+            If they do not fit.
         """
-        if (self.is_whole or first >= self.origin) and first + tokens <= self.origin + self.room:
-            return
-        raise ValueError(
-            f"tokens {first} to {first + tokens} do not fit: the heads keep what they keep of {self.origin} tokens "
-            f"and have room for {self.room} more"
-        )
-
-    def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append keys and values (1, kv_heads, tokens, dim) of all heads from a position on."""
         if not self.runs or not self.appends:
             return
         tokens = keys.shape[2]
-        self.check_room(first, tokens)
+        if not (self.is_whole or first >= self.origin) or first + tokens > self.origin + self.room:
+            raise ValueError(
+                f"tokens {first} to {first + tokens} do not fit: the heads keep what they keep of {self.origin} tokens "
+                f"and have room for {self.room} more"
+            )
         for run in self.runs:
-            rows, heads = self.count(run, first), slice(run.first, run.first + run.heads)
+            rows, heads = self.count(run, first), slice(run.head, run.head + run.heads)
             run.keys[:, rows : rows + tokens] = keys[0, heads]
             run.values[:, rows : rows + tokens] = values[0, heads]
 
@@ -306,7 +334,7 @@ class HeadStore:
         part: PartialAttention | None = None
         own_first = max(0, first - self.start)
         for run in self.runs:
-            count, heads = self.count(run, length), slice(run.first * group, (run.first + run.heads) * group)
+            count, heads = self.count(run, length), slice(run.head * group, (run.head + run.heads) * group)
             keys, values = run.keys[None, :, own_first:count], run.values[None, :, own_first:count]
             found = (attend if tokens == 1 else attend_up_to)(query[:, heads], keys, values, params)
             if run.heads == shape.num_kv_heads:
@@ -324,7 +352,14 @@ class HeadStore:
     @property
     def heads(self) -> list[int]:
         """Indices of the held heads, ascending, among those that the model computes on this rank."""
-        return [run.first + at for run in self.runs for at in range(run.heads)]
+        return [run.head + at for run in self.runs for at in range(run.heads)]
+
+
+def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:
+    """Keys and values (kv_heads, tokens, dim) of token-major rows (tokens, elements), as views."""
+    heads, cut = shape.num_kv_heads, shape.key_elements
+    keys, values = rows[:, :cut].view(-1, heads, shape.key_dim), rows[:, cut:].view(-1, heads, shape.value_dim)
+    return keys.transpose(0, 1), values.transpose(0, 1)
 
 
 def _nothing(query: torch.Tensor, value_dim: int) -> PartialAttention:

@@ -7,71 +7,32 @@ function (see ``attention_hook``). `SliceLayer.update` takes this rank's keys an
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import Arena, RowMemory
+from kvr_mpi.kv.arena import RowMemory
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
-from kvr_mpi.kv.buffers import LayerBuffers
-from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.layout import Pair, SharedRows, Slab
-from kvr_mpi.kv.observation import Observation
-from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.route import Range, Route, in_two_groups
-from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
+from kvr_mpi.kv.head_store import HeadStore, Pair, Run
+from kvr_mpi.kv.route import Range, in_two_groups
+from kvr_mpi.kv.row import RowLayer
+from kvr_mpi.kv.transfers import LayerTransfers
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import cut_range
 
+if TYPE_CHECKING:
+    from kvr_mpi.kv.cache import SliceCache
+
 # Devices on which the prefix is attended to in two groups.
 GROUPING = ("cuda",)
 
 
-class LayersOwner(Protocol):
-    """The part of `cache.SliceCache` that its layers use."""
-
-    route: Route
-    transfers: PromptTransfers | None
-    prefix: SharedPrefix | None
-    buffers: LayerBuffers
-    dtype: torch.dtype
-    device: torch.device
-    start: int
-    shared_tokens: int
-    capacity: int
-    prefilling: bool
-    keeps_all: bool
-    is_alone: bool
-    arena: Arena | None
-    observation: Observation | None
-    in_parts: bool
-    current: SliceLayer | None
-
-    @property
-    def length(self) -> int:
-        """Tokens held; the slice counts once its layer has them."""
-
-    def chunks(self, layer_idx: int) -> Sequence[Sequence[Range]]:
-        """Chunks of tokens that a layer processes, in order."""
-
-    def reads_only_last(self, layer_idx: int) -> bool:
-        """Whether only the last token's output of this layer is used."""
-
-    def advance(self, layer_idx: int) -> None:
-        """Begin a layer."""
-
-    def leave_if_done(self, layer_idx: int) -> None:
-        """Leave the model if the rest of its output is not used."""
-
-
-class SliceLayer(CacheLayerMixin):
+class SliceLayer(RowLayer):
     """One layer's keys and values on one rank; empty for layers without attention, such as a plain MLP.
 
     Where attention cannot be computed in parts (`SliceCache.in_parts`), `update` returns all keys and values up to the
@@ -80,19 +41,15 @@ class SliceLayer(CacheLayerMixin):
     waits for a layer's whole prefix before it attends.
     """
 
-    is_sliding = False
+    cache: SliceCache
 
-    def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
-        super().__init__()
-        # Two that hold each other would hold their memory until Python looks for such circles.
-        self.cache = cast("LayersOwner", weakref.proxy(cache))
-        self.layer_idx, self.shape = layer_idx, shape
+    def __init__(self, cache: SliceCache, layer_idx: int, shape: LayerShape) -> None:
+        super().__init__(cache, layer_idx, shape)
         self.length = cache.start
         self.fresh = 0  # tokens last appended
         self.fresh_ranges: Sequence[Range] = ()  # which those are
         self.chunks_done = 0  # of the slice, appended
-        self.attended = True
-        self.layout: Slab | HeadStore | None = None
+        self.layout: HeadStore | None = None
         self.is_over: bool = False  # let go of, with everything sent
         self.segments: LayerTransfers | None = None
         if cache.transfers is not None and (shape.elements or shape.states):
@@ -103,7 +60,7 @@ class SliceLayer(CacheLayerMixin):
         cache = self.cache
         if self.layout is not None or not self.shape.elements:
             return
-        self.layout = layout = Slab(cache.buffers.take(self.shape), self.shape, cache.shared_tokens)
+        self.layout = layout = HeadStore.by_tokens(cache.buffers.take(self.shape), self.shape, cache.shared_tokens)
         if self.segments is not None:
             self.segments.buffer, self.segments.start = layout.buffer, layout.start
             self.segments.post(cache.route)
@@ -127,6 +84,7 @@ class SliceLayer(CacheLayerMixin):
         """
         cache = self.cache
         self._check(key_states, value_states)
+        cache.enter(self)
         if cache.prefilling and cache.is_alone:  # the layer before gives its buffer back first
             cache.advance(self.layer_idx)
         if self.layout is None:
@@ -139,8 +97,6 @@ class SliceLayer(CacheLayerMixin):
             self.layout.write(first, key_states[:, :, stretch], value_states[:, :, stretch])
             at = stretch.stop
         self.length = self.fresh_ranges[-1][1]
-        self.is_initialized, self.attended = True, False
-        cache.current = self
         if cache.prefilling:
             if self.segments is not None:
                 self.segments.share(cache.route, cache.route.owned if self.has_all_chunks else self.fresh_ranges)
@@ -182,8 +138,9 @@ class SliceLayer(CacheLayerMixin):
         if query.shape[2] != self.fresh and self.fresh > 1:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
         seen, layout = self.shape.visibility, self.layout
-        is_shared = isinstance(layout, HeadStore) and bool(layout.shared) and seen.sees_all(self.length)
-        if isinstance(layout, HeadStore) and (not layout.is_whole or is_shared):
+        assert layout is not None, "update came before"
+        is_shared = bool(layout.shared) and seen.sees_all(self.length)
+        if layout.buffer is None and (not layout.is_whole or is_shared):
             part = layout.attend(query.reshape(1, -1, self.fresh, query.shape[-1]), self.length, params)
             return part.finish(params).to(query.dtype).reshape(*query.shape[:-1], layout.shape.value_dim)
         if self.cache.observation is not None and self.cache.prefilling:
@@ -240,22 +197,20 @@ class SliceLayer(CacheLayerMixin):
 
         It is None before the prefill and after its release.
         """
-        return self.layout.buffer if isinstance(self.layout, Slab) else None
+        return None if self.layout is None else self.layout.buffer
 
     @property
     def store(self) -> HeadStore:
         """The store that decoding reads after the prefill."""
-        if isinstance(self.layout, HeadStore):
-            return self.layout
-        if self.segments is not None:
-            self.segments.collect()
         assert self.layout is not None, "this rank keeps its keys and values"
-        return HeadStore.by_tokens(self.layout, self.shape)
+        if self.segments is not None and self.buffer is not None:
+            self.segments.collect()
+        return self.layout
 
     @property
     def is_ragged(self) -> bool:
         """Whether each head keeps different tokens."""
-        return isinstance(self.layout, HeadStore) and not self.layout.is_whole
+        return self.layout is not None and not self.layout.is_whole
 
     @property
     def held_bytes(self) -> int:
@@ -294,8 +249,8 @@ class SliceLayer(CacheLayerMixin):
         """Let a CPU decode faster, once the prompt is through: segments travel by token."""
         if self.segments is not None:
             self.segments.wait_through()
-        if isinstance(self.layout, Slab):
-            self.layout = HeadStore.laid_anew(self.layout, self.shape, self.length)
+        if self.layout is not None and self.layout.buffer is not None:
+            self.layout = self.layout.laid_by_heads(self.length)
 
     def keep_only(
         self,
@@ -303,7 +258,7 @@ class SliceLayer(CacheLayerMixin):
         counts: Sequence[int],
         slack: int,
         memory: RowMemory,
-        shared: Sequence[SharedRows],
+        shared: Sequence[Run],
     ) -> None:
         """Move what is kept, so much of each head, into other memory; see `cache.SliceCache.admit`."""
         if self.segments is not None:
@@ -338,20 +293,9 @@ class SliceLayer(CacheLayerMixin):
         """Forget the buffer; what of it is still being sent is held by the forwarder."""
         self.layout = self.segments = None
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: buffers are made from the model's shape."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a query sees."""
-        return self.get_seq_length() + query_length, 0
-
     def get_seq_length(self) -> int:
         """Tokens before the ones to come: the slice's start until the slice is in; models may ask any layer."""
         return self.length if self.shape.elements else self.cache.length
-
-    def get_max_length(self) -> int:
-        """Most tokens the buffer holds."""
-        return self.cache.capacity
 
     def _next_ranges(self) -> Sequence[Range]:
         """Say which tokens come: the slice's, or its next chunk's; after the prompt, those that go on.
@@ -378,10 +322,6 @@ class SliceLayer(CacheLayerMixin):
         found = tuple((tensor.shape[0], tensor.shape[1], tensor.shape[3]) for tensor in (keys, values))
         if found != expected:
             raise ModelError(f"layer {self.layer_idx}: keys and values are {found}, {expected} were announced")
-        if self.cache.current is not None and not self.cache.current.attended:
-            raise ModelError(
-                f"layer {self.layer_idx}: the layer before it never attended to its keys through the cache"
-            )
 
 
 def attend_ranges(

@@ -10,7 +10,6 @@ import torch
 
 from kvr_mpi.kv.arena import PAGE_ROWS, Arena, make_rows
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.layout import Slab
 from kvr_mpi.model import LayerShape
 
 # Reads of a layer each KV head's keys and values (tokens, dim); None if the layer keeps none.
@@ -83,7 +82,7 @@ class SharedPrefix:
         counts = [self.tokens] * shape.num_kv_heads
         memory = make_rows(shape, counts, 0, held.dtype, device, arena)
         store = HeadStore.by_heads(memory, shape, counts, 0, self.tokens, is_whole=True)
-        rows = Slab(held.to(device, non_blocking=True), shape).rows(0, self.tokens)
+        rows = HeadStore.by_tokens(held.to(device, non_blocking=True), shape).rows(0, self.tokens)
         for place, part in zip(store.rows(0, self.tokens), rows, strict=True):
             place.copy_(part, non_blocking=True)
         self._stores[name] = store

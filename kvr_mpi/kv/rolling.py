@@ -18,7 +18,7 @@ import torch
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_from
-from kvr_mpi.kv.layout import Slab
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.route import Range, join_ranges
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.settings import CacheSettings
@@ -98,7 +98,8 @@ class RollingLayer(RowLayer):
         self._seen = Visibility(window=rolling.cache_tokens - self.sinks) if self.sinks else shape.visibility
         self._ring = rolling.rows - self.sinks
         self._written = 0  # position after the last token that was ever written
-        self._layout = Slab(torch.empty(rolling.rows, shape.elements, dtype=cache.dtype, device=cache.device), shape)
+        buffer = torch.empty(rolling.rows, shape.elements, dtype=cache.dtype, device=cache.device)
+        self._layout = HeadStore.by_tokens(buffer, shape)
 
     def first_seen(self, position: int) -> int:
         """Position of the first token after the sinks that a token at this position sees."""
@@ -263,7 +264,7 @@ class RollingCache(RowCache):
     @property
     def held_bytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(layer._layout.buffer.nbytes for layer in self.layers)
+        return sum(layer._layout.nbytes for layer in self.layers)
 
 
 def rolling_of(settings: CacheSettings, chunk_tokens: int | Literal["auto"]) -> Rolling | None:

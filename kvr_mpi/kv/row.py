@@ -1,8 +1,7 @@
-"""Base classes for caches of a row of tokens, whichever prompts the tokens belong to.
+"""Base classes of all caches: a model runs a row of tokens (1, tokens), whichever prompts the tokens belong to.
 
-The caches of ``packed_row`` (several prompts), ``decode_cache`` (answers) and ``shares`` (prompts that stay spread over
-ranks) say what a layer keeps and how it attends, as do the layers of ``rolling`` (a prompt's last tokens); the rest is
-here.
+What a layer keeps and how it attends is in ``cache`` (one rank's slice of a prompt), ``packed_row`` (several prompts),
+``decode_cache`` (answers), ``shares`` (prompts that stay spread over ranks) and ``rolling`` (a prompt's last tokens).
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ class RowLayer(CacheLayerMixin):
 
     def __init__(self, cache: RowCache, layer_idx: int, shape: LayerShape) -> None:
         super().__init__()
-        self.cache = cast("RowCache", weakref.proxy(cache))  # see `SliceLayer`
+        # Two that hold each other would hold their memory until Python looks for such circles.
+        self.cache = cast("RowCache", weakref.proxy(cache))
         self.layer_idx, self.shape, self.attended = layer_idx, shape, True
 
     def update(

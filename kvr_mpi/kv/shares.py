@@ -22,7 +22,6 @@ from kvr_mpi.kv.arena import make_rows
 from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
-from kvr_mpi.kv.layout import Slab
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.row import RowCache, RowLayer
@@ -141,8 +140,8 @@ class Share:
         if rows is None or len(rows) != self.stop - first:
             found = 0 if rows is None else len(rows)
             raise DataError(f"layer {layer_idx} has keys and values of {found} tokens, expected {self.stop - first}")
-        slab = Slab(rows.to(self.device, non_blocking=True), shape, first)
-        self.layers[layer_idx] = HeadStore.laid_anew(slab, shape, self.stop)
+        by_tokens = HeadStore.by_tokens(rows.to(self.device, non_blocking=True), shape, first)
+        self.layers[layer_idx] = by_tokens.laid_by_heads(self.stop)
 
     def take(self, layer: SliceLayer) -> None:
         """Copy this rank's tokens out of a layer after its attention."""

@@ -206,9 +206,9 @@ def _units_of(document: int, store: HeadStore) -> Iterator[Unit]:
     for run in store.runs:
         filled = run.count - (store.origin if store.appends else 0)
         for at, (keys, values) in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True)):
-            head = run.first + at
+            head = run.head + at
             for rows in store.shared:
-                yield Unit(document, head, rows.keys[head], rows.values[head], rows.keys.shape[1], False, rows.first)
+                yield Unit(document, head, rows.keys[head], rows.values[head], rows.count, False, rows.first)
             yield Unit(document, head, keys, values, filled, store.appends, store.shared_tokens)
 
 
