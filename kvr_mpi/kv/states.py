@@ -78,13 +78,13 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         if cache.route.position > 0 and self.segments is not None:
             if self._incoming is None:
                 self._incoming = torch.empty(self.state_bytes, dtype=torch.uint8, device=cache.device)
-            self.segments.receive_states(self._incoming, cache.route.position - 1)
+            self.segments.receive(self._incoming, cache.route.position - 1)
             self._expect()
         elif cache.prefix is not None and cache.prefilling:
             self._incoming = cache.prefix.states[self.layer_idx].clone()
             self._expect()
         if self.segments is not None and cache.route.position < cache.route.decode_position:
-            self.segments.announce_states(cache.route.position + 1)
+            self.segments.announce(cache.route.position + 1)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Append the inputs of a convolution; return them after the earlier ones (1, channels, tokens)."""
@@ -101,11 +101,11 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         self._note_update("recurrent", state_idx)
         return state
 
-    def send_states(self) -> None:
-        """Send the states once; a layer is complete when the next one begins."""
+    def send_states(self, states: torch.Tensor | None = None) -> None:
+        """Send the layer's states, or others (bytes,), once; a layer is complete when the next one begins."""
         place = self.cache.route.position
         if not self.is_sent and self.segments is not None and place < self.cache.route.decode_position:
-            self.segments.send_states(self.packed(), place + 1)
+            self.segments.send(self.packed() if states is None else states, place + 1)
         self.is_sent = True
 
     def packed(self) -> torch.Tensor:
@@ -135,14 +135,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
     def play_on(self) -> None:
         """Take part in the transfers of a prompt that failed on this rank; what is sent is meaningless."""
         self._post_states()
-        if (
-            self.segments is not None
-            and self.cache.route.position < self.cache.route.decode_position
-            and not self.is_sent
-        ):
-            nothing = torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device)
-            self.segments.send_states(nothing, self.cache.route.position + 1)
-            self.is_sent = True
+        self.send_states(torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device))
 
     def let_go(self) -> None:
         """Drop everything; the forwarder keeps what is still being sent."""
@@ -166,8 +159,8 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         if self._incoming is None:
             return
         incoming, self._incoming = self._incoming, None
-        if self.segments is not None:
-            self.segments.wait_for_states()
+        if self.segments is not None and self.cache.route.position > 0:
+            self.segments.wait_for()
         for state, start, _ in _places(self.shape.states, self.cache.dtype):
             self._values[state.kind][state.index] = _view(incoming, state, start, self.cache.dtype)
             if state.kind == "conv":

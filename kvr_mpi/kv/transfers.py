@@ -19,6 +19,9 @@ from kvr_mpi.topology import Rotation
 from kvr_mpi.transport.base import FIRST_PROMPT_TAG
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
+# In place of a segment's number: the states of a layer, which go from each rank to the next.
+STATES = -1
+
 
 class PromptTransfers:
     """What the layers of a prompt share on one of several ranks, and how long the transfers took.
@@ -73,17 +76,15 @@ class PromptTransfers:
     def tag(self, layer_idx: int, segment: int) -> int:
         """Return the tag of a segment's messages, unique among this prompt and its neighbours."""
         # In turn, since the prompt beside this one may be cut into another number of segments.
-        return FIRST_PROMPT_TAG + 2 * (layer_idx * self._tags_per_layer + segment) + self._turn
-
-    def state_tag(self, layer_idx: int) -> int:
-        """Return the tag of a layer's states, which go from each rank to the next."""
-        return self.tag(layer_idx, self._tags_per_layer - 1)
+        number = layer_idx * self._tags_per_layer + segment % self._tags_per_layer
+        return FIRST_PROMPT_TAG + 2 * number + self._turn
 
 
 class LayerTransfers:
-    """One layer's segments to, through and from this rank; ranks are identified by the position of their slice.
+    """One layer's messages to, through and from this rank; ranks are identified by the position of their slice.
 
-    Asking twice for the same is asking once, so that a post that was broken off can be repeated.
+    A message is a segment of keys and values, whose tokens are given, or the states of the rank before (`STATES`), as a
+    tensor (bytes,). Asking twice for the same is asking once, so that a post that was broken off can be repeated.
     """
 
     def __init__(self, prompt: PromptTransfers, layer_idx: int, visibility: Visibility = FULL) -> None:
@@ -92,10 +93,8 @@ class LayerTransfers:
         self.start = 0  # position of its first row
         self._slots: list[torch.Tensor] = []  # instead of a buffer; a transfer takes the next one in turn
         self._elements = 0
-        self._arriving: dict[int, tuple[Transfer, Range]] = {}  # by segment, in the order they were posted
-        self._states: Transfer | None = None  # to come
+        self._arriving: dict[int, Transfer] = {}  # by segment, in the order they were posted
         self._transfers: list[Transfer] = []
-        self._state_transfers: list[Transfer] = []
         self._asked: set[tuple[str, int, int]] = set()
 
     def post(self, route: Route) -> None:
@@ -107,7 +106,9 @@ class LayerTransfers:
                     to, first = (hop.dest, onward[0]) if onward else (None, None)
                     self.receive(bounds, hop.source, hop.segment, to, first)
             elif hop.dest is not None and onward:
-                self.announce(hop.dest, hop.segment, onward)
+                self.announce(hop.dest, hop.segment)
+                if self._slots:  # there is nothing to compute first
+                    self.send(onward, hop.dest, hop.segment)
 
     def share(self, route: Route, ranges: Sequence[Range]) -> None:
         """Send the own segments that are complete in the buffer."""
@@ -117,107 +118,68 @@ class LayerTransfers:
                 if bounds := route.sent(hop.bounds, self.visibility):
                     self.send(bounds, hop.dest, hop.segment)
 
-    def announce(self, dest: int, segment: int, bounds: Range) -> None:
-        """Announce a segment that will be sent, in the order in which `dest` receives."""
+    def announce(self, dest: int, segment: int = STATES) -> None:
+        """Announce a message that will be sent, in the order in which `dest` receives."""
         if ("announce", dest, segment) not in self._asked:
             self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.tag(self.layer_idx, segment))
             self._asked.add(("announce", dest, segment))
-        if self._slots:  # there is nothing to compute first
-            self.send(bounds, dest, segment)
 
-    def send(self, bounds: Range, dest: int, segment: int) -> None:
-        """Send a segment."""
+    def send(self, what: Range | torch.Tensor, dest: int, segment: int = STATES) -> None:
+        """Send a message."""
         if ("send", dest, segment) in self._asked:
             return
-        prompt, rows = self.prompt, self._rows(bounds)
-        transfer = prompt.forwarder.send(
-            rows, prompt.rank_of(dest), prompt.tag(self.layer_idx, segment), layer=self.layer_idx
-        )
+        prompt, rows = self.prompt, self._rows(what)
+        tag = prompt.tag(self.layer_idx, segment)
+        self._transfers.append(prompt.forwarder.send(rows, prompt.rank_of(dest), tag, layer=self.layer_idx))
         self._asked.add(("send", dest, segment))
         prompt.sent_bytes += rows.nbytes
-        self._transfers.append(transfer)
 
     def receive(
         self,
-        bounds: Range,
+        what: Range | torch.Tensor,
         source: int,
-        segment: int,
+        segment: int = STATES,
         forward_to: int | None = None,
         forward_from: int | None = None,
     ) -> None:
-        """Post the receive of a segment, which may be forwarded, from token `forward_from` on if given."""
+        """Post the receive of a message; a segment may be forwarded, from token `forward_from` on if given."""
         if ("receive", source, segment) in self._asked:
             return
-        prompt, rows = self.prompt, self._rows(bounds)
+        prompt, rows = self.prompt, self._rows(what)
         onward = None if forward_to is None else prompt.rank_of(forward_to)
         tag = prompt.tag(self.layer_idx, segment)
-        skipped = 0 if forward_from is None else forward_from - bounds[0]
+        skipped = 0 if forward_from is None or isinstance(what, torch.Tensor) else forward_from - what[0]
         if self._slots:
             skipped *= self._elements
         transfer = prompt.forwarder.receive(rows, prompt.rank_of(source), tag, onward, skipped, layer=self.layer_idx)
         self._asked.add(("receive", source, segment))
         prompt.sent_bytes += 0 if onward is None else rows[skipped:].nbytes
-        self._arriving[segment] = transfer, bounds
+        self._arriving[segment] = transfer
         self._transfers.append(transfer)
 
-    def announce_states(self, dest: int) -> None:
-        """Announce the states, after the segments announced before."""
-        if ("announce", dest, -1) not in self._asked:
-            self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.state_tag(self.layer_idx))
-            self._asked.add(("announce", dest, -1))
-
-    def send_states(self, states: torch.Tensor, dest: int) -> None:
-        """Send this rank's states (bytes,) of the layer."""
-        if ("send", dest, -1) in self._asked:
-            return
-        prompt = self.prompt
-        self._asked.add(("send", dest, -1))
-        prompt.sent_bytes += states.nbytes
-        tag = prompt.state_tag(self.layer_idx)
-        self._state_transfers.append(prompt.forwarder.send(states, prompt.rank_of(dest), tag, layer=self.layer_idx))
-
-    def receive_states(self, states: torch.Tensor, source: int) -> None:
-        """Post the receive of the previous rank's states (bytes,)."""
-        if ("receive", source, -1) in self._asked:
-            return
-        prompt = self.prompt
-        tag = prompt.state_tag(self.layer_idx)
-        self._asked.add(("receive", source, -1))
-        self._states = prompt.forwarder.receive(states, prompt.rank_of(source), tag, layer=self.layer_idx)
-        self._state_transfers.append(self._states)
-
-    def wait_for_states(self) -> None:
-        """Wait for the previous rank's states; the time is counted."""
-        if (states := self._states) is not None:
-            with self.prompt.waiting("receive", self.layer_idx, states.peer):
-                self.prompt.forwarder.wait(states)
-            self._states = None
-
-    def wait_for(self, segment: int) -> None:
-        """Wait for a segment; the time is counted.
+    def wait_for(self, segment: int = STATES) -> None:
+        """Wait for a message that was posted; the time is counted.
 
         Callers wait in a fixed order, whatever comes first: sums in another order differ in their last bits, and the
         same job is to give the same answers every time.
         """
-        transfer, _ = self._arriving.pop(segment)
+        transfer = self._arriving.pop(segment)
         with self.prompt.waiting("receive", self.layer_idx, transfer.peer):
             self.prompt.forwarder.wait(transfer)
 
     def collect(self) -> None:
         """Wait for all segments."""
-        for segment in list(self._arriving):
+        for segment in [segment for segment in self._arriving if segment != STATES]:
             self.wait_for(segment)
 
     def are_through(self) -> bool:
-        """Progress the transfers, and return whether all segments have arrived and are forwarded."""
-        return all(
-            self.prompt.forwarder.is_through(transfer) for transfer in (*self._transfers, *self._state_transfers)
-        )
+        """Progress the transfers, and return whether all messages have arrived and are forwarded."""
+        return all(self.prompt.forwarder.is_through(transfer) for transfer in self._transfers)
 
     def wait_through(self) -> None:
-        """Wait until all segments have arrived and are forwarded; the time is counted."""
+        """Wait until all messages have arrived and are forwarded; the time is counted."""
         with self.prompt.waiting("send", self.layer_idx):
-            for transfer in (*self._transfers, *self._state_transfers):
+            for transfer in self._transfers:
                 self.prompt.forwarder.wait_through(transfer)
 
     def do_without(self, slots: Sequence[torch.Tensor], elements: int) -> None:
@@ -232,11 +194,14 @@ class LayerTransfers:
         """
         self._slots, self._elements = list(slots), elements
 
-    def _rows(self, bounds: Range) -> torch.Tensor:
+    def _rows(self, what: Range | torch.Tensor) -> torch.Tensor:
+        if isinstance(what, torch.Tensor):
+            return what
+        first, last = what
         if self._slots:
             before = len(self._transfers) - len(self._slots)
             if before >= 0:
                 self.prompt.forwarder.wait_through(self._transfers[before])
-            return self._slots[len(self._transfers) % len(self._slots)][: (bounds[1] - bounds[0]) * self._elements]
+            return self._slots[len(self._transfers) % len(self._slots)][: (last - first) * self._elements]
         assert self.buffer is not None
-        return self.buffer[bounds[0] - self.start : bounds[1] - self.start]
+        return self.buffer[first - self.start : last - self.start]
