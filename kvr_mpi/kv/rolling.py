@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_from
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.route import Range, join_ranges
@@ -28,8 +28,8 @@ from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import cut_range
 
-# The approximation, as it is asked for and recorded.
-STREAMING_LLM = "streaming-llm"
+# The kind of cache that approximates, and the first tokens that it keeps.
+STREAMING_LLM, SINKS = "streaming-llm", 4
 # New tokens of a step, unless a job says how many.
 STEP_TOKENS = 64
 
@@ -40,29 +40,12 @@ class Rolling:
 
     cache_tokens : old ones that a step's first token may see, the sinks included.
     step_tokens : new ones of a step.
-    approximation : `STREAMING_LLM`, for layers that see more than that; None: there are to be none.
-    sinks : the first tokens, that such layers hold all the time.
-
-    Raises
-    ------
-    ConfigError
-        If a number makes no sense.
+    sinks : the first tokens, which layers that see more than that hold all the time; 0: there must be no such layers.
     """
 
     cache_tokens: int = 448
     step_tokens: int = STEP_TOKENS
-    approximation: str | None = None
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that hold no token."""
-        if self.approximation not in (None, STREAMING_LLM):
-            raise ConfigError(f"approximation = {self.approximation!r}: expected {STREAMING_LLM!r}, or none")
-        if self.step_tokens < 1 or self.cache_tokens < 1 or not 0 < self.sinks < self.cache_tokens:
-            raise ConfigError(
-                f"a rolling cache of {self.cache_tokens} tokens and {self.step_tokens} new ones, {self.sinks} of them "
-                f"sinks: expected at least one of each, and fewer sinks than tokens"
-            )
+    sinks: int = 0
 
     def holds(self, visibility: Visibility) -> bool:
         """Whether the cache holds everything that such a layer sees."""
@@ -80,7 +63,7 @@ class Rolling:
     @property
     def name(self) -> str:
         """The name in records."""
-        kind = "exact" if self.approximation is None else f"{self.approximation}, {self.sinks} sinks"
+        kind = f"{STREAMING_LLM}, {self.sinks} sinks" if self.sinks else "exact"
         return f"rolling cache of {self.cache_tokens} + {self.step_tokens} tokens ({kind})"
 
 
@@ -228,7 +211,7 @@ class RollingCache(RowCache):
     is_ragged = False
 
     def __init__(self, loaded: LoadedModel, rolling: Rolling, prompt_tokens: int) -> None:
-        check_rolling(loaded, rolling)
+        check_rolling(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
         self.rolling, self.prompt_tokens = rolling, prompt_tokens
         self.dtype, self.device = loaded.dtype, loaded.device
         self.left_after = -1
@@ -272,15 +255,10 @@ def rolling_of(settings: CacheSettings, chunk_tokens: int | Literal["auto"]) -> 
     if not settings.is_rolling:
         return None
     steps = STEP_TOKENS if chunk_tokens == "auto" else chunk_tokens
-    return Rolling(settings.tokens, steps, STREAMING_LLM if settings.kind == STREAMING_LLM else None)
+    return Rolling(settings.tokens, steps, SINKS if settings.kind == STREAMING_LLM else 0)
 
 
-def check_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
-    """Refuse a model for which a rolling cache holds too little; errors as for `check_held`."""
-    check_held(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
-
-
-def check_held(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
+def check_rolling(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
     """Refuse a model shape for which a rolling cache holds too little.
 
     Raises
@@ -293,7 +271,7 @@ def check_held(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
             f"{shape.architecture}: a rolling cache needs a model whose attention can be taken over in every layer; "
             f"set cache.kind = 'whole'"
         )
-    if rolling.approximation is not None:
+    if rolling.sinks:
         return
     for number, layer in enumerate(shape.layers):
         if not rolling.holds(layer.visibility):

@@ -71,7 +71,7 @@ class Prefill:
         """Mean number of tokens per KV head if some were dropped; 0 if none were."""
         if self.retained is not None:
             return self.retained.tokens
-        if self.rolling is None or self.rolling.approximation is None:
+        if self.rolling is None or not self.rolling.sinks:
             return 0.0
         return float(min(self.rolling.cache_tokens, self.partition.tokens))
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.rolling import STREAMING_LLM, Rolling, RollingCache, check_rolling
+from kvr_mpi.kv.rolling import Rolling, RollingCache, check_rolling
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.layer_chunks import UnreadError
@@ -95,7 +95,7 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     ModelError
         If it does not, or the model cannot be run so.
     """
-    check_rolling(loaded, rolling)
+    check_rolling(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
     name = loaded.shape.architecture
     if kinds := depends_on_length(loaded.model):
         raise ModelError(
@@ -104,7 +104,7 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
         )
     tokens = min(CHECKED_TOKENS, loaded.shape.max_tokens or CHECKED_TOKENS)
     whole = replace(rolling, cache_tokens=max(rolling.cache_tokens, tokens), step_tokens=CHECKED_STEP)
-    drops = Rolling(CHECKED_CACHE, CHECKED_STEP, STREAMING_LLM, CHECKED_SINKS)
+    drops = Rolling(CHECKED_CACHE, CHECKED_STEP, CHECKED_SINKS)
     ids = loaded.shape.sample_ids(tokens)
 
     def run() -> Iterator[tuple[str, float]]:

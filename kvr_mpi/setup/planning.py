@@ -17,7 +17,7 @@ from kvr_mpi.documents.token_counts import Counted, count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError, ModelError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect, why_not_heads
-from kvr_mpi.kv.rolling import check_held, rolling_of
+from kvr_mpi.kv.rolling import check_rolling, rolling_of
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.shared_heads import why_not_by_config
@@ -126,7 +126,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
     if source.adapter is not None:
         outline = replace(outline, fingerprint=with_adapter(outline.fingerprint, source.adapter))
     if (rolling := rolling_of(spec.cache, spec.parallel.chunk_tokens)) is not None:
-        check_held(outline.shape, rolling, in_parts=outline.shape.why_whole is None)
+        check_rolling(outline.shape, rolling, in_parts=outline.shape.why_whole is None)
     templates = [*spec.prompts.values()] or [spec.prompt.first_template]
     first, *others = (frame_of(spec, outline.tokenizer, outline.shape, template) for template in templates)
     frame = min((first, *others), key=lambda one: one.text_budget)
