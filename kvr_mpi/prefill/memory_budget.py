@@ -119,7 +119,7 @@ class Footprint:
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
         if is_spread or not is_decode_rank or (drop is None and not self.admits):
             return needs
-        several = 2 + (LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD)
+        several = 1 + (LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD)
         is_alone = route.partition.size == 1 and not self.shape.has_states
         count = 1 if is_alone else min(len(layers), several)
         in_flight = count * layers[0] * tokens * self.shape.dtype_bytes
