@@ -82,9 +82,8 @@ class SharedPrefix:
         counts = [self.tokens] * shape.num_kv_heads
         memory = make_rows(shape, counts, 0, held.dtype, device, arena)
         store = HeadStore.by_heads(memory, shape, counts, 0, self.tokens, is_whole=True)
-        rows = HeadStore.by_tokens(held.to(device, non_blocking=True), shape).rows(0, self.tokens)
-        for place, part in zip(store.rows(0, self.tokens), rows, strict=True):
-            place.copy_(part, non_blocking=True)
+        loaded = HeadStore.by_tokens(held.to(device, non_blocking=True), shape)
+        store.write(0, *loaded.rows(0, self.tokens))
         self._stores[name] = store
         return store
 
