@@ -113,5 +113,6 @@ class GlooTransport(NcclTransport):
 
     layers_ahead = LAYERS_AHEAD
 
-    def _open(self, control: Transport, device: torch.device) -> Any:
-        return _Groups(control)
+
+def open_gloo(control: Transport) -> GlooTransport:
+    return GlooTransport(control, _Groups(control), range(control.size))

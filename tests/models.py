@@ -22,14 +22,7 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }
-FALCON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-}
+FALCON = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
 
 # The issue of attention is what distinguishes them: MHA, GQA, MQA, windows, caps, sinks, own SDPA calls.
 CONFIGS: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gloo import GlooTransport
+from gloo import open_gloo
 
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.choose import open_transport, warm_up
@@ -17,6 +17,6 @@ def open_ranks(world: Transport, name: Any) -> Transport:
     """Connect every pair of ranks; all of them call this."""
     if name != "gloo":
         return open_transport(world, name, CPU, every_pair=True)[0]
-    ranks = GlooTransport(world, CPU)
+    ranks = open_gloo(world)
     warm_up(ranks, CPU, every_pair=True)
     return ranks

@@ -39,14 +39,9 @@ class Unit(NamedTuple):
 
 
 class UnitTable:
-    """The units of one layer.
+    """The units of one layer, those of a KV head of a document one after the other.
 
-    Parameters
-    ----------
-    documents, kv_heads : int
-        Of the queries: (1, heads, documents, head_dim), heads a multiple of kv_heads.
-    units : sequence of Unit
-        Those of a KV head of a document one after the other.
+    documents, kv_heads : of the queries: (1, heads, documents, head_dim), heads a multiple of kv_heads.
     """
 
     def __init__(self, documents: int, kv_heads: int, units: Sequence[Unit]) -> None:

@@ -132,11 +132,7 @@ class Transport(Protocol):
 class FailedTogetherError(KvrError):
     """A step failed on some rank, and all ranks know it: each ends by itself with the same exit code.
 
-    Parameters
-    ----------
-    exit_code : int
-    cause : Exception or None
-        What went wrong, on the one rank that is to say so.
+    cause : what went wrong, on the one rank that is to say so.
     """
 
     def __init__(self, exit_code: int, cause: Exception | None) -> None:
@@ -194,12 +190,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 
 
 def check_alike(transport: Transport, values: Mapping[str, str]) -> None:
-    """Fail on all ranks if a value differs between ranks; every rank calls this.
-
-    Parameters
-    ----------
-    values : mapping
-        By the name that a message gives them.
+    """Fail on all ranks if a value differs between ranks; every rank calls this. Names are those of the message.
 
     Raises
     ------
@@ -233,11 +224,5 @@ def host_by_host(transport: Transport, work: Callable[[], T]) -> T:
 
 
 def on_root(transport: Transport, work: Callable[[], T]) -> T | None:
-    """Call a function on rank 0, and fail on all ranks if it fails.
-
-    Returns
-    -------
-    T or None
-        The result on rank 0, None elsewhere.
-    """
+    """Call a function on rank 0 and return its result there, None elsewhere; fail on all ranks if it fails."""
     return together(transport, lambda: work() if transport.rank == 0 else None)

@@ -17,7 +17,7 @@ from kvr_mpi.topology import following
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport
 from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
-from kvr_mpi.transport.nccl import NcclTransport
+from kvr_mpi.transport.nccl import NcclTransport, open_nccl
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ def open_transport(
     name, why = together(world, lambda: choose(wanted, views, in_processes=isinstance(world, MpiTransport)))
     transport = world
     if name == "nccl":
-        transport = NcclTransport(world, device)
+        transport = open_nccl(world, device)
     elif isinstance(world, MpiTransport):
         transport = world.handing("staged" if name == "staged" else "direct" if mine.device == "cuda" else "host")
     warm_up(transport, device, every_pair=every_pair)

@@ -71,18 +71,11 @@ class Transfer:
 
 
 class Forwarder:
-    """Carries the segments of successive prompts over one rank; close it after the last one.
+    """Carries the segments of successive prompts over one rank of a chain; close it after the last one.
 
-    Parameters
-    ----------
-    transport : Transport
-        The chain.
-    forwards : bool or None
-        Whether this rank passes segments on; None: of three and more ranks each will, in some prompt.
-    device : torch.device, optional
-        Where the tensors are; None: in host memory.
-    recorder : Recorder, optional
-        Told of every transfer that is over.
+    forwards : this rank passes segments on; None: of three and more ranks each will, in some prompt.
+    device : where the tensors are; None: in host memory.
+    recorder : told of every transfer that is over, with the layer that `send` and `receive` are given.
     """
 
     def __init__(
@@ -124,13 +117,7 @@ class Forwarder:
                 self._turns[dest].append(tag)
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int, *, layer: int = -1) -> Transfer:
-        """Start to send; the tensor must not change until the transfer is complete.
-
-        Parameters
-        ----------
-        layer : int
-            For the trace.
-        """
+        """Start to send; the tensor must not change until the transfer is complete."""
         with self._lock:
             transfer = Transfer(tensor, tag, self._prompt, traced_prompt=self.recorder.prompt, layer=layer)
             return self._send(transfer, dest)
@@ -145,15 +132,7 @@ class Forwarder:
         *,
         layer: int = -1,
     ) -> Transfer:
-        """Start to receive in place; what arrives is announced and sent on to `forward_to` at once.
-
-        Parameters
-        ----------
-        forward_from : int
-            The first row that is sent on.
-        layer : int
-            For the trace.
-        """
+        """Start to receive in place; rows from `forward_from` on are announced and sent on to `forward_to` at once."""
         with self._lock:
             transfer = Transfer(tensor, tag, self._prompt, forward_to, forward_from, layer=layer, kind="receive")
             transfer.traced_prompt, transfer.peer = self.recorder.prompt, source
@@ -163,12 +142,6 @@ class Forwarder:
             self._pending.append(transfer)
             return transfer
 
-    def has_arrived(self, transfer: Transfer) -> bool:
-        """Progress the transfers, and return whether this one has arrived or was sent."""
-        if not transfer.arrived:
-            self._poll()
-        return transfer.arrived
-
     def is_through(self, transfer: Transfer) -> bool:
         """Progress the transfers, and return whether the buffer of this one is free."""
         if not transfer.through:
@@ -177,11 +150,11 @@ class Forwarder:
 
     def wait(self, transfer: Transfer) -> None:
         """Wait until a transfer has arrived."""
-        self._until(lambda: self.has_arrived(transfer))
+        self._until(lambda: transfer.arrived)
 
     def wait_through(self, transfer: Transfer) -> None:
         """Wait until a transfer's buffer is free."""
-        self._until(lambda: self.is_through(transfer))
+        self._until(lambda: transfer.through)
 
     def settle(self) -> None:
         """Wait until everything is received and forwarded."""
@@ -207,11 +180,13 @@ class Forwarder:
             return all(transfer.prompt >= prompt for transfer in (*self._pending, *self._early.values()))
 
     def _until(self, done: Callable[[], bool]) -> None:
+        """Progress the transfers until something is done."""
         looks = 0
         while not done():
-            looks += 1
             if looks > SPINS:
                 time.sleep(PAUSE_S)
+            self._poll()
+            looks += 1
 
     def _send(self, transfer: Transfer, dest: int) -> Transfer:
         if self.transport.has_tags:

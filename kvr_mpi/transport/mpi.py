@@ -169,13 +169,8 @@ def _knows_pmix() -> bool:
 class _Transfer:
     """A message in pieces below 2^31 bytes.
 
-    Parameters
-    ----------
-    requests : list of MPI.Request
-    held : Tensor
-        What MPI reads or writes meanwhile.
-    sizes : list of int or None
-        For a receive: bytes announced for each piece.
+    held : what MPI reads or writes meanwhile.
+    sizes : for a receive: bytes announced for each piece.
     """
 
     def __init__(self, requests: list[Any], held: torch.Tensor, sizes: list[int] | None = None) -> None:
@@ -214,12 +209,8 @@ class _Transfer:
 class MpiTransport:
     """A `Transport` over an MPI communicator.
 
-    Parameters
-    ----------
-    comm : MPI.Comm
-    handing : {'host', 'direct', 'staged'}
-        What MPI is handed: host memory as it lies, with GPU memory staged; GPU memory as it lies, too; or host memory
-        that everything is staged through.
+    handing : what MPI is handed: ``host`` memory as it lies, with GPU memory staged; GPU memory as it lies, too
+        (``direct``); or host memory that everything is ``staged`` through.
     """
 
     has_tags = True
@@ -246,10 +237,8 @@ class MpiTransport:
         data = as_bytes(tensor)
         if self._takes(data):
             return start(data)
-        from kvr_mpi.transport.staging import StagedSend
-
         landed = getattr(received, "landed", None)
-        return StagedSend(self._staging_for(data), data, start, landed, is_whole=received is not None)
+        return self._staging_for(data).send(data, start, landed, is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Start to receive into a contiguous tensor."""

@@ -20,6 +20,7 @@ import contextlib
 import socket
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -108,32 +109,16 @@ def _end(groups: list[Any], under_way: set[Any]) -> None:
 
 
 class NcclTransport:
-    """Tensors over NCCL, everything else over the control transport.
+    """Tensors over NCCL, everything else over the control transport (`open_nccl`).
 
-    Parameters
-    ----------
-    control : Transport
-        For barriers and small messages.
-    device : torch.device
-        Where the tensors are: a GPU that no other rank uses.
-
-    Raises
-    ------
-    TransportError
-        On all ranks, if the ranks cannot meet or this torch lacks NCCL.
+    members : these ranks as the groups count them.
     """
 
     has_tags = False
     tag_ub = 2**31 - 1
     layers_ahead = 0  # a posted receive holds a part of the GPU until it is served
 
-    def __init__(self, control: Transport, device: torch.device) -> None:
-        self._take(control, self._open(control, device), tuple(range(control.size)))
-
-    def _open(self, control: Transport, device: torch.device) -> _Groups:
-        return _Groups(control, device)
-
-    def _take(self, control: Transport, groups: _Groups, members: tuple[int, ...]) -> None:
+    def __init__(self, control: Transport, groups: _Groups, members: Sequence[int]) -> None:
         self._control, self._groups, self._members = control, groups, members
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
@@ -172,14 +157,23 @@ class NcclTransport:
 
     def split(self, color: int) -> NcclTransport:
         """Make a transport for the ranks with the same color, over the same links."""
-        part, control = object.__new__(type(self)), self._control.split(color)
-        members = share_json(control, gather_json(control, self._members[self.rank]))
-        part._take(control, self._groups, tuple(members))
-        return part
+        control = self._control.split(color)
+        return type(self)(control, self._groups, share_json(control, gather_json(control, self._members[self.rank])))
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job."""
         self._control.abort(exit_code)
+
+
+def open_nccl(control: Transport, device: torch.device) -> NcclTransport:
+    """Connect all ranks of the control transport, each with a GPU that no other uses; every rank calls this.
+
+    Raises
+    ------
+    TransportError
+        On all ranks, if the ranks cannot meet or this torch lacks NCCL.
+    """
+    return NcclTransport(control, _Groups(control, device), range(control.size))
 
 
 def meet(control: Transport) -> Any:

@@ -32,11 +32,6 @@ def test_threads_draw_every_number_once() -> None:
     assert all(found == [103, sum(range(100))] for _, found in results)
 
 
-def test_alone() -> None:
-    counters = open_counters(LocalTransport(), 2)
-    assert [counters.add(1, 5), counters.add(1), counters.read()] == [0, 5, [0, 6]]
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_draw_every_number_once(ranks: int, mpirun: Any) -> None:
     run = mpirun(ranks, [sys.executable, PROGRAM])
