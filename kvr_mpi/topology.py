@@ -212,16 +212,7 @@ def gpus_in_turn(visible: Sequence[Sequence[str]]) -> list[int]:
     """Choose a GPU for each rank among those it sees; ranks share one only if there are too few.
 
     Ranks may see different GPUs of a host, each numbered from 0 (``--gpu-bind``): what they share is known by its id.
-
-    Parameters
-    ----------
-    visible : sequence of sequences of str
-        Ids of the GPUs that each rank sees, in its order.
-
-    Returns
-    -------
-    list of int
-        Numbers among those that each rank sees; 0 where it sees none.
+    Given the ids that each rank sees, in its order, the result is a number among them; 0 where it sees none.
     """
     users: dict[str, int] = {}
     found = []

@@ -27,8 +27,8 @@ def keep_promises(world: Transport) -> None:
     for size in (0, 1, 100_000):
         data = bytes([world.size - 1]) * size
         assert world.broadcast(data if world.rank == world.size - 1 else b"", world.size - 1) == data
-    gathered = world.gather(bytes([world.rank]) * world.rank, 1)
-    assert gathered == ([bytes([rank]) * rank for rank in range(world.size)] if world.rank == 1 else [])
+    gathered = world.gather(bytes([world.rank]) * world.rank)
+    assert gathered == ([bytes([rank]) * rank for rank in range(world.size)] if world.rank == 0 else [])
     assert share_json(world, {"text": "ü"} if world.rank == 0 else None) == {"text": "ü"}
     half = world.split(world.rank % 2)
     members = share_json(half, gather_json(half, world.rank))

@@ -189,7 +189,7 @@ class LayerTransfers:
     def wait_for_states(self) -> None:
         """Wait for the previous rank's states; the time is counted."""
         if (states := self._states) is not None:
-            with self.prompt.waiting("receive", self.layer_idx, states.peer):
+            with self.prompt.waiting("receive", self.layer_idx, states.span.peer):
                 self.prompt.forwarder.wait(states)
             self._states = None
 
@@ -200,7 +200,7 @@ class LayerTransfers:
         same job is to give the same answers every time.
         """
         transfer, _ = self._arriving.pop(segment)
-        with self.prompt.waiting("receive", self.layer_idx, transfer.peer):
+        with self.prompt.waiting("receive", self.layer_idx, transfer.span.peer):
             self.prompt.forwarder.wait(transfer)
 
     def collect(self) -> None:

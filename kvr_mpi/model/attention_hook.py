@@ -99,27 +99,23 @@ class _SdpaHook(TorchFunctionMode):
     ) -> Any:
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        call = _SDPA_ARGUMENTS.bind(*args, **(kwargs or {})).arguments
-        mask, query, scale = call.get("attn_mask"), call["query"], call.get("scale")
-        if mask is not None and mask.numel() != 1:
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None and attn_mask.numel() != 1:
             raise ModelError("it adds its own mask or bias to attention")
         params = AttentionParams(query.shape[-1] ** -0.5 if scale is None else scale, kernel=self.kernel)
-        return self.cache.attending.attend(query, call["key"], call["value"], params)
-
-
-def _sdpa(  # noqa: D103  (only its signature is used: the builtin has none)
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None: ...
-
-
-_SDPA_ARGUMENTS = inspect.signature(_sdpa)
+        return self.cache.attending.attend(query, key, value, params)
 
 
 def _attention(

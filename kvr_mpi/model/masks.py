@@ -97,11 +97,6 @@ class MaskRequest:
 def recognise(mask_function: MaskFunction, local_size: int | None, longest: int, device: str = "cpu") -> Visibility:
     """Recognise a mask function by evaluating it at the edges of windows and chunks, and at the far end.
 
-    Parameters
-    ----------
-    longest : int
-        Tokens of the longest context.
-
     Raises
     ------
     ModelError

@@ -59,13 +59,7 @@ class NarrowWeights:
 
 
 def narrow(weight: torch.Tensor) -> NarrowWeights | None:
-    """Convert weights to fewer bits; None if that would change a weight, or if the kernels do not support it.
-
-    Parameters
-    ----------
-    weight : torch.Tensor
-        (outs, features).
-    """
+    """Convert weights (outs, features) to fewer bits; None if one would change, or the kernels do not support it."""
     outs, features = weight.shape
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or features % BLOCK or outs < LEAST_OUTS:
         return None

@@ -123,12 +123,8 @@ def begins_anew_at(model: Any) -> int | None:
 def check_rotary(model: Any, longest: int | None) -> None:
     """Compare the rotary embeddings of slices with those of the whole prompt, below and above their thresholds.
 
-    What they depend on besides the position shows only in prompts longer than any self-check could run.
-
-    Parameters
-    ----------
-    longest : int or None
-        Tokens of the longest context.
+    What they depend on besides the position shows only in prompts longer than any self-check could run. `longest` is
+    the longest context.
 
     Raises
     ------

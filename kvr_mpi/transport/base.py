@@ -119,8 +119,8 @@ class Transport(Protocol):
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
         """Return the root's bytes on every rank."""
 
-    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Return every rank's bytes on the root, in rank order; an empty list on the others."""
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0, in rank order; an empty list on the others."""
 
     def split(self, color: int) -> Transport:
         """Make a transport for the ranks with the same color, in rank order."""
@@ -157,13 +157,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def share_json(transport: Transport, value: Any, root: int = 0) -> Any:
     """Return the root's value on every rank."""
-    data = json.dumps(value).encode() if transport.rank == root else b""
-    return json.loads(transport.broadcast(data, root))
+    return json.loads(transport.broadcast(json.dumps(value).encode() if transport.rank == root else b"", root))
 
 
-def gather_json(transport: Transport, value: Any, root: int = 0) -> list[Any]:
-    """Return every rank's value on the root, in rank order; an empty list on the others."""
-    return [json.loads(data) for data in transport.gather(json.dumps(value).encode(), root)]
+def gather_json(transport: Transport, value: Any) -> list[Any]:
+    """Return every rank's value on rank 0, in rank order; an empty list on the others."""
+    return [json.loads(data) for data in transport.gather(json.dumps(value).encode())]
 
 
 def together(transport: Transport, work: Callable[[], T]) -> T:

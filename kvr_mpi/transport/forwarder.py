@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvr_mpi.trace import Kind, Recorder
+from kvr_mpi.trace import Recorder, Span
 from kvr_mpi.transport.base import Ended, Request, Transport
 
 if TYPE_CHECKING:
@@ -51,18 +51,13 @@ class Transfer:
     tensor: torch.Tensor
     tag: int
     prompt: int
+    span: Span  # for the trace; it has begun when there is a request
     dest: int | None = None
     onward_from: int = 0
     request: Request | None = None  # None: to be sent when its turn comes
     received: Request | None = None  # for one that passes on: the request that has filled its tensor
     arrived: bool = False
     onward: Transfer | None = None
-    # For the trace: what it is, of which prompt and layer, from or to whom, and since when.
-    kind: Kind = "send"
-    traced_prompt: int = -1
-    layer: int = -1
-    peer: int = -1
-    began_s: float = 0.0
 
     @property
     def through(self) -> bool:
@@ -119,8 +114,8 @@ class Forwarder:
     def send(self, tensor: torch.Tensor, dest: int, tag: int, *, layer: int = -1) -> Transfer:
         """Start to send; the tensor must not change until the transfer is complete."""
         with self._lock:
-            transfer = Transfer(tensor, tag, self._prompt, traced_prompt=self.recorder.prompt, layer=layer)
-            return self._send(transfer, dest)
+            span = Span("send", 0.0, 0.0, self.recorder.prompt, layer, dest, tensor.nbytes)
+            return self._send(Transfer(tensor, tag, self._prompt, span), dest)
 
     def receive(
         self,
@@ -134,9 +129,9 @@ class Forwarder:
     ) -> Transfer:
         """Start to receive in place; rows from `forward_from` on are announced and sent on to `forward_to` at once."""
         with self._lock:
-            transfer = Transfer(tensor, tag, self._prompt, forward_to, forward_from, layer=layer, kind="receive")
-            transfer.traced_prompt, transfer.peer = self.recorder.prompt, source
-            transfer.began_s, transfer.request = time.perf_counter(), self.transport.irecv(tensor, source, tag)
+            span = Span("receive", time.perf_counter(), 0.0, self.recorder.prompt, layer, source, tensor.nbytes)
+            transfer = Transfer(tensor, tag, self._prompt, span, forward_to, forward_from)
+            transfer.request = self.transport.irecv(tensor, source, tag)
             if forward_to is not None and not self.transport.has_tags:
                 self._turns[forward_to].append(tag)
             self._pending.append(transfer)
@@ -199,7 +194,7 @@ class Forwarder:
         return transfer
 
     def _hand_over(self, transfer: Transfer, dest: int) -> None:
-        transfer.peer, transfer.began_s = dest, time.perf_counter()
+        transfer.span = transfer.span._replace(began_s=time.perf_counter())
         transfer.request = self.transport.isend(transfer.tensor, dest, transfer.tag, transfer.received)
         transfer.received = None
         self._pending.append(transfer)
@@ -217,18 +212,11 @@ class Forwarder:
                     if transfer.onward_from and received is not None:
                         total = transfer.tensor.nbytes
                         received = _PartOfRequest(received, total - rows.nbytes, total)
-                    transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, received=received, kind="forward")
-                    transfer.onward.traced_prompt, transfer.onward.layer = transfer.traced_prompt, transfer.layer
+                    span = transfer.span._replace(kind="forward", peer=transfer.dest, amount=rows.nbytes)
+                    transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, span, received=received)
                     self._send(transfer.onward, transfer.dest)
                 transfer.request, transfer.arrived = None, True
-                self.recorder.note(
-                    transfer.kind,
-                    transfer.began_s,
-                    prompt=transfer.traced_prompt,
-                    layer=transfer.layer,
-                    peer=transfer.peer,
-                    amount=transfer.tensor.nbytes,
-                )
+                self.recorder.add(transfer.span._replace(ended_s=time.perf_counter()))
 
     def _run(self) -> None:
         import torch

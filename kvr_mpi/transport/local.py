@@ -104,10 +104,10 @@ class LocalTransport:
         """Return the root's bytes on every rank."""
         return self._exchange(data)[root]
 
-    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Return every rank's bytes on the root."""
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0."""
         everything = self._exchange(data)
-        return everything if self.rank == root else []
+        return everything if self.rank == 0 else []
 
     def split(self, color: int) -> LocalTransport:
         """Make a transport for the threads with the same color."""

@@ -100,7 +100,8 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
             f"started by {launcher}, but mpi4py loads {library}: the launcher does not match the MPI",
             "use the mpirun of this MPI",
         )
-    if "PMIX_RANK" in environ and "PMI_RANK" not in environ and "MPICH" in library and not _knows_pmix():
+    by_pmix = "PMIX_RANK" in environ and "PMI_RANK" not in environ
+    if by_pmix and "MPICH" in library and "pmix" not in MPI.Get_library_version().lower():  # it would end the process
         raise TransportError(
             f"started through PMIx, but mpi4py loads {library}, built without it: the launcher does not match the MPI",
             "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI",
@@ -157,13 +158,6 @@ def _need_threads() -> None:
             f"MPI_THREAD_MULTIPLE: leave mpi4py.rc.thread_level at its default, 'multiple', or call "
             f"MPI.Init_thread(MPI.THREAD_MULTIPLE); if MPI does not provide it, load one that was built with it"
         )
-
-
-def _knows_pmix() -> bool:
-    """Whether this MPICH was configured for PMIx; others end the process during MPI_Init."""
-    from mpi4py import MPI
-
-    return "pmix" in MPI.Get_library_version().lower()
 
 
 class _Transfer:
@@ -284,17 +278,17 @@ class MpiTransport:
         _wait_asleep(self.comm.Ibcast(buffer, root))
         return buffer.tobytes()
 
-    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Return every rank's bytes on the root, in rank order."""
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0, in rank order."""
         import numpy as np
         from mpi4py import MPI
 
         lengths = np.empty(self.size, np.int64)
         _wait_asleep(self.comm.Iallgather(np.array([len(data)], np.int64), lengths))
-        everything = np.empty(int(lengths.sum()) if self.rank == root else 0, np.uint8)
-        receive = [everything, (lengths, None), MPI.BYTE] if self.rank == root else None
-        _wait_asleep(self.comm.Igatherv(np.frombuffer(data, np.uint8), receive, root))
-        if self.rank != root:
+        everything = np.empty(int(lengths.sum()) if self.rank == 0 else 0, np.uint8)
+        receive = [everything, (lengths, None), MPI.BYTE] if self.rank == 0 else None
+        _wait_asleep(self.comm.Igatherv(np.frombuffer(data, np.uint8), receive))
+        if self.rank:
             return []
         stops = np.cumsum(lengths)
         return [everything[stop - length : stop].tobytes() for stop, length in zip(stops, lengths, strict=True)]

@@ -151,9 +151,9 @@ class NcclTransport:
         """Return the root's bytes on every rank."""
         return self._control.broadcast(data, root)
 
-    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Return every rank's bytes on the root."""
-        return self._control.gather(data, root)
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0."""
+        return self._control.gather(data)
 
     def split(self, color: int) -> NcclTransport:
         """Make a transport for the ranks with the same color, over the same links."""

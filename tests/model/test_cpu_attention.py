@@ -160,28 +160,6 @@ def test_rows_beyond_the_memory_are_not_read(library: KernelLibrary) -> None:
             library.attend_units(torch.randn(1, 3, 2, 64), table, np.array(lengths), 0.2)
 
 
-def test_units_that_it_does_not_take(kernel: CpuAttention, library: KernelLibrary) -> None:
-    query, rows = torch.randn(1, 6, 3, 64), torch.randn(20, 64)
-    right = Unit(0, 0, rows, rows)
-
-    def takes(query: torch.Tensor, *units: Unit, kernel: CpuAttention = kernel) -> bool:
-        return kernel.takes_units(query, UnitTable(3, 2, units))
-
-    assert takes(query, right)
-    wrong: dict[str, tuple[torch.Tensor, list[Unit]]] = {
-        "nothing": (query, []),
-        "type": (query.double(), [right]),
-        "of another type": (query.bfloat16(), [right]),
-        "features": (query[..., :24], [right._replace(keys=rows[:, :24], values=rows[:, :24])]),
-        "other values": (query, [right._replace(values=rows[:, :32])]),
-        "strides": (query, [right._replace(keys=torch.randn(64, 20).T)]),
-        "kind": (FakeTensorMode().from_tensor(query), [right]),
-    }
-    for name, (asking, units) in wrong.items():
-        assert not takes(asking, *units), name
-    assert not takes(query, right, kernel=CpuAttention(library, (PLAIN, OWN, OWN, OWN)))
-
-
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 30.0, -30.0])
 def test_large_scores_and_small_ones(library: KernelLibrary, scale: float) -> None:
     query, keys, values = draw(2, 2, 40, 700, 64)
@@ -202,25 +180,39 @@ def test_what_is_no_number_is_not_swallowed(library: KernelLibrary, bad: float) 
         torch.testing.assert_close(found.isfinite(), truth.isfinite())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda query, keys, values: (query.double(), keys.double(), values.double()),
+        lambda query, keys, values: (query.double(), keys, values),
+        lambda query, keys, values: (query[..., :24], keys[..., :24], values[..., :24]),
+        lambda query, keys, values: (query, keys, values[..., :32]),
+        lambda query, keys, values: (query, keys.transpose(-1, -2).contiguous().transpose(-1, -2), values),
+        lambda *tensors: tuple(map(FakeTensorMode().from_tensor, tensors)),
+    ],
+)
+def test_what_it_cannot_read_goes_to_torch(kernel: CpuAttention, change: Any) -> None:
+    query, keys, values = draw(6, 2, 3, 90, 64)
+
+    def takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> list[bool]:
+        table = UnitTable(3, 2, [Unit(0, 0, keys[0, 0], values[0, 0])])
+        return [kernel.takes(query, keys, values), kernel.takes_units(query, table)]
+
+    assert takes(query, keys, values) == [True, True]
+    assert takes(*change(query, keys, values)) == [False, False]
+    assert not kernel.takes_units(query, UnitTable(3, 2, []))
+
+
 def test_what_it_does_not_take_goes_to_torch(kernel: CpuAttention, library: KernelLibrary) -> None:
     query, keys, values = draw(6, 2, 40, 90, 64)
-    params = AttentionParams(0.2, kernel=kernel)
-    others = {
-        "type": [each.double() for each in (query, keys, values)],
-        "features": [each[..., :24] for each in (query, keys, values)],
-        "strides": [query, keys.transpose(-1, -2).contiguous().transpose(-1, -2), values],
-        "kind": [FakeTensorMode().from_tensor(each) for each in (query, keys, values)],
-        "half": [each.bfloat16() for each in (query, keys, values)],
-        "no keys": [query, keys[:, :, :0], values[:, :, :0]],
-    }
-    assert kernel.takes(query, keys, values)
-    for name, tensors in others.items():
-        assert not kernel.takes(*tensors), name
-        if name not in ("kind", "no keys"):
-            torch.testing.assert_close(attend(*tensors, params).out, attend(*tensors, AttentionParams(0.2)).out)
-    assert not CpuAttention(library, (PLAIN, PLAIN, PLAIN, OWN)).takes(query, keys, values)  # of so few queries
-    capped = attend(query, keys, values, AttentionParams(0.2, softcap=5.0, kernel=kernel))
-    torch.testing.assert_close(capped.out, attend(query, keys, values, AttentionParams(0.2, softcap=5.0)).out)
+    half = [each.bfloat16() for each in (query, keys, values)]
+    assert not kernel.takes(*half) and not kernel.takes(query, keys[:, :, :0], values[:, :, :0])
+    for tensors, softcap in ((half, None), ([query, keys, values], 5.0)):
+        with_it, plain = AttentionParams(0.2, softcap, kernel=kernel), AttentionParams(0.2, softcap)
+        torch.testing.assert_close(attend(*tensors, with_it).out, attend(*tensors, plain).out)
+    slower = CpuAttention(library, (PLAIN, PLAIN, PLAIN, OWN))
+    assert not slower.takes(query, keys, values), "for so few queries"
+    assert not slower.takes_units(query[:, :, :1], UnitTable(1, 2, [Unit(0, 0, keys[0, 0], values[0, 0])]))
 
 
 COMMON: dict[str, Any] = {

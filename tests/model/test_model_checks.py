@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny import shrink
@@ -67,21 +66,9 @@ def test_configurations_that_contradict(changed: Callable[..., Path], values: di
         load_model(str(changed(**values)), cache_dir=Path("/nonexistent"), device="cpu")
 
 
-@pytest.mark.parametrize(
-    "values", [{"num_attention_heads": 5}, {"num_key_value_heads": 3}, {"max_position_embeddings": -1}]
-)
-def test_plans_refuse_them_too(changed: Callable[..., Path], values: dict[str, Any]) -> None:
-    with pytest.raises(ModelError):
-        load_outline(str(changed(**values)), cache_dir=Path("/nonexistent"))
-
-
-def test_a_weight_that_is_missing_is_not_made_up(changed: Callable[..., Path]) -> None:
-    folder = changed()
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 weights .* not in the files \(model.layers.1.mlp.up_proj.weight\)"):
-        load_model(str(folder), cache_dir=Path("/nonexistent"), device="cpu")
+def test_plans_refuse_them_too(changed: Callable[..., Path]) -> None:
+    with pytest.raises(ModelError, match="num_key_value_heads = 3"):
+        load_outline(str(changed(num_key_value_heads=3)), cache_dir=Path("/nonexistent"))
 
 
 def test_a_window_longer_than_the_context_is_none(changed: Callable[..., Path]) -> None:

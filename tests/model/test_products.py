@@ -143,14 +143,6 @@ def test_other_types_and_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(plain(rows), torch.nn.functional.linear(rows, plain[0].weight, plain[0].bias))
 
 
-def test_a_product_that_is_wrong_here_is_not_used(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = packed("llama-gqa")
-    right = Product.__call__
-    monkeypatch.setattr(Product, "__call__", lambda self, rows: 1.1 * right(self, rows))
-    check_chain(loaded)
-    assert forwards(loaded.model) == 0 and kernel_bytes(loaded.model) == 0
-
-
 def test_parts_that_are_wrong_without_them_are_not_taken_over(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvr_mpi.kv.attention.PartialAttention.merge", lambda self, other: self)
     assert not check_chain(packed("llama-gqa")).attends_in_parts

@@ -17,15 +17,12 @@ PROGRAM = TESTS / "programs" / "mpi_counters.py"
 
 def test_threads_draw_every_number_once() -> None:
     def work(rank: LocalTransport) -> tuple[list[int], list[int]]:
-        counters = open_counters(rank, 2)
-        drawn = []
+        counters, drawn = open_counters(rank, 2), []
         while (number := counters.add(0)) < 100:
             drawn.append(number)
             counters.add(1, number)
         rank.barrier()
-        found = counters.read()
-        counters.close()
-        return drawn, found
+        return drawn, counters.read()
 
     results = run_local(3, work)
     assert sorted(number for drawn, _ in results for number in drawn) == list(range(100))
