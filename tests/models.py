@@ -113,20 +113,25 @@ SINGLE_ONLY: dict[str, Any] = {
 }
 
 
-@functools.cache
-def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """A random model of a kind; the same weights in every dtype."""
-    config = {**CONFIGS, **WHOLE, **STATES, **SINGLE_ONLY}[name]()
+def random_model(config: Any, dtype: torch.dtype = torch.float32, name: str = "tiny") -> LoadedModel:
+    """A random model; the same weights in every dtype."""
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype)
     return LoadedModel(
-        model=model,
+        model=tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype),
         tokenizer=None,
         shape=probe_shape(config, dtype),
         name=name,
         fingerprint=name,
         dtype=dtype,
         device=torch.device("cpu"),
+    )
+
+
+@functools.cache
+def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """A random model of a kind."""
+    return replace(
+        random_model({**CONFIGS, **WHOLE, **STATES, **SINGLE_ONLY}[name](), dtype, name),
         attends_in_parts=name not in WHOLE,
         cuts_last_layer=name not in {*WHOLE, "llama4-chunks"},
     )
@@ -134,11 +139,9 @@ def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 def deep(layers: int) -> LoadedModel:
     """A tiny Llama of so many layers."""
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, num_key_value_heads=2)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    prepare_model(model, chain=True)
-    return replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
+    loaded = random_model(tf.LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, num_key_value_heads=2))
+    prepare_model(loaded.model, chain=True)
+    return loaded
 
 
 def prompt(tokens: int, vocab: int = VOCAB) -> list[int]:

@@ -60,16 +60,15 @@ class _Groups:
         self.waiters: dict[tuple[str, int], ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1))
         self.end = weakref.finalize(self, _end, [self.up, self.down], self.waiters)
 
-    def send(self, data: torch.Tensor, dest: int, tag: int, *, passed_on: bool) -> Request:
+    def send(self, data: torch.Tensor, dest: int, *, passed_on: bool) -> Request:
         group, length = self.up if dest > self.rank else self.down, torch.tensor([data.numel()])
-        works = [group.send([part], dest, tag) for part in (length, data)]
+        works = [group.send([part], dest, 0) for part in (length, data)]
         return _Work(self.waiters["to", dest].submit(_wait_for, works, length, data, f"rank {dest}"))
 
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> Request:
+    def receive(self, data: torch.Tensor, source: int) -> Request:
         group, length = self.up if source < self.rank else self.down, torch.zeros(1, dtype=torch.int64)
-        works = [group.recv([part], source, tag) for part in (length, data)]
-        name = f"rank {source} (tag {tag})"
-        return _Work(self.waiters["from", source].submit(_wait_for, works, length, data, name))
+        works = [group.recv([part], source, 0) for part in (length, data)]
+        return _Work(self.waiters["from", source].submit(_wait_for, works, length, data, f"rank {source}"))
 
 
 def _end(groups: list[Any], waiters: dict[tuple[str, int], ThreadPoolExecutor]) -> None:

@@ -49,7 +49,7 @@ def keep_promises(world: Transport) -> None:
     if world.rank == 0:
         world.isend(torch.zeros(5), 1, 77).wait()
     elif world.rank == 1:
-        with pytest.raises(TransportError, match=r"expected 24 bytes from rank 0 \(tag 77\), but received 20"):
+        with pytest.raises(TransportError, match="expected 24 bytes from rank 0.*, but received 20"):
             world.irecv(torch.zeros(6), 0, 77).wait()
     world.barrier()
 

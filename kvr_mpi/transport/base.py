@@ -64,35 +64,21 @@ class Transport(Protocol):
     ``isend`` must not be given a buffer that changes before its request ends; ``irecv`` fills its buffer in
     place. Messages of one source, destination and tag arrive in the order they were sent; without tags, messages of
     one source and destination must be received in the order they were sent.
+
+    has_tags : messages are matched by tag, otherwise only by order.
+    tag_ub : the largest tag; MPI guarantees 32,767.
+    layers_ahead : layers whose receives are posted before they compute, at most `LAYERS_AHEAD`.
+    rank : from 0 to ``size - 1``.
+    local_rank, local_size : this rank's index among those on its host, and their number.
     """
 
-    @property
-    def has_tags(self) -> bool:
-        """Whether messages are matched by tag, or only by order."""
-
-    @property
-    def tag_ub(self) -> int:
-        """The largest tag; MPI guarantees 32,767."""
-
-    @property
-    def layers_ahead(self) -> int:
-        """Number of layers whose receives are posted before they compute, at most `LAYERS_AHEAD`."""
-
-    @property
-    def rank(self) -> int:
-        """This rank, from 0 to ``size - 1``."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's index among those on its host."""
-
-    @property
-    def local_size(self) -> int:
-        """Number of ranks on this host."""
+    has_tags: bool
+    tag_ub: int
+    layers_ahead: int
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
         """Start to send a contiguous tensor's bytes.
@@ -100,8 +86,8 @@ class Transport(Protocol):
         Parameters
         ----------
         received : Request or None
-            The ended request that has filled the tensor: it is passed on, and need not wait for what this rank
-            computes meanwhile.
+            The ended request that has filled the tensor, or a longer one that ends with it: it is passed on, and need
+            not wait for what this rank computes meanwhile.
         """
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:

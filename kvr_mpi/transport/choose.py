@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from kvr_mpi.errors import TransportError
 from kvr_mpi.topology import following, others_after, preceding
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
-from kvr_mpi.transport.mpi import MpiTransport
+from kvr_mpi.transport.mpi import Handing, MpiTransport
 from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
 from kvr_mpi.transport.nccl import NcclTransport, open_nccl
 
@@ -81,7 +81,8 @@ def open_transport(
     if name == "nccl":
         transport = open_nccl(world, device)
     elif isinstance(world, MpiTransport):
-        transport = world.handing("staged" if name == "staged" else "direct" if mine.device == "cuda" else "host")
+        handing: Handing = "staged" if name == "staged" else "direct" if mine.device == "cuda" else "host"
+        transport = MpiTransport(world.comm, handing)
     warm_up(transport, device, every_pair=every_pair)
     return transport, f"transport: {name}: {why}"
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvr_mpi.trace import Recorder, Span
-from kvr_mpi.transport.base import Ended, Request, Transport
+from kvr_mpi.transport.base import Request, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -28,17 +28,6 @@ POLL_S = 1e-3
 # A waiting rank looks this often without pause, then leaves the core to whoever shares it.
 SPINS = 200
 PAUSE_S = 5e-5
-
-
-class _PartOfRequest(Ended):
-    """A completed receive of which only some bytes are forwarded.
-
-    ``landed``: those bytes in host memory, if the message came that way.
-    """
-
-    def __init__(self, received: Request, start: int, stop: int) -> None:
-        landed = getattr(received, "landed", None)
-        self.landed = None if landed is None else landed[start:stop]
 
 
 @dataclass(slots=True, eq=False)
@@ -208,12 +197,9 @@ class Forwarder:
             ]:
                 self._pending.remove(transfer)
                 if transfer.dest is not None:
-                    rows, received = transfer.tensor[transfer.onward_from :], transfer.request
-                    if transfer.onward_from and received is not None:
-                        total = transfer.tensor.nbytes
-                        received = _PartOfRequest(received, total - rows.nbytes, total)
+                    rows = transfer.tensor[transfer.onward_from :]
                     span = transfer.span._replace(kind="forward", peer=transfer.dest, amount=rows.nbytes)
-                    transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, span, received=received)
+                    transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, span, received=transfer.request)
                     self._send(transfer.onward, transfer.dest)
                 transfer.request, transfer.arrived = None, True
                 self.recorder.add(transfer.span._replace(ended_s=time.perf_counter()))

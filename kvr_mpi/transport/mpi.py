@@ -231,7 +231,9 @@ class MpiTransport:
         data = as_bytes(tensor)
         if self._takes(data):
             return start(data)
-        landed = getattr(received, "landed", None)
+        landed: torch.Tensor | None = getattr(received, "landed", None)
+        if landed is not None:
+            landed = landed[len(landed) - len(data) :]
         return self._staging_for(data).send(data, start, landed, is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
@@ -296,10 +298,6 @@ class MpiTransport:
     def split(self, color: int) -> MpiTransport:
         """Make a transport for the ranks with the same color."""
         return MpiTransport(self.comm.Split(color, self.rank), self._handing)
-
-    def handing(self, handing: Handing) -> MpiTransport:
-        """Return the same ranks with another way to hand tensors to MPI."""
-        return MpiTransport(self.comm, handing)
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job."""

@@ -87,14 +87,14 @@ class _Groups:
         self.under_way: set[Any] = set()
         self.end = weakref.finalize(self, _end, [self.up, self.down], self.under_way)
 
-    def send(self, data: torch.Tensor, dest: int, tag: int, *, passed_on: bool) -> Request:
+    def send(self, data: torch.Tensor, dest: int, *, passed_on: bool) -> Request:
         import torch
 
         group = self.up if dest > self.rank else self.down
         with torch.cuda.stream(self.side) if passed_on else contextlib.nullcontext():
             return _GpuWork(group.send([data], dest, 0), data, self.under_way)
 
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> Request:
+    def receive(self, data: torch.Tensor, source: int) -> Request:
         group = self.up if source < self.rank else self.down
         return _GpuWork(group.recv([data], source, 0), data, self.under_way)
 
@@ -131,13 +131,13 @@ class NcclTransport:
         """Start to send a contiguous tensor's bytes; host memory goes over the control transport."""
         if tensor.device.type != self._groups.device_type:
             return self._control.isend(tensor, dest, tag)
-        return self._groups.send(as_bytes(tensor), self._members[dest], tag, passed_on=received is not None)
+        return self._groups.send(as_bytes(tensor), self._members[dest], passed_on=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Start to receive into a contiguous tensor, over the transport that the sender uses for such memory."""
         if tensor.device.type != self._groups.device_type:
             return self._control.irecv(tensor, source, tag)
-        return self._groups.receive(as_bytes(tensor), self._members[source], tag)
+        return self._groups.receive(as_bytes(tensor), self._members[source])
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks."""

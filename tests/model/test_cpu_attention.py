@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers as tf
 from chains import chain, greedy, single
-from models import prompt
+from models import prompt, random_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.kept import keep_only
@@ -233,19 +233,9 @@ CONFIGS: dict[str, Any] = {
 @pytest.fixture(params=CONFIGS)
 def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """Models whose attention comes to us by either door, with heads that the kernel takes."""
-    torch.manual_seed(0)
-    config = CONFIGS[request.param]
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    yield LoadedModel(
-        model=model,
-        tokenizer=None,
-        shape=probe_shape(config, torch.float32),
-        name=request.param,
-        fingerprint=request.param,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    forget_kernels(model)
+    made = random_model(CONFIGS[request.param])
+    yield made
+    forget_kernels(made.model)
 
 
 @pytest.fixture

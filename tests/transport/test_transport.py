@@ -15,8 +15,9 @@ from kvr_mpi.errors import TransportError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport.base import FixedTag, Request
+from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.transport.mpi import connect, launched_size
+from kvr_mpi.transport.mpi import MpiTransport, connect, launched_size
 from kvr_mpi.transport.staging import Staging
 
 PROGRAMS = TESTS / "programs"
@@ -160,6 +161,20 @@ def test_tags_are_those_of_no_other_message_or_refused(most: int) -> None:
     else:
         run_local(2, work)
         assert used and not used & {*FixedTag} and max(used) <= most
+
+
+@pytest.mark.parametrize("handing", ["host", "staged"])
+def test_what_is_received_is_passed_on_from_a_row_on(handing: Any) -> None:
+    from mpi4py import MPI
+
+    sent, came, last = torch.arange(12.0).view(6, 2), torch.zeros(6, 2), torch.zeros(4, 2)
+    forwarder = Forwarder(MpiTransport(MPI.COMM_SELF, handing))
+    forwarder.begin()
+    forwarder.receive(came, 0, 1, forward_to=0, forward_from=2)
+    forwarder.receive(last, 0, 1)
+    forwarder.send(sent, 0, 1)
+    forwarder.close()
+    assert torch.equal(came, sent) and torch.equal(last, sent[2:])
 
 
 def test_threads_start_each_staged_transfer_once_and_in_order() -> None:
