@@ -185,7 +185,7 @@ class KernelLibrary:
         if not table.is_complete:
             lse.fill_(float("-inf"))
         size, (_, by_head, by_document, _) = query.element_size(), query.stride()
-        units, at = table.rows(table.counts(lengths), firsts, size), table.document * heads + table.head * group
+        units, at = table.rows(lengths, firsts, size), table.document * heads + table.head * group
         units[:, QUERY] = query.data_ptr() + (table.document * by_document + table.head * (group * by_head)) * size
         units[:, OUT], units[:, LSE] = out.data_ptr() + at * (dim * 4), lse.data_ptr() + at * 4
         pieces = -int((-units[:, COUNT] // self._piece).sum())

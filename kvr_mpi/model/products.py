@@ -72,17 +72,14 @@ class Product:
         return torch.nn.functional.linear(rows, self._weight, self._bias)
 
 
-def product_shape(linear: torch.nn.Linear) -> str:
-    """Return the kind of a linear layer; layers of the same kind use the same implementation."""
-    return f"{linear.out_features}x{linear.in_features}"
-
-
 def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """List the linear layers whose weights can be copied, by their shape."""
+    """List the linear layers whose weights can be copied, by their shape: those of one shape are computed alike."""
     found: dict[str, list[torch.nn.Linear]] = {}
     for module in model.modules():
-        if type(module) is torch.nn.Linear and (can_lay(module.weight) or _is_float32(module.weight)):
-            found.setdefault(product_shape(module), []).append(module)
+        if type(module) is torch.nn.Linear:
+            weight = module.weight
+            if can_lay(weight) or (weight.device.type == "cpu" and weight.dtype == torch.float32):
+                found.setdefault(f"{module.out_features}x{module.in_features}", []).append(module)
     return found
 
 
@@ -115,10 +112,6 @@ def give_products(
         for shape, layers in find_products(model).items():
             for layer in layers if shape in ways else ():
                 give_kernel(layer, Product(layer, ways[shape], library, narrowed.get(layer)))
-
-
-def _is_float32(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def can_lay(weight: torch.Tensor) -> bool:
