@@ -57,7 +57,7 @@ class Visibility:
 FULL = Visibility()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class MaskRequest:
     """A model's request for a mask, passed through the model in place of the mask.
 
