@@ -30,7 +30,7 @@ _ROW: ContextVar[Sequence[tuple[int, int]] | None] = ContextVar("kvr_row", defau
 
 @contextmanager
 def whole_lengths(row: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Set of each prompt in a row its tokens there and its full length, for the duration of the block."""
+    """Tell rotary embeddings each prompt's tokens in the row and its full length, for the duration of the block."""
     token = _ROW.set(row)
     try:
         yield

@@ -285,7 +285,7 @@ def in_plan(name: str) -> str:
 
 
 def sum_products(model: torch.nn.Module, plan: Mapping[str, str], reduce: Reduce) -> None:
-    """Sum the outputs of the modules that have only some of their inputs; the plan has the model's names of them."""
+    """Sum the outputs of the modules that have only some of their inputs; the plan names modules as the model does."""
     for name, module in model.named_modules():
         if plan.get(in_plan(name)) in ("rowwise", "moe_tp_experts"):
             module.register_forward_hook(lambda part, given, made: reduce(made))
