@@ -123,16 +123,9 @@ class Partition:
 
     @classmethod
     def by_ratio(cls, tokens: int, ratios: Sequence[float], quantum: int = 1) -> Partition:
-        """Cut in proportion to `ratios`, each slice at least one token.
+        """Cut in proportion to positive ratios, which need not add up to one; each slice has at least one token.
 
-        Parameters
-        ----------
-        tokens : int
-            Length of the prompt.
-        ratios : sequence of float
-            One positive weight for each rank; they need not add up to one.
-        quantum : int
-            Inner bounds become multiples of this, if the prompt is long enough and no slice becomes empty by it.
+        Inner bounds become multiples of `quantum`, if the prompt is long enough and no slice becomes empty by it.
         """
         size = len(ratios)
         if size < 1 or any(not ratio > 0 or ratio == float("inf") for ratio in ratios):

@@ -47,9 +47,8 @@ class Topology:
         if not 1 <= self.tensor_parallel <= self.ranks_per_chain <= self.ranks:
             raise ConfigError(
                 f"chains of {counted(self.ranks_per_chain, 'rank')} with tensor-parallel groups of "
-                f"{self.tensor_parallel}, on "
-                f"{self.ranks}: "
-                f"expected 1 <= tensor_parallel <= ranks of a chain <= all ranks"
+                f"{self.tensor_parallel}, on {self.ranks}: expected 1 <= tensor_parallel <= ranks of a chain <= all "
+                f"ranks"
             )
         if self.ranks_per_chain % self.tensor_parallel:
             raise ConfigError(
@@ -80,18 +79,10 @@ class Topology:
         """Return the ranks of a chain."""
         return slice(chain * self.ranks_per_chain, (chain + 1) * self.ranks_per_chain)
 
-    def group_number(self, rank: int) -> int:
-        """Return the index of a rank's group in the job."""
-        return rank // self.tensor_parallel
-
     @property
     def by_group(self) -> Topology:
         """The topology of the groups, each counted as one rank."""
         return Topology(self.ranks // self.tensor_parallel, self.groups)
-
-    def rank_in_group(self, rank: int) -> int:
-        """Return a rank's index in its group, which is its shard of the weights."""
-        return rank % self.ranks_per_chain % self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +94,6 @@ class Rotation:
 
     size: int
     first: int = 0
-
-    @classmethod
-    def ending_at(cls, size: int, rank: int) -> Rotation:
-        """Rotate so that this rank has the last slice."""
-        return cls.bringing(size, size - 1, rank)
 
     @classmethod
     def bringing(cls, size: int, place: int, rank: int) -> Rotation:
@@ -166,7 +152,7 @@ def whole_groups(ranks: int, tensor_parallel: int) -> int:
 
 
 def place_in_group(rank: int, tensor_parallel: int) -> tuple[int, int]:
-    """Return the index of a rank's group, and the rank's index in it."""
+    """Return the index of a rank's group, and the rank's index in it, which is its part of the weights."""
     return divmod(rank, tensor_parallel)
 
 
@@ -226,16 +212,7 @@ def gpus_in_turn(visible: Sequence[Sequence[str]]) -> list[int]:
     """Choose a GPU for each rank among those it sees; ranks share one only if there are too few.
 
     Ranks may see different GPUs of a host, each numbered from 0 (``--gpu-bind``): what they share is known by its id.
-
-    Parameters
-    ----------
-    visible : sequence of sequences of str
-        Ids of the GPUs that each rank sees, in its order.
-
-    Returns
-    -------
-    list of int
-        Numbers among those that each rank sees; 0 where it sees none.
+    Given the ids that each rank sees, in its order, the result is a number among them; 0 where it sees none.
     """
     users: dict[str, int] = {}
     found = []

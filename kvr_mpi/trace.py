@@ -37,12 +37,8 @@ class Span(NamedTuple):
 class Recorder:
     """Collects one rank's spans; thread-safe.
 
-    Attributes
-    ----------
-    is_on : bool
-        Otherwise nothing is kept.
-    prompt : int
-        Number of the prompt that the rank is at.
+    is_on : otherwise nothing is kept.
+    prompt : number of the prompt that the rank is at.
     """
 
     def __init__(self, *, is_on: bool = False) -> None:
@@ -52,13 +48,7 @@ class Recorder:
     def note(
         self, kind: Kind, began_s: float, *, prompt: int | None = None, layer: int = -1, peer: int = -1, amount: int = 0
     ) -> None:
-        """Record a span that ends now.
-
-        Parameters
-        ----------
-        prompt : int, optional
-            By default the one that the rank is at.
-        """
+        """Record a span that ends now, by default of the prompt that the rank is at."""
         if self.is_on:
             at = self.prompt if prompt is None else prompt
             self._spans.append(Span(kind, began_s, time.perf_counter(), at, layer, peer, amount))

@@ -22,14 +22,7 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }
-FALCON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-}
+FALCON = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
 
 # The issue of attention is what distinguishes them: MHA, GQA, MQA, windows, caps, sinks, own SDPA calls.
 CONFIGS: dict[str, Any] = {
@@ -120,20 +113,25 @@ SINGLE_ONLY: dict[str, Any] = {
 }
 
 
-@functools.cache
-def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """A random model of a kind; the same weights in every dtype."""
-    config = {**CONFIGS, **WHOLE, **STATES, **SINGLE_ONLY}[name]()
+def random_model(config: Any, dtype: torch.dtype = torch.float32, name: str = "tiny") -> LoadedModel:
+    """A random model; the same weights in every dtype."""
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype)
     return LoadedModel(
-        model=model,
+        model=tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype),
         tokenizer=None,
         shape=probe_shape(config, dtype),
         name=name,
         fingerprint=name,
         dtype=dtype,
         device=torch.device("cpu"),
+    )
+
+
+@functools.cache
+def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """A random model of a kind."""
+    return replace(
+        random_model({**CONFIGS, **WHOLE, **STATES, **SINGLE_ONLY}[name](), dtype, name),
         attends_in_parts=name not in WHOLE,
         cuts_last_layer=name not in {*WHOLE, "llama4-chunks"},
     )
@@ -141,11 +139,9 @@ def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 def deep(layers: int) -> LoadedModel:
     """A tiny Llama of so many layers."""
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, num_key_value_heads=2)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    prepare_model(model, chain=True)
-    return replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
+    loaded = random_model(tf.LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, num_key_value_heads=2))
+    prepare_model(loaded.model, chain=True)
+    return loaded
 
 
 def prompt(tokens: int, vocab: int = VOCAB) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,19 +39,19 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 @given(topologies())
 def test_every_rank_has_one_place(topology: Topology) -> None:
-    places = [
-        (topology.chain_of(rank), topology.group_number(rank), topology.rank_in_group(rank))
-        for rank in range(topology.ranks)
-        if topology.chain_of(rank) is not None
-    ]
+    size, seen = topology.tensor_parallel, topology.by_group
+    chains = {rank: topology.chain_of(rank) for rank in range(topology.ranks)}
+    places = [(chain, *place_in_group(rank, size)) for rank, chain in chains.items() if chain is not None]
     assert len(places) == len(set(places)) == topology.chains * topology.ranks_per_chain
     assert {group for _, group, _ in places} == set(range(topology.chains * topology.groups))
-    assert {shard for _, _, shard in places} == set(range(topology.tensor_parallel))
+    assert {part for _, _, part in places} == set(range(size))
+    assert all(seen.chain_of(group) == chain for chain, group, _ in places)
+    assert (seen.chains, seen.groups) == (topology.chains, topology.groups)
     for chain in range(topology.chains):
         mine = range(topology.ranks)[topology.ranks_of(chain)]
-        assert [topology.chain_of(rank) for rank in mine] == [chain] * topology.ranks_per_chain
+        assert [chains[rank] for rank in mine] == [chain] * topology.ranks_per_chain
         assert len({topology.chain_color(rank) for rank in mine}) == 1
-    left = [rank for rank in range(topology.ranks) if topology.chain_of(rank) is None]
+    left = [rank for rank, chain in chains.items() if chain is None]
     assert (not left) == divides(topology.ranks_per_chain, topology.ranks)
     assert len({topology.chain_color(rank) for rank in left}) <= 1
 
@@ -61,22 +63,15 @@ def test_what_cannot_be_is_refused(ranks: tuple[int, int, int]) -> None:
 
 
 @given(st.integers(1, 9), st.data())
-def test_places_turn_round_the_ranks(size: int, data: st.DataObject) -> None:
+def test_rings(size: int, data: st.DataObject) -> None:
     rank, place = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
     turned = Rotation.bringing(size, place, rank)
     assert turned.rank_of(place) == rank and turned.place_of(rank) == place
     assert sorted(map(turned.rank_of, range(size))) == list(range(size))
-    assert Rotation.ending_at(size, rank).rank_of(size - 1) == rank
-    assert following(turned.rank_of(place), size) == turned.rank_of(place + 1)
-
-
-@given(st.integers(1, 9), st.data())
-def test_the_others_of_a_ring(size: int, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, size - 1))
+    assert following(rank, size) == turned.rank_of(place + 1)
     after, before = list(others_after(rank, size)), list(others_before(rank, size))
     assert after == before[::-1] and sorted([*after, rank]) == list(range(size))
-    if size > 1:
-        assert after[0] == following(rank, size) and before[0] == preceding(rank, size)
+    assert size == 1 or (after[0], before[0]) == (following(rank, size), preceding(rank, size))
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
@@ -90,20 +85,11 @@ def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
         assert sum(map(len, shares)) == len(set().union(*shares)), "no core is shared by two"
 
 
-@given(topologies())
-def test_groups_seen_as_ranks_are_those_of_the_chains(topology: Topology) -> None:
-    seen = topology.by_group
-    assert (seen.chains, seen.groups) == (topology.chains, topology.groups)
-    for rank in range(topology.ranks):
-        if (chain := topology.chain_of(rank)) is not None:
-            assert seen.chain_of(topology.group_number(rank)) == chain
-
-
 @given(st.integers(0, 99), st.integers(1, 9))
 def test_shares_follow_each_other_and_differ_by_one(count: int, size: int) -> None:
     shares = [share_of(count, rank, size) for rank in range(size)]
     assert shares[0][0] == 0 and shares[-1][1] == count
-    assert all(one[1] == other[0] for one, other in zip(shares, shares[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in pairwise(shares))
     lengths = [last - first for first, last in shares]
     assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
 
@@ -119,15 +105,7 @@ def test_of_each_group_the_first_or_the_least(groups: int, size: int, data: st.D
 
 def test_ranks_of_a_lane_have_the_same_heads() -> None:
     assert [in_lane_of(5, group, 2) for group in range(3)] == [1, 3, 5]
-    assert [in_lane_of(4, group, 1) for group in range(3)] == [0, 1, 2]
-    assert [place_in_group(rank, 3) for rank in (0, 4, 8)] == [(0, 0), (1, 1), (2, 2)]
     assert (rank_name(5, 2), rank_name(5, 1)) == ("rank 5 (group 2.1)", "rank 5")
-    topology = Topology(12, 6, 3)
-    for rank in range(12):
-        assert place_in_group(rank, 3) == (topology.group_number(rank), topology.rank_in_group(rank))
-
-
-def test_heads_are_shared_evenly_each_once() -> None:
     mine = KVHeads(2, 4, 6)
     assert mine.shares == [KVHeads(0, 2, 6), mine, KVHeads(4, 6, 6)] and mine.is_even_share and not mine.is_all
     assert KVHeads(0, 6, 6).is_all and KVHeads(0, 6, 6).shares == [KVHeads(0, 6, 6)]

@@ -116,7 +116,7 @@ def attend(
     if params.is_plain and keys.shape[-1] == values.shape[-1]:
         if query.device.type in ("cpu", "meta"):  # meta: only shapes are asked for
             if params.kernel is not None and params.kernel.takes(query, keys, values):
-                return PartialAttention(*params.kernel(query, keys, values, params.scale, causal=causal))
+                return PartialAttention(*params.kernel.library.attend(query, keys, values, params.scale, causal=causal))
             heads, queries = query.shape[1:3]
             if queries == 1:  # decoding: the group's heads as queries read the keys once instead of once each
                 query = query.view(1, keys.shape[1], -1, query.shape[-1])
@@ -141,7 +141,7 @@ def attend_up_to(
 ) -> PartialAttention:
     """Attend causally; the last query is aligned with the last key."""
     if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
-        return PartialAttention(*params.kernel(query, keys, values, params.scale, causal=True))
+        return PartialAttention(*params.kernel.library.attend(query, keys, values, params.scale, causal=True))
     before = keys.shape[2] - query.shape[2]
     part = attend(query, keys[:, :, before:], values[:, :, before:], params, causal=query.shape[2] > 1)
     return part.merge(attend(query, keys[:, :, :before], values[:, :, :before], params)) if before else part
@@ -160,7 +160,9 @@ def attend_window(
 ) -> PartialAttention:
     """Attend to the last `window` keys up to each query; the last query is aligned with the last key."""
     if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
-        return PartialAttention(*params.kernel(query, keys, values, params.scale, causal=True, window=window))
+        return PartialAttention(
+            *params.kernel.library.attend(query, keys, values, params.scale, causal=True, window=window)
+        )
     if takes_flash(query, values, params):
         return _attend_flash(query, keys, values, params, window=window, causal=True)
     return _attend_bent(query, keys, values, params, offset=keys.shape[2] - query.shape[2], window=window)

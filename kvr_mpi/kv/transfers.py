@@ -164,7 +164,7 @@ class LayerTransfers:
         same job is to give the same answers every time.
         """
         transfer = self._arriving.pop(segment)
-        with self.prompt.waiting("receive", self.layer_idx, transfer.peer):
+        with self.prompt.waiting("receive", self.layer_idx, transfer.span.peer):
             self.prompt.forwarder.wait(transfer)
 
     def collect(self) -> None:

@@ -292,7 +292,7 @@ def attend_units(
     kernel = params.kernel
     if kernel is not None and isinstance(table, UnitTable) and params.is_plain and kernel.takes_units(query, table):
         from_rows = None if firsts is None else np.array(firsts)
-        out, lse = kernel.attend_units(query, table, np.array(lengths), params.scale, from_rows)
+        out, lse = kernel.library.attend_units(query, table, np.array(lengths), params.scale, from_rows)
         return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
     parts = [
         store.attend(query.narrow(2, at, 1), length, params, 0 if firsts is None else firsts[at])

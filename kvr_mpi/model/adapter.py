@@ -21,8 +21,8 @@ from kvr_mpi.model.source import UNREADABLE
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def check_adapter(path: str) -> dict[str, Any]:
-    """Check an adapter's files, and return its configuration; weights are not loaded.
+def check_adapter(path: str) -> None:
+    """Check an adapter's files, without loading weights.
 
     Raises
     ------
@@ -49,21 +49,17 @@ def check_adapter(path: str) -> dict[str, Any]:
         raise ModelError(f"{where}: its peft_type is {kind!r}; only 'LORA' adapters are merged")
     if importlib.util.find_spec("peft") is None:
         raise ModelError(f"{where} needs peft; `pip install kvr-mpi[lora]`")
-    return dict(config)
-
-
-def hash_adapter(path: str) -> str:
-    """Hash an adapter's configuration and weights."""
-    digest, folder = hashlib.sha256(), Path(path).expanduser()
-    for name in (CONFIG, WEIGHTS):
-        data = (folder / name).read_bytes()
-        digest.update(f"{name}:{len(data)}:".encode() + data)
-    return digest.hexdigest()
 
 
 def with_adapter(base: str, adapter: str | None) -> str:
-    """Combine the fingerprint of a model with that of an adapter, if there is one."""
-    return base if adapter is None else hashlib.sha256(f"{base} {hash_adapter(adapter)}".encode()).hexdigest()
+    """Combine the fingerprint of a model with a hash of an adapter's configuration and weights, if there is one."""
+    if adapter is None:
+        return base
+    digest, folder = hashlib.sha256(), Path(adapter).expanduser()
+    for name in (CONFIG, WEIGHTS):
+        data = (folder / name).read_bytes()
+        digest.update(f"{name}:{len(data)}:".encode() + data)
+    return hashlib.sha256(f"{base} {digest.hexdigest()}".encode()).hexdigest()
 
 
 def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:

@@ -19,41 +19,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.kernels import ATTENTION_SLOT, use_kernels
+from kvr_mpi.model.cpu_attention import CpuAttention, attention_kernel
+from kvr_mpi.model.kernels import use_kernels
 from kvr_mpi.model.layer_chunks import ChunkLengths, cut_layers, layers_in_chunks
 from kvr_mpi.model.masks import check_mask, request_mask
 from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
 from kvr_mpi.model.shape import LayerShape, cache_argument
-from kvr_mpi.model.unit_table import Integers, UnitTable
 
 ATTENTION = "kvr"
-
-
-class AttentionKernel(Protocol):
-    """An attention kernel without soft caps, for the shapes that it supports (`model.cpu_attention`)."""
-
-    def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether to use the kernel for these queries and keys."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        *,
-        causal: bool,
-        window: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output (1, heads, queries, head_dim) and log-sum-exp (1, heads, queries)."""
-
-    def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
-        """Whether to use the kernel for one query per head of several documents."""
-
-    def attend_units(
-        self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output (documents, heads, head_dim) and log-sum-exp (documents, heads) in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +42,7 @@ class AttentionParams:
     scale: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
-    kernel: AttentionKernel | None = None
+    kernel: CpuAttention | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -113,7 +86,7 @@ class HookedCache(Protocol):
 class _SdpaHook(TorchFunctionMode):
     """Redirects scaled_dot_product_attention to the cache, for models that call it directly (Falcon, ...)."""
 
-    def __init__(self, cache: HookedCache, kernel: AttentionKernel | None) -> None:
+    def __init__(self, cache: HookedCache, kernel: CpuAttention | None) -> None:
         super().__init__()
         self.cache, self.kernel = cache, kernel
 
@@ -126,27 +99,23 @@ class _SdpaHook(TorchFunctionMode):
     ) -> Any:
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        call = _SDPA_ARGUMENTS.bind(*args, **(kwargs or {})).arguments
-        mask, query, scale = call.get("attn_mask"), call["query"], call.get("scale")
-        if mask is not None and mask.numel() != 1:
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None and attn_mask.numel() != 1:
             raise ModelError("it adds its own mask or bias to attention")
         params = AttentionParams(query.shape[-1] ** -0.5 if scale is None else scale, kernel=self.kernel)
-        return self.cache.attending.attend(query, call["key"], call["value"], params)
-
-
-def _sdpa(  # noqa: D103  (only its signature is used: the builtin has none)
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None: ...
-
-
-_SDPA_ARGUMENTS = inspect.signature(_sdpa)
+        return self.cache.attending.attend(query, key, value, params)
 
 
 def _attention(
@@ -157,7 +126,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     *,
     kv_chain: HookedCache | None = None,
-    kv_kernel: AttentionKernel | None = None,
+    kv_kernel: CpuAttention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -186,10 +155,7 @@ def _attention(
 def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
     """Select the model's attention and weights: ours for a chain, otherwise transformers' own.
 
-    Parameters
-    ----------
-    in_parts : bool
-        Of a chain: take attention over. Otherwise the model's own runs over the whole prefix.
+    in_parts : of a chain: take attention over. Otherwise the model's own runs over the whole prefix.
 
     Raises
     ------
@@ -220,13 +186,7 @@ def _check_own_calls(model: Any) -> None:
 
 
 def run_plain(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Run tokens (1, tokens) through the model with transformers' own cache.
-
-    Returns
-    -------
-    torch.Tensor
-        Logits of the last token (vocab_size,), float32.
-    """
+    """Run tokens (1, tokens) with transformers' own cache; return the last one's logits (vocab_size,), float32."""
     tokens = ids.shape[1]
     try:
         before = int(cache.get_seq_length())
@@ -273,7 +233,7 @@ def run_model(
     cuts = takes(model, "logits_to_keep")
     if cuts:
         options["logits_to_keep"] = 1 if keep is None else keep
-    kernel = vars(model).get(ATTENTION_SLOT)
+    kernel = attention_kernel(model)
     rows = whole_lengths(cache.whole_lengths(ids.shape[1]))
     with rows, layers_in_chunks(chunk_lengths), contextlib.ExitStack() as hook:
         if cache.in_parts and model.config._attn_implementation == ATTENTION:

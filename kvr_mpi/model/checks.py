@@ -79,10 +79,7 @@ def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterat
 def check_loaded(model: Any, info: Mapping[str, Iterable[Any]]) -> None:
     """Refuse a model with missing, unused or newly initialised weights, or invalid rotary frequencies.
 
-    Parameters
-    ----------
-    info : dict
-        As ``from_pretrained(output_loading_info=True)`` returns it.
+    `info` is what ``from_pretrained(output_loading_info=True)`` returns.
 
     Raises
     ------

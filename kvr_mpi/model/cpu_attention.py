@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
-from kvr_mpi.model.narrow_product import NarrowProducts
+from kvr_mpi.model.narrow_product import NarrowWeights
 from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
 
 # All of one library, with the products of few rows.
@@ -53,22 +53,11 @@ class _Step(ctypes.Structure):
     )
 
 
-class AttentionLibrary:
-    """The compiled kernels.
+class KernelLibrary:
+    """The compiled kernels: a shared library made of `SOURCES`.
 
-    Parameters
-    ----------
-    file : Path
-        A shared library made of `SOURCES`.
-
-    Attributes
-    ----------
-    identity : str
-        The name of its folder, which another code or processor has another of.
-    multiple : int
-        Heads it takes have a multiple of so many features.
-    products : NarrowProducts
-        The kernels for few rows, which are compiled with these.
+    identity : the name of its folder, which another code or processor has another of.
+    multiple : heads it takes have a multiple of so many features.
 
     Raises
     ------
@@ -86,7 +75,13 @@ class AttentionLibrary:
         self._decode, self._piece = library.kvr_decode_attention, int(library.kvr_decode_piece())
         self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p] * 3 + [ctypes.c_int64]
         self.multiple = int(library.kvr_attention_multiple())
-        self.products = NarrowProducts(library)
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        tail: list[Any] = [size, size, pointer, size, pointer, size]
+        self._of_halves = library.kvr_product_of_halves
+        self._of_multiples, self._of_steps = library.kvr_product_of_bytes, library.kvr_product_of_steps
+        self._of_halves.restype, self._of_halves.argtypes = None, [pointer, *tail]
+        for each in (self._of_multiples, self._of_steps):
+            each.restype, each.argtypes = None, [pointer, pointer, *tail]
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel supports these queries and keys, whatever their lengths."""
@@ -190,7 +185,7 @@ class AttentionLibrary:
         if not table.is_complete:
             lse.fill_(float("-inf"))
         size, (_, by_head, by_document, _) = query.element_size(), query.stride()
-        units, at = table.rows(table.counts(lengths), firsts, size), table.document * heads + table.head * group
+        units, at = table.rows(lengths, firsts, size), table.document * heads + table.head * group
         units[:, QUERY] = query.data_ptr() + (table.document * by_document + table.head * (group * by_head)) * size
         units[:, OUT], units[:, LSE] = out.data_ptr() + at * (dim * 4), lse.data_ptr() + at * 4
         pieces = -int((-units[:, COUNT] // self._piece).sum())
@@ -200,47 +195,45 @@ class AttentionLibrary:
             self._decode(ctypes.byref(step), units.ctypes.data, room.data_ptr(), torch.get_num_threads())
         return out, lse
 
+    def multiply(self, rows: torch.Tensor, weights: NarrowWeights) -> torch.Tensor:
+        """Multiply (..., features) to (..., outs), both float32.
+
+        Raises
+        ------
+        ValueError
+            If the rows are not what the kernels read.
+        """
+        outs, features = weights.packed.shape[0], rows.shape[-1]
+        if rows.dtype != torch.float32 or rows.device.type != "cpu" or type(rows) is not torch.Tensor:
+            raise ValueError(f"rows of {rows.dtype} on {rows.device}; expected plain ones of float32 on the CPU")
+        if features != weights.features:
+            raise ValueError(f"rows of {features} features do not fit the weights")
+        rows = rows.contiguous()
+        out = torch.empty(*rows.shape[:-1], outs)
+        sizes = outs, features, rows.data_ptr(), rows.numel() // features, out.data_ptr(), torch.get_num_threads()
+        if weights.scales is None:
+            self._of_halves(weights.packed.data_ptr(), *sizes)
+        else:
+            multiply = self._of_steps if weights.packed.dtype == torch.uint8 else self._of_multiples
+            multiply(weights.packed.data_ptr(), weights.scales.data_ptr(), *sizes)
+        return out
+
 
 class CpuAttention:
-    """Attention of a model's layers by our kernels, for the numbers of queries for which they are faster.
-
-    Parameters
-    ----------
-    library : AttentionLibrary
-    ways : Ways
-    """
+    """Where a model's layers attend by our kernels: for the numbers of queries for which these are faster."""
 
     slot, nbytes = ATTENTION_SLOT, 0
 
-    def __init__(self, library: AttentionLibrary, ways: Ways) -> None:
-        self._library, self.ways = library, ways
+    def __init__(self, library: KernelLibrary, ways: Ways) -> None:
+        self.library, self.ways = library, ways
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel supports these queries and keys, and was measured to be faster."""
-        return way_for(self.ways, query.shape[2]) != PLAIN and self._library.takes(query, keys, values)
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        *,
-        causal: bool,
-        window: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend (`AttentionLibrary.attend`)."""
-        return self._library.attend(query, keys, values, scale, causal=causal, window=window)
+        return way_for(self.ways, query.shape[2]) != PLAIN and self.library.takes(query, keys, values)
 
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
         """Whether the kernel supports one query per head of several documents, and is faster."""
-        return self.ways[0] != PLAIN and self._library.takes_units(query, table)
-
-    def attend_units(
-        self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from one query per head of several documents (`AttentionLibrary.attend_units`)."""
-        return self._library.attend_units(query, table, lengths, scale, firsts)
+        return self.ways[0] != PLAIN and self.library.takes_units(query, table)
 
 
 def attention_kernel(model: Any) -> CpuAttention | None:

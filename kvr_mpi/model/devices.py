@@ -22,10 +22,7 @@ REMEDY = (
 def choose_device(name: str, index: int) -> torch.device:
     """Choose the device of a rank's model: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
 
-    Parameters
-    ----------
-    index : int
-        Of the GPU, among those that this rank sees.
+    `index` is that of the GPU among those that this rank sees.
 
     Raises
     ------

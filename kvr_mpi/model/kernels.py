@@ -38,14 +38,11 @@ def way_for(ways: Ways, rows: int) -> str:
 
 
 class Kernel(Protocol):
-    """A replacement for a module's ``forward``, from (..., features) to (..., features)."""
+    """What stands in a slot of a module: a function from (..., features) to (..., features), or `CpuAttention`."""
 
     slot: str
     nbytes: int  # memory it takes beside the module's own
     ways: Ways
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Compute the module's output."""
 
 
 # Beside the models and not in them: a copy of a model, in another dtype maybe, is a plain one.

@@ -57,31 +57,23 @@ class Visibility:
 FULL = Visibility()
 
 
+@dataclass(slots=True, eq=False)
 class MaskRequest:
     """A model's request for a mask, passed through the model in place of the mask.
 
-    Parameters
-    ----------
-    mask_function : callable
-        (batch, head, query position, key position) to whether it is seen.
-    local_size : int or None
-        Tokens of the window or chunk, as transformers names it.
-    is_plain : bool
-        Nothing else is asked for: no padding, no overlay.
-    longest : int
-        The longest context, up to which the function is looked at.
-    device : str
-        Where the function is evaluated: where the tensors are that it may hold.
+    mask_function : (batch, head, query position, key position) to whether it is seen.
+    local_size : tokens of the window or chunk, as transformers names it.
+    is_plain : nothing else is asked for: no padding, no overlay.
+    longest : the longest context, up to which the function is looked at.
+    device : where the function is evaluated: where the tensors are that it may hold.
     """
 
-    __slots__ = ("_found", "device", "is_plain", "local_size", "longest", "mask_function")
-
-    def __init__(
-        self, mask_function: MaskFunction, local_size: int | None, *, is_plain: bool, longest: int, device: str = "cpu"
-    ) -> None:
-        self.mask_function, self.local_size = mask_function, local_size
-        self.is_plain, self.longest, self.device = is_plain, longest, device
-        self._found: Visibility | None = None
+    mask_function: MaskFunction
+    local_size: int | None
+    is_plain: bool
+    longest: int
+    device: str
+    found: Visibility | None = None
 
     def __getitem__(self, index: Any) -> MaskRequest:
         """Return itself, since some models cut masks to the length of the keys."""
@@ -95,20 +87,15 @@ class MaskRequest:
         ModelError
             If it is neither full, nor a window, nor chunks.
         """
-        if self._found is None:
+        if self.found is None:
             if not self.is_plain:
                 raise ModelError("its mask is more than causal, a window or chunks")
-            self._found = recognise(self.mask_function, self.local_size, self.longest, self.device)
-        return self._found
+            self.found = recognise(self.mask_function, self.local_size, self.longest, self.device)
+        return self.found
 
 
 def recognise(mask_function: MaskFunction, local_size: int | None, longest: int, device: str = "cpu") -> Visibility:
     """Recognise a mask function by evaluating it at the edges of windows and chunks, and at the far end.
-
-    Parameters
-    ----------
-    longest : int
-        Tokens of the longest context.
 
     Raises
     ------
@@ -164,7 +151,7 @@ def request_mask(
     longest = getattr(config, "max_position_embeddings", None) or 1 << 20
     where = "cpu" if str(device) == "meta" else str(device)  # what is looked at on ``meta`` has no values there
     is_plain = attention_mask is None and not use_vmap
-    return MaskRequest(mask_function, local_size, is_plain=is_plain, longest=longest, device=where)
+    return MaskRequest(mask_function, local_size, is_plain, longest, where)
 
 
 def check_mask(mask: Any, announced: Visibility, told_window: int | None = None) -> None:

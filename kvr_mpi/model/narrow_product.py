@@ -9,10 +9,8 @@ other numbers stay as they are. The kernels (``narrow_product.cpp``) are compile
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -61,13 +59,7 @@ class NarrowWeights:
 
 
 def narrow(weight: torch.Tensor) -> NarrowWeights | None:
-    """Convert weights to fewer bits; None if that would change a weight, or if the kernels do not support it.
-
-    Parameters
-    ----------
-    weight : torch.Tensor
-        (outs, features).
-    """
+    """Convert weights (outs, features) to fewer bits; None if one would change, or the kernels do not support it."""
     outs, features = weight.shape
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or features % BLOCK or outs < LEAST_OUTS:
         return None
@@ -115,56 +107,3 @@ def _as_steps(weight: torch.Tensor) -> NarrowWeights:
 def _joined(parts: Sequence[NarrowWeights]) -> NarrowWeights:
     scales = [part.scales for part in parts if part.scales is not None]
     return NarrowWeights(torch.cat([part.packed for part in parts]), torch.cat(scales) if scales else None)
-
-
-class NarrowProducts:
-    """The compiled kernels.
-
-    Parameters
-    ----------
-    library : ctypes.CDLL
-
-    Raises
-    ------
-    AttributeError
-        If it is another library.
-    """
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._of_halves = library.kvr_product_of_halves
-        self._of_multiples, self._of_steps = library.kvr_product_of_bytes, library.kvr_product_of_steps
-        pointer = ctypes.c_void_p
-        tail: list[Any] = [
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-        ]
-        self._of_halves.restype, self._of_halves.argtypes = None, [pointer, *tail]
-        for each in (self._of_multiples, self._of_steps):
-            each.restype, each.argtypes = None, [pointer, pointer, *tail]
-
-    def multiply(self, rows: torch.Tensor, weights: NarrowWeights) -> torch.Tensor:
-        """Multiply (..., features) to (..., outs), both float32.
-
-        Raises
-        ------
-        ValueError
-            If the rows are not what the kernels read.
-        """
-        outs, features = weights.packed.shape[0], rows.shape[-1]
-        if rows.dtype != torch.float32 or rows.device.type != "cpu" or type(rows) is not torch.Tensor:
-            raise ValueError(f"rows of {rows.dtype} on {rows.device}; expected plain ones of float32 on the CPU")
-        if features != weights.features:
-            raise ValueError(f"rows of {features} features do not fit the weights")
-        rows = rows.contiguous()
-        out = torch.empty(*rows.shape[:-1], outs)
-        sizes = outs, features, rows.data_ptr(), rows.numel() // features, out.data_ptr(), torch.get_num_threads()
-        if weights.scales is None:
-            self._of_halves(weights.packed.data_ptr(), *sizes)
-        else:
-            multiply = self._of_steps if weights.packed.dtype == torch.uint8 else self._of_multiples
-            multiply(weights.packed.data_ptr(), weights.scales.data_ptr(), *sizes)
-        return out

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvr_mpi.model.kernels import FORWARD_SLOT, Ways, give_kernel, way_for
-from kvr_mpi.model.narrow_product import NARROW, NarrowProducts, NarrowWeights, narrow
+from kvr_mpi.model.narrow_product import NARROW, NarrowWeights, narrow
+
+if TYPE_CHECKING:
+    from kvr_mpi.model.cpu_attention import KernelLibrary
 
 PREPACKED = "prepacked"
 # Not every build of torch has them.
@@ -30,15 +33,9 @@ MULTIPLY: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "d
 class Product:
     """The product of a `torch.nn.Linear`, with copies of its weights.
 
-    Parameters
-    ----------
-    linear : torch.nn.Linear
-    ways : Ways
-        For which rows which copy is read; for the others the weights themselves are.
-    library : NarrowProducts, optional
-        Needed for weights in fewer bits. A layer whose weights are no such numbers reads another copy instead.
-    narrowed : NarrowWeights, optional
-        Its weights in fewer bits, if they have been made already.
+    ways : for which rows which copy is read; for the others the weights themselves are.
+    library : needed for weights in fewer bits. A layer whose weights are no such numbers reads another copy instead.
+    narrowed : its weights in fewer bits, if they have been made already.
     """
 
     slot = FORWARD_SLOT
@@ -47,7 +44,7 @@ class Product:
         self,
         linear: torch.nn.Linear,
         ways: Ways,
-        library: NarrowProducts | None = None,
+        library: KernelLibrary | None = None,
         narrowed: NarrowWeights | None = None,
     ) -> None:
         self._weight, self._bias = linear.weight.detach(), linear.bias
@@ -75,17 +72,14 @@ class Product:
         return torch.nn.functional.linear(rows, self._weight, self._bias)
 
 
-def product_shape(linear: torch.nn.Linear) -> str:
-    """Return the kind of a linear layer; layers of the same kind use the same implementation."""
-    return f"{linear.out_features}x{linear.in_features}"
-
-
 def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """List the linear layers whose weights can be copied, by their shape."""
+    """List the linear layers whose weights can be copied, by their shape: those of one shape are computed alike."""
     found: dict[str, list[torch.nn.Linear]] = {}
     for module in model.modules():
-        if type(module) is torch.nn.Linear and (can_lay(module.weight) or _is_float32(module.weight)):
-            found.setdefault(product_shape(module), []).append(module)
+        if type(module) is torch.nn.Linear:
+            weight = module.weight
+            if can_lay(weight) or (weight.device.type == "cpu" and weight.dtype == torch.float32):
+                found.setdefault(f"{module.out_features}x{module.in_features}", []).append(module)
     return found
 
 
@@ -109,27 +103,15 @@ def narrow_weights(model: torch.nn.Module, most_bytes: float) -> dict[torch.nn.L
 def give_products(
     model: torch.nn.Module,
     ways: Mapping[str, Ways],
-    library: NarrowProducts | None = None,
+    library: KernelLibrary | None = None,
     narrowed: Mapping[torch.nn.Linear, NarrowWeights] | None = None,
 ) -> None:
-    """Register products with copied weights for some shapes, used from the next `use_kernels` on.
-
-    Parameters
-    ----------
-    ways : mapping of str to Ways
-        Of each shape (`product_shape`) that is kept a second time.
-    library, narrowed
-        See `Product`.
-    """
+    """Register a `Product` for each layer of the shapes in `ways`, used from the next `use_kernels` on."""
     narrowed = narrowed or {}
     with torch.inference_mode():
         for shape, layers in find_products(model).items():
             for layer in layers if shape in ways else ():
                 give_kernel(layer, Product(layer, ways[shape], library, narrowed.get(layer)))
-
-
-def _is_float32(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def can_lay(weight: torch.Tensor) -> bool:

@@ -30,13 +30,7 @@ _ROW: ContextVar[Sequence[tuple[int, int]] | None] = ContextVar("kvr_row", defau
 
 @contextmanager
 def whole_lengths(row: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Set the full lengths of the prompts in a row, for the duration of the block.
-
-    Parameters
-    ----------
-    row : sequence of (int, int)
-        Of each prompt: its tokens in the row, and its length, tokens before and after those included.
-    """
+    """Tell rotary embeddings each prompt's tokens in the row and its full length, for the duration of the block."""
     token = _ROW.set(row)
     try:
         yield
@@ -94,15 +88,12 @@ class _Hook:
                 last = torch.full_like(some[..., :1], length - 1)
                 call.arguments["position_ids"] = torch.cat([some, last], dim=-1)
                 _forget_lengths(module)
-                outputs.append(type(module).forward(*call.args, **call.kwargs))
+                outputs.append(_as_tuple(type(module).forward(*call.args, **call.kwargs)))
                 at += tokens
         if at != positions.shape[-1]:
             raise ModelError(f"{at} tokens were announced to the rotary embedding, and {positions.shape[-1]} came")
-        if isinstance(output, tuple):
-            return tuple(
-                torch.cat([each[..., :-1, :] for each in parts], dim=-2) for parts in zip(*outputs, strict=True)
-            )
-        return torch.cat([each[..., :-1, :] for each in outputs], dim=-2)
+        whole = [torch.cat([each[..., :-1, :] for each in parts], dim=-2) for parts in zip(*outputs, strict=True)]
+        return tuple(whole) if isinstance(output, tuple) else whole[0]
 
 
 def _forget_lengths(module: torch.nn.Module) -> None:
@@ -132,12 +123,8 @@ def begins_anew_at(model: Any) -> int | None:
 def check_rotary(model: Any, longest: int | None) -> None:
     """Compare the rotary embeddings of slices with those of the whole prompt, below and above their thresholds.
 
-    What they depend on besides the position shows only in prompts longer than any self-check could run.
-
-    Parameters
-    ----------
-    longest : int or None
-        Tokens of the longest context.
+    What they depend on besides the position shows only in prompts longer than any self-check could run. `longest` is
+    the longest context.
 
     Raises
     ------

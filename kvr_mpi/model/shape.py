@@ -8,7 +8,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import DocumentError, ModelError
@@ -206,7 +206,9 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     ModelError
         If it is no causal decoder with a cache of transformers'.
     """
-    model = meta_model(config, _probe_dtype())
+    import torch
+
+    model = meta_model(config, torch.bfloat16)
     architecture, text = type(model).__name__, config.get_text_config()
     cache = _run_probe(model)
     layers = [_layer_shape(layer, architecture) for layer in cache.layers]
@@ -224,10 +226,7 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
         )
     return ModelShape(
         architecture=architecture,
-        layers=tuple(
-            LayerShape(layer.num_kv_heads, layer.key_dim, layer.value_dim, seen.get(idx, FULL), layer.states)
-            for idx, layer in enumerate(layers)
-        ),
+        layers=tuple(replace(layer, visibility=seen.get(idx, FULL)) for idx, layer in enumerate(layers)),
         hidden_size=text.hidden_size,
         vocab_size=min(size for name in VOCABULARIES if (size := getattr(text, name, None))),
         max_tokens=_max_tokens(text, padding_id),
@@ -237,12 +236,6 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
         padding_id=padding_id,
         counts_cache=bool(getattr(text, "attn_temperature_tuning", False)),
     )
-
-
-def _probe_dtype() -> torch.dtype:
-    import torch
-
-    return torch.bfloat16
 
 
 def _run_probe(model: Any, attention: str | None = None) -> Any:

@@ -78,14 +78,8 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
 class SharedHeads:
     """One of `size` parts of a model, with a fixed share of MLP and vocabulary, and heads that can be chosen.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        For which `why_not_shared` is None.
-    rank, size : int
-        Which share of the MLP and the vocabulary.
-    reduce : callable
-        Sums a contiguous tensor over all ranks, in place.
+    loaded : for which `why_not_shared` is None.
+    reduce : sums a contiguous tensor over all ranks, in place.
     """
 
     def __init__(self, loaded: LoadedModel, rank: int, size: int, reduce: Callable[[torch.Tensor], None]) -> None:

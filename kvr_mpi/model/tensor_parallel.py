@@ -285,32 +285,25 @@ def in_plan(name: str) -> str:
 
 
 def sum_products(model: torch.nn.Module, plan: Mapping[str, str], reduce: Reduce) -> None:
-    """Sum the outputs of the modules that have only some of their inputs.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The one that the names of the plan are of.
-    reduce : callable
-        Returns a tensor's sum over all ranks.
-    """
+    """Sum the outputs of the modules that have only some of their inputs; the plan names modules as the model does."""
     for name, module in model.named_modules():
         if plan.get(in_plan(name)) in ("rowwise", "moe_tp_experts"):
             module.register_forward_hook(lambda part, given, made: reduce(made))
 
 
 def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
-    """Make a rank's part of a model sum its products with the other parts, so that it acts as the whole.
+    """Make a rank's part of a model, in place, sum its products with the other parts, so that it acts as the whole.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Of `part_config`; changed in place.
-    config : PreTrainedConfig
-        Of the whole model, whose vocabulary is the model's from now on.
-    tp_group : TensorParallelGroup
+    model : of `part_config`.
+    config : of the whole model, whose vocabulary is the model's from now on.
     """
     first, last = share_of(config.vocab_size, tp_group.rank, tp_group.size)
+
+    def gather_logits(head: Any, given: Any, share: torch.Tensor) -> torch.Tensor:
+        logits = share.new_zeros(*share.shape[:-1], config.vocab_size)
+        logits[..., first:last] = share
+        return tp_group.all_reduce(logits)
+
     sum_products(model.base_model, config.base_model_tp_plan, tp_group.all_reduce)
     modules = dict(model.base_model.named_modules())
     for name in modules:
@@ -321,7 +314,7 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
             # One token sent to other experts on another rank, by a rounding, would be a sum of two halves of nothing.
             router.register_forward_hook(lambda part, given, made: tuple(map(tp_group.agree_on, made)))
     model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), tp_group, first, last))
-    model.set_output_embeddings(_shared_head(model.get_output_embeddings(), tp_group, (first, last), config.vocab_size))
+    model.get_output_embeddings().register_forward_hook(gather_logits)
     model.config.vocab_size, model.config.pad_token_id = config.vocab_size, config.pad_token_id
     for owner in (model, model.base_model):
         if hasattr(owner, "vocab_size"):
@@ -347,22 +340,3 @@ def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int,
             return tp_group.all_reduce(rows)
 
     return SharedEmbedding()
-
-
-def _shared_head(head: Any, tp_group: TensorParallelGroup, own: tuple[int, int], vocab_size: int) -> torch.nn.Module:
-    """Combine the output heads of all ranks, each of which has some tokens."""
-    import torch
-
-    class SharedHead(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = head
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            """Compute logits (..., vocab_size) from states (..., hidden_size)."""
-            share = self.part(hidden)
-            logits: torch.Tensor = share.new_zeros(*share.shape[:-1], vocab_size)
-            logits[..., own[0] : own[1]] = share
-            return tp_group.all_reduce(logits)
-
-    return SharedHead()

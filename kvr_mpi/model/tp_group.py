@@ -41,16 +41,8 @@ class TensorParallelError(KvrError):
 class TensorParallelGroup:
     """This rank's membership in a tensor-parallel group.
 
-    Parameters
-    ----------
-    rank, size : int
-        Which of the group's ranks this is.
-    reduce : callable
-        Sums a contiguous tensor over the group's ranks, in place, to the same bits on all of them.
-    tell : callable
-        Tells a word to all of them, and returns every rank's, in rank order.
-    is_memory_error : callable
-        Says whether an error is for want of memory.
+    reduce : sums a contiguous tensor over the group's ranks, in place, to the same bits on all of them.
+    tell : tells a word to all of them, and returns every rank's, in rank order.
     """
 
     def __init__(

@@ -39,14 +39,9 @@ class Unit(NamedTuple):
 
 
 class UnitTable:
-    """The units of one layer.
+    """The units of one layer, those of a KV head of a document one after the other.
 
-    Parameters
-    ----------
-    documents, kv_heads : int
-        Of the queries: (1, heads, documents, head_dim), heads a multiple of kv_heads.
-    units : sequence of Unit
-        Those of a KV head of a document one after the other.
+    documents, kv_heads : of the queries: (1, heads, documents, head_dim), heads a multiple of kv_heads.
     """
 
     def __init__(self, documents: int, kv_heads: int, units: Sequence[Unit]) -> None:
@@ -61,21 +56,19 @@ class UnitTable:
         )
         self._rows: Integers | None = None
 
-    def counts(self, lengths: Integers) -> Integers:
-        """Rows of each unit when the documents have these lengths (documents,).
+    def rows(self, lengths: Integers, firsts: Integers | None, item_bytes: int) -> Integers:
+        """Return what units read (units, 8) when the documents have these lengths (documents,).
+
+        That is all rows, or those from the positions `firsts` (documents,) on.
 
         Raises
         ------
         ValueError
-            If one has more than it has room for, or none: a kernel would read beyond.
+            If a unit has more rows than it has room for, or none: a kernel would read beyond.
         """
         counts = self._count + self._grows * lengths[self.document]
         if bool(((counts < 1) | (counts > self._capacity)).any()):
             raise ValueError(f"units of {counts.tolist()} rows with room for {self._capacity.tolist()}")
-        return counts
-
-    def rows(self, counts: Integers, firsts: Integers | None, item_bytes: int) -> Integers:
-        """Return what units read (units, 8): all rows, or those from the positions `firsts` (documents,) on."""
         if self._rows is None:
             self._rows = np.zeros((len(self.units), 8), dtype=np.int64)
             for row, unit in zip(self._rows, self.units, strict=True):

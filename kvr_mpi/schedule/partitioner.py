@@ -43,7 +43,7 @@ class Partitioner:
         """
         if self.table is not None:
             return self._look_up(self.table, tokens)
-        parallel, first = self.parallel, Rotation.ending_at(self.size, decode_rank).first
+        parallel, first = self.parallel, Rotation.bringing(self.size, self.size - 1, decode_rank).first
         if self.rates and parallel.partition == EQUAL_TIME:
             # Every token also attends to the known ones, which adds the same cost to each.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]

@@ -20,7 +20,7 @@ from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import wait_for_compute
 from kvr_mpi.setup.rates import Say
-from kvr_mpi.topology import Topology
+from kvr_mpi.topology import Topology, place_in_group
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.collectives import all_gather
@@ -74,8 +74,8 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
     """
     if topology.tensor_parallel == 1:
         return JobRanks(world, world)
-    lane = world.split(topology.rank_in_group(world.rank))
-    number = topology.group_number(world.rank)
+    number, part = place_in_group(world.rank, topology.tensor_parallel)
+    lane = world.split(part)
     peers, words = world.split(number), control.split(number)
     warm_up(peers, device, every_pair=True)
 

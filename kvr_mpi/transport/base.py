@@ -64,35 +64,21 @@ class Transport(Protocol):
     ``isend`` must not be given a buffer that changes before its request ends; ``irecv`` fills its buffer in
     place. Messages of one source, destination and tag arrive in the order they were sent; without tags, messages of
     one source and destination must be received in the order they were sent.
+
+    has_tags : messages are matched by tag, otherwise only by order.
+    tag_ub : the largest tag; MPI guarantees 32,767.
+    layers_ahead : layers whose receives are posted before they compute, at most `LAYERS_AHEAD`.
+    rank : from 0 to ``size - 1``.
+    local_rank, local_size : this rank's index among those on its host, and their number.
     """
 
-    @property
-    def has_tags(self) -> bool:
-        """Whether messages are matched by tag, or only by order."""
-
-    @property
-    def tag_ub(self) -> int:
-        """The largest tag; MPI guarantees 32,767."""
-
-    @property
-    def layers_ahead(self) -> int:
-        """Number of layers whose receives are posted before they compute, at most `LAYERS_AHEAD`."""
-
-    @property
-    def rank(self) -> int:
-        """This rank, from 0 to ``size - 1``."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's index among those on its host."""
-
-    @property
-    def local_size(self) -> int:
-        """Number of ranks on this host."""
+    has_tags: bool
+    tag_ub: int
+    layers_ahead: int
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
         """Start to send a contiguous tensor's bytes.
@@ -100,8 +86,8 @@ class Transport(Protocol):
         Parameters
         ----------
         received : Request or None
-            The ended request that has filled the tensor: it is passed on, and need not wait for what this rank
-            computes meanwhile.
+            The ended request that has filled the tensor, or a longer one that ends with it: it is passed on, and need
+            not wait for what this rank computes meanwhile.
         """
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
@@ -119,8 +105,8 @@ class Transport(Protocol):
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
         """Return the root's bytes on every rank."""
 
-    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Return every rank's bytes on the root, in rank order; an empty list on the others."""
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0, in rank order; an empty list on the others."""
 
     def split(self, color: int) -> Transport:
         """Make a transport for the ranks with the same color, in rank order."""
@@ -132,11 +118,7 @@ class Transport(Protocol):
 class FailedTogetherError(KvrError):
     """A step failed on some rank, and all ranks know it: each ends by itself with the same exit code.
 
-    Parameters
-    ----------
-    exit_code : int
-    cause : Exception or None
-        What went wrong, on the one rank that is to say so.
+    cause : what went wrong, on the one rank that is to say so.
     """
 
     def __init__(self, exit_code: int, cause: Exception | None) -> None:
@@ -161,13 +143,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def share_json(transport: Transport, value: Any, root: int = 0) -> Any:
     """Return the root's value on every rank."""
-    data = json.dumps(value).encode() if transport.rank == root else b""
-    return json.loads(transport.broadcast(data, root))
+    return json.loads(transport.broadcast(json.dumps(value).encode() if transport.rank == root else b"", root))
 
 
-def gather_json(transport: Transport, value: Any, root: int = 0) -> list[Any]:
-    """Return every rank's value on the root, in rank order; an empty list on the others."""
-    return [json.loads(data) for data in transport.gather(json.dumps(value).encode(), root)]
+def gather_json(transport: Transport, value: Any) -> list[Any]:
+    """Return every rank's value on rank 0, in rank order; an empty list on the others."""
+    return [json.loads(data) for data in transport.gather(json.dumps(value).encode())]
 
 
 def together(transport: Transport, work: Callable[[], T]) -> T:
@@ -194,12 +175,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 
 
 def check_alike(transport: Transport, values: Mapping[str, str]) -> None:
-    """Fail on all ranks if a value differs between ranks; every rank calls this.
-
-    Parameters
-    ----------
-    values : mapping
-        By the name that a message gives them.
+    """Fail on all ranks if a value differs between ranks; every rank calls this. Names are those of the message.
 
     Raises
     ------
@@ -233,11 +209,5 @@ def host_by_host(transport: Transport, work: Callable[[], T]) -> T:
 
 
 def on_root(transport: Transport, work: Callable[[], T]) -> T | None:
-    """Call a function on rank 0, and fail on all ranks if it fails.
-
-    Returns
-    -------
-    T or None
-        The result on rank 0, None elsewhere.
-    """
+    """Call a function on rank 0 and return its result there, None elsewhere; fail on all ranks if it fails."""
     return together(transport, lambda: work() if transport.rank == 0 else None)

@@ -10,20 +10,20 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.topology import following
+from kvr_mpi.topology import following, others_after, preceding
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
-from kvr_mpi.transport.mpi import MpiTransport
+from kvr_mpi.transport.mpi import Handing, MpiTransport
 from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
-from kvr_mpi.transport.nccl import NcclTransport
+from kvr_mpi.transport.nccl import NcclTransport, open_nccl
 
 if TYPE_CHECKING:
     import torch
 
 Name = Literal["auto", "mpi", "staged", "nccl", "local"]
-NAMES: tuple[Name, ...] = ("auto", "mpi", "staged", "nccl", "local")
+NAMES: tuple[Name, ...] = get_args(Name)
 
 WARM_UP_BYTES = 1 << 20
 # Streams that torch has for NCCL on a GPU; each pair of ranks takes one for each direction, and from there on two pairs
@@ -59,11 +59,10 @@ def open_transport(
     ----------
     world : Transport
         All ranks, as they met.
-    wanted : Name
     device : torch.device
         Where this rank's model is.
     every_pair : bool
-        Warm up the links between all ranks, not only between neighbours.
+        See `warm_up`.
 
     Returns
     -------
@@ -80,9 +79,10 @@ def open_transport(
     name, why = together(world, lambda: choose(wanted, views, in_processes=isinstance(world, MpiTransport)))
     transport = world
     if name == "nccl":
-        transport = NcclTransport(world, device)
+        transport = open_nccl(world, device)
     elif isinstance(world, MpiTransport):
-        transport = world.handing("staged" if name == "staged" else "direct" if mine.device == "cuda" else "host")
+        handing: Handing = "staged" if name == "staged" else "direct" if mine.device == "cuda" else "host"
+        transport = MpiTransport(world.comm, handing)
     warm_up(transport, device, every_pair=every_pair)
     return transport, f"transport: {name}: {why}"
 
@@ -149,8 +149,9 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
     """Send a message over every link, so that connections exist before the first prompt, and verify it.
 
     Links are those between neighbours in a ring, both ways: prompts end at another rank each time, so that the last
-    rank sends to the first, and whoever measures is answered. They are taken one after the other, in the same order by
-    all ranks: NCCL connects a pair, and each direction of it, while both wait.
+    rank sends to the first, and whoever measures is answered. With `every_pair` they are those between all ranks. They
+    are taken one after the other, in the same order by all ranks: NCCL connects a pair, and each direction of it, while
+    both wait.
 
     Raises
     ------
@@ -166,14 +167,11 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
             f"and torch has {NCCL_STREAMS}: use at most {NCCL_STREAMS // 2 + 1} ranks per chain, decode.mode = "
             f"'data-parallel', or parallel.transport = 'staged'"
         )
-    neighbours = [(rank, following(rank, size)) for rank in range(size)]
-    pairs = list(dict.fromkeys(link for one, other in neighbours for link in ((one, other), (other, one))))
-    pairs = [link for link in pairs if link[0] != link[1]]
-    if every_pair:
-        pairs = [(one, other) for one in range(size) for other in range(size) if one != other]
-    sent = (torch.arange(WARM_UP_BYTES) % 251).to(torch.uint8).to(device) if pairs else None
+    pairs = [(one, other) for one in range(size) for other in others_after(one, size)]
+    if not every_pair:
+        pairs = [(one, other) for one, other in pairs if other in (following(one, size), preceding(one, size))]
+    sent = (torch.arange(WARM_UP_BYTES if pairs else 0) % 251).to(torch.uint8).to(device)
     for one, other in pairs:
-        assert sent is not None
         if transport.rank == one:
             transport.isend(sent, other, 0).wait()
         elif transport.rank == other:

@@ -9,6 +9,7 @@ decide by them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvr_mpi.errors import TransportError
@@ -51,37 +52,33 @@ def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
 
     if not tensor.is_contiguous():
         raise TransportError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous and cannot be summed in place")
-    rank, size = transport.rank, transport.size
-    if size == 1:
+    if transport.size == 1 or not tensor.numel():
         return
     is_half = tensor.dtype in (torch.float16, torch.bfloat16)
     total = (tensor.float() if is_half else tensor).view(-1)
     if total.nbytes <= SMALL_BYTES:
-        if total.numel():
-            _sum_all(transport, total)
-        if is_half:
-            tensor.copy_(total.view(tensor.shape))
-        return
-    parts = list(total.tensor_split(size))
-    after, before = following(rank, size), preceding(rank, size)
-    incoming = torch.empty_like(parts[0])  # the longest
-    # Each rank's own part first: when all have gone round, the next rank's part is whole here.
-    turns = [rank, *others_before(rank, size)]
-    for mine, theirs in zip(turns, turns[1:], strict=False):
-        came = incoming[: parts[theirs].numel()]
-        _exchange(transport, parts[mine], after, came, before)
-        parts[theirs] += came
-    turns = [after, *others_before(after, size)]
-    for mine, theirs in zip(turns, turns[1:], strict=False):
-        _exchange(transport, parts[mine], after, parts[theirs], before)
+        everyone = all_gather(transport, total)
+        total.copy_(sum(everyone[1:], start=everyone[0].clone()))
+    else:
+        _sum_round_a_ring(transport, total)
     if is_half:
         tensor.copy_(total.view(tensor.shape))
 
 
-def _sum_all(transport: Transport, total: torch.Tensor) -> None:
-    """Exchange all tensors, and sum them in the order of ranks."""
-    everyone = all_gather(transport, total)
-    total.copy_(sum(everyone[1:], start=everyone[0].clone()))
+def _sum_round_a_ring(transport: Transport, total: torch.Tensor) -> None:
+    rank, size = transport.rank, transport.size
+    parts = list(total.tensor_split(size))
+    after, before = following(rank, size), preceding(rank, size)
+    incoming = parts[0].new_empty(parts[0].shape)  # the longest
+    # Each rank's own part first: when all have gone round, the next rank's part is whole here.
+    turns = [rank, *others_before(rank, size)]
+    for mine, theirs in pairwise(turns):
+        came = incoming[: parts[theirs].numel()]
+        _exchange(transport, parts[mine], after, came, before)
+        parts[theirs] += came
+    turns = [after, *others_before(after, size)]
+    for mine, theirs in pairwise(turns):
+        _exchange(transport, parts[mine], after, parts[theirs], before)
 
 
 def _exchange(transport: Transport, sent: torch.Tensor, dest: int, received: torch.Tensor, source: int) -> None:

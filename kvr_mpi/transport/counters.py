@@ -40,15 +40,9 @@ class LocalCounters:
 
 
 class MpiCounters:
-    """Counters in an MPI window on rank 0.
+    """Counters in an MPI window on rank 0, over a communicator of their own.
 
-    Parameters
-    ----------
-    comm : MPI.Comm
-        All ranks; a communicator of its own is made of it.
-    count : int
-    looks_in : bool
-        Whether rank 0 helps calls from other hosts along while it computes, from a thread.
+    looks_in : rank 0 helps calls from other hosts along while it computes, from a thread.
     """
 
     def __init__(self, comm: Any, count: int, *, looks_in: bool) -> None:
@@ -108,13 +102,7 @@ Counters = LocalCounters | MpiCounters
 
 
 def open_counters(world: Transport, count: int) -> Counters:
-    """Create `count` counters, initially 0; every rank calls this.
-
-    Parameters
-    ----------
-    world : Transport
-        What `mpi.connect` gave: MPI, or a rank alone (or, in tests, threads).
-    """
+    """Create `count` counters, initially 0, over what `mpi.connect` gave; every rank calls this."""
     if isinstance(world, LocalTransport):
         return LocalCounters(world, count)
     assert isinstance(world, MpiTransport), "counters are MPI's"

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvr_mpi.trace import Kind, Recorder
-from kvr_mpi.transport.base import Ended, Request, Transport
+from kvr_mpi.trace import Recorder, Span
+from kvr_mpi.transport.base import Request, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -28,17 +28,6 @@ POLL_S = 1e-3
 # A waiting rank looks this often without pause, then leaves the core to whoever shares it.
 SPINS = 200
 PAUSE_S = 5e-5
-
-
-class _PartOfRequest(Ended):
-    """A completed receive of which only some bytes are forwarded.
-
-    ``landed``: those bytes in host memory, if the message came that way.
-    """
-
-    def __init__(self, received: Request, start: int, stop: int) -> None:
-        landed = getattr(received, "landed", None)
-        self.landed = None if landed is None else landed[start:stop]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,18 +40,13 @@ class Transfer:
     tensor: torch.Tensor
     tag: int
     prompt: int
+    span: Span  # for the trace; it has begun when there is a request
     dest: int | None = None
     onward_from: int = 0
     request: Request | None = None  # None: to be sent when its turn comes
     received: Request | None = None  # for one that passes on: the request that has filled its tensor
     arrived: bool = False
     onward: Transfer | None = None
-    # For the trace: what it is, of which prompt and layer, from or to whom, and since when.
-    kind: Kind = "send"
-    traced_prompt: int = -1
-    layer: int = -1
-    peer: int = -1
-    began_s: float = 0.0
 
     @property
     def through(self) -> bool:
@@ -71,18 +55,11 @@ class Transfer:
 
 
 class Forwarder:
-    """Carries the segments of successive prompts over one rank; close it after the last one.
+    """Carries the segments of successive prompts over one rank of a chain; close it after the last one.
 
-    Parameters
-    ----------
-    transport : Transport
-        The chain.
-    forwards : bool or None
-        Whether this rank passes segments on; None: of three and more ranks each will, in some prompt.
-    device : torch.device, optional
-        Where the tensors are; None: in host memory.
-    recorder : Recorder, optional
-        Told of every transfer that is over.
+    forwards : this rank passes segments on; None: of three and more ranks each will, in some prompt.
+    device : where the tensors are; None: in host memory.
+    recorder : told of every transfer that is over, with the layer that `send` and `receive` are given.
     """
 
     def __init__(
@@ -124,16 +101,10 @@ class Forwarder:
                 self._turns[dest].append(tag)
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int, *, layer: int = -1) -> Transfer:
-        """Start to send; the tensor must not change until the transfer is complete.
-
-        Parameters
-        ----------
-        layer : int
-            For the trace.
-        """
+        """Start to send; the tensor must not change until the transfer is complete."""
         with self._lock:
-            transfer = Transfer(tensor, tag, self._prompt, traced_prompt=self.recorder.prompt, layer=layer)
-            return self._send(transfer, dest)
+            span = Span("send", 0.0, 0.0, self.recorder.prompt, layer, dest, tensor.nbytes)
+            return self._send(Transfer(tensor, tag, self._prompt, span), dest)
 
     def receive(
         self,
@@ -145,29 +116,15 @@ class Forwarder:
         *,
         layer: int = -1,
     ) -> Transfer:
-        """Start to receive in place; what arrives is announced and sent on to `forward_to` at once.
-
-        Parameters
-        ----------
-        forward_from : int
-            The first row that is sent on.
-        layer : int
-            For the trace.
-        """
+        """Start to receive in place; rows from `forward_from` on are announced and sent on to `forward_to` at once."""
         with self._lock:
-            transfer = Transfer(tensor, tag, self._prompt, forward_to, forward_from, layer=layer, kind="receive")
-            transfer.traced_prompt, transfer.peer = self.recorder.prompt, source
-            transfer.began_s, transfer.request = time.perf_counter(), self.transport.irecv(tensor, source, tag)
+            span = Span("receive", time.perf_counter(), 0.0, self.recorder.prompt, layer, source, tensor.nbytes)
+            transfer = Transfer(tensor, tag, self._prompt, span, forward_to, forward_from)
+            transfer.request = self.transport.irecv(tensor, source, tag)
             if forward_to is not None and not self.transport.has_tags:
                 self._turns[forward_to].append(tag)
             self._pending.append(transfer)
             return transfer
-
-    def has_arrived(self, transfer: Transfer) -> bool:
-        """Progress the transfers, and return whether this one has arrived or was sent."""
-        if not transfer.arrived:
-            self._poll()
-        return transfer.arrived
 
     def is_through(self, transfer: Transfer) -> bool:
         """Progress the transfers, and return whether the buffer of this one is free."""
@@ -177,11 +134,11 @@ class Forwarder:
 
     def wait(self, transfer: Transfer) -> None:
         """Wait until a transfer has arrived."""
-        self._until(lambda: self.has_arrived(transfer))
+        self._until(lambda: transfer.arrived)
 
     def wait_through(self, transfer: Transfer) -> None:
         """Wait until a transfer's buffer is free."""
-        self._until(lambda: self.is_through(transfer))
+        self._until(lambda: transfer.through)
 
     def settle(self) -> None:
         """Wait until everything is received and forwarded."""
@@ -207,11 +164,13 @@ class Forwarder:
             return all(transfer.prompt >= prompt for transfer in (*self._pending, *self._early.values()))
 
     def _until(self, done: Callable[[], bool]) -> None:
+        """Progress the transfers until something is done."""
         looks = 0
         while not done():
-            looks += 1
             if looks > SPINS:
                 time.sleep(PAUSE_S)
+            self._poll()
+            looks += 1
 
     def _send(self, transfer: Transfer, dest: int) -> Transfer:
         if self.transport.has_tags:
@@ -224,7 +183,7 @@ class Forwarder:
         return transfer
 
     def _hand_over(self, transfer: Transfer, dest: int) -> None:
-        transfer.peer, transfer.began_s = dest, time.perf_counter()
+        transfer.span = transfer.span._replace(began_s=time.perf_counter())
         transfer.request = self.transport.isend(transfer.tensor, dest, transfer.tag, transfer.received)
         transfer.received = None
         self._pending.append(transfer)
@@ -238,22 +197,12 @@ class Forwarder:
             ]:
                 self._pending.remove(transfer)
                 if transfer.dest is not None:
-                    rows, received = transfer.tensor[transfer.onward_from :], transfer.request
-                    if transfer.onward_from and received is not None:
-                        total = transfer.tensor.nbytes
-                        received = _PartOfRequest(received, total - rows.nbytes, total)
-                    transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, received=received, kind="forward")
-                    transfer.onward.traced_prompt, transfer.onward.layer = transfer.traced_prompt, transfer.layer
+                    rows = transfer.tensor[transfer.onward_from :]
+                    span = transfer.span._replace(kind="forward", peer=transfer.dest, amount=rows.nbytes)
+                    transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, span, received=transfer.request)
                     self._send(transfer.onward, transfer.dest)
                 transfer.request, transfer.arrived = None, True
-                self.recorder.note(
-                    transfer.kind,
-                    transfer.began_s,
-                    prompt=transfer.traced_prompt,
-                    layer=transfer.layer,
-                    peer=transfer.peer,
-                    amount=transfer.tensor.nbytes,
-                )
+                self.recorder.add(transfer.span._replace(ended_s=time.perf_counter()))
 
     def _run(self) -> None:
         import torch

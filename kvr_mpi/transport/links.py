@@ -50,13 +50,11 @@ class Link:
     intact: bool
 
 
-def wait_without_limit(request: Request, who: str) -> None:
-    """Wait for a transfer, however long it takes."""
-    request.wait()
-
-
 def measure_links(
-    transport: Transport, device: torch.device, effort: Effort = Effort(), wait: Wait = wait_without_limit
+    transport: Transport,
+    device: torch.device,
+    effort: Effort = Effort(),
+    wait: Wait = lambda request, who: request.wait(),
 ) -> Link | None:
     """Measure this rank's two links from memory of `device`; every rank calls this.
 

@@ -47,33 +47,23 @@ class _Receive:
 
     def test(self) -> bool:
         with self.hub.arrived:
-            if not self.done:
-                self._look()
+            if not self.done and self.hub.mail[self.key]:
+                message, (source, dest, tag) = self.hub.mail[self.key].popleft(), self.key
+                if message.nbytes != self.tensor.nbytes:
+                    raise TransportError(
+                        f"rank {dest} expected {self.tensor.nbytes} bytes from rank {source} (tag {tag}), but received "
+                        f"{message.nbytes}"
+                    )
+                self.tensor.copy_(message.view(self.tensor.shape))
+                self.done = True
+            elif not self.done and self.hub.failed:
+                raise TransportError("another rank failed while this one was waiting for its message")
         return self.done
 
     def wait(self) -> None:
         with self.hub.arrived:
-            while not self.done:
-                self._look()
-                if not self.done:
-                    self.hub.arrived.wait()
-
-    def _look(self) -> None:
-        if self.hub.mail[self.key]:
-            self._take()
-        elif self.hub.failed:
-            raise TransportError("another rank failed while this one was waiting for its message")
-
-    def _take(self) -> None:
-        message = self.hub.mail[self.key].popleft()
-        if message.nbytes != self.tensor.nbytes:
-            source, dest, tag = self.key
-            raise TransportError(
-                f"rank {dest} expected {self.tensor.nbytes} bytes from rank {source} (tag {tag}), but received "
-                f"{message.nbytes}"
-            )
-        self.tensor.copy_(message.view(self.tensor.shape))
-        self.done = True
+            while not self.test():
+                self.hub.arrived.wait()
 
 
 class LocalTransport:
@@ -114,10 +104,10 @@ class LocalTransport:
         """Return the root's bytes on every rank."""
         return self._exchange(data)[root]
 
-    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Return every rank's bytes on the root."""
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0."""
         everything = self._exchange(data)
-        return everything if self.rank == root else []
+        return everything if self.rank == 0 else []
 
     def split(self, color: int) -> LocalTransport:
         """Make a transport for the threads with the same color."""

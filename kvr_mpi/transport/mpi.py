@@ -100,7 +100,8 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
             f"started by {launcher}, but mpi4py loads {library}: the launcher does not match the MPI",
             "use the mpirun of this MPI",
         )
-    if "PMIX_RANK" in environ and "PMI_RANK" not in environ and "MPICH" in library and not _knows_pmix():
+    by_pmix = "PMIX_RANK" in environ and "PMI_RANK" not in environ
+    if by_pmix and "MPICH" in library and "pmix" not in MPI.Get_library_version().lower():  # it would end the process
         raise TransportError(
             f"started through PMIx, but mpi4py loads {library}, built without it: the launcher does not match the MPI",
             "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI",
@@ -159,23 +160,11 @@ def _need_threads() -> None:
         )
 
 
-def _knows_pmix() -> bool:
-    """Whether this MPICH was configured for PMIx; others end the process during MPI_Init."""
-    from mpi4py import MPI
-
-    return "pmix" in MPI.Get_library_version().lower()
-
-
 class _Transfer:
     """A message in pieces below 2^31 bytes.
 
-    Parameters
-    ----------
-    requests : list of MPI.Request
-    held : Tensor
-        What MPI reads or writes meanwhile.
-    sizes : list of int or None
-        For a receive: bytes announced for each piece.
+    held : what MPI reads or writes meanwhile.
+    sizes : for a receive: bytes announced for each piece.
     """
 
     def __init__(self, requests: list[Any], held: torch.Tensor, sizes: list[int] | None = None) -> None:
@@ -214,12 +203,8 @@ class _Transfer:
 class MpiTransport:
     """A `Transport` over an MPI communicator.
 
-    Parameters
-    ----------
-    comm : MPI.Comm
-    handing : {'host', 'direct', 'staged'}
-        What MPI is handed: host memory as it lies, with GPU memory staged; GPU memory as it lies, too; or host memory
-        that everything is staged through.
+    handing : what MPI is handed: ``host`` memory as it lies, with GPU memory staged; GPU memory as it lies, too
+        (``direct``); or host memory that everything is ``staged`` through.
     """
 
     has_tags = True
@@ -246,10 +231,10 @@ class MpiTransport:
         data = as_bytes(tensor)
         if self._takes(data):
             return start(data)
-        from kvr_mpi.transport.staging import StagedSend
-
-        landed = getattr(received, "landed", None)
-        return StagedSend(self._staging_for(data), data, start, landed, is_whole=received is not None)
+        landed: torch.Tensor | None = getattr(received, "landed", None)
+        if landed is not None:
+            landed = landed[len(landed) - len(data) :]
+        return self._staging_for(data).send(data, start, landed, is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Start to receive into a contiguous tensor."""
@@ -295,17 +280,17 @@ class MpiTransport:
         _wait_asleep(self.comm.Ibcast(buffer, root))
         return buffer.tobytes()
 
-    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Return every rank's bytes on the root, in rank order."""
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0, in rank order."""
         import numpy as np
         from mpi4py import MPI
 
         lengths = np.empty(self.size, np.int64)
         _wait_asleep(self.comm.Iallgather(np.array([len(data)], np.int64), lengths))
-        everything = np.empty(int(lengths.sum()) if self.rank == root else 0, np.uint8)
-        receive = [everything, (lengths, None), MPI.BYTE] if self.rank == root else None
-        _wait_asleep(self.comm.Igatherv(np.frombuffer(data, np.uint8), receive, root))
-        if self.rank != root:
+        everything = np.empty(int(lengths.sum()) if self.rank == 0 else 0, np.uint8)
+        receive = [everything, (lengths, None), MPI.BYTE] if self.rank == 0 else None
+        _wait_asleep(self.comm.Igatherv(np.frombuffer(data, np.uint8), receive))
+        if self.rank:
             return []
         stops = np.cumsum(lengths)
         return [everything[stop - length : stop].tobytes() for stop, length in zip(stops, lengths, strict=True)]
@@ -313,10 +298,6 @@ class MpiTransport:
     def split(self, color: int) -> MpiTransport:
         """Make a transport for the ranks with the same color."""
         return MpiTransport(self.comm.Split(color, self.rank), self._handing)
-
-    def handing(self, handing: Handing) -> MpiTransport:
-        """Return the same ranks with another way to hand tensors to MPI."""
-        return MpiTransport(self.comm, handing)
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job."""

@@ -57,11 +57,11 @@ def thread_level() -> str:
     return {getattr(MPI, name): name for name in names}[MPI.Query_thread()]
 
 
-def loaded_libraries(maps: Path = MAPS) -> list[str]:
+def loaded_libraries() -> list[str]:
     """List the MPI libraries loaded in this process, including those outside the global namespace."""
-    if not maps.exists():
+    if not MAPS.exists():
         return []
-    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/" in line}
+    paths = {line.split(maxsplit=5)[-1] for line in MAPS.read_text().splitlines() if "/" in line}
     return sorted(path for path in paths if Path(path).name.startswith(("libmpi", "libmpich")))
 
 

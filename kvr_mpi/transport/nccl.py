@@ -20,6 +20,7 @@ import contextlib
 import socket
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -86,14 +87,14 @@ class _Groups:
         self.under_way: set[Any] = set()
         self.end = weakref.finalize(self, _end, [self.up, self.down], self.under_way)
 
-    def send(self, data: torch.Tensor, dest: int, tag: int, *, passed_on: bool) -> Request:
+    def send(self, data: torch.Tensor, dest: int, *, passed_on: bool) -> Request:
         import torch
 
         group = self.up if dest > self.rank else self.down
         with torch.cuda.stream(self.side) if passed_on else contextlib.nullcontext():
             return _GpuWork(group.send([data], dest, 0), data, self.under_way)
 
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> Request:
+    def receive(self, data: torch.Tensor, source: int) -> Request:
         group = self.up if source < self.rank else self.down
         return _GpuWork(group.recv([data], source, 0), data, self.under_way)
 
@@ -108,32 +109,16 @@ def _end(groups: list[Any], under_way: set[Any]) -> None:
 
 
 class NcclTransport:
-    """Tensors over NCCL, everything else over the control transport.
+    """Tensors over NCCL, everything else over the control transport (`open_nccl`).
 
-    Parameters
-    ----------
-    control : Transport
-        For barriers and small messages.
-    device : torch.device
-        Where the tensors are: a GPU that no other rank uses.
-
-    Raises
-    ------
-    TransportError
-        On all ranks, if the ranks cannot meet or this torch lacks NCCL.
+    members : these ranks as the groups count them.
     """
 
     has_tags = False
     tag_ub = 2**31 - 1
     layers_ahead = 0  # a posted receive holds a part of the GPU until it is served
 
-    def __init__(self, control: Transport, device: torch.device) -> None:
-        self._take(control, self._open(control, device), tuple(range(control.size)))
-
-    def _open(self, control: Transport, device: torch.device) -> _Groups:
-        return _Groups(control, device)
-
-    def _take(self, control: Transport, groups: _Groups, members: tuple[int, ...]) -> None:
+    def __init__(self, control: Transport, groups: _Groups, members: Sequence[int]) -> None:
         self._control, self._groups, self._members = control, groups, members
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
@@ -146,13 +131,13 @@ class NcclTransport:
         """Start to send a contiguous tensor's bytes; host memory goes over the control transport."""
         if tensor.device.type != self._groups.device_type:
             return self._control.isend(tensor, dest, tag)
-        return self._groups.send(as_bytes(tensor), self._members[dest], tag, passed_on=received is not None)
+        return self._groups.send(as_bytes(tensor), self._members[dest], passed_on=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Start to receive into a contiguous tensor, over the transport that the sender uses for such memory."""
         if tensor.device.type != self._groups.device_type:
             return self._control.irecv(tensor, source, tag)
-        return self._groups.receive(as_bytes(tensor), self._members[source], tag)
+        return self._groups.receive(as_bytes(tensor), self._members[source])
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks."""
@@ -166,20 +151,29 @@ class NcclTransport:
         """Return the root's bytes on every rank."""
         return self._control.broadcast(data, root)
 
-    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
-        """Return every rank's bytes on the root."""
-        return self._control.gather(data, root)
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0."""
+        return self._control.gather(data)
 
     def split(self, color: int) -> NcclTransport:
         """Make a transport for the ranks with the same color, over the same links."""
-        part, control = object.__new__(type(self)), self._control.split(color)
-        members = share_json(control, gather_json(control, self._members[self.rank]))
-        part._take(control, self._groups, tuple(members))
-        return part
+        control = self._control.split(color)
+        return type(self)(control, self._groups, share_json(control, gather_json(control, self._members[self.rank])))
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job."""
         self._control.abort(exit_code)
+
+
+def open_nccl(control: Transport, device: torch.device) -> NcclTransport:
+    """Connect all ranks of the control transport, each with a GPU that no other uses; every rank calls this.
+
+    Raises
+    ------
+    TransportError
+        On all ranks, if the ranks cannot meet or this torch lacks NCCL.
+    """
+    return NcclTransport(control, _Groups(control, device), range(control.size))
 
 
 def meet(control: Transport) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -21,8 +22,6 @@ from kvr_mpi.transport.base import Request
 PAUSE_S = 5e-5
 
 Start = Callable[[torch.Tensor], Request]
-
-
 # A point in a stream; None where there are none, and everything is done when the call returns.
 Mark = torch.cuda.Event | None
 
@@ -30,11 +29,7 @@ Mark = torch.cuda.Event | None
 class Staging:
     """One rank's path between device memory and the memory that MPI reads.
 
-    Parameters
-    ----------
-    device : torch.device
-    direct : bool
-        MPI takes the device's memory itself (a CUDA-aware MPI); otherwise it is staged.
+    direct : MPI takes the device's memory itself (a CUDA-aware MPI); otherwise it is staged.
     """
 
     def __init__(self, device: torch.device, *, direct: bool) -> None:
@@ -45,9 +40,35 @@ class Staging:
         if self._is_gpu:
             self._out, self._into = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def start_when(self, ready: Mark, start: Start, data: torch.Tensor) -> _Start:
-        """Start a transfer when an event has passed; testing any transfer starts all that are ready."""
-        waiting = _Start(self, ready, start, data)
+    def send(
+        self, data: torch.Tensor, start: Start, landed: torch.Tensor | None = None, *, is_whole: bool = False
+    ) -> Request:
+        """Wait for the stream that fills a tensor, copy it if staged, and send it.
+
+        Parameters
+        ----------
+        data : Tensor
+            Contiguous bytes on the device.
+        start : callable
+            Begins to send a tensor that MPI can read.
+        landed : Tensor or None
+            The same bytes in host memory, if they have just come that way: passed on without another copy.
+        is_whole : bool
+            The tensor has been received, not computed: it waits for no stream.
+        """
+        if landed is not None:
+            return start(landed)
+        if self.direct:
+            return self.start_when(None if is_whole else self.mark(), start, data)
+        host, ready = self.fetch(data)
+        return self.start_when(ready, start, host, held=data)
+
+    def start_when(self, ready: Mark, start: Start, data: torch.Tensor, held: torch.Tensor | None = None) -> Request:
+        """Start a transfer when an event has passed; testing any transfer starts all that are ready.
+
+        `held` is memory that must not be reused before then.
+        """
+        waiting = _Start(self, ready, start, data, held)
         with self._lock:
             self._waiting.append(waiting)
         self.progress()
@@ -57,7 +78,8 @@ class Staging:
         """Start the transfers whose events have passed, in order."""
         with self._lock:
             while self._waiting and _is_passed(self._waiting[0].ready):
-                self._waiting.pop(0).begin()
+                first = self._waiting.pop(0)
+                first.request = first.start(first.data)
 
     def mark(self) -> Mark:
         """Record an event in the rank's current stream."""
@@ -92,68 +114,24 @@ class Staging:
             return self.mark()
 
 
+@dataclass(slots=True, eq=False)
 class _Start:
     """A transfer that starts when its event has passed."""
 
-    def __init__(self, staging: Staging, ready: Mark, start: Start, data: torch.Tensor) -> None:
-        self.staging, self.ready, self._start, self._data = staging, ready, start, data
-        self._request: Request | None = None
-
-    def begin(self) -> None:
-        """Start the transfer."""
-        self._request = self._start(self._data)
+    staging: Staging
+    ready: Mark
+    start: Start
+    data: torch.Tensor
+    held: torch.Tensor | None
+    request: Request | None = None
 
     def test(self) -> bool:
         """Return whether the transfer is complete."""
         self.staging.progress()
-        return self._request is not None and self._request.test()
+        return self.request is not None and self.request.test()
 
     def wait(self) -> None:
         """Wait until the transfer is complete."""
-        _until(self.test)
-
-
-class StagedSend:
-    """Waits for the stream that fills the tensor, copies it if staged, and sends it.
-
-    Parameters
-    ----------
-    staging : Staging
-    data : Tensor
-        Contiguous bytes on the device.
-    start : callable
-        Begin to send a tensor that MPI can read.
-    landed : Tensor or None
-        The same bytes in host memory, if they have just come that way: passed on without another copy.
-    is_whole : bool
-        The tensor has been received, not computed: it waits for no stream.
-    """
-
-    def __init__(
-        self,
-        staging: Staging,
-        data: torch.Tensor,
-        start: Start,
-        landed: torch.Tensor | None = None,
-        *,
-        is_whole: bool = False,
-    ) -> None:
-        self._held = data  # its memory must not be reused before it is read
-        if landed is not None:
-            self._request = start(landed)
-        else:
-            if not staging.direct:
-                source, ready = staging.fetch(data)
-            else:
-                source, ready = data, None if is_whole else staging.mark()
-            self._request = staging.start_when(ready, start, source)
-
-    def test(self) -> bool:
-        """Progress the transfers, and return whether this one is sent."""
-        return self._request.test()
-
-    def wait(self) -> None:
-        """Wait until it is sent."""
         _until(self.test)
 
 
@@ -168,7 +146,6 @@ class StagedReceive:
         self._free = staging.mark()  # what was computed in this memory before is read when this is passed
         self._is_delivered, self._whole = False, self._free  # the mark from which on the message is there
         self.landed: torch.Tensor | None = None
-        self._request: Request
         if staging.direct:
             self._request = staging.start_when(self._free, start, into)
         else:

@@ -21,8 +21,8 @@ import torch
 import xxhash
 
 from kvr_mpi.disk import read_regular, replacing
-from kvr_mpi.model.cpu_attention import HEADERS, SOURCES, AttentionLibrary
-from kvr_mpi.model.narrow_product import BLOCK, NarrowProducts, NarrowWeights
+from kvr_mpi.model.cpu_attention import HEADERS, SOURCES, KernelLibrary
+from kvr_mpi.model.narrow_product import BLOCK, NarrowWeights
 from kvr_mpi.tuning.identity import processor_key
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -52,7 +52,7 @@ def open_attention(
     compiles: bool,
     limit_s: float = LIMIT_S,
     environ: Mapping[str, str] = os.environ,
-) -> AttentionLibrary | None:
+) -> KernelLibrary | None:
     """Load the kernels, after compiling them if need be; None if that fails.
 
     Parameters
@@ -77,9 +77,9 @@ def open_attention(
             say(f"warning: attention is not compiled: {folder} cannot be written ({error.strerror or error})")
     try:
         check_kept(file)
-        library = AttentionLibrary(file)
+        library = KernelLibrary(file)
         _try(library)
-        _try_products(library.products)
+        _try_products(library)
     except (FileNotFoundError, NotADirectoryError):
         return None  # it was never compiled
     except (OSError, ValueError, AttributeError) as error:
@@ -182,7 +182,7 @@ def _digest(file: Path) -> str:
 
 
 @torch.inference_mode()
-def _try(library: AttentionLibrary) -> None:
+def _try(library: KernelLibrary) -> None:
     """Compare the attention kernel with float64.
 
     Raises
@@ -209,7 +209,7 @@ def _try(library: AttentionLibrary) -> None:
 
 
 @torch.inference_mode()
-def _try_products(products: NarrowProducts) -> None:
+def _try_products(library: KernelLibrary) -> None:
     """Compare products of few rows with float64.
 
     Raises
@@ -234,7 +234,7 @@ def _try_products(products: NarrowProducts) -> None:
             rows = torch.randn(count, 3 * BLOCK, generator=draw)
             wanted = rows.double() @ truth.T
             within = ALLOWED_ERROR * (rows.double().abs() @ truth.abs().T)
-            if not bool(((products.multiply(rows, weights).double() - wanted).abs() <= within).all()):
+            if not bool(((library.multiply(rows, weights).double() - wanted).abs() <= within).all()):
                 raise ValueError("it gives wrong results")
 
 

@@ -25,7 +25,7 @@ from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import counted
 from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.cpu_attention import AttentionLibrary, CpuAttention
+from kvr_mpi.model.cpu_attention import CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
@@ -99,10 +99,10 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         return
     attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
     with torch.inference_mode():
-        room, products = COPY_SHARE * free_bytes, None if attention is None else attention.products
-        narrowed = {} if products is None else narrow_weights(loaded.model, room)
+        room = COPY_SHARE * free_bytes
+        narrowed = {} if attention is None else narrow_weights(loaded.model, room)
         pieces = [
-            *product_pieces(loaded.model, room, products, narrowed),
+            *product_pieces(loaded.model, room, attention, narrowed),
             *attention_pieces(loaded, attention),
         ]
         holds_for = _holds_for(pieces, attention)
@@ -125,7 +125,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
     if not is_known and world.local_rank == 0:
         tries = 1 if known is None else known.tries + 1
         _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
-    give_products(loaded.model, ways, products, narrowed)
+    give_products(loaded.model, ways, attention, narrowed)
 
 
 def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:
@@ -143,7 +143,7 @@ def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Ga
     return gains, share
 
 
-def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> AttentionLibrary | None:
+def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> KernelLibrary | None:
     """Load the attention kernel if the model's dtype is supported and it is large enough."""
     if loaded.dtype not in DTYPES or loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
         return None
@@ -280,7 +280,7 @@ def _ways_in(gains: Gains) -> dict[str, list[str]]:
     return {name: sorted(ways) for name, ways in gains.items()}
 
 
-def _holds_for(pieces: Sequence[Piece], attention: AttentionLibrary | None) -> str:
+def _holds_for(pieces: Sequence[Piece], attention: KernelLibrary | None) -> str:
     """Return everything that a measurement depends on."""
     of_ours = "" if attention is None else f", attention {attention.identity}"
     what = sorted(f"{piece.name} {piece.dtype} {'/'.join(piece.ways)}" for piece in pieces)

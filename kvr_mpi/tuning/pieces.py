@@ -10,9 +10,9 @@ import torch
 from kvr_mpi.kv.attention import attend
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
-from kvr_mpi.model.cpu_attention import OWN, AttentionLibrary, CpuAttention
+from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
-from kvr_mpi.model.narrow_product import NARROW, NarrowProducts, NarrowWeights
+from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.products import PREPACKED, Product, can_lay, find_products
 
 # A few rows read weights, keys and values from memory, as in a model of many layers: so many bytes take turns.
@@ -48,7 +48,7 @@ class Piece:
 def product_pieces(
     model: torch.nn.Module,
     most_bytes: float,
-    library: NarrowProducts | None = None,
+    library: KernelLibrary | None = None,
     narrowed: Mapping[torch.nn.Linear, NarrowWeights] | None = None,
 ) -> list[Piece]:
     """List linear layers by shape, as far as memory allows copies; `narrowed` exist already."""
@@ -71,7 +71,7 @@ def _linear(layer: torch.nn.Linear) -> Compute:
     return lambda rows: torch.nn.functional.linear(rows, weight, bias)
 
 
-def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> list[Piece]:
+def attention_pieces(loaded: LoadedModel, library: KernelLibrary | None) -> list[Piece]:
     """Return attention with queries as rows, and enough keys for its two products to matter."""
     layer = _attending_layer(loaded)
     if library is None or layer is None:

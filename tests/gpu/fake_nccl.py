@@ -20,7 +20,7 @@ from pretended_cuda import GpuTensor, PretendedCuda, Stream, grains
 from stacks import stacks_of
 
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.transport.nccl import NcclTransport
+from kvr_mpi.transport.nccl import NcclTransport, open_nccl
 
 T = TypeVar("T")
 
@@ -215,7 +215,7 @@ def run_on_gpus(
     def rank(local: LocalTransport) -> T:
         device = torch.device("cuda", local.rank)
         torch.cuda.set_device(device)
-        return work(NcclTransport(local, device))
+        return work(open_nccl(local, device))
 
     def all_ranks() -> None:
         try:

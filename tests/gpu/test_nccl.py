@@ -131,7 +131,7 @@ def test_a_prompt_is_observed(gpus: PretendedCuda, network: Network) -> None:
 def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network) -> None:
     def work(ranks: NcclTransport) -> None:
         warm_up(ranks, gpu_of(ranks))
-        ranks._groups.send(torch.zeros(8), 1 - ranks.rank, 0, passed_on=False)
+        ranks._groups.send(torch.zeros(8), 1 - ranks.rank, passed_on=False)
 
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         run_on_gpus(2, network, work)

@@ -29,7 +29,7 @@ from kvr_mpi.transport.base import FailedTogetherError
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.links import Skew, measure_skews
 from kvr_mpi.transport.local import run_local
-from kvr_mpi.transport.nccl import NcclTransport
+from kvr_mpi.transport.nccl import NcclTransport, open_nccl
 
 CPU = torch.device("cpu")
 TEXT = """
@@ -79,7 +79,7 @@ def run_on(
         return gpus.move(load(world, path, **arguments | {"device": "cpu", "kernels": "plain"}), _own())
 
     def open_there(world: Any, *arguments: Any, **more: Any) -> tuple[Any, str]:
-        ranks = NcclTransport(world, _own())
+        ranks = open_nccl(world, _own())
         warm_up(ranks, _own())
         return ranks, "transport: nccl"
 

@@ -24,7 +24,7 @@ from kvr_mpi.cli.run import run
 from kvr_mpi.setup import prepare
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.transport.nccl import NcclTransport
+from kvr_mpi.transport.nccl import open_nccl
 
 # The jobs that show all pairs take minutes; one of them is run where tests may not take hours.
 FEW = 1
@@ -61,7 +61,7 @@ def bench(prepared: Any, run_here: Any, request: pytest.FixtureRequest, monkeypa
         return gpus.move(load(world, path, **arguments | {"device": "cpu", "kernels": "plain"}), own())
 
     def open_there(world: Any, *arguments: Any, **more: Any) -> tuple[Any, str]:
-        ranks = NcclTransport(world, own())
+        ranks = open_nccl(world, own())
         warm_up(ranks, own())
         return ranks, "transport: nccl"
 

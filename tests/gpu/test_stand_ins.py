@@ -27,7 +27,7 @@ from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.transport import choose
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.transport.staging import StagedSend, Staging
+from kvr_mpi.transport.staging import Staging
 
 CPU, CUDA_0 = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -264,9 +264,9 @@ def test_what_was_received_is_passed_on_without_waiting_for_compute(monkeypatch:
 
     busy, data = Staging(CPU, direct=True), torch.zeros(4, dtype=torch.uint8)
     monkeypatch.setattr(busy, "mark", Never)
-    assert StagedSend(busy, data, start, is_whole=True).test() and len(begun) == 1
-    assert not StagedSend(busy, data, start).test() and len(begun) == 1, "what is computed waits for its stream"
-    assert StagedSend(Staging(CPU, direct=True), data, start).test() and len(begun) == 2
+    assert busy.send(data, start, is_whole=True).test() and len(begun) == 1
+    assert not busy.send(data, start).test() and len(begun) == 1, "what is computed waits for its stream"
+    assert Staging(CPU, direct=True).send(data, start).test() and len(begun) == 2
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.mpi import MpiTransport
 from kvr_mpi.transport.nccl import NcclTransport
-from kvr_mpi.transport.staging import StagedReceive, StagedSend, Staging
+from kvr_mpi.transport.staging import StagedReceive, Staging
 
 GPU = torch.device("cuda", 3)
 
@@ -120,7 +120,7 @@ def copied(gpus: PretendedCuda, staging: Staging) -> torch.Tensor:
             return Ended()
 
         computed = torch.arange(8.0, device=GPU) * 2
-        StagedSend(staging, computed.view(torch.uint8), send).wait()
+        staging.send(computed.view(torch.uint8), send).wait()
         came = torch.zeros(8, device=GPU)
         StagedReceive(staging, came.view(torch.uint8), receive).wait()
         return (came + 1).cpu()

@@ -47,5 +47,4 @@ def test_another_norm_is_left_alone() -> None:
 def test_a_model_has_as_many_as_it_has_norms() -> None:
     loaded = tiny("llama-gqa")
     model = copy.deepcopy(loaded.model)  # kernels stay with a model
-    assert fuse_norms(model) == 2 * len(loaded.shape.layers) + 1
-    assert all(isinstance(kernel, FusedNorm) for kernel in kernels_of(model).values())
+    assert fuse_norms(model) == len(kernels_of(model)) == 2 * len(loaded.shape.layers) + 1

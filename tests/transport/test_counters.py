@@ -17,24 +17,16 @@ PROGRAM = TESTS / "programs" / "mpi_counters.py"
 
 def test_threads_draw_every_number_once() -> None:
     def work(rank: LocalTransport) -> tuple[list[int], list[int]]:
-        counters = open_counters(rank, 2)
-        drawn = []
+        counters, drawn = open_counters(rank, 2), []
         while (number := counters.add(0)) < 100:
             drawn.append(number)
             counters.add(1, number)
         rank.barrier()
-        found = counters.read()
-        counters.close()
-        return drawn, found
+        return drawn, counters.read()
 
     results = run_local(3, work)
     assert sorted(number for drawn, _ in results for number in drawn) == list(range(100))
     assert all(found == [103, sum(range(100))] for _, found in results)
-
-
-def test_alone() -> None:
-    counters = open_counters(LocalTransport(), 2)
-    assert [counters.add(1, 5), counters.add(1), counters.read()] == [0, 5, [0, 6]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

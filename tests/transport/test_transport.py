@@ -9,11 +9,13 @@ import pytest
 import torch
 from constants import TESTS
 from models import prompt, tiny
+from promises import keep_promises
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport.base import FixedTag, Request
+from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.mpi import MpiTransport, connect, launched_size
 from kvr_mpi.transport.staging import Staging
@@ -81,46 +83,9 @@ def test_a_rank_that_ends_in_a_prefill_ends_all(mpirun: Any, how: str, name: str
         assert "error: rank 1 has had enough" in run.stderr + run.stdout
 
 
-def test_local_messages_arrive_in_order_and_whole() -> None:
-    def work(rank: LocalTransport) -> list[float]:
-        if rank.rank == 0:
-            for value in range(5):
-                rank.isend(torch.full((4,), float(value)), 1, tag=3).wait()
-            return []
-        buffers = [torch.empty(4) for _ in range(5)]
-        requests = [rank.irecv(buffer, 0, tag=3) for buffer in buffers]
-        for request in requests:
-            request.wait()
-        assert all(request.test() for request in requests)
-        return [float(buffer.sum()) for buffer in buffers]
-
-    assert run_local(2, work)[1] == [0, 4, 8, 12, 16]
-
-
-def test_local_refuses_a_message_of_another_size() -> None:
-    def work(rank: LocalTransport) -> None:
-        if rank.rank == 0:
-            rank.isend(torch.zeros(4), 1, tag=0)
-        else:
-            rank.irecv(torch.zeros(5), 0, tag=0).wait()
-
-    with pytest.raises(TransportError, match="expected 20 bytes from rank 0 .* but received 16"):
-        run_local(2, work)
-
-
-def test_local_collectives_and_groups() -> None:
-    def work(rank: LocalTransport) -> tuple[bytes, list[bytes], list[bytes]]:
-        group = rank.split(rank.rank // 2)
-        return (
-            rank.broadcast(bytes([rank.rank]), root=2),
-            rank.gather(bytes([rank.rank]), root=1),
-            group.gather(bytes([rank.rank])),
-        )
-
-    shared, gathered, grouped = zip(*run_local(4, work), strict=True)
-    assert set(shared) == {b"\x02"}
-    assert gathered == ([], [b"\x00", b"\x01", b"\x02", b"\x03"], [], [])
-    assert grouped == ([b"\x00", b"\x01"], [], [b"\x02", b"\x03"], [])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_threads_keep_them_too(size: int) -> None:
+    run_local(size, keep_promises)
 
 
 def test_a_failing_thread_wakes_those_that_wait() -> None:
@@ -161,23 +126,6 @@ def test_alone_where_many_were_meant_is_refused() -> None:
     assert connect({}).size == 1
 
 
-@pytest.mark.parametrize("rows", [0, 7, 7000], ids=["nothing", "at once", "round a ring"])
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_threads_sum_to_the_same_bits(size: int, rows: int) -> None:
-    def draw(rank: int) -> torch.Tensor:
-        return torch.randn(rows, 3, generator=torch.Generator().manual_seed(rank))
-
-    def work(rank: LocalTransport) -> torch.Tensor:
-        mine = draw(rank.rank)
-        rank.all_reduce(mine)
-        return mine
-
-    sums = run_local(size, work)
-    truth = torch.stack([draw(rank).double() for rank in range(size)]).sum(0)
-    assert all(torch.equal(one, sums[0]) for one in sums)
-    torch.testing.assert_close(sums[0].double(), truth, rtol=1e-5, atol=1e-5)
-
-
 def test_ranks_whose_mpi_allows_no_threads_are_refused(mpirun: Any) -> None:
     program = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; MPI.Init_thread(MPI.THREAD_SERIALIZED)\n"
@@ -191,41 +139,42 @@ def test_ranks_whose_mpi_allows_no_threads_are_refused(mpirun: Any) -> None:
     assert run.returncode == 0, run.stderr
 
 
-class FewTags:
-    """A transport that allows few tags, and records those of its messages."""
-
-    def __init__(self, ranks: LocalTransport, tag_ub: int, used: set[int]) -> None:
-        self._ranks, self.tag_ub, self._used = ranks, tag_ub, used
-
-    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
-        self._used.add(tag)
-        return self._ranks.isend(tensor, dest, tag, received)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ranks, name)
-
-
-@pytest.mark.parametrize("tag_ub", [407, 200])
-def test_tags_are_those_of_no_other_message_or_refused(tag_ub: int) -> None:
+@pytest.mark.parametrize("most", [407, 200])
+def test_tags_are_those_of_no_other_message_or_refused(most: int) -> None:
     """Three layers in 48 segments of a token each."""
     used: set[int] = set()
 
-    def work(ranks: LocalTransport) -> None:
-        chain: Any = FewTags(ranks, tag_ub, used)
+    class FewTags(LocalTransport):
+        tag_ub = most
+
+        def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
+            used.add(tag)
+            return super().isend(tensor, dest, tag, received)
+
+    def work(rank: LocalTransport) -> None:
+        chain = FewTags(rank._hub, rank.rank)
         prefill_kvr(tiny("llama-gqa"), prompt(48), Partition.even(48, 2), chain, chunk_tokens=1)
 
-    if tag_ub < 407:
+    if most == 200:
         with pytest.raises(TransportError, match="3 layers in 48 segments need message tags up to .*allows 200"):
             run_local(2, work)
     else:
         run_local(2, work)
-        assert used and not used & {*FixedTag} and max(used) <= tag_ub
+        assert used and not used & {*FixedTag} and max(used) <= most
 
 
-def test_mpi_says_which_tags_it_has() -> None:
+@pytest.mark.parametrize("handing", ["host", "staged"])
+def test_what_is_received_is_passed_on_from_a_row_on(handing: Any) -> None:
     from mpi4py import MPI
 
-    assert MpiTransport(MPI.COMM_SELF).tag_ub >= 32_767
+    sent, came, last = torch.arange(12.0).view(6, 2), torch.zeros(6, 2), torch.zeros(4, 2)
+    forwarder = Forwarder(MpiTransport(MPI.COMM_SELF, handing))
+    forwarder.begin()
+    forwarder.receive(came, 0, 1, forward_to=0, forward_from=2)
+    forwarder.receive(last, 0, 1)
+    forwarder.send(sent, 0, 1)
+    forwarder.close()
+    assert torch.equal(came, sent) and torch.equal(last, sent[2:])
 
 
 def test_threads_start_each_staged_transfer_once_and_in_order() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvr_mpi.model.cpu_attention import AttentionLibrary
+from kvr_mpi.model.cpu_attention import KernelLibrary
 from kvr_mpi.tuning import compiled_attention
 from kvr_mpi.tuning.compiled_attention import COMPILERS, FAILED, find_compiler, keep_made, open_attention
 from kvr_mpi.tuning.identity import processor_key
@@ -17,9 +17,7 @@ from kvr_mpi.tuning.identity import processor_key
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
 
 
-def try_to_open(
-    cache: Path, limit_s: float = 60.0, *, compiles: bool = True
-) -> tuple[AttentionLibrary | None, list[str]]:
+def try_to_open(cache: Path, limit_s: float = 60.0, *, compiles: bool = True) -> tuple[KernelLibrary | None, list[str]]:
     said: list[str] = []
     return open_attention(cache, said.append, compiles=compiles, limit_s=limit_s), said
 
