@@ -13,6 +13,7 @@ from damage import (
     attribute,
     attribute_bytes,
     attribute_of_time,
+    deflated,
     external,
     move,
     of_time,
@@ -57,6 +58,7 @@ RECORD_DAMAGE: dict[str, Damage] = {
             "stored-outside": stored_outside(name, (16,), "u1"),
             "unwritten": unwritten(name, (100,), "u1"),
             "unwritten-chunks": unwritten(name, (100,), "u1", chunks=(10,)),
+            "deflated": deflated(name),
             "huge": unwritten(name, (2**50,), "u1", chunks=(8,), compression="gzip"),
         }.items()
     },
@@ -156,6 +158,7 @@ KV_DAMAGE: dict[str, Damage] = {
     "keys-stored-outside": stored_outside(KEYS, (4, 1, 4), "f4"),
     "keys-unwritten": unwritten(KEYS, (4, 1, 4), "f4"),
     "keys-unwritten-chunks": unwritten(KEYS, (4, 1, 4), "f4", chunks=(4, 1, 4)),
+    "keys-deflated": deflated(KEYS),
     "keys-null": replace_in(KEYS, lambda _: h5py.Empty("f4")),
     "keys-text": replace_in(KEYS, lambda _: "keys"),
     "keys-pickle": replace_in(KEYS, lambda _: PICKLE),

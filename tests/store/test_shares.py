@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pandas
 import pytest
 import torch
 import transformers
@@ -60,12 +59,6 @@ def test_shares_make_one_table(array: Path, kvr: Path) -> None:
     )
     rows = list(csv.reader(io.StringIO(done.stdout)))
     assert len(rows) == 1 + len(NAMES) and sum(row[0] == "id" for row in rows) == 1
-
-
-def test_shares_make_one_parquet_file(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
-    target = tmp_path / "all.parquet"
-    assert run_kvr("export", array, "--format", "parquet", "-o", target).return_value == EXIT_OK
-    assert list(pandas.read_parquet(target)["id"]) == NAMES
 
 
 def test_gathering_loads_no_models_libraries(array: Path, tmp_path: Path) -> None:
@@ -200,8 +193,3 @@ def test_failed_documents_are_shown_alone(array: Path, kvr: Path, run_kvr: Kvr) 
     told = json.loads(run_kvr("inspect", folder, "--errors", "--json").output)
     assert told == {"reasons": {"it went wrong": 1}, "errors": [{"id": "doc-05", "error": "it went wrong"}]}
     assert "1 x it went wrong" in run_kvr("status", folder).output
-
-
-def test_no_failed_documents_are_none(tmp_path: Path, run_kvr: Kvr) -> None:
-    write(tmp_path, 0, [record("a")])
-    assert run_kvr("inspect", tmp_path, "--errors").output == "0 failed\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -103,6 +104,20 @@ def test_writers_side_by_side_do_not_disturb_each_other(tmp_path: Path) -> None:
     for writer in writers:
         writer.close()
     assert ids(tmp_path) == sorted(f"{rank}-{step}" for rank in range(4) for step in range(5))
+
+
+def test_a_volume_is_on_the_disk_before_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, real_sync = list[str](), os.fsync
+
+    def sync(handle: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        assert path.endswith((".h5", str(tmp_path))) or b"volume" not in Path(path).read_bytes() or VOLUME in synced
+        synced.append(Path(path).name)
+        real_sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write(tmp_path, 0, [record("a")], kv=True)
+    assert VOLUME in synced and ids(tmp_path) == ["a"]
 
 
 def test_no_writer_touches_the_log_of_another(tmp_path: Path) -> None:
