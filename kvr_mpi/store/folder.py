@@ -265,7 +265,11 @@ def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Ite
             if line.startswith(RECORD_START):
                 if reads_all:
                     read_record(unseal(line) or {}, f"line {number + 1}")
-                _take_record(found, source.path, (at, len(line)), read_head(line))
+                head = read_head(line)
+                is_done = head["status"] == "done"
+                reason = "" if is_done else shorten(head["error"])
+                place = Place(source.path, at, len(line), is_done, reason, head["finished_at"], head["pieces"])
+                found.records.setdefault(head["id"], []).append(place)
             else:
                 _take_in(found, source.path, parse(line))
             yield line
@@ -274,13 +278,6 @@ def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Ite
             found.damaged.setdefault(source.path.name, str(error))
     if damaged > 1:
         found.damaged[source.path.name] += f", and {damaged - 1} more"
-
-
-def _take_record(found: Survey, path: Path, line: tuple[int, int], head: dict[str, Any]) -> None:
-    is_done = head["status"] == "done"
-    reason = "" if is_done else shorten(head["error"])
-    place = Place(path, *line, is_done, reason, head["finished_at"], head["pieces"])
-    found.records.setdefault(head["id"], []).append(place)
 
 
 def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:

@@ -239,7 +239,7 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
     found.verify(VERIFY_BYTES)
     damaged = found.damaged
     for name, why in sorted(damaged.items()):
-        kept = _repair_log(folder / name, header) if LOG_NAME.fullmatch(name) else _set_aside(folder / name)
+        kept = _set_aside(folder / name, header)
         say(f"warning: {folder / name} is damaged: {why}; kept as {kept.name}; its documents are processed again")
     for path, why in {piece.path: why for piece, why in found.spoilt.items()}.items():
         say(f"warning: {path} is damaged: {why}; the documents concerned are processed again")
@@ -261,10 +261,12 @@ def _drop(log: LogWriter, documents: Iterable[str]) -> None:
     log.sync()
 
 
-def _repair_log(file: Path, header: Header) -> Path:
-    """Set a log aside, and write its valid lines to a new one; return its name."""
-    kept = _free_name(file)
-    if not file.is_file() or file.is_symlink():
+def _set_aside(file: Path, header: Header) -> Path:
+    """Keep a damaged file under a name that is never read, and return that; a log's valid lines make a new log."""
+    number = 1
+    while os.path.lexists(kept := file.with_name(f"{file.name}{DAMAGED}-{number}")):
+        number += 1
+    if not LOG_NAME.fullmatch(file.name) or not file.is_file() or file.is_symlink():
         file.rename(kept)
         return kept
     shutil.copyfile(file, kept)
@@ -273,20 +275,6 @@ def _repair_log(file: Path, header: Header) -> Path:
         for line in take_lines(Survey(file.parent, {}), source, reads_all=True):
             clean.write(line + b"\n")
     sync(file.parent)
-    return kept
-
-
-def _set_aside(file: Path) -> Path:
-    """Rename a file so that it is never read again, and return its new name."""
-    kept = _free_name(file)
-    file.rename(kept)
-    return kept
-
-
-def _free_name(file: Path) -> Path:
-    number = 1
-    while os.path.lexists(kept := file.with_name(f"{file.name}{DAMAGED}-{number}")):
-        number += 1
     return kept
 
 

@@ -319,7 +319,7 @@ def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> I
     """
     for path in trace_files(folder):
         try:
-            trace = _read_trace(path, _read_lines(path))
+            trace = _read_trace(path)
         except DataError as error:
             if skipped is None:
                 raise
@@ -329,15 +329,12 @@ def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> I
             yield trace
 
 
-def _read_lines(path: Path) -> list[bytes]:
+def _read_trace(path: Path) -> RankTrace | None:
+    """Read a trace; None if the job was killed before its first line."""
     try:
-        return read_regular(path, FILE_BYTES).splitlines(keepends=True)
+        lines = read_regular(path, FILE_BYTES).splitlines(keepends=True)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _read_trace(path: Path, lines: list[bytes]) -> RankTrace | None:
-    """Read a trace; None if the job was killed before its first line."""
     if lines and not lines[-1].endswith(b"\n"):  # the job was killed in the middle of it
         del lines[-1]
     if not lines or lines == [OPENING]:
