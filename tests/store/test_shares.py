@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,17 @@ def test_a_gathered_file_does_not_hide_the_shares(array: Path, run_kvr: Kvr) -> 
     write(share, 0, [record(name, answer="anew") for name in NAMES[3::COUNT]])
     found = {row["id"]: row["answer"] for row in map(json.loads, run_kvr("export", array).stdout.splitlines())}
     assert sorted(found) == NAMES and found["doc-03"] == "anew"
+
+
+def test_shares_of_several_prompts_about_each_document_are_complete(tmp_path: Path) -> None:
+    corpus = replace(
+        corpus_of([f"{name}#{prompt}" for name in "abc" for prompt in ("who", "why")]), prompts=("who", "why")
+    )
+    for number, names in enumerate(("ac", "b")):
+        folder, share = tmp_path / f"share-{number}-of-2", slice(number, None, 2)
+        take(folder, mode="new", corpus=corpus, share=share).close()
+        write(folder, 0, [record(f"{name}#{prompt}") for name in names for prompt in corpus.prompts])
+    assert open_results(tmp_path).missing == ()
 
 
 def test_a_lock_makes_no_run(array: Path, run_kvr: Kvr) -> None:
