@@ -193,8 +193,10 @@ def test_a_full_disk_at_the_end_of_a_run_leaves_its_logs_as_the_results(tmp_path
 def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
     log = LogWriter(tmp_path, 1, None, HEADER)
     log.write(seal({"line": DROPPED, "ids": ["a"]}))
-    with largest_file(log.path.stat().st_size + 10), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+    size = log.path.stat().st_size
+    with largest_file(size + 10), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
         log.write(seal({"line": DROPPED, "ids": ["b"]}))
+    assert log.path.stat().st_size == size
     log.write(seal({"line": DROPPED, "ids": ["c"]}))
     log.close()
     lines = [unseal(line) for line in log.path.read_bytes().splitlines()]
