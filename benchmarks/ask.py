@@ -24,7 +24,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +235,7 @@ class Bench:
 
 def stored_in(file: Path) -> StoredKV:
     """Open the document's keys and values, for as long as the process runs."""
-    return open_pieces("document", index_run(file.parent).places["document"].pieces, ExitStack())
+    return open_pieces("document", index_run(file.parent).places["document"].pieces)
 
 
 def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ RUN_FILE_START = b'{"identity": '
 LOG_NAME = re.compile(r"log-([0-9]{4,})(?:-([0-9]{4,}))?\.jsonl", re.ASCII)
 VOLUME_NAME = re.compile(r"kv-([0-9]{4,})-([0-9]{4,})-([0-9]{5,})\.h5", re.ASCII)
 LOCK_NAME = re.compile(r"\.lock-([0-9]{6,})", re.ASCII)
+RANK_FILE_NAME = re.compile(r"([0-9]{4,})-([0-9]{4,})\.json", re.ASCII)
 
 
 def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
@@ -42,6 +43,22 @@ def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
             with open_regular(Path(folder, RUN_FILE)) as stream:
                 return stream.read(len(RUN_FILE_START)) == RUN_FILE_START
     return False
+
+
+def rank_file(folder: Path, session: int, rank: int) -> Path:
+    """Name the file of a rank of a job in a folder that has one for each."""
+    return folder / f"{session:04d}-{rank:04d}.json"
+
+
+def rank_files(folder: Path) -> list[tuple[int, Path]]:
+    """List the files of `rank_file` by session and rank, each with its session; none through a link."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    found = []
+    with contextlib.suppress(OSError):  # removed meanwhile
+        found = [match for match in map(RANK_FILE_NAME.fullmatch, os.listdir(folder)) if match]
+    found.sort(key=lambda match: (int(match[1]), int(match[2])))
+    return [(int(match[1]), folder / match[0]) for match in found]
 
 
 def open_regular(path: Path) -> BinaryIO:

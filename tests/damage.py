@@ -92,6 +92,17 @@ def unwritten(place: str, shape: tuple[int, ...], dtype: str, **options: Any) ->
     return damage
 
 
+def deflated(place: str) -> Damage:
+    """Store the same values through a filter that kvr-mpi never uses, as a bomb would be."""
+
+    def damage(file: h5py.File, outside: Path) -> None:
+        values = file[place][()]
+        del file[place]
+        file.create_dataset(place, data=values, chunks=True, compression="gzip")
+
+    return damage
+
+
 def of_time(place: str) -> Damage:
     """Put a dataset of a type that numpy has no word for in the place."""
 

@@ -13,6 +13,7 @@ from damage import (
     attribute,
     attribute_bytes,
     attribute_of_time,
+    deflated,
     external,
     move,
     of_time,
@@ -34,32 +35,44 @@ PICKLE = np.void(b"cos\nsystem\n(S'touch owned'\ntR.")
 COMPOUND = np.zeros(3, dtype=[("a", "i8"), ("b", "f4")])
 DEEP = b"[" * 100_000
 WRONG: dict[str, tuple[Any, ...]] = {"str": (5, None, ["a"]), "int": ("5", 1.5, True, 2**64), "float": ("5", [0.5])}
+# Where keys and values are, of the two documents.
+A, B = kv_of("a"), kv_of("b")
+LAYER, KEYS = f"{A}/layer_000", f"{A}/layer_000/keys"
+
+
+def misplaced(place: str) -> dict[str, Damage]:
+    """Put everything that cannot be there in the place of a group or dataset."""
+    found: dict[str, Damage] = {
+        "missing": move(place, "other"),
+        "group": to_group(place),
+        "scalar": replace_in(place, lambda _: 5),
+        "text": replace_in(place, lambda _: "{}"),
+        "floats": replace_in(place, lambda _: np.zeros(3)),
+        "numbers": replace_in(place, lambda _: np.arange(3)),
+        "column": replace_in(place, lambda _: np.zeros((3, 1), np.uint8)),
+        "null": replace_in(place, lambda _: h5py.Empty("u1")),
+        "pickle": replace_in(place, lambda _: PICKLE),
+        "compound": replace_in(place, lambda _: COMPOUND),
+        "named-type": replace_in(place, lambda _: np.dtype("f4")),
+        "external-link": replace_in(place, external("/numbers")),
+        "dangling-external-link": replace_in(place, lambda _: h5py.ExternalLink("no.h5", "/x")),
+        "soft-link": replace_in(place, lambda _: h5py.SoftLink(f"/{place.replace(A, B)}")),  # else to itself
+        "dangling-link": replace_in(place, lambda _: h5py.SoftLink("/nowhere")),
+        "virtual": virtual(place, "numbers"),
+        "stored-outside": stored_outside(place, (16,), "u1"),
+        "unwritten": unwritten(place, (100,), "u1"),
+        "unwritten-chunks": unwritten(place, (100,), "u1", chunks=(10,)),
+        "huge": unwritten(place, (2**50,), "u1", chunks=(8,), compression="gzip"),
+    }
+    return {f"{place.replace(A, 'kv')}-{what}": damage for what, damage in found.items()}
+
+
 # In the records, or on the way to them: no command may go on.
 RECORD_DAMAGE: dict[str, Damage] = {
-    **{
-        f"{name}-{what}": damage
-        for name in ("records", "log")
-        for what, damage in {
-            "missing": move(name, "other"),
-            "group": to_group(name),
-            "scalar": replace_in(name, lambda _: 5),
-            "text": replace_in(name, lambda _: "{}"),
-            "floats": replace_in(name, lambda _: np.zeros(3)),
-            "column": replace_in(name, lambda _: np.zeros((3, 1), np.uint8)),
-            "null": replace_in(name, lambda _: h5py.Empty("u1")),
-            "pickle": replace_in(name, lambda _: PICKLE),
-            "compound": replace_in(name, lambda _: COMPOUND),
-            "external-link": replace_in(name, external("/numbers")),
-            "dangling-external-link": replace_in(name, lambda _: h5py.ExternalLink("no.h5", "/x")),
-            "soft-link": replace_in(name, lambda _: h5py.SoftLink("/kv")),
-            "looping-soft-link": replace_in(name, lambda _, name=name: h5py.SoftLink(f"/{name}")),
-            "virtual": virtual(name, "numbers"),
-            "stored-outside": stored_outside(name, (16,), "u1"),
-            "unwritten": unwritten(name, (100,), "u1"),
-            "unwritten-chunks": unwritten(name, (100,), "u1", chunks=(10,)),
-            "huge": unwritten(name, (2**50,), "u1", chunks=(8,), compression="gzip"),
-        }.items()
-    },
+    **misplaced("records"),
+    **misplaced("log"),
+    "records-deflated": deflated("records"),
+    "log-deflated": deflated("log"),
     "line-cut": relined(lambda line: b'{"id": "a", "st\n'),
     "line-empty": relined(lambda line: b"\n"),
     "line-unsealed": relined(lambda line: b'{"id": "a"}\n'),
@@ -129,47 +142,27 @@ HEADER_DAMAGE: dict[str, Damage] = {
     "piece-short": log_line(1, pieces={"a": [1]}),
 }
 # In keys and values: nothing that shows the document may go on.
-A, B = kv_of("a"), kv_of("b")
-KEYS = f"{A}/layer_000/keys"
 KV_DAMAGE: dict[str, Damage] = {
-    "kv-dataset": replace_in(A, lambda _: np.arange(3)),
-    "kv-scalar": replace_in(A, lambda _: 5),
-    "kv-named-type": replace_in(A, lambda _: np.dtype("f8")),
-    "kv-external-link": replace_in(A, external("/kv")),
-    "kv-soft-link": replace_in(A, lambda _: h5py.SoftLink(f"/{B}")),
-    "kv-dangling-link": replace_in(A, lambda _: h5py.SoftLink("/nowhere")),
+    name: damage
+    for place in (A, LAYER, KEYS, f"{LAYER}/digests", f"{A}/token_ids")
+    for name, damage in misplaced(place).items()
+} | {
     **{
-        f"layer-named-{name or 'nothing'}": move(f"{A}/layer_000", f"{A}/layer_{name}")
-        for name in ("", "x", "0x1", "1e3", "-1", "0 0", "000 ", "٣", "../..".replace("/", "%2F"))
+        f"layer-named-{name or 'nothing'}": move(LAYER, f"{A}/layer_{name}")
+        for name in ("", "x", "0x1", "1e3", "-1", "0 0", "000 ", "٣", "%2E%2E")
     },
-    "layer-unnamed": move(f"{A}/layer_000", f"{A}/strange"),
-    "layer-dataset": replace_in(f"{A}/layer_000", lambda _: np.arange(3)),
-    "layer-scalar": replace_in(f"{A}/layer_000", lambda _: 5),
-    "layer-external-link": replace_in(f"{A}/layer_000", external("/kv/layer_000")),
-    "layer-soft-link": replace_in(f"{A}/layer_000", lambda _: h5py.SoftLink(f"/{B}/layer_000")),
-    "keys-missing": move(KEYS, f"{A}/layer_000/k"),
-    "keys-group": to_group(KEYS),
-    "keys-named-type": replace_in(KEYS, lambda _: np.dtype("f4")),
-    "keys-external-link": replace_in(KEYS, external("/floats")),
-    "keys-soft-link": replace_in(KEYS, lambda _: h5py.SoftLink(f"/{B}/layer_000/keys")),
+    "layer-unnamed": move(LAYER, f"{A}/strange"),
     "keys-virtual": virtual(KEYS, "floats"),
     "keys-stored-outside": stored_outside(KEYS, (4, 1, 4), "f4"),
     "keys-unwritten": unwritten(KEYS, (4, 1, 4), "f4"),
     "keys-unwritten-chunks": unwritten(KEYS, (4, 1, 4), "f4", chunks=(4, 1, 4)),
-    "keys-null": replace_in(KEYS, lambda _: h5py.Empty("f4")),
-    "keys-text": replace_in(KEYS, lambda _: "keys"),
-    "keys-pickle": replace_in(KEYS, lambda _: PICKLE),
-    "keys-compound": replace_in(KEYS, lambda _: COMPOUND),
+    "keys-deflated": deflated(KEYS),
     "keys-integers": replace_in(KEYS, lambda _: np.zeros((4, 1, 4), dtype=np.int32)),
     "keys-time": of_time(KEYS),
-    "kv-digests-missing": move(f"{A}/layer_000/digests", f"{A}/layer_000/d"),
-    "kv-digests-other": replace_in(f"{A}/layer_000/digests", lambda _: np.zeros((1, 2), np.int64)),
-    "kv-digests-huge": unwritten(f"{A}/layer_000/digests", (2**40, 2), "i8", chunks=(64, 2)),
-    "kv-ids-missing": move(f"{A}/token_ids", f"{A}/token"),
-    "kv-ids-other": replace_in(f"{A}/token_ids", lambda _: np.arange(4)),
-    "kv-ids-floats": replace_in(f"{A}/token_ids", lambda _: np.zeros(4)),
-    "kv-ids-huge": unwritten(f"{A}/token_ids", (2**40,), "i8", chunks=(64,)),
-    "kv-ids-external": replace_in(f"{A}/token_ids", external("/floats")),
+    "digests-other": replace_in(f"{LAYER}/digests", lambda _: np.zeros((1, 2), np.int64)),
+    "digests-huge": unwritten(f"{LAYER}/digests", (2**40, 2), "i8", chunks=(64, 2)),
+    "ids-other": replace_in(f"{A}/token_ids", lambda _: np.arange(4)),
+    "ids-huge": unwritten(f"{A}/token_ids", (2**40,), "i8", chunks=(64,)),
     "kv-text-other": attribute(A, "text_stop", 2),
     "kv-text-outside": attribute(A, "text_stop", 99),
     "kv-text-missing": attribute(A, "text_start", None),

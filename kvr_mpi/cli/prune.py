@@ -48,8 +48,6 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     The files concerned are rewritten one after the other, which needs free space for the largest of them. Not possible
     while a job is writing to RUN.
     """
-    from datetime import timedelta
-
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import ConfigError, MissingError
     from kvr_mpi.store.folder import index_run
@@ -60,25 +58,26 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
         raise click.UsageError("nothing selected to remove: give --doc ID, --older-than DAYS or --keep SIZE")
     if not folder.is_dir():
         raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
-    age, keep_bytes = (
-        None if older_than is None else timedelta(days=older_than),
+    older_than_s, keep_bytes = (
+        None if older_than is None else 86_400 * older_than,
         None if keep is None else parse_size(keep),
     )
     lock = Lock(folder, read_owner(), lambda line: click.echo(line, err=True))
     try:
-        stored = list_stored(index_run(folder))
-        if unknown := set(documents) - {one.id for one in stored}:
+        index = index_run(folder)
+        stored = list_stored(index)
+        if unknown := set(documents) - set(stored):
             raise ConfigError(
                 f"--doc {min(unknown)!r}: {folder} has no keys and values of it; kvr inspect lists the documents"
             )
-        gone = choose_pruned(stored, documents=documents, older_than=age, keep_bytes=keep_bytes)
+        gone = choose_pruned(index, documents=documents, older_than_s=older_than_s, keep_bytes=keep_bytes)
         if gone and not dry_run:
-            prune_kv(folder, lock.number, [one.id for one in gone])
+            prune_kv(folder, lock.number, gone)
     finally:
         lock.release()
-    size, left = sum(one.bytes for one in gone), sum(one.bytes for one in stored) - sum(one.bytes for one in gone)
+    size, whole = (sum(index.places[name].kv_bytes for name in names) for names in (gone, stored))
     verb = "would be removed" if dry_run else "removed"
     click.echo(
         f"{folder}: keys and values of {counted(len(gone), 'document')} {verb}, {size / 1e6:.1f} MB; "
-        f"{counted(len(stored) - len(gone), 'document')} keep theirs, {left / 1e6:.1f} MB"
+        f"{counted(len(stored) - len(gone), 'document')} keep theirs, {(whole - size) / 1e6:.1f} MB"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Protocol
 
 from kvr_mpi.documents import Asked, Corpus, Document
@@ -17,7 +16,6 @@ from kvr_mpi.requests.prompt import too_little
 from kvr_mpi.requests.split import PromptConfig, Split
 from kvr_mpi.stored.prompt import StoredPrefix
 
-NO_PROMPTS: Mapping[str, str] = MappingProxyType({})
 FindPrefix = Callable[[Sequence[int]], StoredPrefix | None]
 
 
@@ -58,9 +56,9 @@ class TextSource:
         corpus: Corpus,
         prompt_config: PromptConfig,
         find_prefix: FindPrefix = lambda ids: None,
-        prompts: Mapping[str, str] = NO_PROMPTS,
+        prompts: Mapping[str, str] | None = None,
     ) -> None:
-        self.corpus, self._config, self._find_prefix, self._prompts = corpus, prompt_config, find_prefix, prompts
+        self.corpus, self._config, self._find_prefix, self._prompts = corpus, prompt_config, find_prefix, prompts or {}
 
     def read(self, number: int) -> Document:
         """Read a document's text, and find which of several prompts it is for."""

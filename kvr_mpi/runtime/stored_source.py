@@ -24,7 +24,8 @@ from kvr_mpi.store.folder import Index, open_document, read_records
 from kvr_mpi.store.pieces import Piece, seal_pieces
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
-from kvr_mpi.stored.prompt import StoredPrefix, StoredPrompt, open_prompt
+from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.stored.prompt import StoredPrefix, open_prompt
 
 # How much work a loaded token is, of a prefilled one; for the progress and for sharing out.
 LOADED_WORK = 0.02
@@ -163,7 +164,7 @@ class StoredSource:
         assert questions is not None and isinstance(questions.ask, dict)
         self._ask: Mapping[str, str] = questions.ask
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
-        self._open: tuple[Record, StoredPrompt, StoredPrefix | None] | None = None  # the last one
+        self._open: tuple[Record, CachedTokens, StoredPrefix | None] | None = None  # the last one
         self._index: Index | None = None
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 
@@ -178,14 +179,14 @@ class StoredSource:
         if document.error is not None:
             raise DocumentError(document.error)
         assert document.asked is not None
-        record, stored, source = self._find(document.id)
+        record, tokens, source = self._find(document.id)
         _, name = parse_answer_id(document.id)
-        prompt = self._setup.question_frames[name].after(stored.ids, stored.text, record.dropped_tokens)
+        prompt = self._setup.question_frames[name].after(tuple(tokens.ids), tokens.text, record.dropped_tokens)
         document = replace(document, asked=replace(document.asked, sha256=record.document_sha256))
         return Split(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
 
-    def _find(self, answer: str) -> tuple[Record, StoredPrompt, StoredPrefix | None]:
-        """Open the document of an answer, unless it is open already."""
+    def _find(self, answer: str) -> tuple[Record, CachedTokens, StoredPrefix | None]:
+        """Look the document of an answer up, unless it was the last one."""
         entry = self.corpus.entries[self._numbers[answer]]
         document_id, name = parse_answer_id(answer)
         self._index = self._index or _index(self._setup.spec)[0]
@@ -197,18 +198,19 @@ class StoredSource:
         if self._open is None or self._open[0].id != document_id:
             self._open = None
             (record,) = read_records(self._index, [document_id])
-            stored = open_prompt(document_id, pieces)
-            self._open = record, stored, self._prefix_of(stored, pieces)
+            kv, tokens = open_prompt(document_id, pieces)
+            kv.close()
+            self._open = record, tokens, self._prefix_of(document_id, tokens, pieces)
         return self._open
 
-    def _prefix_of(self, stored: StoredPrompt, pieces: tuple[Piece, ...]) -> StoredPrefix | None:
+    def _prefix_of(self, name: str, tokens: CachedTokens, pieces: tuple[Piece, ...]) -> StoredPrefix | None:
         """Locate the stored text; None if it must be prefilled again."""
-        compression = stored.kv.compression
+        compression = tokens.compression
         if not self._recomputes:
-            return StoredPrefix(stored.name, pieces, stored.text[1], compression)
+            return StoredPrefix(name, pieces, tokens.text[1], compression)
         if compression:
             raise DocumentError(
-                f"{stored.name}: its stored keys and values are compressed ({compression}), but depend on how the "
+                f"{name}: its stored keys and values are compressed ({compression}), but depend on how the "
                 f"prompt continues, so they have to be computed again: prefill it in a run of its own"
             )
         return None
@@ -221,10 +223,11 @@ def _index(spec: JobSpec) -> tuple[Index, tuple[str, ...]]:
 
 def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
     """Examine a stored document without reading keys and values."""
-    file = index.places[name].source
+    place = index.places[name]
+    file = place.source
     try:
         with open_document(index, name) as (record, kv):
-            seal, size = kv.seal(), kv.bytes
+            seal, size = seal_pieces(place.pieces), place.kv_bytes
     except DataError as error:
         return StoredDocument(name, file, error=str(error))
     why = None

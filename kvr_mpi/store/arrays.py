@@ -6,7 +6,6 @@ as float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -14,7 +13,7 @@ import numpy as np
 import xxhash
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.hdf5 import attribute_names, dataset_in, size_bytes
+from kvr_mpi.store.hdf5 import attribute_names, dataset_in
 
 if TYPE_CHECKING:
     import torch
@@ -24,55 +23,32 @@ Bits = np.ndarray[Any, Any]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """Keys or values (tokens, kv_heads, head_dim) in an open file.
+def read_bits(dataset: h5py.Dataset, first: int, last: int) -> Bits:
+    """Read some rows of keys or values (tokens, kv_heads, head_dim) as raw integers."""
+    kind, shape = dataset.id.get_type(), (last - first, *dataset.shape[1:])
+    raw = np.empty(shape, f"<i{kind.get_size()}")
+    if raw.size:
+        rows = dataset.id.get_space()
+        rows.select_hyperslab((first, *(0 for _ in shape[1:])), shape)
+        dataset.id.read(h5py.h5s.create_simple(shape), rows, raw, kind)
+    return raw
 
-    data : h5py's dataset.
+
+def as_tensor(dataset: h5py.Dataset, raw: Bits) -> torch.Tensor:
+    """Convert the result of `read_bits`, or some rows of it, to a tensor.
+
+    Raises
+    ------
+    DataError
+        If the dataset is of no type that keys and values have.
     """
+    import torch
 
-    data: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Tokens, KV heads, head dimension."""
-        return tuple(self.data.shape)
-
-    @property
-    def type_name(self) -> str:
-        """Name of the dtype."""
-        return type_name(self.data)
-
-    @property
-    def bytes(self) -> int:
-        """Size in the file."""
-        return size_bytes(self.data)
-
-    def bits(self, first: int, last: int) -> Bits:
-        """Read some rows as raw integers."""
-        kind, shape = self.data.id.get_type(), (last - first, *self.data.shape[1:])
-        raw = np.empty(shape, f"<i{kind.get_size()}")
-        if raw.size:
-            rows = self.data.id.get_space()
-            rows.select_hyperslab((first, *(0 for _ in shape[1:])), shape)
-            self.data.id.read(h5py.h5s.create_simple(shape), rows, raw, kind)
-        return raw
-
-    def tensor(self, raw: Bits) -> torch.Tensor:
-        """Convert the result of `bits`, or some rows of it, to a tensor.
-
-        Raises
-        ------
-        DataError
-            If the dataset is of no type that keys and values have.
-        """
-        import torch
-
-        name = self.type_name
-        if name not in DTYPES:
-            raise DataError(f"{where(self.data)}: type {name}; expected keys or values (one of {', '.join(DTYPES)})")
-        kind: torch.dtype = getattr(torch, name)
-        return torch.from_numpy(raw).view(kind)
+    name = type_name(dataset)
+    if name not in DTYPES:
+        raise DataError(f"{where(dataset)}: type {name}; expected keys or values (one of {', '.join(DTYPES)})")
+    kind: torch.dtype = getattr(torch, name)
+    return torch.from_numpy(raw).view(kind)
 
 
 def bfloat16_type() -> Any:
@@ -104,7 +80,7 @@ def write_array(group: h5py.Group, name: str, tensor: torch.Tensor) -> Bits:
     return bits
 
 
-def open_array(group: h5py.Group, name: str) -> StoredArray:
+def open_array(group: h5py.Group, name: str) -> h5py.Dataset:
     """Open keys or values (tokens, kv_heads, head_dim).
 
     Raises
@@ -115,7 +91,7 @@ def open_array(group: h5py.Group, name: str) -> StoredArray:
     data = dataset_in(group, name, "f", (3,))
     if names := attribute_names(data):
         raise DataError(f"{where(data)} has attributes ({', '.join(sorted(names)[:5])}); expected none")
-    return StoredArray(data)
+    return data
 
 
 def digest_of(array: Bits) -> int:

@@ -16,12 +16,6 @@ BATCH_ROWS = 1024
 ASKED_ABOUT = ("document", "question")
 
 
-def _write_jsonl(records: Iterable[Record], stream: BinaryIO) -> None:
-    """Write one JSON object per line."""
-    for record in records:
-        stream.write(json.dumps(record.as_json(), ensure_ascii=False).encode() + b"\n")
-
-
 def asked_fields(records: Iterable[Record]) -> tuple[str, ...]:
     """List the fields of a short table: the answer and those that a job asked for, in the order of a record."""
     always, asked = (
@@ -101,7 +95,8 @@ def write_export(
         Fields of a record that CSV has beside the coverage (see `asked_fields`); none: all of them.
     """
     if kind == "jsonl":
-        _write_jsonl(records, stream)
+        for record in records:
+            stream.write(json.dumps(record.as_json(), ensure_ascii=False).encode() + b"\n")
     elif kind == "csv":
         _write_csv(records, stream, columns, chosen)
     else:

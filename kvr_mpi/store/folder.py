@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import LOG_NAME, PART, VOLUME_NAME, create
+from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, create
 from kvr_mpi.errors import DataError, ForeignError, MissingError, OutputError, counted
 from kvr_mpi.store.cost import COST, Cost, read_cost, total_cost
 from kvr_mpi.store.hdf5 import explained, group_in
@@ -56,6 +57,14 @@ class Place:
     def kv_bytes(self) -> int:
         """Size of its keys and values."""
         return sum(piece.bytes for piece in self.pieces)
+
+    @property
+    def finished_s(self) -> float:
+        """Unix time at which the document was finished; 0 if unknown."""
+        try:
+            return datetime.fromisoformat(self.finished_at).timestamp()
+        except (ValueError, OverflowError):
+            return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +265,11 @@ def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Ite
             if line.startswith(RECORD_START):
                 if reads_all:
                     read_record(unseal(line) or {}, f"line {number + 1}")
-                _take_record(found, source.path, (at, len(line)), read_head(line))
+                head = read_head(line)
+                is_done = head["status"] == "done"
+                reason = "" if is_done else shorten(head["error"])
+                place = Place(source.path, at, len(line), is_done, reason, head["finished_at"], head["pieces"])
+                found.records.setdefault(head["id"], []).append(place)
             else:
                 _take_in(found, source.path, parse(line))
             yield line
@@ -265,13 +278,6 @@ def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Ite
             found.damaged.setdefault(source.path.name, str(error))
     if damaged > 1:
         found.damaged[source.path.name] += f", and {damaged - 1} more"
-
-
-def _take_record(found: Survey, path: Path, line: tuple[int, int], head: dict[str, Any]) -> None:
-    is_done = head["status"] == "done"
-    reason = "" if is_done else shorten(head["error"])
-    place = Place(path, *line, is_done, reason, head["finished_at"], head["pieces"])
-    found.records.setdefault(head["id"], []).append(place)
 
 
 def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
@@ -438,8 +444,8 @@ def open_document(index: Index, name: str) -> Iterator[tuple[Record, StoredKV]]:
         If it is not what was written.
     """
     (record,) = read_records(index, [name])
-    with ExitStack() as files:
-        yield record, open_pieces(name, index.places[name].pieces, files)
+    with closing(open_pieces(name, index.places[name].pieces)) as kv:
+        yield record, kv
 
 
 def read_run_header(path: Path) -> Header | None:
@@ -465,11 +471,6 @@ def read_run_header(path: Path) -> Header | None:
     return None
 
 
-def foreign(folder: Path) -> list[str]:
-    """List the HDF5 files in a folder that another program wrote."""
-    return sorted(name for name in os.listdir(folder) if name.endswith(".h5") and not is_ours(name))
-
-
 def check_writable(folder: Path) -> None:
     """Create the folder if it is missing; raise `OutputError` if files cannot be created in it."""
     try:
@@ -479,13 +480,6 @@ def check_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise OutputError(f"output.path {str(folder)!r} cannot be written: {error.strerror or error}") from error
-
-
-def clear_results(folder: Path) -> None:
-    """Delete the result files and logs of a folder, including damaged and unfinished ones, and nothing else."""
-    for file in list(folder.iterdir()):
-        if is_ours(file.name.partition(DAMAGED)[0].removesuffix(PART)) and (file.is_file() or file.is_symlink()):
-            file.unlink()
 
 
 def check_fresh(folder: Path) -> None:

@@ -48,20 +48,6 @@ def create_hdf5(path: Path) -> h5py.File:
     return h5py.File(path, "x", libver="v110", locking=False)
 
 
-def hold_open(path: Path) -> h5py.File:
-    """Open a file for reading as long as the returned object is referenced.
-
-    Raises
-    ------
-    DataError
-        If it cannot be opened; what goes wrong later is to be `explained`.
-    """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    with explained(path):
-        return h5py.File(path, "r", locking=False)
-
-
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Convert HDF5's errors to a `DataError` that names the file."""
@@ -74,12 +60,6 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(f"{path} is damaged, or not an HDF5 file: {reason}") from error
 
 
-def fixed_text(value: str) -> Any:
-    """Return text without NULs as a numpy value that HDF5 stores as fixed-length UTF-8."""
-    data = value.encode()
-    return np.array(data, dtype=h5py.string_dtype("utf-8", max(1, len(data))))
-
-
 def write_attribute(item: Any, name: str, value: str | int) -> None:
     """Write an attribute; text has a fixed length.
 
@@ -88,36 +68,28 @@ def write_attribute(item: Any, name: str, value: str | int) -> None:
     DataError
         If it is longer than what is read.
     """
-    data = fixed_text(value) if isinstance(value, str) else np.array(value, CLASSES[type(value)][1])
+    if isinstance(value, str):
+        data = np.array(value.encode(), h5py.string_dtype("utf-8", max(1, len(value.encode()))))
+    else:
+        data = np.array(value, np.int64)
     if data.nbytes > LARGEST_BYTES:
         raise DataError(f"{_name(item)}: {name} has {data.nbytes} bytes; no more than {LARGEST_BYTES} can be stored")
     kind = h5py.h5t.py_create(data.dtype, logical=True)
     h5py.h5a.create(item.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR)).write(data)
 
 
-def write_dataset(group: h5py.Group, name: str, data: Any, kind: Any = None) -> None:
-    """Write an array as a dataset of checksummed chunks.
-
-    Parameters
-    ----------
-    data : numpy array
-    kind : h5py TypeID, optional
-        HDF5's type, in memory and in the file, so that the bits are copied and not converted; default: the array's.
-    """
-    dataset = create_dataset(group, name, data.shape, kind or h5py.h5t.py_create(data.dtype, logical=True))
-    if data.size:
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, data, kind)
-
-
-def create_dataset(group: h5py.Group, name: str, shape: tuple[int, ...], kind: Any) -> Any:
-    """Create a dataset of checksummed chunks along the first dimension; without elements it has no chunks."""
+def write_dataset(group: h5py.Group, name: str, data: np.ndarray[Any, Any]) -> None:
+    """Write an array as a dataset of checksummed chunks along the first dimension; without elements it has none."""
+    kind = h5py.h5t.py_create(data.dtype, logical=True)
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    if math.prod(shape):
-        row_bytes = kind.get_size() * math.prod(shape[1:])
-        plist.set_chunk((min(shape[0], max(1, CHUNK_BYTES // row_bytes)), *shape[1:]))
+    if data.size:
+        plist.set_chunk((min(len(data), max(1, CHUNK_BYTES // data[0].nbytes)), *data.shape[1:]))
         plist.set_fletcher32()
         plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    return h5py.h5d.create(group.id, name.encode("ascii"), kind, h5py.h5s.create_simple(shape), dcpl=plist)
+    space = h5py.h5s.create_simple(data.shape)
+    dataset = h5py.h5d.create(group.id, name.encode("ascii"), kind, space, dcpl=plist)
+    if data.size:
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, data)
 
 
 def read_attribute(item: Any, name: str, kind: type[T]) -> T:

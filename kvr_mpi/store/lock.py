@@ -181,27 +181,21 @@ class Lock:
 
     def _make(self) -> int:
         path = _path(self._folder, self.number)
-        try:
-            handle = create(path)
-        except FileExistsError:
-            raise OutputError(_refusal(self._folder, read_lock(self._folder))) from None
-        except OSError as error:
-            raise OutputError(
-                f"output.path {str(self._folder)!r} cannot be written: {error.strerror or error}"
-            ) from error
-        try:
-            self._handle = handle
-            self._store()
-        except OSError as error:
-            os.close(handle)
-            path.unlink(missing_ok=True)
-            raise OutputError(
-                f"output.path {str(self._folder)!r} cannot be written: {error.strerror or error}"
-            ) from error
-        if session_of(self._folder) != self.number:  # made long after it was found to be free
-            os.close(handle)
-            path.unlink(missing_ok=True)
-            raise OutputError(_refusal(self._folder, read_lock(self._folder)))
+        with contextlib.ExitStack() as undo:
+            try:
+                handle = self._handle = create(path)
+                undo.callback(path.unlink, missing_ok=True)
+                undo.callback(os.close, handle)
+                self._store()
+            except FileExistsError:
+                raise OutputError(_refusal(self._folder, read_lock(self._folder))) from None
+            except OSError as error:
+                raise OutputError(
+                    f"output.path {str(self._folder)!r} cannot be written: {error.strerror or error}"
+                ) from error
+            if session_of(self._folder) != self.number:  # made long after it was found to be free
+                raise OutputError(_refusal(self._folder, read_lock(self._folder)))
+            undo.pop_all()
         return handle
 
     def _store(self, *, released: bool = False) -> None:

@@ -11,19 +11,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.hdf5 import explained, group_in, hold_open
+from kvr_mpi.store.arrays import type_name
+from kvr_mpi.store.hdf5 import explained, group_in
 from kvr_mpi.store.head_rows import join_head_rows
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.stored_kv import CachedTokens, StoredKV, StoredPiece, seal_of
-from kvr_mpi.store.volumes import KV, check_schema, key_of
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV, StoredPiece
+from kvr_mpi.store.volumes import KV, key_of, open_volume
 from kvr_mpi.topology import KVHeads
 
 
@@ -44,8 +45,9 @@ class Piece:
 
 
 def seal_pieces(pieces: Sequence[Piece]) -> str:
-    """Combine the hashes of a document's pieces, as `StoredKV.seal`; empty if there are none."""
-    return seal_of([piece.sha256 for piece in pieces])
+    """Combine the hashes of a document's pieces; empty if there are none."""
+    seals = "".join(piece.sha256 for piece in pieces)
+    return seals if len(pieces) < 2 else hashlib.sha256(seals.encode()).hexdigest()
 
 
 def piece_id(record: Record, tokens: CachedTokens | None) -> str:
@@ -77,7 +79,7 @@ def piece_ids(record: Record, own: CachedTokens | None) -> list[str]:
     ]
 
 
-def open_pieces(name: str, pieces: Sequence[Piece], stack: ExitStack) -> StoredKV:
+def open_pieces(name: str, pieces: Sequence[Piece]) -> StoredKV:
     """Open all pieces of a document's keys and values; data are read later.
 
     Parameters
@@ -85,43 +87,40 @@ def open_pieces(name: str, pieces: Sequence[Piece], stack: ExitStack) -> StoredK
     name : str
         The document's id.
     pieces : sequence of Piece
-    stack : ExitStack
-        Closes what is opened.
 
     Raises
     ------
     DataError
         If a piece is not what was written, or they do not fit together.
     """
-    files: dict[str, Any] = {}
+    files: dict[Path, Any] = {}
     found = []
-    for piece in pieces:
-        path = Path(piece.path)
-        with explained(path):
-            if piece.path not in files:
-                files[piece.path] = file = hold_open(path)
-                stack.callback(file.close)
-                check_schema(file)
-            group = group_in(group_in(files[piece.path], KV), key_of(piece.id))
-            found.append(open_kv(group, piece.bytes, piece.sha256))
-    if not found:
-        return StoredKV(((StoredPiece(),),), None)
-    if len(found) == 1 and found[0].is_whole:
-        return StoredKV(((found[0],),), found[0].tokens)
-    return _join(name, found)
+    with ExitStack() as stack:
+        for piece in pieces:
+            path = Path(piece.path)
+            with explained(path):
+                if path not in files:
+                    files[path] = stack.enter_context(open_volume(path))
+                group = group_in(group_in(files[path], KV), key_of(piece.id))
+                found.append(open_kv(group, piece.bytes, piece.sha256))
+        rows, tokens = _join(name, found)
+        return StoredKV(rows, tokens, stack.pop_all())
 
 
-def _join(name: str, found: Iterable[StoredPiece]) -> StoredKV:
-    """Sort pieces by their tokens and heads.
+def _join(name: str, found: Sequence[StoredPiece]) -> tuple[tuple[tuple[StoredPiece, ...], ...], CachedTokens | None]:
+    """Sort pieces by their tokens and heads; also return the tokens of all of them.
 
     Raises
     ------
     DataError
         If tokens or heads are missing, or they are of different prompts, layers or types.
     """
-    pieces = [(piece.tokens, piece) for piece in found]
-    known = [(tokens, piece) for tokens, piece in pieces if tokens is not None]
-    if len(known) != len(pieces):
+    if not found:
+        return ((StoredPiece(),),), None
+    known = [(piece.tokens, piece) for piece in found if piece.tokens is not None]
+    if len(found) == 1 and not any(tokens.first or tokens.heads is not None for tokens, _ in known):
+        return ((found[0],),), found[0].tokens
+    if len(known) != len(found):
         raise DataError(f"{name}: its keys and values are in pieces that do not record their tokens")
     known.sort(key=lambda one: (one[0].first, 0 if one[0].heads is None else one[0].heads.first))
     rows = [[*row] for _, row in itertools.groupby(known, key=lambda one: (one[0].first, len(one[0].ids)))]
@@ -143,10 +142,8 @@ def _join(name: str, found: Iterable[StoredPiece]) -> StoredKV:
         layers[0].number: join_head_rows([layer.rows for layer in layers if layer.rows is not None])
         for layers in zip(*(piece.layers for _, piece in rows[0]), strict=True)
     }
-    tokens = replace(
-        last, first=0, heads=None, rows={number: each for number, each in kept.items() if each is not None}
-    )
-    return StoredKV(tuple(tuple(piece for _, piece in row) for row in rows), tokens)
+    whole = replace(last, first=0, heads=None, rows={number: each for number, each in kept.items() if each is not None})
+    return tuple(tuple(piece for _, piece in row) for row in rows), whole
 
 
 def _check_like(name: str, tokens: CachedTokens, piece: StoredPiece, other: StoredPiece) -> None:
@@ -157,7 +154,7 @@ def _check_like(name: str, tokens: CachedTokens, piece: StoredPiece, other: Stor
     count = len(tokens.ids) - tokens.first
     for layer, like in zip(piece.layers, other.layers, strict=True):
         shapes = (layer.keys.shape[1:], layer.values.shape[1:]), (like.keys.shape[1:], like.values.shape[1:])
-        same_type = (layer.keys.type_name, layer.values.type_name) == (like.keys.type_name, like.values.type_name)
+        same_type = [*map(type_name, (layer.keys, layer.values))] == [*map(type_name, (like.keys, like.values))]
         counts_fit = like.rows is not None or layer.tokens == count
         if shapes[0] != shapes[1] or not same_type or (layer.rows is None) != (like.rows is None) or not counts_fit:
             raise DataError(

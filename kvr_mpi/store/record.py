@@ -43,19 +43,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from math import inf, isfinite, nan
-from typing import Any
+from typing import Any, TypeVar
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.log import parse, strings
 
+J = TypeVar("J", dict[str, Any], list[dict[str, Any]])
 STATUSES = ("done", "error")
 # What a record's line begins with, and then come the pieces, and what follows them.
 HEAD, HEAD_END = ("id", "status", "error", "finished_at"), b', "document": '
-ARRAYS = ("token_ids", "slices", "logprobs", "top_tokens", "top_logprobs")
-REALS = ("logprobs", "top_logprobs")
-# Texts that may be long.
-TEXTS = ("answer", "token_texts", "scores", "samples")
-LONG = (*ARRAYS, *TEXTS)
 # Not written where they are empty.
 ASKED_FOR = (
     "logprobs",
@@ -153,65 +149,37 @@ class Record:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Texts of the tokens that have log-probabilities, by token id as a string.
-
-        Raises
-        ------
-        DataError
-            If what is stored is no JSON object.
-        """
-        found: dict[str, str] = self._read("token_texts", dict)
-        return found
+        """Texts of the tokens that have log-probabilities, by token id as a string."""
+        return self._read("token_texts", dict)
 
     @property
     def scored(self) -> list[dict[str, Any]]:
-        """The scored continuations in the given order: text, logprob, tokens, is_greedy and more.
-
-        Raises
-        ------
-        DataError
-            If what is stored is no JSON list.
-        """
-        found: list[dict[str, Any]] = self._read("scores", list)
-        return found
+        """The scored continuations in the given order: text, logprob, tokens, is_greedy and more."""
+        return self._read("scores", list)
 
     @property
     def shown(self) -> str:
-        """The answer as shown to people; for scores, each continuation with its log-probability.
-
-        Raises
-        ------
-        DataError
-            As `scored`.
-        """
+        """The answer as shown to people; for scores, each continuation with its log-probability."""
         return self.answer or ", ".join(f"{one['text']!r} {one['logprob']:.3f}" for one in self.scored)
 
     @property
     def sampled(self) -> list[dict[str, Any]]:
-        """All answers to the prompt if there are several: answer, token_ids, finish_reason and log-probabilities.
-
-        Raises
-        ------
-        DataError
-            If what is stored is no JSON list.
-        """
-        found: list[dict[str, Any]] = self._read("samples", list)
-        return found
+        """All answers to the prompt if there are several: answer, token_ids, finish_reason and log-probabilities."""
+        return self._read("samples", list)
 
     @property
     def passed(self) -> dict[str, Any]:
-        """Columns of the document's row, by name.
+        """Columns of the document's row, by name."""
+        return self._read("columns", dict)
+
+    def _read(self, name: str, kind: type[J]) -> J:
+        """Decode a field stored as JSON; an empty field is an empty object or list.
 
         Raises
         ------
         DataError
-            If what is stored is no JSON object.
+            If what is stored is anything else.
         """
-        found: dict[str, Any] = self._read("columns", dict)
-        return found
-
-    def _read(self, name: str, kind: type) -> Any:
-        """Decode a field stored as JSON; an empty field is an empty object or list."""
         text = getattr(self, name)
         try:
             found = json.loads(text) if text else kind()
@@ -225,6 +193,10 @@ class Record:
 
 # What a record has, by name.
 KINDS = {spec.name: str(spec.type) for spec in fields(Record)}
+ARRAYS = tuple(name for name, kind in KINDS.items() if kind.startswith("tuple"))
+REALS = tuple(name for name in ARRAYS if "float" in KINDS[name])
+# Arrays, and texts that may be long.
+LONG = (*ARRAYS, "answer", "token_texts", "scores", "samples")
 
 
 def _finite(value: Any) -> Any:

@@ -19,7 +19,7 @@ from kvr_mpi.store.folder import Index, Place, open_document, read_records
 from kvr_mpi.store.head_rows import refuse_compressed
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import STATUSES, Record
-from kvr_mpi.store.run import wanted_documents
+from kvr_mpi.store.run import read_run_file
 from kvr_mpi.store.shares import find_runs, index_runs, read_header_of, tell_missing
 from kvr_mpi.store.stored_kv import KeysValues, StoredKV
 
@@ -276,8 +276,8 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
             pass
     if missing and not partial:
         raise DataError(f"{tell_missing(missing)}; partial=True opens what is there")
-    wanted = wanted_documents(runs.paths[0]) if len(runs.paths) == 1 and runs.paths[0].is_dir() else None
-    left = None if wanted is None else len(set(wanted) - index.places.keys())
+    run = read_run_file(runs.paths[0]) if len(runs.paths) == 1 else None
+    left = None if run is None else len(set(run.wanted) - index.places.keys())
     return Results(runs.paths, read_header_of(runs.paths), missing, left, index)
 
 

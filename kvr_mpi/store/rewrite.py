@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,7 +28,17 @@ from kvr_mpi.store.log import PRUNED, VOLUME, Header, LogWriter, seal, sync
 from kvr_mpi.store.pieces import Piece, open_pieces, piece_id
 from kvr_mpi.store.record import Record, record_values
 from kvr_mpi.store.shares import Runs, index_runs, read_header_of
-from kvr_mpi.store.volumes import KV, LOG, RECORDS, RESULTS, create_volume, key_of, open_volume, write_lines
+from kvr_mpi.store.volumes import (
+    KV,
+    LOG,
+    RECORDS,
+    RESULTS,
+    create_volume,
+    key_of,
+    open_volume,
+    volume_line,
+    write_lines,
+)
 
 # Keys and values larger than this together stay in their volumes at the end of a run: copying would double the writing.
 MERGE_MAX_BYTES = 4 << 30
@@ -203,8 +213,7 @@ def write_results(
         log.write(seal(header.as_line()))
         log.write(seal({"line": VOLUME, "name": RESULTS, "size_bytes": 0, "pieces": inside}))
         for volume, pieces in sorted(beside.items()):
-            size = volume.stat().st_size
-            log.write(seal({"line": VOLUME, "name": volume.name, "size_bytes": size, "pieces": pieces}))
+            log.write(volume_line(volume, pieces))
         for cost in index.costs.values():
             log.write(seal(cost.as_line()))
         write_lines(file, LOG, log)
@@ -217,8 +226,7 @@ def _copy_kv(kv: h5py.Group, record: Record, pieces: Sequence[Piece]) -> tuple[s
         if len(pieces) == 1:
             copy_piece(kv, pieces[0])
             return pieces[0].id, (pieces[0].bytes, pieces[0].sha256)
-        with contextlib.ExitStack() as stack:
-            whole = open_pieces(record.id, pieces, stack)
+        with contextlib.closing(open_pieces(record.id, pieces)) as whole:
             layers = (whole.read(number) if number in whole.layers else None for number in range(max(whole.layers) + 1))
             name = piece_id(record, whole.tokens)
             return name, write_kv(kv, key_of(name), layers, whole.tokens)
@@ -236,56 +244,45 @@ def copy_piece(kv: h5py.Group, piece: Piece) -> None:
         file.copy(group, kv, name=group.name.rpartition("/")[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class StoredKVOf:
-    """Size of a document's keys and values, and when the document was finished (UTC)."""
-
-    id: str
-    bytes: int
-    finished_at: datetime
-
-
-def list_stored(index: Index) -> list[StoredKVOf]:
-    """List the documents that have keys and values, the oldest first."""
-    found = [
-        StoredKVOf(name, place.kv_bytes, _time(place.finished_at))
-        for name, place in index.places.items()
-        if place.kv_bytes
-    ]
-    return sorted(found, key=lambda one: (one.finished_at, one.id))
+def list_stored(index: Index) -> list[str]:
+    """List the ids of the documents that have keys and values, the oldest first."""
+    found = [(place.finished_s, name) for name, place in index.places.items() if place.kv_bytes]
+    return [name for _, name in sorted(found)]
 
 
 def choose_pruned(
-    stored: Sequence[StoredKVOf],
+    index: Index,
     *,
     documents: Collection[str] = (),
-    older_than: timedelta | None = None,
+    older_than_s: float | None = None,
     keep_bytes: int | None = None,
-    now: datetime | None = None,
-) -> list[StoredKVOf]:
+    now_s: float | None = None,
+) -> list[str]:
     """Choose the documents whose keys and values will be removed.
 
     Parameters
     ----------
-    stored : sequence of StoredKVOf
-        Of `list_stored`.
+    index : Index
     documents : collection of str
         These go.
-    older_than : timedelta or None
+    older_than_s : float or None
         And those of documents that were finished longer ago.
     keep_bytes : int or None
         And then the oldest, until no more than so many bytes are left.
+    now_s : float, optional
+        Unix time that `older_than_s` counts back from.
     """
-    before = None if older_than is None else (now or datetime.now(UTC)) - older_than
-    gone = {one.id for one in stored if one.id in documents or (before is not None and one.finished_at < before)}
-    left = sum(one.bytes for one in stored if one.id not in gone)
-    for one in stored:
+    before_s = -math.inf if older_than_s is None else (time.time() if now_s is None else now_s) - older_than_s
+    stored = list_stored(index)
+    gone = {name for name in stored if name in documents or index.places[name].finished_s < before_s}
+    left = sum(index.places[name].kv_bytes for name in stored if name not in gone)
+    for name in stored:
         if keep_bytes is None or left <= keep_bytes:
             break
-        if one.id not in gone:
-            gone.add(one.id)
-            left -= one.bytes
-    return [one for one in stored if one.id in gone]
+        if name not in gone:
+            gone.add(name)
+            left -= index.places[name].kv_bytes
+    return [name for name in stored if name in gone]
 
 
 def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
@@ -332,15 +329,5 @@ def _rewrite_volume(target: Path, log: LogWriter, pieces: Sequence[Piece]) -> No
     with replaced(target) as part, create_volume(part) as file:
         for piece in pieces:
             copy_piece(file[KV], piece)
-    listed = {piece.id: (piece.bytes, piece.sha256) for piece in pieces}
-    log.write(seal({"line": VOLUME, "name": target.name, "size_bytes": target.stat().st_size, "pieces": listed}))
+    log.write(volume_line(target, {piece.id: (piece.bytes, piece.sha256) for piece in pieces}))
     log.sync()
-
-
-def _time(text: str) -> datetime:
-    """Return when a document was finished; the distant past if unknown."""
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        return datetime.min.replace(tzinfo=UTC)
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

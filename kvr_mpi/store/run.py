@@ -25,15 +25,13 @@ from kvr_mpi.store.folder import (
     Survey,
     check_fresh,
     check_writable,
-    clear_results,
-    foreign,
     survey,
     take_lines,
 )
 from kvr_mpi.store.lock import Lock, Owner, Say
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, sync, unseal
 from kvr_mpi.store.traces import remove_traces
-from kvr_mpi.store.volumes import RESULTS, open_source, open_volume
+from kvr_mpi.store.volumes import RESULTS, is_ours, open_source, open_volume
 
 RUN_FILE_BYTES = 1 << 30
 # Bytes of the newest keys and values that are verified when a run is resumed; `merge_run` verifies all of them.
@@ -41,7 +39,7 @@ VERIFY_BYTES = 1 << 30
 NAMED = 5  # examples in a message
 ALL = slice(0, None, 1)
 # Of a run's identity: what is known when its model is.
-OF_MODEL = ("model", "dtype", "frame", "compress", "cache")
+OF_MODEL = {"model", "dtype", "frame", "compress", "cache"}
 
 Mode = Literal["new", "overwrite", "resume", "extend"]
 
@@ -122,7 +120,7 @@ def open_run(
         check_fresh(folder)
     lock = Lock(folder, owner, say)
     try:
-        others = foreign(folder)
+        others = sorted(name for name in os.listdir(folder) if name.endswith(".h5") and not is_ours(name))
         if others:
             say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone: {_some(others)}")
         if mode == "overwrite":
@@ -165,61 +163,71 @@ def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, e
     OutputError
         Saying what differs.
     """
-    stored = _read_run_file(folder)
-    if stored is None or not survey(folder).records:
+    begun = begun_with(folder)
+    if begun is None or not survey(folder).records:
         return
-    known = {key: value for key, value in stored[0]["identity"].items() if key not in OF_MODEL}
-    _check_identity(folder, known, identity)
+    stored, before = begun
+    _check_identity(folder, {key: stored.identity[key] for key in stored.identity.keys() - OF_MODEL}, identity)
     if not extends:
-        _check_corpus(folder, stored[1], corpus)
+        _check_corpus(folder, before, corpus)
 
 
-def begun_with(folder: Path) -> tuple[Corpus, slice] | None:
-    """Return the documents of a run, and which of them its latest job has to process; None if unknown."""
-    stored = _read_run_file(folder)
-    return None if stored is None else (stored[1], share_of(stored[0]))
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """What a run is, and which documents it was begun with: the file ``run.json``.
+
+    identity : what the answers depend on.
+    job : the batch job that was the last to write to the folder; empty: none.
+    share : which documents of the corpus that job has to process.
+    gone : documents with results that are no longer in the corpus.
+    listed : the corpus, as `Corpus.to_json`.
+    """
+
+    identity: dict[str, Any]
+    job: str
+    share: slice
+    gone: frozenset[str]
+    listed: dict[str, Any]
+
+    @property
+    def wanted(self) -> list[str]:
+        """Ids of the documents that the run's latest job has to process."""
+        ids = self.listed["ids"]
+        return [ids[number] for number in numbers_of(len(ids), len(self.listed["prompts"]), self.share)]
+
+
+def read_run_file(folder: Path) -> RunFile | None:
+    """Read the run file without parsing each document; None if it is missing, damaged or of another kind."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
+        if stored is not None and isinstance(stored["identity"], dict):
+            listed = stored["corpus"]
+            "".join([stored["job"], *listed["ids"], *listed["prompts"]]).encode()  # all of it text
+            first, step = map(operator.index, stored.get("share", (0, 1)))
+            if 0 <= first < step:
+                gone = frozenset(map(str, stored.get("gone", ())))
+                return RunFile(stored["identity"], stored["job"], slice(first, None, step), gone, listed)
+    return None
+
+
+def begun_with(folder: Path) -> tuple[RunFile, Corpus] | None:
+    """Read the run file and its documents; None if either is missing or damaged."""
+    stored = read_run_file(folder)
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        return None if stored is None else (stored, Corpus.from_json(stored.listed))
+    return None
 
 
 def known_corpus(folder: Path) -> Corpus | None:
     """Return a run's list of documents, for `scan_corpus`; None if it is missing or damaged."""
     begun = begun_with(folder)
-    return None if begun is None else begun[0]
-
-
-def wanted_documents(folder: Path) -> list[str] | None:
-    """Return the ids of the documents that the run's latest job has to process; None if unknown."""
-    stored = _read_header(folder)
-    if stored is None:
-        return None
-    ids, prompts = stored["corpus"]["ids"], stored["corpus"]["prompts"]
-    return [ids[number] for number in numbers_of(len(ids), len(prompts), share_of(stored))]
+    return None if begun is None else begun[1]
 
 
 def is_of_job(folder: Path, job: str) -> bool:
     """Whether this batch job was the last one to write to the folder."""
-    stored = _read_header(folder)
-    return stored is not None and job != "" and stored["job"] == job
-
-
-def share_in(folder: Path) -> tuple[int, int] | None:
-    """Return which share of its corpus a run is, and of how many; None if it is the whole corpus, or if unknown."""
-    stored = _read_header(folder)
-    share = ALL if stored is None else share_of(stored)
-    return None if share.step == 1 else (share.start, share.step)
-
-
-def share_of(stored: dict[str, Any]) -> slice:
-    """Return which documents the run's latest job has to process.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If what is stored is nothing of the kind.
-    """
-    first, step = map(operator.index, stored.get("share", (0, 1)))
-    if not 0 <= first < step:
-        raise ValueError(first, step)
-    return slice(first, None, step)
+    stored = read_run_file(folder)
+    return stored is not None and job != "" and stored.job == job
 
 
 def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
@@ -231,7 +239,7 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
     found.verify(VERIFY_BYTES)
     damaged = found.damaged
     for name, why in sorted(damaged.items()):
-        kept = _repair_log(folder / name, header) if LOG_NAME.fullmatch(name) else _set_aside(folder / name)
+        kept = _set_aside(folder / name, header)
         say(f"warning: {folder / name} is damaged: {why}; kept as {kept.name}; its documents are processed again")
     for path, why in {piece.path: why for piece, why in found.spoilt.items()}.items():
         say(f"warning: {path} is damaged: {why}; the documents concerned are processed again")
@@ -253,10 +261,12 @@ def _drop(log: LogWriter, documents: Iterable[str]) -> None:
     log.sync()
 
 
-def _repair_log(file: Path, header: Header) -> Path:
-    """Set a log aside, and write its valid lines to a new one; return its name."""
-    kept = _free_name(file)
-    if not file.is_file() or file.is_symlink():
+def _set_aside(file: Path, header: Header) -> Path:
+    """Keep a damaged file under a name that is never read, and return that; a log's valid lines make a new log."""
+    number = 1
+    while os.path.lexists(kept := file.with_name(f"{file.name}{DAMAGED}-{number}")):
+        number += 1
+    if not LOG_NAME.fullmatch(file.name) or not file.is_file() or file.is_symlink():
         file.rename(kept)
         return kept
     shutil.copyfile(file, kept)
@@ -265,20 +275,6 @@ def _repair_log(file: Path, header: Header) -> Path:
         for line in take_lines(Survey(file.parent, {}), source, reads_all=True):
             clean.write(line + b"\n")
     sync(file.parent)
-    return kept
-
-
-def _set_aside(file: Path) -> Path:
-    """Rename a file so that it is never read again, and return its new name."""
-    kept = _free_name(file)
-    file.rename(kept)
-    return kept
-
-
-def _free_name(file: Path) -> Path:
-    number = 1
-    while os.path.lexists(kept := file.with_name(f"{file.name}{DAMAGED}-{number}")):
-        number += 1
     return kept
 
 
@@ -294,10 +290,12 @@ def _refuse_foreign(file: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Delete the files of a run, and nothing else."""
+    """Delete the files of a run, including damaged and unfinished ones, and nothing else."""
     (folder / RUN_FILE).unlink(missing_ok=True)
     remove_traces(folder)
-    clear_results(folder)
+    for file in list(folder.iterdir()):
+        if is_ours(file.name.partition(DAMAGED)[0].removesuffix(PART)) and (file.is_file() or file.is_symlink()):
+            file.unlink()
 
 
 def _check_job(
@@ -328,14 +326,16 @@ def _check_job(
         Recorded documents whose results do not count any more: they are others now.
     """
     recorded, wanted = documents
-    stored, stale = _read_run_file(folder), set[str]()
-    gone = set() if stored is None else {*map(str, stored[0].get("gone", ()))}
-    if stored is not None and recorded:
-        _check_identity(folder, stored[0]["identity"], header.identity)
+    begun, stale, gone = begun_with(folder), set[str](), set[str]()
+    if begun is not None:
+        gone = {*begun[0].gone}
+    if begun is not None and recorded:
+        stored, before = begun
+        _check_identity(folder, stored.identity, header.identity)
         if not extends:
-            _check_corpus(folder, stored[1], corpus)
+            _check_corpus(folder, before, corpus)
         else:
-            stale, left = _extend(folder, stored[1], corpus, recorded, say)
+            stale, left = _extend(folder, before, corpus, recorded, say)
             gone = (gone | left) & recorded - wanted
             if stale:
                 _drop(log, stale)
@@ -347,16 +347,16 @@ def _check_job(
     elif recorded:
         say(f"warning: {folder / RUN_FILE} is missing or damaged: whether the documents are still the same is unknown")
     if others := recorded - wanted - gone:
-        before = ALL if stored is None else share_of(stored[0])
+        first = ALL if begun is None else begun[0].share
         raise OutputError(
             f"cannot resume {folder}: it has {counted(len(others), 'document')} that this job does not process "
-            f"({_some(sorted(others))}); it was begun with {_share_text(before)}, this job has {_share_text(share)}: "
+            f"({_some(sorted(others))}); it was begun with {_share_text(first)}, this job has {_share_text(share)}: "
             f"restore that, or choose another output.path"
         )
     listed = {"share": [share.start, share.step], "corpus": corpus.to_json(), "gone": sorted(gone)}
     line = seal({"identity": header.identity, "model": header.model, "job": job, **listed})
     path = folder / RUN_FILE
-    if stored is None or read_regular(path, RUN_FILE_BYTES) != line:
+    if begun is None or read_regular(path, RUN_FILE_BYTES) != line:
         with replacing(path) as stream:
             stream.write(line)
         sync(folder)
@@ -377,26 +377,6 @@ def _extend(folder: Path, before: Corpus, now: Corpus, recorded: set[str], say: 
 
 def _share_text(share: slice) -> str:
     return "all documents" if share.step == 1 else f"documents.shard = '{share.start}/{share.step}'"
-
-
-def _read_run_file(folder: Path) -> tuple[dict[str, Any], Corpus] | None:
-    """Return the run file and its documents; None if it is missing, damaged or of another kind."""
-    stored = _read_header(folder)
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        if stored is not None:
-            return stored, Corpus.from_json(stored["corpus"])
-    return None
-
-
-def _read_header(folder: Path) -> dict[str, Any] | None:
-    """Return the header of the run file without parsing each document; the status of an array reads one per share."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
-        if stored is not None and isinstance(stored["identity"], dict):
-            "".join([stored["job"], *stored["corpus"]["ids"], *stored["corpus"]["prompts"]]).encode()  # all of it text
-            share_of(stored)
-            return stored
-    return None
 
 
 def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, counted
 from kvr_mpi.store.folder import Index, has_results, index_run, join_indexes, read_run_header
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.run import begun_with, differing_documents, share_in
+from kvr_mpi.store.run import begun_with, differing_documents, read_run_file
 from kvr_mpi.store.volumes import RESULTS
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)
@@ -68,9 +68,11 @@ def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False
     first: dict[int, tuple[Path, Corpus]] = {}  # run begun with so many shares
     for path in runs.paths:
         begun = begun_with(path) if several and path.is_dir() else None
+        wanted = None
         if begun is not None:
-            _check_corpus(path, *begun, first)
-        wanted = None if begun is None else {entry.id for entry in begun[0].entries[begun[1]]}
+            stored, corpus = begun
+            _check_corpus(path, corpus, stored.share, first)
+            wanted = {*stored.wanted}
         if several and path.is_dir() and not has_results(path):
             if wanted is None or wanted:  # a corpus of fewer documents than shares leaves some empty
                 missing.append(f"{path} has no results yet")
@@ -184,5 +186,10 @@ def _missing(paths: Iterable[Path]) -> Iterable[str]:
 def _share(path: Path) -> tuple[int, int] | None:
     """Return which share a folder is, and of how many, from its name or, more slowly, from its run."""
     named = SHARE_NAME.fullmatch(path.name)
-    told = share_in(path) if named is None else (int(named[1]), int(named[2]))
-    return told if told is not None and told[0] < told[1] <= MAX_SHARES else None
+    if named is not None:
+        number, count = int(named[1]), int(named[2])
+    elif (run := read_run_file(path)) is not None:
+        number, count = run.share.start, run.share.step
+    else:
+        return None
+    return (number, count) if number < count <= MAX_SHARES and (named or count > 1) else None

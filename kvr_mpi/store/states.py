@@ -12,20 +12,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvr_mpi.disk import create, read_regular
+from kvr_mpi.disk import create, rank_file, rank_files, read_regular
 from kvr_mpi.store.log import TIMES_S
 from kvr_mpi.topology import place_in_group, rank_name
 
 STATES = "states"
-FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.json", re.ASCII)
 STATE_BYTES = 4096  # always as many: rewriting needs no space on a full disk
 # Most of a document's name that is told.
 NAME_CHARS = 200
@@ -108,12 +106,25 @@ class StateWriter:
         say: Callable[[str], None],
         tensor_parallel: int = 1,
     ) -> None:
-        self._tensor_parallel = tensor_parallel
-        self._rank, self._size, self._session, self._deadline_s, self._say = rank, size, session, deadline_s, say
-        self._began_s, self._host = time.time(), socket.gethostname()
-        self._doing = STARTING, "", self._began_s
-        self._count: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._say, now = say, time.time()
         self.every_s = max(EVERY_S, size / WRITES_PER_S)
+        self._state = RankState(
+            rank=rank,
+            size=size,
+            session=session,
+            host=socket.gethostname(),
+            began_s=now,
+            doing=STARTING,
+            what="",
+            since_s=now,
+            prompt_tokens=0,
+            new_tokens=0,
+            deadline_s=deadline_s,
+            every_s=self.every_s,
+            written_at_s=now,
+            tensor_parallel=tensor_parallel,
+        )
+        self._count: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._closed = threading.Event()
         self._handle: int | None = None
         try:
@@ -121,7 +132,7 @@ class StateWriter:
             states.mkdir(exist_ok=True)
             if states.is_symlink():
                 raise OSError("a symbolic link, which is not written through")
-            self._handle = create(states / f"{session:04d}-{rank:04d}.json")
+            self._handle = create(rank_file(states, session, rank))
         except OSError as error:
             say(f"warning: kvr status will not show this rank: {folder / STATES}: {error.strerror or error}")
             return
@@ -131,8 +142,9 @@ class StateWriter:
 
     def tell(self, doing: str, what: str = "") -> None:
         """Set the state; cheap enough to call for every change."""
-        if self._doing[:2] != (doing, what[:NAME_CHARS]):
-            self._doing = doing, what[:NAME_CHARS], time.time()
+        what = what[:NAME_CHARS]
+        if (self._state.doing, self._state.what) != (doing, what):
+            self._state = replace(self._state, doing=doing, what=what, since_s=time.time())
 
     def follow(self, count: Callable[[], tuple[int, int]]) -> None:
         """Set the function that returns prompt tokens and new tokens so far."""
@@ -155,24 +167,8 @@ class StateWriter:
 
     def _write(self) -> None:
         assert self._handle is not None
-        doing, what, since_s = self._doing
         prompt_tokens, new_tokens = self._count()
-        state = RankState(
-            rank=self._rank,
-            size=self._size,
-            session=self._session,
-            host=self._host,
-            began_s=self._began_s,
-            doing=doing,
-            what=what,
-            since_s=since_s,
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            deadline_s=self._deadline_s,
-            every_s=self.every_s,
-            written_at_s=time.time(),
-            tensor_parallel=self._tensor_parallel,
-        )
+        state = replace(self._state, prompt_tokens=prompt_tokens, new_tokens=new_tokens, written_at_s=time.time())
         try:
             os.pwrite(self._handle, json.dumps(asdict(state)).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
             os.fsync(self._handle)  # over a network file system it is seen elsewhere only then
@@ -184,8 +180,8 @@ class StateWriter:
 
 def read_states(folder: Path, session: int) -> tuple[RankState, ...]:
     """Read the states of a job's ranks; unreadable files are left out."""
-    found = [_read_state(path, session) for path in _state_files(folder)]
-    return tuple(sorted((state for state in found if state is not None), key=lambda state: state.rank))
+    found = [_read_state(path, session) for of, path in rank_files(folder / STATES) if of == session]
+    return tuple(state for state in found if state is not None)
 
 
 def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
@@ -210,21 +206,11 @@ def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
 def remove_states(folder: Path, but_of: int | None = None) -> None:
     """Delete the files of all jobs but one, and nothing else; files that cannot be deleted stay, and do no harm."""
     with contextlib.suppress(OSError):
-        for path in _state_files(folder):
-            match = FILE_NAME.fullmatch(path.name)
-            if but_of is None or (match is not None and int(match[1]) != but_of):
+        for session, path in rank_files(folder / STATES):
+            if session != but_of:
                 path.unlink(missing_ok=True)
         if but_of is None:
             (folder / STATES).rmdir()
-
-
-def _state_files(folder: Path) -> list[Path]:
-    states = folder / STATES
-    if states.is_symlink() or not states.is_dir():
-        return []
-    with contextlib.suppress(OSError):  # the job has ended meanwhile
-        return [states / name for name in os.listdir(states) if FILE_NAME.fullmatch(name)]
-    return []
 
 
 def _read_state(path: Path, session: int) -> RankState | None:
@@ -238,7 +224,7 @@ def _read_state(path: Path, session: int) -> RankState | None:
         return None
     if type(state.tensor_parallel) is not int or not 1 <= state.tensor_parallel <= state.size:
         return None
-    if path.name != f"{state.session:04d}-{state.rank:04d}.json" or not state.rank < state.size <= 1 << 20:
+    if path != rank_file(path.parent, state.session, state.rank) or not state.rank < state.size <= 1 << 20:
         return None
     times = (state.began_s, state.since_s, state.written_at_s, state.deadline_s or state.written_at_s)
     if not all(isinstance(at, float) and TIMES_S[0] < at < TIMES_S[1] for at in times):

@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kvr_mpi.errors import DataError, MissingError
 from kvr_mpi.store.folder import Index, survey
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
-from kvr_mpi.store.run import wanted_documents
+from kvr_mpi.store.run import read_run_file
 from kvr_mpi.store.states import RankState, read_states, silent_ranks
 from kvr_mpi.store.summary import count_reasons
 
@@ -75,15 +74,15 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     """
     if not folder.is_dir():
         raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
-    found, lock, wanted = survey(folder), read_lock(folder), wanted_documents(folder)
-    if not found.sizes_bytes and lock is None and wanted is None:
+    found, lock, run = survey(folder), read_lock(folder), read_run_file(folder)
+    if not found.sizes_bytes and lock is None and run is None:
         raise DataError(f"{folder}: not a run; expected the output folder of a run")
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
-    index = found.index()
+    index, wanted = found.index(), None if run is None else run.wanted
     if wanted is not None:  # results of documents that are gone are kept (`kvr-run --extend`)
         index = Index({name: place for name in wanted if (place := index.places.get(name))})
-    summary, times = index.summary(), [_unix_s(place.finished_at) for place in index.places.values()]
+    summary, times = index.summary(), [place.finished_s for place in index.places.values()]
     session = lock.number if lock else 0
     since = lock.since_s if lock else 0.0
     overall = _rate(times, since, now if alive else max(times, default=0.0))
@@ -153,11 +152,3 @@ def _rate(times: Sequence[float], start_s: float, end_s: float) -> float | None:
     """Return documents per hour in an interval; None if there were none, or if the clock jumped."""
     count = sum(start_s <= each <= end_s for each in times)
     return 3600 * count / (end_s - start_s) if count and end_s > start_s else None
-
-
-def _unix_s(text: str) -> float:
-    """Return when a document was finished, as Unix time; 0 if unknown."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        return 0.0

@@ -7,22 +7,24 @@ writes and opens it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import Bits, StoredArray, digest_of, where
-from kvr_mpi.store.hdf5 import explained
+from kvr_mpi.store.arrays import Bits, as_tensor, digest_of, read_bits, type_name, where
+from kvr_mpi.store.hdf5 import explained, size_bytes
 from kvr_mpi.store.head_rows import HeadRows
 from kvr_mpi.topology import KVHeads
 
 if TYPE_CHECKING:
+    import h5py
     import torch
 
 KeysValues = tuple["torch.Tensor", "torch.Tensor"]
@@ -53,15 +55,15 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """One layer's keys and values in an open file.
+    """One layer's keys and values (tokens, kv_heads, head_dim) in an open file.
 
     digests : of blocks of `block_tokens` (blocks, 2).
     rows : whose its rows are, if each head keeps its own tokens; then what is said of tokens below is of rows.
     """
 
     number: int
-    keys: StoredArray
-    values: StoredArray
+    keys: h5py.Dataset
+    values: h5py.Dataset
     digests: Any
     block_tokens: int = BLOCK_TOKENS
     rows: HeadRows | None = None
@@ -79,7 +81,7 @@ class StoredLayer:
     @property
     def bytes(self) -> int:
         """Size of keys and values."""
-        return self.keys.bytes + self.values.bytes
+        return size_bytes(self.keys) + size_bytes(self.values)
 
     def read(self, first: int = 0, last: int | None = None) -> KeysValues:
         """Read the keys and values of a range of tokens, without conversion, each (tokens, kv_heads, head_dim).
@@ -91,9 +93,8 @@ class StoredLayer:
         """
         stop = self.tokens if last is None else last
         if not 0 <= first <= stop <= self.tokens:
-            raise DataError(f"{where(self.keys.data)} has {self.tokens} tokens; {first} to {stop} were requested")
-        keys, values = (array.tensor(self._bits(array, first, stop)) for array in (self.keys, self.values))
-        return keys, values
+            raise DataError(f"{where(self.keys)} has {self.tokens} tokens; {first} to {stop} were requested")
+        return as_tensor(self.keys, self._bits(0, first, stop)), as_tensor(self.values, self._bits(1, first, stop))
 
     def check(self) -> None:
         """Verify all checksums, block by block.
@@ -106,15 +107,15 @@ class StoredLayer:
         for start in range(0, self.tokens, 4 * self.block_tokens):
             self.read(start, min(start + 4 * self.block_tokens, self.tokens))
 
-    def _bits(self, array: StoredArray, first: int, last: int) -> Bits:
-        """Read a range of tokens, and verify the blocks that contain them."""
-        block, place = self.block_tokens, int(array is self.values)
+    def _bits(self, column: int, first: int, last: int) -> Bits:
+        """Read a range of tokens of keys (column 0 of the digests) or values, and verify the blocks with them."""
+        dataset, block = (self.keys, self.values)[column], self.block_tokens
         start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
-        bits = array.bits(start, stop)
+        bits = read_bits(dataset, start, stop)
         for at in range(start, stop, block):
-            if digest_of(bits[at - start : at - start + block]) != self.digests[at // block, place]:
+            if digest_of(bits[at - start : at - start + block]) != self.digests[at // block, column]:
                 raise DataError(
-                    f"{where(array.data)} is damaged: tokens {at} to {min(at + block, self.tokens)} differ from what "
+                    f"{where(dataset)} is damaged: tokens {at} to {min(at + block, self.tokens)} differ from what "
                     f"was written (checksum)"
                 )
         return bits[first - start : last - start]
@@ -131,26 +132,6 @@ class StoredPiece:
     tokens: CachedTokens | None = None
 
     @property
-    def first_token(self) -> int:
-        """First token of the piece."""
-        return 0 if self.tokens is None else self.tokens.first
-
-    @property
-    def heads(self) -> KVHeads | None:
-        """KV heads of the piece; None for all."""
-        return None if self.tokens is None else self.tokens.heads
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the piece has all tokens and heads of the document."""
-        return not self.first_token and self.heads is None
-
-    @property
-    def compression(self) -> str:
-        """Method and settings of compression; empty if all tokens are kept."""
-        return "" if self.tokens is None else self.tokens.compression
-
-    @property
     def bytes(self) -> int:
         """Size of all layers."""
         return sum(layer.bytes for layer in self.layers)
@@ -164,7 +145,12 @@ class StoredPiece:
         """Hash of the metadata and digests; empty if nothing is stored."""
         if not self.layers:
             return ""
-        return _seal(self.tokens, map(_facts, self.layers))
+        known: list[Any] | None = None
+        if (tokens := self.tokens) is not None:
+            known = [list(tokens.ids), list(tokens.text), *([tokens.first] if tokens.first else [])]
+            known += [tokens.compression] if tokens.compression else []
+            known += [] if tokens.heads is None else [[tokens.heads.first, tokens.heads.last, tokens.heads.of]]
+        return hashlib.sha256(json.dumps([known, list(map(_facts, self.layers))]).encode()).hexdigest()
 
 
 class LayerFormat(NamedTuple):
@@ -185,10 +171,16 @@ class StoredKV:
     pieces : what each rank wrote: rows of them follow each other as the slices do; those of a row have the same tokens,
         and the KV heads of a group's ranks, in their order. What one rank wrote is one piece.
     tokens : whose they are; None if the file does not say.
+    files : the open files; they are closed with the last reference to this object at the latest.
     """
 
     pieces: tuple[tuple[StoredPiece, ...], ...]
     tokens: CachedTokens | None
+    files: ExitStack
+
+    def close(self) -> None:
+        """Close the files; nothing can be read afterwards."""
+        self.files.close()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -199,11 +191,6 @@ class StoredKV:
     def compression(self) -> str:
         """Method and settings of compression; empty if all tokens are kept."""
         return "" if self.tokens is None else self.tokens.compression
-
-    @property
-    def bytes(self) -> int:
-        """Size of all layers."""
-        return sum(piece.bytes for row in self.pieces for piece in row)
 
     def rows(self, layer: int) -> HeadRows | None:
         """Return the tokens that each head of a layer keeps; None unless the document is compressed."""
@@ -216,7 +203,7 @@ class StoredKV:
         tokens = sum(row[0].tokens for row in pieces) if rows is None else len(rows.positions)
         heads = sum(piece.keys.shape[1] for piece in pieces[0]) if rows is None else 1
         keys, values = ((tokens, heads, *array.shape[2:]) for array in (some.keys, some.values))
-        return LayerFormat(keys, values, some.keys.type_name)
+        return LayerFormat(keys, values, type_name(some.keys))
 
     def read(
         self, layer: int, first: int = 0, last: int | None = None, heads: tuple[int, int] | None = None
@@ -261,15 +248,11 @@ class StoredKV:
         return keys, values
 
     def check(self) -> None:
-        """Verify all checksums; see `StoredLayer.check`."""
-        for layer in self.layers:
-            for piece in chain.from_iterable(self._of_layer(layer)):
-                with explained(_file_of(piece)):
-                    piece.check()
-
-    def seal(self) -> str:
-        """Hash of the metadata and digests; empty if nothing is stored."""
-        return seal_of([piece.seal() for row in self.pieces for piece in row])
+        """Verify all checksums, a layer of a piece at a time; see `StoredLayer.check`."""
+        for piece in itertools.chain.from_iterable(self.pieces):
+            for layer in piece.layers:
+                with explained(Path(layer.keys.file.filename)):
+                    layer.check()
 
     def _of_layer(self, layer: int) -> list[list[StoredLayer]]:
         index = self.layers.index(layer)
@@ -285,7 +268,7 @@ def _read_row(row: Sequence[StoredLayer], first: int, last: int, heads: tuple[in
         count = piece.keys.shape[HEADS_DIM]
         start, end = (0, count) if heads is None else (max(heads[0] - at, 0), min(heads[1] - at, count))
         if start < end:
-            with explained(_file_of(piece)):
+            with explained(Path(piece.keys.file.filename)):
                 keys, values = piece.read(first, last)
             found.append((keys, values) if (start, end) == (0, count) else (keys[:, start:end], values[:, start:end]))
         at += count
@@ -295,26 +278,8 @@ def _read_row(row: Sequence[StoredLayer], first: int, last: int, heads: tuple[in
     return keys, values
 
 
-def _file_of(layer: StoredLayer) -> Path:
-    return Path(layer.keys.data.file.filename)
-
-
 def _facts(layer: StoredLayer) -> list[Any]:
     arrays = layer.keys, layer.values
-    shapes, types = [list(one.shape) for one in arrays], [one.type_name for one in arrays]
+    shapes, types = [list(one.shape) for one in arrays], [type_name(one) for one in arrays]
     rows = [] if layer.rows is None else layer.rows.facts()
     return [layer.number, shapes, types, layer.block_tokens, np.asarray(layer.digests).tolist(), *rows]
-
-
-def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:
-    known: list[Any] | None = None
-    if tokens is not None:
-        known = [list(tokens.ids), list(tokens.text), *([tokens.first] if tokens.first else [])]
-        known += [tokens.compression] if tokens.compression else []
-        known += [] if tokens.heads is None else [[tokens.heads.first, tokens.heads.last, tokens.heads.of]]
-    return hashlib.sha256(json.dumps([known, list(layers)]).encode()).hexdigest()
-
-
-def seal_of(seals: Sequence[str]) -> str:
-    """Combine the hashes of a document's pieces; empty if there are none."""
-    return "".join(seals) if len(seals) < 2 else hashlib.sha256("".join(seals).encode()).hexdigest()

@@ -20,7 +20,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from kvr_mpi.disk import create, read_regular
+from kvr_mpi.disk import create, rank_file, rank_files, read_regular
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.log import write_all
 from kvr_mpi.topology import in_lane_of, rank_name
@@ -38,7 +37,6 @@ from kvr_mpi.trace import Kind, Recorder, Span
 
 TRACES = "trace"
 HEADER, VERSION = "kvr_trace", 2
-FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.json")
 # How often what was recorded is written.
 FLUSH_S = 2.0
 # Most of a run's traces, over all ranks and resumed jobs; no file is larger.
@@ -162,7 +160,7 @@ class TraceWriter:
         self._prompts: dict[int, TracedPrompt] = {}
         self._row_ends: dict[int, float] = {}
         (folder / TRACES).mkdir(exist_ok=True)
-        self.path = folder / TRACES / f"{header.session:04d}-{header.rank:04d}.json"
+        self.path = rank_file(folder / TRACES, header.session, header.rank)
         self._handle = create(self.path)
         self._events: list[dict[str, Any]] = []
         self._add(HEADER, {"version": VERSION, **asdict(header)})
@@ -293,11 +291,7 @@ def _resident_bytes() -> int:
 
 def trace_files(folder: Path) -> list[Path]:
     """List the traces of a run, by job and rank."""
-    traces = folder / TRACES
-    if traces.is_symlink() or not traces.is_dir():
-        return []
-    found = [(match, traces / match[0]) for match in map(FILE_NAME.fullmatch, os.listdir(traces)) if match]
-    return [path for _, path in sorted(((int(match[1]), int(match[2])), path) for match, path in found)]
+    return [path for _, path in rank_files(folder / TRACES)]
 
 
 def remove_traces(folder: Path) -> None:
@@ -325,7 +319,7 @@ def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> I
     """
     for path in trace_files(folder):
         try:
-            trace = _read_trace(path, _read_lines(path))
+            trace = _read_trace(path)
         except DataError as error:
             if skipped is None:
                 raise
@@ -335,15 +329,12 @@ def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> I
             yield trace
 
 
-def _read_lines(path: Path) -> list[bytes]:
+def _read_trace(path: Path) -> RankTrace | None:
+    """Read a trace; None if the job was killed before its first line."""
     try:
-        return read_regular(path, FILE_BYTES).splitlines(keepends=True)
+        lines = read_regular(path, FILE_BYTES).splitlines(keepends=True)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _read_trace(path: Path, lines: list[bytes]) -> RankTrace | None:
-    """Read a trace; None if the job was killed before its first line."""
     if lines and not lines[-1].endswith(b"\n"):  # the job was killed in the middle of it
         del lines[-1]
     if not lines or lines == [OPENING]:

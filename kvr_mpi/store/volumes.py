@@ -18,7 +18,7 @@ values, carry their own checksums, other arrays those of HDF5. Files of any othe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ import numpy as np
 from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, open_regular
 from kvr_mpi.errors import DataError, ForeignError
 from kvr_mpi.store.hdf5 import create_hdf5, dataset_in, open_hdf5, read_attribute, write_attribute
-from kvr_mpi.store.log import READ_BYTES, iter_lines
+from kvr_mpi.store.log import READ_BYTES, VOLUME, iter_lines, seal
 
 RESULTS = "results.h5"
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 5
@@ -57,6 +57,11 @@ def create_volume(path: Path) -> h5py.File:
     write_attribute(file, "schema_version", SCHEMA_VERSION)
     file.create_group(KV)
     return file
+
+
+def volume_line(volume: Path, pieces: Mapping[str, tuple[int, str]]) -> bytes:
+    """Seal the line of a log that lists a volume; of each piece in it, by id, the bytes and the hash."""
+    return seal({"line": VOLUME, "name": volume.name, "size_bytes": volume.stat().st_size, "pieces": pieces})
 
 
 def check_schema(file: h5py.File) -> None:

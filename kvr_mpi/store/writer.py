@@ -29,11 +29,11 @@ from kvr_mpi.errors import WriteError
 from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.kv import write_kv
 from kvr_mpi.store.lock import session_of
-from kvr_mpi.store.log import LINE_BYTES, VOLUME, Header, LogWriter, seal, sync
+from kvr_mpi.store.log import LINE_BYTES, Header, LogWriter, seal, sync
 from kvr_mpi.store.pieces import piece_id, piece_ids
 from kvr_mpi.store.record import Record, record_values
 from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
-from kvr_mpi.store.volumes import KV, create_volume, key_of
+from kvr_mpi.store.volumes import KV, create_volume, key_of, volume_line
 from kvr_mpi.trace import Recorder
 
 if TYPE_CHECKING:
@@ -410,10 +410,7 @@ class ResultWriter:
         if volume.pieces:
             sync(volume.path)
             sync(volume.path.parent)
-            size = volume.path.stat().st_size
-            self._log.write(
-                seal({"line": VOLUME, "name": volume.path.name, "size_bytes": size, "pieces": volume.pieces})
-            )
+            self._log.write(volume_line(volume.path, volume.pieces))
             self._sync()
         else:
             volume.path.unlink()

@@ -14,10 +14,9 @@ from kvr_mpi.errors import ConfigError, DataError, OutputError
 from kvr_mpi.job import EVEN, JobSpec, PromptSection
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.schedule.forecast import frame_of
-from kvr_mpi.store.folder import read_run_header
 from kvr_mpi.store.lock import is_alive
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.shares import find_runs
+from kvr_mpi.store.shares import find_runs, read_header_of
 
 # What a stored prompt was made by, up to the end of its document's text.
 MADE_BY = ("template", "system", "chat_template")
@@ -70,18 +69,14 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
     OutputError
         If a job is still writing it.
     """
-    found: Header | None = None
-    for path in find_runs([Path(each) for each in paths]).paths:
+    runs = find_runs([Path(each) for each in paths]).paths
+    for path in runs:
         if path.is_dir() and is_alive(path):
             raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until it has ended")
-        header = read_run_header(path)
-        if header is None:
-            raise DataError(f"{key} {str(path)!r}: no result file (*.h5) found; expected the output folder of a run")
-        if found is not None and header.identity != found.identity:
-            raise DataError(f"{key} {list(paths)}: {path} belongs to a different job; expected shares of one job")
-        found = header
-    assert found is not None, "a path at least"
-    return found
+    try:
+        return read_header_of(runs)
+    except DataError as error:
+        raise DataError(f"{key} {list(paths)}: {error}") from error
 
 
 def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[str, Frame]:

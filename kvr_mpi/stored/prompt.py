@@ -1,13 +1,13 @@
-"""A stored prompt, and its beginning as a prefix whose keys and values are loaded on demand.
+"""The beginning of a stored prompt as a prefix whose keys and values are loaded on demand.
 
 The leader of a chain finds a stored prompt and sends its `StoredPrefix`; each rank opens it and checks what it finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,7 @@ from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.store.pieces import Piece, open_pieces
-from kvr_mpi.store.stored_kv import StoredKV
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPrompt:
-    """A stored prompt; its files stay open as long as this object exists.
-
-    name : the document's id.
-    ids : its tokens, and those of its answer.
-    text : bounds of the document's text among them.
-    """
-
-    files: Any
-    name: str
-    kv: StoredKV
-    ids: tuple[int, ...]
-    text: tuple[int, int]
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +56,15 @@ class StoredPrefix:
         loaded : LoadedModel
         """
         ids = tuple(ids[: self.tokens])
-        stored = _opening(self, ids, loaded)
+        stored = _Stored(self, ids, loaded)
         if self.compression:
-            return SharedPrefix(
-                ids, (), heads=_head_reader(self, loaded, stored), compression=self.compression, source=self
-            )
-        read = _row_reader(self, loaded, stored)
-        layers = LoadedLayers(len(loaded.shape.layers), lambda number: read(number, 0, len(ids)), loaded.device)
-        return SharedPrefix(ids, layers, read=read, source=self)
+            return SharedPrefix(ids, (), heads=stored.heads, compression=self.compression, source=self)
+        layers = LoadedLayers(len(loaded.shape.layers), lambda number: stored.rows(number, 0, len(ids)), loaded.device)
+        return SharedPrefix(ids, layers, read=stored.rows, source=self)
 
 
-def open_prompt(name: str, pieces: Sequence[Piece]) -> StoredPrompt:
-    """Open a stored prompt.
+def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTokens]:
+    """Open the keys and values of a stored prompt, and read which tokens they are of.
 
     Parameters
     ----------
@@ -102,92 +83,67 @@ def open_prompt(name: str, pieces: Sequence[Piece]) -> StoredPrompt:
                 f"{piece.path} existed when the job began, and is gone: the run may have been merged; start the job "
                 f"again"
             )
-    files = ExitStack()
-    kv = open_pieces(name, pieces, files)
+    kv = open_pieces(name, pieces)
     if kv.tokens is None:
         raise DataError(f"{name}: what is stored does not record which tokens its keys and values are of")
-    return StoredPrompt(files, name, kv, tuple(kv.tokens.ids), kv.tokens.text)
+    return kv, kv.tokens
 
 
-def _row_reader(
-    source: StoredPrefix, loaded: LoadedModel, stored: Callable[[], StoredKV]
-) -> Callable[[int, int, int], torch.Tensor | None]:
-    """Return a function that reads rows of a layer."""
-    heads = _own_heads(loaded)
+class _Stored:
+    """Keys and values of a prompt's first tokens, opened and checked when the first layer is read."""
 
-    def read(number: int, first: int, last: int) -> torch.Tensor | None:
-        kv = stored()
-        if number not in kv.layers:
+    def __init__(self, source: StoredPrefix, ids: tuple[int, ...], loaded: LoadedModel) -> None:
+        self._source, self._ids, self._loaded = source, ids, loaded
+        self._own_heads = None if loaded.part is None else loaded.part.own_kv_heads  # None: all
+
+    @cached_property
+    def _kv(self) -> StoredKV:
+        kv, tokens = open_prompt(self._source.name, self._source.pieces)
+        _check(self._source.name, kv, tokens.ids, self._ids, self._loaded)
+        return kv
+
+    def rows(self, layer: int, first: int, last: int) -> torch.Tensor | None:
+        """Read the rows of some tokens, keys and values side by side; None if the layer has none."""
+        if layer not in self._kv.layers:
             return None
-        keys, values = kv.read(number, first, last, heads)
+        keys, values = self._kv.read(layer, first, last, self._own_heads)
         return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
-    return read
-
-
-def _head_reader(
-    source: StoredPrefix, loaded: LoadedModel, stored: Callable[[], StoredKV]
-) -> Callable[[int], list[tuple[torch.Tensor, torch.Tensor]] | None]:
-    """Return a function that reads the rows that compression kept of each head."""
-    heads, tokens = _own_heads(loaded), source.tokens
-
-    def read(number: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        kv = stored()
-        if number not in kv.layers:
+    def heads(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Read the rows that compression kept of each head; None if the layer has none."""
+        if layer not in self._kv.layers:
             return None
-        rows = kv.rows(number)
+        rows, tokens = self._kv.rows(layer), self._source.tokens
         if rows is None:
-            keys, values = kv.read(number, 0, tokens, heads)
+            keys, values = self._kv.read(layer, 0, tokens, self._own_heads)
             return list(zip(keys.unbind(1), values.unbind(1), strict=True))
-        keys, values = kv.read(number)
+        keys, values = self._kv.read(layer)
         bounds = rows.bounds_before(tokens)
         if any(first == last for first, last in bounds):
             raise DataError(
-                f"{source.name}: a head of layer {number} keeps none of the first {tokens} tokens, up to the end of "
-                f"the text, because its compression selected tokens of the question; to ask again, compress with "
+                f"{self._source.name}: a head of layer {layer} keeps none of the first {tokens} tokens, up to the end "
+                f"of the text, because its compression selected tokens of the question; to ask again, compress with "
                 f"observes = 'document'"
             )
-        own = slice(*(heads or (None,)))
+        own = slice(*(self._own_heads or (None,)))
         return [(keys[first:last, 0], values[first:last, 0]) for first, last in bounds[own]]
 
-    return read
 
-
-def _own_heads(loaded: LoadedModel) -> tuple[int, int] | None:
-    """Range of KV heads on this rank; None for all."""
-    return None if loaded.part is None else loaded.part.own_kv_heads
-
-
-def _opening(source: StoredPrefix, ids: Sequence[int], loaded: LoadedModel) -> Callable[[], StoredKV]:
-    """Return a function that opens and checks stored keys and values once."""
-    opened: list[StoredPrompt] = []
-
-    def stored() -> StoredKV:
-        if not opened:
-            found = open_prompt(source.name, source.pieces)
-            _check(found, ids, loaded)
-            opened.append(found)
-        return opened[0].kv
-
-    return stored
-
-
-def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> None:
+def _check(name: str, kv: StoredKV, stored: Sequence[int], ids: tuple[int, ...], loaded: LoadedModel) -> None:
     """Refuse keys and values of other tokens, shapes or dtypes than the model's."""
-    name = stored.name
-    if stored.ids[: len(ids)] != tuple(ids):
+    if tuple(stored[: len(ids)]) != ids:
         raise DataError(
             f"{name}: its stored prompt does not begin with the expected {len(ids)} tokens; the run may have changed: "
             f"start the job again"
         )
-    kv, tokens, dtype = stored.kv, len(stored.ids), str(loaded.dtype).removeprefix("torch.")
+    dtype = str(loaded.dtype).removeprefix("torch.")
     for number, shape in enumerate(loaded.shape.layers):
         if not shape.elements:
             continue
         heads = shape.num_kv_heads if loaded.part is None else loaded.part.kv_heads
         has, rows = (kv.format(number), kv.rows(number)) if number in kv.layers else (None, None)
         # What each head keeps of its own has looked at the number of its rows.
-        of_one = (tokens, heads) if rows is None else (sum(rows.counts), 1)
+        of_one = (len(stored), heads) if rows is None else (sum(rows.counts), 1)
         is_right = has == ((*of_one, shape.key_dim), (*of_one, shape.value_dim), dtype)
         if not is_right or (rows is not None and len(rows.counts) != heads):
             raise DataError(

@@ -23,7 +23,6 @@ from kvr_mpi.job.combinations import REUSE, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.store.folder import open_document
-from kvr_mpi.store.pieces import Piece
 from kvr_mpi.store.shares import find_runs, index_runs
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.asking import check_made_by
@@ -35,32 +34,30 @@ from kvr_mpi.transport import Transport, on_root, share_json, together
 class StoredBeginnings:
     """The token blocks that stored prompts begin with.
 
-    documents : of each its id, and what makes up its keys and values.
+    documents : where the keys and values of each are stored.
     hashes : of all tokens up to a block's end, and whose they are.
     passed_over : documents whose keys and values are not those that the model computes.
     """
 
-    documents: list[tuple[str, tuple[Piece, ...]]]
+    documents: list[StoredPrefix]
     hashes: dict[str, int]
     passed_over: int = 0
 
     def to_json(self) -> list[Any]:
         """Return plain values."""
-        documents = [[name, list(map(asdict, pieces))] for name, pieces in self.documents]
-        return [documents, self.hashes, self.passed_over]
+        return [list(map(asdict, self.documents)), self.hashes, self.passed_over]
 
     @classmethod
     def from_json(cls, documents: list[Any], hashes: dict[str, int], passed_over: int) -> StoredBeginnings:
         """Reconstruct it from the result of `to_json`."""
-        found = [(name, tuple(Piece(**each) for each in pieces)) for name, pieces in documents]
-        return cls(found, hashes, passed_over)
+        return cls(list(map(StoredPrefix.from_json, documents)), hashes, passed_over)
 
     def find(self, ids: Sequence[int]) -> StoredPrefix | None:
         """Find the longest stored prefix of a prompt that leaves at least one token; None if there is none."""
         for count, found in reversed(list(enumerate(hash_blocks(ids[: len(ids) - 1]), 1))):
             number = self.hashes.get(found)
             if number is not None:
-                return StoredPrefix(*self.documents[number], count * BLOCK_TOKENS)
+                return replace(self.documents[number], tokens=count * BLOCK_TOKENS)
         return None
 
 
@@ -99,7 +96,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
             continue
         for each in hash_blocks(whose.ids):
             found.hashes.setdefault(each, len(found.documents))
-        found.documents.append((name, index.places[name].pieces))
+        found.documents.append(StoredPrefix(name, index.places[name].pieces, len(whose.ids)))
     return replace(found, passed_over=passed_over)
 
 

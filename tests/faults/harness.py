@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -43,7 +43,7 @@ from disturb import (
 )
 
 from kvr_mpi.store.folder import survey
-from kvr_mpi.store.run import wanted_documents
+from kvr_mpi.store.run import read_run_file
 
 LAUNCHER = Path(sys.executable).parent / "mpirun"
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
@@ -109,15 +109,23 @@ def write_questions(folder: Path, model: Path, run: Path, *, sharded: bool = Fal
 starter = [sys.executable]
 
 
-def launch(job: Path, output: Path, ranks: int, clock: str = "", word: str = "--resume") -> subprocess.Popen[str]:
-    """Start ``kvr-run`` under a real mpirun, by a clock that jumps if that is wanted."""
+def launch(
+    job: Path,
+    output: Path,
+    ranks: int,
+    clock: str = "",
+    words: Sequence[str] = ("--resume",),
+    view: Mapping[str, object] | None = None,
+) -> subprocess.Popen[str]:
+    """Start ``kvr-run`` under a real mpirun, by a clock that jumps, or with a rank's own view, if that is wanted."""
     command = [LAUNCHER, "-n", str(ranks), *starter, Path(__file__).parent / "run_job.py", job]
+    own = {"OMP_NUM_THREADS": "1", "KVR_TEST_CLOCK": clock, "KVR_TEST_VIEW": json.dumps(view or {})}
     return subprocess.Popen(
-        [*map(str, command), word, "--set", f"output.path={output}"],
+        [*map(str, command), *words, "--set", f"output.path={output}"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **MPI_ENVIRONMENT, "OMP_NUM_THREADS": "1", "KVR_TEST_CLOCK": clock},
+        env={**os.environ, **MPI_ENVIRONMENT, **own},
         start_new_session=True,
     )
 
@@ -197,11 +205,11 @@ def run_extended_case(seed: int, job: Path, begun: Path, reference: Path, scratc
             ranks = 2 if attempt == 0 else chance.choice([1, 2, 3])
             disturb(job, output, reference, ranks, chance, case, None, 65, word="--extend")
         word = chance.choice(["--extend", "--extend", "--resume"])
-        code, told = end(launch(job, output, chance.choice([1, 2, 3]), chance.choice(CLOCKS), word), case)
+        code, told = end(launch(job, output, chance.choice([1, 2, 3]), chance.choice(CLOCKS), [word]), case)
         case.story.append(f"{word} ended with {code}")
         assert "Traceback" not in told, _tell(case, told)
         if code == 78 and word == "--resume" and "the documents have changed" in told:  # it was stopped before that
-            code, told = end(launch(job, output, 2, word="--extend"), case)
+            code, told = end(launch(job, output, 2, words=["--extend"]), case)
         assert code == 65, _tell(case, told)
         try:
             compare(output, reference, has_more=True)
@@ -224,7 +232,7 @@ def disturb(
     """Run a job, and do to it what a seed says, or let its disk be full."""
     clock, action = chance.choice(CLOCKS), chance.choice(ACTIONS)
     case.story.append(f"run on {ranks}" + (f", clock {clock}" if clock else ""))
-    process = launch(job, output, ranks, clock, word)
+    process = launch(job, output, ranks, clock, [word])
     if make_room is not None:
         code, told = end(process, case)
         case.story.append(f"ended with {code}")
@@ -260,7 +268,7 @@ def compete(job: Path, output: Path, first: subprocess.Popen[str], case: Case) -
 
 def is_begun(output: Path) -> bool:
     """Whether a folder has sound results, and says of which documents."""
-    if not output.is_dir() or wanted_documents(output) is None:
+    if not output.is_dir() or read_run_file(output) is None:
         return False
     found = survey(output)
     found.verify()
@@ -337,11 +345,12 @@ def compare(output: Path, reference: Path, *, has_more: bool = False) -> None:
                         assert np.allclose(one, two, atol=1e-4), f"{key}: {layer} {what} differ"
 
 
-def make_reference(job: Path, folder: Path, *, well: int = 65) -> None:
-    """Run the job in peace; one of the documents is bad, which is no matter of questions."""
+def make_reference(job: Path, folder: Path, *, well: int = 65) -> Path:
+    """Run the job in peace; one of the documents is bad, which is no matter of questions. Return the folder."""
     code, told = end(launch(job, folder, 2), Case(0))
     assert code == well and (folder / "results.h5").exists(), told
     (folder / "whose").write_text("the undisturbed job's")
+    return folder
 
 
 def _tell(case: Case, more: str) -> str:

@@ -1,15 +1,23 @@
 """``kvr-run`` as it is, but impatient: volumes are closed, and owners of a lock given up, after a fraction of a second.
 
 With the minute of a real job no volume would be finished when a run of two seconds is killed. SIGUSR1 makes a rank
-tell where it is, which the harness asks of a job that hangs. KVR_TEST_CLOCK makes the clock jump.
+tell where it is, which the harness asks of a job that hangs. KVR_TEST_CLOCK makes the clock jump. KVR_TEST_VIEW lets
+one rank see other files or another clock than the rest: a JSON object of `rank`; `kind`; `name`, a part of the path
+that is seen so; `first` and `times`, of the accesses to it; `other`, a file that is seen in its place.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h5py
 
 import kvr_mpi.setup.stored_size as stored_size
 import kvr_mpi.store.lock as lock
@@ -20,8 +28,102 @@ faulthandler.register(signal.SIGUSR1)
 writer.VOLUME_S = 0.02
 stored_size.DOUBT = float("inf")  # a disk that is too small is to become full
 lock.WATCH_S = 2 * lock.BEAT_S
-if os.environ.get("KVR_TEST_CLOCK"):  # as if somebody set it: "seconds from now, and how far"
-    after_s, jump_s = map(float, os.environ.pop("KVR_TEST_CLOCK").split())
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
+
+class View:
+    """What one rank sees of paths with a name in them; the others see what is there."""
+
+    def __init__(self, view: dict[str, Any]) -> None:
+        self._name, self._kind, self._other = view["name"], view["kind"], view.get("other", "")
+        self._first, self._times, self._seen = view["first"], view["times"], 0
+
+    def is_now(self, path: object, *kinds: str) -> bool:
+        """Whether an access to a path is one of those that see something else; counts those of these kinds."""
+        if self._kind not in kinds or isinstance(path, int) or self._name not in os.fsdecode(path):  # type: ignore[arg-type]
+            return False
+        self._seen += 1
+        return self._first < self._seen <= self._first + self._times
+
+    def opened(self, path: Any) -> Any:
+        """Return what is opened instead of a path."""
+        if self.is_now(path, "read-error"):
+            raise OSError(116, os.strerror(116), str(path))
+        if self.is_now(path, "missing"):
+            raise FileNotFoundError(2, os.strerror(2), str(path))
+        if self.is_now(path, "slow"):
+            time.sleep(0.3)
+        return self._other if self.is_now(path, "content") else path
+
+    def install(self) -> None:
+        """See the file system so from now on."""
+        real_open, real_stat, real_list, real_scan = os.open, os.stat, os.listdir, os.scandir
+
+        def see_open(path: Any, *args: Any, **kwargs: Any) -> int:
+            return real_open(self.opened(path), *args, **kwargs)
+
+        def see_stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+            if self.is_now(path, "missing"):
+                raise FileNotFoundError(2, os.strerror(2), str(path))
+            found = real_stat(path, *args, **kwargs)
+            if not self.is_now(path, "mtime"):
+                return found
+            when = found.st_mtime_ns + 10**12
+            return os.stat_result(found, {"st_mtime_ns": when, "st_mtime": when / 1e9})
+
+        def see_list(path: Any = ".") -> list[Any]:
+            return [name for name in real_list(path) if not self.is_now(os.fsdecode(name), "listing")]
+
+        @contextmanager
+        def see_scan(path: Any = ".") -> Iterator[Iterator[Any]]:
+            with real_scan(path) as entries:
+                yield (entry for entry in entries if not self.is_now(os.fsdecode(entry.name), "listing"))
+
+        class Scan:
+            """What `os.scandir` returns: an iterator that is a context manager, too."""
+
+            def __init__(self, path: Any = ".") -> None:
+                self._whole = see_scan(path)
+                self._entries = self._whole.__enter__()
+
+            def __iter__(self) -> Iterator[Any]:
+                return self._entries
+
+            def __next__(self) -> Any:
+                return next(self._entries)
+
+            def __enter__(self) -> Scan:
+                return self
+
+            def __exit__(self, *error: Any) -> None:
+                self._whole.__exit__(*error)
+
+            def close(self) -> None:
+                self._whole.__exit__(None, None, None)
+
+        class SeenFile(h5py.File):  # type: ignore[misc]
+            """An HDF5 file as this rank sees it."""
+
+            def __init__(seen, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:  # noqa: N805
+                super().__init__(self.opened(name) if mode == "r" else name, mode, *args, **kwargs)
+
+        os.open, os.stat, os.listdir, os.scandir = see_open, see_stat, see_list, Scan  # type: ignore[assignment,misc]
+        h5py.File = SeenFile
+
+
+def jump(after_s: float, jump_s: float) -> None:
+    """Let the clock jump so far, as if somebody set it, so many seconds from now."""
     began, real_time = time.monotonic(), time.time
     time.time = lambda: real_time() + (jump_s if time.monotonic() - began > after_s else 0.0)
+
+
+if clock := os.environ.pop("KVR_TEST_CLOCK", ""):
+    jump(*map(float, clock.split()))
+view: dict[str, Any] = json.loads(os.environ.pop("KVR_TEST_VIEW", "{}"))
+rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+if view and view["rank"] == rank:
+    if view["kind"] == "clock":
+        jump(-1, (-1) ** view["first"] * 5 * 3600.0)
+    else:
+        View(view).install()
 kvr_run()

@@ -6,19 +6,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import harness
 import pytest
 from harness import make_reference, run_case, run_extended_case, write_job, write_questions
-from made_jobs import answers as answers_in
+from made_jobs import answers
 from warm import server
 
 # "1-1000" or "3,17".
 SEEDS = os.environ.get("KVR_TEST_SEEDS", "")
-CASES, CASES_ASKING, CASES_SHARDED, CASES_ASKING_TOGETHER, CASES_EXTENDED = 14, 5, 5, 5, 5
-QUICK = 4
+# Seeds of each kind of job: over texts; about stored documents; with keys and values that stay spread over the ranks,
+# each of which writes its own; by ranks that hold stored documents together; of a run that is extended.
+CASES = {"texts": 14, "questions": 5, "sharded": 5, "together": 5, "extended": 5}
+QUICK = ("texts", 4)
 
 
 def seeds(text: str) -> list[int]:
@@ -35,108 +38,67 @@ def start() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Path:
-    return write_job(tmp_path_factory.mktemp("faults"), small_vocabulary_dir)
+class Jobs:
+    """Jobs of each kind, each with what it comes to in peace; made when they are first asked for."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder, self._model = folder, model
+
+    @cached_property
+    def texts(self) -> tuple[Path, Path]:
+        job = write_job(self._folder / "texts", self._model)
+        return job, make_reference(job, self._folder / "reference" / "out")
+
+    @cached_property
+    def questions(self) -> tuple[Path, Path]:
+        (self._folder / "questions").mkdir()
+        job = write_questions(self._folder / "questions", self._model, self.texts[1])
+        return job, make_reference(job, self._folder / "answers" / "out", well=0)
+
+    @cached_property
+    def together(self) -> tuple[Path, Path]:
+        (self._folder / "together").mkdir()
+        job = write_questions(self._folder / "together", self._model, self.texts[1], sharded=True)
+        found = make_reference(job, self._folder / "answers-together" / "out", well=0)
+        assert answers(found) == answers(self.questions[1]), "as if each rank asked documents of its own"
+        return job, found
+
+    @cached_property
+    def sharded(self) -> tuple[Path, Path]:
+        return write_job(self._folder / "sharded", self._model, kv='"sharded"'), self.texts[1]
+
+    @cached_property
+    def extended(self) -> tuple[Path, Path, Path]:
+        """A job whose corpus has changed, its run before that, and what it is to come to."""
+        folder = self._folder / "grown"
+        job = write_job(folder, self._model)
+        before, corpus = make_reference(job, folder / "before"), folder / "corpus"
+        (corpus / "doc-01.txt").write_text("Another text about the harbour. " * 9)
+        (corpus / "doc-02.txt").write_text("And one more. " * 20)
+        (corpus / "doc-03.txt").unlink()
+        (corpus / "new.txt").write_text("A new document. " * 12)
+        return job, before, make_reference(job, folder / "after")
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, job: Path) -> Path:
-    folder = tmp_path_factory.mktemp("reference") / "out"
-    make_reference(job, folder)
-    return folder
+def jobs(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("faults"), small_vocabulary_dir)
 
 
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path, reference: Path) -> Path:
-    return write_questions(tmp_path_factory.mktemp("questions"), small_vocabulary_dir, reference)
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> Path:
-    folder = tmp_path_factory.mktemp("answers") / "out"
-    make_reference(questions, folder, well=0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def questions_together(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path, reference: Path) -> Path:
-    return write_questions(tmp_path_factory.mktemp("together"), small_vocabulary_dir, reference, sharded=True)
-
-
-@pytest.fixture(scope="module")
-def answers_together(tmp_path_factory: pytest.TempPathFactory, questions_together: Path) -> Path:
-    folder = tmp_path_factory.mktemp("answers-together") / "out"
-    make_reference(questions_together, folder, well=0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Path:
-    return write_job(tmp_path_factory.mktemp("sharded"), small_vocabulary_dir, kv='"sharded"')
-
-
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> tuple[Path, Path, Path]:
-    """A job whose corpus has changed, its run before that, and what it is to come to."""
-    folder = tmp_path_factory.mktemp("grown")
-    job = write_job(folder, small_vocabulary_dir)
-    make_reference(job, folder / "before")
-    corpus = folder / "corpus"
-    (corpus / "doc-01.txt").write_text("Another text about the harbour. " * 9)
-    (corpus / "doc-02.txt").write_text("And one more. " * 20)
-    (corpus / "doc-03.txt").unlink()
-    (corpus / "new.txt").write_text("A new document. " * 12)
-    make_reference(job, folder / "after")
-    return job, folder / "before", folder / "after"
-
-
-def cases(count: int, quick: int = 0) -> list[Any]:
+def cases() -> list[Any]:
     return [
-        pytest.param(seed, id=f"seed{seed}", marks=pytest.mark.quick if seed == quick else ())
+        pytest.param(kind, seed, id=f"{kind}-seed{seed}", marks=pytest.mark.quick if (kind, seed) == QUICK else ())
+        for kind, count in CASES.items()
         for seed in seeds(SEEDS or f"1-{count}")
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", cases(CASES, QUICK))
-def test_nothing_is_lost_double_different_or_unreadable(seed: int, job: Path, reference: Path, tmp_path: Path) -> None:
-    case = run_case(seed, job, reference, tmp_path)
-    print("; ".join(case.story))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", cases(CASES_ASKING))
-def test_answers_about_stored_documents_are_not_lost_either(
-    seed: int, questions: Path, answers: Path, tmp_path: Path
-) -> None:
-    case = run_case(seed, questions, answers, tmp_path, well=0)
-    print("; ".join(case.story))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", cases(CASES_SHARDED))
-def test_parts_of_every_rank_are_not_lost_either(seed: int, sharded: Path, reference: Path, tmp_path: Path) -> None:
-    """Keys and values stay spread over the ranks, each of which writes its own."""
-    case = run_case(seed, sharded, reference, tmp_path)
-    print("; ".join(case.story))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", cases(CASES_ASKING_TOGETHER))
-def test_answers_by_ranks_that_hold_documents_together_are_not_lost_either(
-    seed: int, questions_together: Path, answers_together: Path, answers: Path, tmp_path: Path
-) -> None:
-    """They are those of ranks that each ask documents of their own, too."""
-    assert answers_in(answers_together) == answers_in(answers)
-    case = run_case(seed, questions_together, answers_together, tmp_path, well=0)
-    print("; ".join(case.story))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", cases(CASES_EXTENDED))
-def test_nothing_stale_is_left_when_a_run_is_extended(
-    seed: int, grown: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
-    case = run_extended_case(seed, *grown, tmp_path)
+@pytest.mark.parametrize(("kind", "seed"), cases())
+def test_nothing_is_lost_double_stale_different_or_unreadable(kind: str, seed: int, jobs: Jobs, tmp_path: Path) -> None:
+    if kind == "extended":
+        case = run_extended_case(seed, *jobs.extended, tmp_path)
+    else:
+        job, reference = getattr(jobs, kind)
+        case = run_case(seed, job, reference, tmp_path, well=0 if kind in ("questions", "together") else 65)
     print("; ".join(case.story))

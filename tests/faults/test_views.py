@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import harness
 import pytest
 from test_faults import seeds
 from views import Place, run_case
@@ -20,7 +21,8 @@ SEEDS = os.environ.get("KVR_TEST_SEEDS") or "1-20"
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Iterator[Place]:
     with server() as starter:
-        made = Place(tmp_path_factory.mktemp("views"), small_vocabulary_dir, starter)
+        harness.starter[:] = starter
+        made = Place(tmp_path_factory.mktemp("views"), small_vocabulary_dir)
         made.make()
         yield made
 

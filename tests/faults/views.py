@@ -8,17 +8,13 @@ its hash.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from constants import MPI_ENVIRONMENT
-from disturb import ranks_of
+from disturb import Case
+from harness import TEXT, end, launch
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, DataError, KvrError
 from kvr_mpi.store.folder import read_records
@@ -26,9 +22,6 @@ from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.shares import find_runs, index_runs
 
-LAUNCHER = Path(sys.executable).parent / "mpirun"
-LIMIT_S = 240.0
-TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 OTHER = "A train came late at night and the station was empty. Somebody at the gate had lost a red bag. "
 DOCUMENTS = 7
 KINDS = ("read-error", "content", "missing", "mtime", "listing", "slow", "clock")
@@ -80,7 +73,6 @@ class Place:
 
     folder: Path
     model: Path
-    starter: Sequence[str] = (sys.executable,)
     references: dict[str, Answers] = field(default_factory=dict)
 
     def make(self) -> None:
@@ -127,31 +119,8 @@ class Place:
         settings: Sequence[str] = (),
     ) -> tuple[int, str]:
         """Run a job to its end; returns the exit code and the log."""
-        given = [*mode.settings, *settings, f"output.path={output}"]
-        command = [LAUNCHER, "-n", mode.ranks, *self.starter, Path(__file__).parent / "view_job.py", job]
-        process = subprocess.Popen(
-            [*map(str, command), *(word for one in given for word in ("--set", one))],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **MPI_ENVIRONMENT, "OMP_NUM_THREADS": "1", "KVR_TEST_VIEW": json.dumps(view or {})},
-            start_new_session=True,
-        )
-        try:
-            _, log = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            ranks = ranks_of(process.pid, "view_job.py")
-            for pid in ranks:
-                os.kill(pid, signal.SIGUSR1)
-            try:
-                _, log = process.communicate(timeout=5)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                for pid in ranks:
-                    os.kill(pid, signal.SIGKILL)
-                _, log = process.communicate()
-            raise AssertionError(f"the job hangs:\n{log[-4000:]}") from None
-        return process.returncode, log
+        words = [word for one in (*mode.settings, *settings) for word in ("--set", one)]
+        return end(launch(job, output, mode.ranks, words=words, view=view), Case(0, [f"{mode} {view}"]))
 
     def reference(self, name: str, corpus: str) -> Answers:
         """Return the answers of an undisturbed job about a corpus."""

@@ -48,7 +48,7 @@ def read(path: Path) -> StoredPiece:
 
 def test_what_was_written_is_read(path: Path) -> None:
     found = read(path)
-    assert found.compression == METHOD and found.tokens is not None and found.tokens.ids == tuple(range(10))
+    assert found.tokens is not None and (found.tokens.compression, found.tokens.ids) == (METHOD, tuple(range(10)))
     first, last = found.layers
     assert (first.number, last.number) == (0, 2) and last.rows is None and first.rows is not None
     assert first.rows.counts == ROWS.counts and (first.rows.positions == ROWS.positions).all()

@@ -60,14 +60,6 @@ def test_a_run_that_died_before_its_first_document_may_be_begun_again(tmp_path: 
     assert result_files(tmp_path) == [] and known_corpus(tmp_path) == corpus_of("xyz")
 
 
-def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
-    run = take(tmp_path)
-    for mode in ("resume", "overwrite"):
-        with pytest.raises(OutputError, match="in use by process"):
-            take(tmp_path, mode=mode)
-    run.close()
-
-
 def test_failed_documents_stay_unless_they_are_to_be_tried_again(tmp_path: Path) -> None:
     begin(tmp_path, record("a"), record("b", "error"), record("dir/c"))
     write(tmp_path, 1, [record("d", "error"), record("..")])
@@ -79,12 +71,6 @@ def test_failed_documents_stay_unless_they_are_to_be_tried_again(tmp_path: Path)
     assert resume(tmp_path)[:2] == ({"a", "b", "dir/c", ".."}, {"d"})
     found = {each.id: each for each in open_results(tmp_path)}
     assert found["d"].answer == "again" and found["b"].status == "done"
-
-
-def test_a_document_that_failed_later_stays_done(tmp_path: Path) -> None:
-    begin(tmp_path, record("a"))
-    write(tmp_path, 1, [record("a", "error")])
-    assert resume(tmp_path)[:2] == ({"a"}, set())
 
 
 def test_overwrite_deletes_our_files_and_no_others(tmp_path: Path) -> None:
@@ -181,6 +167,14 @@ def test_another_corpus_is_refused_by_name(tmp_path: Path, corpus: Any, shown: s
         take(tmp_path, corpus=corpus)
     assert known_corpus(tmp_path) == corpus_of(NAMES)
     assert resume(tmp_path, corpus=corpus_of(reversed(NAMES)))[0] == {"a"}  # their order does not matter
+
+
+def test_results_of_documents_that_are_gone_are_kept_however_often_a_run_is_extended(tmp_path: Path) -> None:
+    begin(tmp_path, *map(record, "abc"), corpus=corpus_of("abcd"))
+    for names, changed, done in (("bcd", {}, {*"bc"}), ("cde", {}, {*"c"}), ("bcde", {"c": "other"}, set())):
+        assert resume(tmp_path, corpus=corpus_of(names, **changed), mode="extend")[0] == done
+    assert resume(tmp_path, corpus=corpus_of("bcde", c="other"))[0] == set()
+    assert "a" in open_results(tmp_path, partial=True).ids()
 
 
 @pytest.mark.parametrize("share", [slice(1, None, 2), slice(1, None, 3)])

@@ -7,11 +7,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
-from made_runs import new_writer, record, resume, take
+from made_runs import kv_in, new_writer, record, resume, take
 
 from kvr_mpi.cli.prune import parse_size
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, counted
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, DataError, counted
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import choose_pruned, finish_run, list_stored
@@ -21,7 +22,7 @@ NOW = datetime(2026, 11, 22, tzinfo=UTC)
 
 
 def kept(folder: Path) -> set[str]:
-    return {one.id for one in list_stored(index_run(folder, verify=True))}
+    return set(list_stored(index_run(folder, verify=True)))
 
 
 @pytest.fixture
@@ -78,13 +79,25 @@ def test_what_is_named_goes_and_records_stay(
 
 
 def test_age_counts_from_when_a_document_was_finished(run: Path) -> None:
-    stored = list_stored(index_run(run))
-    assert [one.id for one in stored] == ["a", "b", "c", "d"]
+    index, now_s = index_run(run), NOW.timestamp()
+    assert list_stored(index) == ["a", "b", "c", "d"]
     for days, gone in ((10, ""), (3.5, "ab"), (2.5, "abc"), (0, "abcd")):
-        chosen = choose_pruned(stored, older_than=timedelta(days=days), now=NOW)
-        assert "".join(one.id for one in chosen) == gone
-    both = choose_pruned(stored, older_than=timedelta(days=4.5), keep_bytes=2 * stored[0].bytes, now=NOW)
-    assert "".join(one.id for one in both) == "ab"
+        assert choose_pruned(index, older_than_s=86_400 * days, now_s=now_s) == [*gone]
+    keep_bytes = 2 * index.places["a"].kv_bytes
+    assert choose_pruned(index, older_than_s=86_400 * 4.5, keep_bytes=keep_bytes, now_s=now_s) == ["a", "b"]
+
+
+def test_every_block_of_a_layer_is_verified(run: Path) -> None:
+    for token in (0, 255, 256, 399):
+        file = min(run.glob("kv-*.h5"))
+        content = bytearray(file.read_bytes())
+        with h5py.File(file) as opened:
+            keys = kv_in(opened, "a")["layer_000/keys"]
+            at = keys.id.get_offset() + token * keys[0].nbytes
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with open_results(run, verify=False).open("a") as (_, kv), pytest.raises(DataError, match="layer_000/keys"):
+            kv.read(0)
+        file.write_bytes(content)
 
 
 def test_a_damaged_file_is_left_as_it_is(run: Path, run_kvr: Any) -> None:

@@ -9,9 +9,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-import pandas
 import pytest
 import torch
 import transformers
@@ -60,12 +60,6 @@ def test_shares_make_one_table(array: Path, kvr: Path) -> None:
     )
     rows = list(csv.reader(io.StringIO(done.stdout)))
     assert len(rows) == 1 + len(NAMES) and sum(row[0] == "id" for row in rows) == 1
-
-
-def test_shares_make_one_parquet_file(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
-    target = tmp_path / "all.parquet"
-    assert run_kvr("export", array, "--format", "parquet", "-o", target).return_value == EXIT_OK
-    assert list(pandas.read_parquet(target)["id"]) == NAMES
 
 
 def test_gathering_loads_no_models_libraries(array: Path, tmp_path: Path) -> None:
@@ -145,6 +139,17 @@ def test_a_gathered_file_does_not_hide_the_shares(array: Path, run_kvr: Kvr) -> 
     assert sorted(found) == NAMES and found["doc-03"] == "anew"
 
 
+def test_shares_of_several_prompts_about_each_document_are_complete(tmp_path: Path) -> None:
+    corpus = replace(
+        corpus_of([f"{name}#{prompt}" for name in "abc" for prompt in ("who", "why")]), prompts=("who", "why")
+    )
+    for number, names in enumerate(("ac", "b")):
+        folder, share = tmp_path / f"share-{number}-of-2", slice(number, None, 2)
+        take(folder, mode="new", corpus=corpus, share=share).close()
+        write(folder, 0, [record(f"{name}#{prompt}") for name in names for prompt in corpus.prompts])
+    assert open_results(tmp_path).missing == ()
+
+
 def test_a_lock_makes_no_run(array: Path, run_kvr: Kvr) -> None:
     Lock(array, this_process()).release()
     assert len(run_kvr("export", array).stdout.splitlines()) == len(NAMES)
@@ -200,8 +205,3 @@ def test_failed_documents_are_shown_alone(array: Path, kvr: Path, run_kvr: Kvr) 
     told = json.loads(run_kvr("inspect", folder, "--errors", "--json").output)
     assert told == {"reasons": {"it went wrong": 1}, "errors": [{"id": "doc-05", "error": "it went wrong"}]}
     assert "1 x it went wrong" in run_kvr("status", folder).output
-
-
-def test_no_failed_documents_are_none(tmp_path: Path, run_kvr: Kvr) -> None:
-    write(tmp_path, 0, [record("a")])
-    assert run_kvr("inspect", tmp_path, "--errors").output == "0 failed\n"

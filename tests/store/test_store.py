@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from made_runs import stored_layers
 
 from kvr_mpi.documents import read_corpus
-from kvr_mpi.errors import DataError
 from kvr_mpi.store.arrays import type_name
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_kv, write_kv
 from kvr_mpi.store.log import Header, seal, unseal
-from kvr_mpi.store.record import ASKED_FOR, REALS, Record, read_record, record_values
+from kvr_mpi.store.record import ASKED_FOR, KINDS, OF_RUN, REALS, Record, read_record, record_values
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.stored_kv import KeysValues
@@ -52,38 +49,15 @@ TEXT = st.one_of(
     st.sampled_from(["", "\n", "a\0b", "\0", "line\nline\r\n\ttab", "😀 🇩🇪 e\u0301", "\u2028", '"quoted", or not']),
     st.text(max_size=60),
 )
-# No longer than the answer: readers refuse what is.
-OF_TOKENS = ("logprobs", "top_tokens", "top_logprobs")
-RECORD = st.builds(
-    Record,
-    id=ID,
-    status=st.sampled_from(["done", "error"]),
-    error=TEXT,
-    answer=TEXT,
-    token_ids=st.lists(INT64, max_size=6).map(tuple),
-    slices=st.lists(INT64, max_size=4).map(tuple),
-    logprobs=st.lists(st.floats(), max_size=6).map(tuple),
-    top_tokens=st.lists(INT64, max_size=12).map(tuple),
-    top_logprobs=st.lists(st.floats(), max_size=12).map(tuple),
-    token_texts=TEXT,
-    scores=TEXT,
-    samples=TEXT,
-    document_sha256=TEXT,
-    prompt_sha256=TEXT,
-    prompt_tokens=INT64,
-    dropped_tokens=INT64,
-    new_tokens=INT64,
-    finish_reason=TEXT,
-    strategy=TEXT,
-    ttft_s=st.floats(),
-    prefill_tokens_per_s=st.floats(),
-    wait_s=st.floats(),
-    decode_s=st.floats(),
-    parts=INT64,
-    finished_at=TEXT,
-).map(lambda found: replace(found, **{name: getattr(found, name)[: len(found.token_ids)] for name in OF_TOKENS}))
-
-
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "str": TEXT,
+    "int": INT64,
+    "float": st.floats(),
+    "tuple[int, ...]": st.lists(INT64, max_size=6).map(tuple),
+    "tuple[float, ...]": st.lists(st.floats(), max_size=6).map(tuple),
+}
+GIVEN = {"id": ID, "status": st.sampled_from(["done", "error"]), OF_RUN: st.just(0.0)}
+RECORD = st.builds(Record, **{name: GIVEN.get(name, VALUES[kind]) for name, kind in KINDS.items()})
 Layers = list[tuple[torch.Tensor, torch.Tensor] | None]
 
 
@@ -103,7 +77,9 @@ def as_stored(record: Record) -> dict[str, Any]:
     """Say what must come back: the same, but for infinities and NaN, which JSON has not."""
     values = record.as_dict()
     for name, value in values.items():
-        if name in REALS:
+        if name in ASKED_FOR and not value:
+            values[name] = type(value)()  # -0.0, too
+        elif name in REALS:
             values[name] = [one if isfinite(one) else -inf for one in value]
         elif isinstance(value, float) and not isfinite(value):
             values[name] = nan
@@ -166,13 +142,6 @@ def test_long_texts_come_back_even_after_a_merge(tmp_path: Path) -> None:
     assert list(open_results(tmp_path / RESULTS)) == [record]
 
 
-def test_as_dict_is_plain_json(tmp_path: Path) -> None:
-    record = Record("a", "done", token_ids=(1, 2), slices=(0, 5), ttft_s=0.5)
-    write_one(tmp_path, record, [])
-    (got,) = open_results(tmp_path)
-    assert json.loads(json.dumps(got.as_dict())) == record.as_dict()
-
-
 @settings(max_examples=300)
 @given(one=st.one_of(ID, st.text(max_size=8)), other=st.one_of(ID, st.text(max_size=8)))
 @example(".", "%2E")
@@ -186,17 +155,6 @@ def test_key_of_is_injective_and_never_a_path(one: str, other: str) -> None:
     for name, key in zip((one, other), keys, strict=True):
         assert "/" not in key and "\0" not in key and key not in (".", "..")
         assert unquote(key) == name
-
-
-def test_ids_that_look_alike_are_two_documents(tmp_path: Path) -> None:
-    composed, decomposed = "caf\u00e9", unicodedata.normalize("NFD", "caf\u00e9")
-    writer = ResultWriter(tmp_path, 0, HEADER, 1)
-    for name in (composed, decomposed, "CAFE", "cafe"):
-        writer.write(Record(name, "done", answer=name))
-    writer.close()
-    assert {record.id: record.answer for record in open_results(tmp_path)} == {
-        name: name for name in (composed, decomposed, "CAFE", "cafe")
-    }
 
 
 @pytest.mark.parametrize("name", ["\ud800", "nul\0id", "", "x" * 5000, "a\nb", "\x7f"])
@@ -252,14 +210,6 @@ def test_the_docs_of_a_record_name_every_field() -> None:
         assert spec.name in documented.__doc__, f"{spec.name} is stored, but not documented"
 
 
-def test_header_and_versions_come_back(tmp_path: Path) -> None:
-    write_one(tmp_path, Record("a", "done"), [])
-    for path in (tmp_path, merge_run(tmp_path)):
-        found = open_results(path).header
-        assert (found.identity, found.model) == (HEADER.identity, HEADER.model)
-        assert found.software["torch"] == torch.__version__ and found.software["h5py"] == h5py.__version__
-
-
 def test_a_file_is_closed_after_reading(tmp_path: Path) -> None:
     write_one(tmp_path, Record("a", "done"), [])
     path = merge_run(tmp_path)
@@ -267,11 +217,6 @@ def test_a_file_is_closed_after_reading(tmp_path: Path) -> None:
     # An open reader would make this fail: HDF5 opens no file twice for reading and for writing.
     with h5py.File(path, "a") as again:
         again.attrs["note"] = "seen"
-
-
-def test_a_missing_file_is_bad_data(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"), open_volume(tmp_path / "absent.h5"):
-        pass
 
 
 # Keys and values
@@ -285,25 +230,12 @@ def test_every_16_bit_pattern_comes_back_bit_for_bit(dtype: torch.dtype) -> None
         got, _ = layers_in(file["a"], told)[0]
         keys = file["a/layer_000/keys"]
         plain = np.asarray(keys[()])
-        assert type_name(keys) == str(dtype).removeprefix("torch.")
+        assert type_name(keys) == str(dtype).removeprefix("torch.") and keys.id.get_type().get_size() == 2
     assert got.dtype == dtype and got.shape == patterns.shape
     np.testing.assert_array_equal(bits(got), bits(patterns))
     # Plain h5py sees the values: NaN, infinities and subnormals (the smallest is 2**-133) where they are.
     np.testing.assert_array_equal(plain.astype(np.float32), patterns.float().numpy())
     assert np.isinf(plain).sum() == 2 and np.isnan(plain).sum() > 100
-
-
-def test_bfloat16_is_float32_to_plain_h5py() -> None:
-    smallest, largest = 2.0**-133, 3.3895313892515355e38
-    tensor = torch.tensor([[[0.0, -0.0, smallest, largest, float("inf"), float("-inf"), float("nan"), 1 / 3]]])
-    with memory_file() as file:
-        write_kv(file, "a", [(tensor.bfloat16(), tensor.bfloat16())], None)
-        keys = file["a/layer_000/keys"]
-        plain = keys[()]
-        assert keys.id.get_type().get_size() == 2  # of the file's bytes, though h5py gives float32
-    assert plain.dtype == np.float32
-    np.testing.assert_array_equal(plain, tensor.bfloat16().float().numpy())
-    assert plain[0, 0, 2] == smallest and plain[0, 0, 3] == largest and np.signbit(plain[0, 0, 1])
 
 
 @settings(max_examples=50)
@@ -342,16 +274,6 @@ def test_layers_come_back_from_a_volume(tmp_path: Path, dtype: torch.dtype, toke
             np.testing.assert_array_equal(bits(stored), bits(mine))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bits_survive_a_merge(tmp_path: Path, dtype: torch.dtype) -> None:
-    patterns = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(torch.bfloat16)
-    tensor = patterns.to(dtype).reshape(-1, 4, 16)
-    write_one(tmp_path, Record("a", "done"), [(tensor, tensor.flip(0))])
-    ((keys, values),) = stored_layers(merge_run(tmp_path), "a").values()
-    np.testing.assert_array_equal(bits(keys), bits(tensor))
-    np.testing.assert_array_equal(bits(values), bits(tensor.flip(0)))
-
-
 @settings(max_examples=25)
 @given(present=st.lists(st.booleans(), max_size=12))
 def test_absent_layers_are_skipped_and_the_others_keep_their_numbers(present: list[bool]) -> None:
@@ -363,20 +285,3 @@ def test_absent_layers_are_skipped_and_the_others_keep_their_numbers(present: li
         stored = layers_in(file["a"], told) if any(present) else {}
         got = {n: (float(keys[0, 0, 0]), float(values[0, 0, 0])) for n, (keys, values) in stored.items()}
     assert got == {n: (float(n), -float(n)) for n, is_there in enumerate(present) if is_there}
-
-
-def test_a_record_without_layers_has_none(tmp_path: Path) -> None:
-    write_one(tmp_path, Record("a", "done"), [])
-    with open_results(tmp_path).open("a") as (found, kv):
-        assert found.id == "a" and not kv.layers
-
-
-@pytest.mark.parametrize("data", [np.zeros((4, 2, 8), int), np.zeros((4, 2, 8), "V8"), np.zeros((4, 2, 8), complex)])
-def test_what_is_no_float_type_is_refused(data: np.ndarray[Any, Any]) -> None:
-    with memory_file() as file:
-        told = write_kv(file, "a", [(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))], None)
-        layer = file["a/layer_000"]
-        del layer["keys"]
-        layer["keys"] = data
-        with pytest.raises(DataError, match="expected .*'f'"):
-            open_kv(file["a"], *told)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as tf
 from constants import SMOLLM
-from made_jobs import TEXT, last_line
+from made_jobs import TEXT, last_line, with_settings
 from made_runs import kv_in
 
 from kvr_mpi.errors import counted
@@ -26,10 +26,6 @@ from kvr_mpi.transport.local import LocalTransport
 
 QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}
 Ask = Callable[..., Any]
-
-
-def options(*settings: str) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
 
 
 def ask_job(folder: Path, model: Path | str, run: Path, name: str = "asked", more: str = "", tokens: int = 8) -> Path:
@@ -82,7 +78,7 @@ def ask_fresh(job: Path, folder: Path, run_here: Any, *settings: str) -> dict[st
         fresh[name] = folder / f"fresh-{name}"
         words = "Summarise: {text}\n\n" + text.replace("{", "{{").replace("}", "}}")
         told = (f"prompt.template={words}", f"output.path={fresh[name]}", *settings)
-        run = run_here(1, [job, *options(*told)])
+        run = run_here(1, [job, *with_settings(*told)])
         assert run.returncode == 0, run.stderr
     return fresh
 
@@ -105,7 +101,7 @@ def test_answers_are_those_of_a_fresh_prefill(
 ) -> None:
     model = model_of(name)
     own = (f"model.path={model}", f"model.dtype={dtype}", "prompt.max_tokens=500")
-    wrote = run_here(ranks, [job, *options(*own, "output.kv=true", "generation.max_new_tokens=3", *more)])
+    wrote = run_here(ranks, [job, *with_settings(*own, "output.kv=true", "generation.max_new_tokens=3", *more)])
     assert wrote.returncode == 0, wrote.stderr
     fresh = ask_fresh(job, tmp_path, run_here, *own)
     for readers in (1, 3):
@@ -120,7 +116,7 @@ def test_a_real_model_answers_as_to_a_fresh_prefill(tmp_path: Path, job: Path, r
     for number, file in enumerate(sorted(Path("jobs/demo").glob("*.*"))[:3]):
         (tmp_path / "corpus" / f"doc-{number}.txt").write_text(file.read_text()[:2500])
     own = (f"model.path={SMOLLM}", "documents.limit=3")
-    wrote = run_here(2, [job, *options(*own, "output.kv=true", "generation.max_new_tokens=0")])
+    wrote = run_here(2, [job, *with_settings(*own, "output.kv=true", "generation.max_new_tokens=0")])
     assert wrote.returncode == 0, wrote.stderr
     fresh = ask_fresh(job, tmp_path, run_here, *own)
     asked = run_here(1, [ask_job(tmp_path, SMOLLM, tmp_path / "out"), "--overwrite"])
@@ -131,7 +127,7 @@ def test_a_real_model_answers_as_to_a_fresh_prefill(tmp_path: Path, job: Path, r
 @pytest.fixture
 def run(job: Path, tmp_path: Path, run_here: Any) -> Path:
     """A run with keys and values."""
-    done = run_here(2, [job, *options("output.kv=true", "generation.max_new_tokens=3")])
+    done = run_here(2, [job, *with_settings("output.kv=true", "generation.max_new_tokens=3")])
     assert done.returncode == 0, done.stderr
     return tmp_path / "out"
 
@@ -143,8 +139,8 @@ def test_some_documents_a_file_of_questions_and_resuming(
     file = tmp_path / "more.jsonl"
     file.write_text('{"id": "when", "question": "When was it?"}\n{"question": "Where?"}\n', encoding="utf-8-sig")
     job = ask_job(tmp_path, tiny_model_dir, run, more='documents = ["doc-1.txt", "doc-3.txt"]')
-    asked = options(f"questions.ask={file}")
-    assert run_here(1, [job, *asked, *options("documents.limit=1")]).returncode == 0
+    asked = with_settings(f"questions.ask={file}")
+    assert run_here(1, [job, *asked, *with_settings("documents.limit=1")]).returncode == 0
     names = ["when", "q2"]
     assert set(records(tmp_path / "asked")) == {f"doc-1.txt#{name}" for name in names}
     again = run_here(2, [job, *asked, "--resume"])
@@ -160,7 +156,7 @@ def test_some_documents_a_file_of_questions_and_resuming(
 def test_the_answer_may_be_asked_about_again(run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
     """What is asked is stored like any prompt, if that is wanted."""
     job = ask_job(tmp_path, tiny_model_dir, run)
-    assert run_here(1, [job, *options("output.kv=true")]).returncode == 0
+    assert run_here(1, [job, *with_settings("output.kv=true")]).returncode == 0
     deeper = ask_job(tmp_path, tiny_model_dir, tmp_path / "asked", name="deeper")
     done = run_here(1, [deeper])
     assert done.returncode == 0, done.stderr
@@ -207,7 +203,7 @@ def test_a_file_that_cannot_be_opened_is_named_for_each_of_its_documents_and_the
 ) -> None:
     """What runs of many gigabytes are: not merged, a file or more of each rank."""
     monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
-    assert run_here(2, [job, *options("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
+    assert run_here(2, [job, *with_settings("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
     *others, last = sorted((tmp_path / "out").glob("kv-*.h5"))
     gone = documents_in(tmp_path / "out", last)
     assert others and gone
@@ -226,7 +222,7 @@ def test_documents_that_a_run_has_lost_are_not_passed_over(
     job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
-    assert run_here(2, [job, *options("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
+    assert run_here(2, [job, *with_settings("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
     first, *others = sorted((tmp_path / "out").glob("kv-*.h5"))
     left = documents_in(tmp_path / "out", first)
     for file in others:
@@ -235,7 +231,7 @@ def test_documents_that_a_run_has_lost_are_not_passed_over(
     asked = run_here(1, [asking])
     assert asked.returncode == 65 and f"lost keys and values of {counted(5 - len(left), 'document')}" in asked.stderr
     assert not list((tmp_path / "asked").glob("*.h5"))
-    asked = run_here(1, [asking, *options(f"questions.documents={json.dumps(left)}")])
+    asked = run_here(1, [asking, *with_settings(f"questions.documents={json.dumps(left)}")])
     assert asked.returncode == 0 and {record.document for record in records(tmp_path / "asked").values()} == set(left)
 
 
@@ -244,13 +240,13 @@ def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_
 ) -> None:
     (tmp_path / "corpus" / "long.txt").write_text(TEXT * 60)
     (tmp_path / "corpus" / "empty.txt").write_text("")
-    run = run_here(2, [job, *options("output.kv=true", "prompt.too_long=split")])
+    run = run_here(2, [job, *with_settings("output.kv=true", "prompt.too_long=split")])
     assert run.returncode == 65
     job = ask_job(tmp_path, tiny_model_dir, tmp_path / "out")
     asked = run_here(1, [job])
     assert asked.returncode == 78 and "1 of 6 documents cannot be asked about: long.txt" in asked.stderr
     assert "kernels" not in asked.stderr and not list((tmp_path / "asked").glob("*.h5"))
-    asked = run_here(1, [job, *options("output.max_failed=2")])
+    asked = run_here(1, [job, *with_settings("output.max_failed=2")])
     assert asked.returncode == 0 and "skipped: 1 document with error records" in asked.stderr
     found = records(tmp_path / "asked")
     assert "parts" in found["long.txt#who"].error and "empty.txt#who" not in found
@@ -261,7 +257,7 @@ def test_a_question_that_overflows_the_context_is_an_error_record(
     run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
 ) -> None:
     job = ask_job(tmp_path, tiny_model_dir, run, more='documents = ["doc-0.txt", "doc-4.txt"]')
-    asked = run_here(1, [job, *options("prompt.max_tokens=150")])
+    asked = run_here(1, [job, *with_settings("prompt.max_tokens=150")])
     assert asked.returncode == 65, asked.stderr
     found = records(tmp_path / "asked")
     assert found["doc-0.txt#who"].status == "done" and "too long" in found["doc-4.txt#who"].error
@@ -320,7 +316,7 @@ def test_keys_of_another_model_are_refused(
 def test_what_does_not_go_with_questions_is_refused_before_anything_is_loaded(
     run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, settings: list[str], words: str
 ) -> None:
-    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, run), *options(*settings)])
+    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, run), *with_settings(*settings)])
     assert asked.returncode in (65, 78) and words in asked.stderr, asked.stderr
     assert "Traceback" not in asked.stderr and not list((tmp_path / "asked").glob("*.h5"))
     assert last_line(asked.stderr).startswith("exit code")
@@ -368,10 +364,3 @@ def test_kvr_ask_answers_about_chosen_documents(
     assert (
         code == 65 and "no results found" in err or "no result file" in err and "exit code 65: a file is damaged" in err
     )
-
-
-@pytest.mark.slow
-def test_kvr_ask_under_mpirun(run: Path, tmp_path: Path, mpirun: Any, kvr: Path) -> None:
-    asked = mpirun(3, [kvr, "ask", run, "-q", "Who?", "-o", tmp_path / "answers"])
-    assert asked.returncode == 0, asked.stderr
-    assert len(records(tmp_path / "answers")) == 5

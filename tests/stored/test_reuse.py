@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
-from made_jobs import TEXT
+from made_jobs import TEXT, with_settings
 from made_runs import kv_in
+from test_asking import records
 
-from kvr_mpi.store.record import Record
-from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS
-from kvr_mpi.stored.reuse import hash_blocks
+from kvr_mpi.stored.prompt import StoredPrefix
+from kvr_mpi.stored.reuse import StoredBeginnings, hash_blocks
 
 MORE = "And then the harbour master wrote a second letter, which nobody answered. "
-
-
-def options(*settings: str) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
-
-
-def records(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in open_results(folder)}
 
 
 @pytest.fixture
@@ -34,7 +25,7 @@ def grown(job: Path, tmp_path: Path, run_here: Any) -> Path:
     (corpus / "doc-3.txt").write_text("The third. " + TEXT * 14)
     (corpus / "doc-4.txt").write_text("The fourth. " + TEXT * 17)
     done = run_here(
-        2, [job, *options("output.kv=true", "generation.max_new_tokens=2", f"output.path={tmp_path / 'old'}")]
+        2, [job, *with_settings("output.kv=true", "generation.max_new_tokens=2", f"output.path={tmp_path / 'old'}")]
     )
     assert done.returncode == 0, done.stderr
     for name in ("doc-1.txt", "doc-3.txt"):
@@ -59,7 +50,7 @@ def test_answers_are_the_same_and_only_the_rest_is_computed(
 ) -> None:
     plain = run_here(1, [job])
     assert plain.returncode == 0, plain.stderr
-    again = options(f"documents.reuse={grown}", f"output.path={tmp_path / 'again'}", *more)
+    again = with_settings(f"documents.reuse={grown}", f"output.path={tmp_path / 'again'}", *more)
     reused = run_here(ranks, [job, *again])
     assert reused.returncode == 0, reused.stderr
     assert "with one of 5 stored prompts" in reused.stderr
@@ -82,7 +73,7 @@ def test_a_damaged_beginning_is_an_error_record_and_the_chain_goes_on(
     content = bytearray((grown / "results.h5").read_bytes())
     content[at] ^= 1
     (grown / "results.h5").write_bytes(content)
-    reused = run_here(ranks, [job, *options(f"documents.reuse={grown}", "parallel.partition=even")])
+    reused = run_here(ranks, [job, *with_settings(f"documents.reuse={grown}", "parallel.partition=even")])
     assert reused.returncode == 65, reused.stderr
     found = records(tmp_path / "out")
     assert {name for name, record in found.items() if record.status == "error"} == {"doc-3.txt"}
@@ -90,19 +81,13 @@ def test_a_damaged_beginning_is_an_error_record_and_the_chain_goes_on(
     assert found["doc-4.txt"].status == "done" and found["doc-4.txt"].computed_tokens < found["doc-4.txt"].prompt_tokens
 
 
-def test_another_models_beginnings_are_refused(job: Path, tmp_path: Path, run_here: Any, grown: Path) -> None:
-    import transformers as tf
-
-    other = Path(shutil.copytree(Path(str(job)).parent, tmp_path.parent / f"{tmp_path.name}-copy")) / "model"
-    told = next(line for line in job.read_text().splitlines() if "path =" in line)
-    shutil.copytree(told.split('"')[1], other)
-    model = tf.AutoModelForCausalLM.from_pretrained(other)
-    model.get_input_embeddings().weight.data[5] += 1
-    model.save_pretrained(other)
-    refused = run_here(2, [job, *options(f"documents.reuse={grown}", f"model.path={other}")])
-    assert refused.returncode == 78 and "did not compute the keys and values" in refused.stderr
-    refused = run_here(1, [job, *options(f"documents.reuse={tmp_path / 'nowhere'}")])
-    assert refused.returncode == 65 and "nowhere" in refused.stderr
+def test_the_longest_stored_beginning_that_leaves_a_token_is_found() -> None:
+    ids = list(range(2 * BLOCK_TOKENS + 1))
+    stored = StoredBeginnings([StoredPrefix("a", (), len(ids))], dict.fromkeys(hash_blocks(ids), 0))
+    for tokens, known in ((len(ids), 2), (2 * BLOCK_TOKENS, 1), (BLOCK_TOKENS + 1, 1), (BLOCK_TOKENS, 0)):
+        found = stored.find(ids[:tokens])
+        assert (0 if found is None else found.tokens) == known * BLOCK_TOKENS
+    assert stored.find([7, *ids[1:]]) is None
 
 
 def test_a_blocks_hash_is_of_all_tokens_before() -> None:
