@@ -24,8 +24,7 @@ MAX_ID_CHARS = 512
 # Of a document, or of a row: more than any model reads. What is larger is never in memory as a whole.
 MAX_TEXT_BYTES = 64 << 20
 PARQUET_ROWS, PARQUET_BYTES = 16, 64 << 20  # in memory together
-# Of a file that is only looked into.
-SAMPLE_ROWS, SAMPLE_BYTES = 20, 8 << 20
+SAMPLE_ROWS = 20  # of a file that is only looked into
 SURROGATE = re.compile("[\ud800-\udfff]")
 # How files of the types that end up among texts most often begin: PDF, ZIP (.docx, .xlsx), gzip, HDF5, images.
 BINARY = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89HDF", b"\x89PNG", b"\xff\xd8\xff", b"\xd0\xcf\x11\xe0")
@@ -157,19 +156,12 @@ def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     CorpusError
         If a package is missing to read any.
     """
-    rows: list[Any] = []
-    with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
-        if suffix_of(file) == ".parquet":
-            rows += (row for _, row in islice(parquet_rows(file, fields), SAMPLE_ROWS))
-            return rows
-        with open_regular(file) as stream:
-            lines = gzip.open(stream, "rb") if suffix_of(file) == ".jsonl.gz" else stream
-            while len(rows) < SAMPLE_ROWS and (line := lines.readline(SAMPLE_BYTES)):
-                with contextlib.suppress(ValueError, RecursionError):
-                    rows.append(json.loads(line))
-                if lines.tell() > SAMPLE_BYTES:
-                    break
-    return [row for row in rows if isinstance(row, dict)]
+    found: list[Any] = []
+    with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):
+        for _, row in islice(read_rows(file, RowFormat(columns=tuple(fields))), SAMPLE_ROWS):
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(row) if isinstance(row, bytes) else row)
+    return [row for row in found if isinstance(row, dict)]
 
 
 def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
