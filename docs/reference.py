@@ -35,7 +35,7 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 def commands() -> str:
     """List the commands, each with its line in `kvr --help`."""
-    rows = [(f"`kvr {name}`", about) for name, (_, _, about) in COMMANDS.items()]
+    rows = [(f"`kvr {name}`", about) for name, about in COMMANDS.items()]
     return _table(("command", "what it does"), rows)
 
 

@@ -24,6 +24,14 @@ LOG_NAME = re.compile(r"log-([0-9]{4,})(?:-([0-9]{4,}))?\.jsonl", re.ASCII)
 VOLUME_NAME = re.compile(r"kv-([0-9]{4,})-([0-9]{4,})-([0-9]{5,})\.h5", re.ASCII)
 LOCK_NAME = re.compile(r"\.lock-([0-9]{6,})", re.ASCII)
 RANK_FILE_NAME = re.compile(r"([0-9]{4,})-([0-9]{4,})\.json", re.ASCII)
+# What is no file, in words.
+KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
@@ -62,14 +70,15 @@ def rank_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading, without blocking on pipes.
+    """Open a regular file for reading; pipes could block, and devices could be endless.
 
     Raises
     ------
     OSError
         Also if it is anything else.
     """
-    return os.fdopen(_checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path), "rb")
+    _check_regular(os.stat(path).st_mode, path)  # a device may do something when it is merely opened
+    return os.fdopen(_checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), path), "rb")
 
 
 def read_regular(path: Path, limit_bytes: int) -> bytes:
@@ -121,9 +130,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             raise
 
 
+def kind_of_file(mode: int) -> str:
+    """Describe a file that is none, by its mode: a named pipe."""
+    return KINDS.get(stat.S_IFMT(mode), "something else")
+
+
 def _checked(handle: int, path: Path) -> int:
     """Return a descriptor if it refers to a regular file."""
-    if stat.S_ISREG(os.fstat(handle).st_mode):
-        return handle
-    os.close(handle)
-    raise OSError(errno.EINVAL, "not a regular file; something else was put in its place", str(path))
+    try:
+        _check_regular(os.fstat(handle).st_mode, path)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _check_regular(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {kind_of_file(mode)}, not a regular file", str(path))

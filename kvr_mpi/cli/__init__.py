@@ -16,47 +16,32 @@ import click
 from kvr_mpi import __version__
 from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 
-# Subcommands as `kvr --help` groups them: (module, function in it, help line for the list).
+# Subcommands as `kvr --help` groups them, with the help line for the list; each is a function of its name in a module
+# of its name.
 GROUPS = {
     "To begin with": {
-        "demo": (
-            "kvr_mpi.cli.demo",
-            "demo",
-            "Summarise eight documents that come with kvr-mpi, with a small real model.",
-        ),
-        "init": ("kvr_mpi.cli.init", "init", "Write a job file: which documents, which model, what to ask."),
-        "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
-        "status": ("kvr_mpi.cli.status", "status", "Show the progress of a run: done, failed, left, and its ranks."),
-        "export": ("kvr_mpi.cli.export", "export", "Export answers as JSON lines, CSV or Parquet, or keys and values."),
+        "demo": "Summarise eight documents that come with kvr-mpi, with a small real model.",
+        "init": "Write a job file: which documents, which model, what to ask.",
+        "run": "Prefill, answer and store every document of a job.",
+        "status": "Show the progress of a run: done, failed, left, and its ranks.",
+        "export": "Export answers as JSON lines, CSV or Parquet, or keys and values.",
     },
     "Every week": {
-        "doctor": ("kvr_mpi.cli.doctor", "doctor", "Check the machine: launcher, cores, GPUs, links, files, SLURM."),
-        "plan": ("kvr_mpi.cli.plan", "plan", "Show which documents would run on which chains, when, and why."),
-        "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
-        "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show the contents of a result file, or one of its documents."),
-        "ask": ("kvr_mpi.cli.ask", "ask", "Ask stored documents new questions, without prefilling them again."),
-        "merge": (
-            "kvr_mpi.cli.merge",
-            "merge",
-            "Merge the results of a run into one HDF5 file, verifying every checksum.",
-        ),
+        "doctor": "Check the machine: launcher, cores, GPUs, links, files, SLURM.",
+        "plan": "Show which documents would run on which chains, when, and why.",
+        "sbatch": "Submit a job to SLURM, with nodes and time from the plan.",
+        "inspect": "Show the contents of a result file, or one of its documents.",
+        "ask": "Ask stored documents new questions, without prefilling them again.",
+        "merge": "Merge the results of a run into one HDF5 file, verifying every checksum.",
     },
     "Now and then": {
-        "report": (
-            "kvr_mpi.cli.report",
-            "report",
-            "Write an HTML page about a run: where the time went, and the answers.",
-        ),
-        "verify": ("kvr_mpi.cli.verify", "verify", "Check that every strategy gives the same results as one process."),
-        "search": (
-            "kvr_mpi.cli.search",
-            "search",
-            "Measure the best slices on this machine, or what KV heads keep; write a table.",
-        ),
-        "prune": ("kvr_mpi.cli.prune", "prune", "Remove stored keys and values: by document, age or size."),
+        "report": "Write an HTML page about a run: where the time went, and the answers.",
+        "verify": "Check that every strategy gives the same results as one process.",
+        "search": "Measure the best slices on this machine, or what KV heads keep; write a table.",
+        "prune": "Remove stored keys and values: by document, age or size.",
     },
 }
-COMMANDS = {name: found for group in GROUPS.values() for name, found in group.items()}
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 # Those that a launcher starts on every rank although one process does all of the work: the first rank's.
 ON_FIRST_RANK = ("demo", "init", "plan", "sbatch", "status", "inspect")
 
@@ -72,8 +57,7 @@ class LazyGroup(click.Group):
         """Import a subcommand."""
         if cmd_name not in COMMANDS:
             return None
-        module, name, _ = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), name)
+        command: click.Command = getattr(importlib.import_module(f"{__name__}.{cmd_name}"), cmd_name)
         return command
 
     def resolve_command(
@@ -96,7 +80,7 @@ class LazyGroup(click.Group):
         width = max(map(len, COMMANDS))
         for title, commands in GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name.ljust(width), text) for name, (_, _, text) in commands.items()])
+                formatter.write_dl([(name.ljust(width), text) for name, text in commands.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -78,7 +78,8 @@ def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:
     from kvr_mpi.store.lock import this_process
 
     job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
-    return this_process(f"{job}@{cluster}" if job and cluster else job, restart_count(environ))
+    restarts = environ.get("SLURM_RESTART_COUNT", "")
+    return this_process(f"{job}@{cluster}" if job and cluster else job, int(restarts) if restarts.isdecimal() else 0)
 
 
 # As huggingface_hub reads its variables.
@@ -106,9 +107,3 @@ def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-
-
-def restart_count(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often SLURM has restarted the job."""
-    restarts = environ.get("SLURM_RESTART_COUNT", "")
-    return int(restarts) if restarts.isdecimal() else 0

@@ -34,7 +34,6 @@ def measure_heads(job: Path, settings: tuple[str, ...], output: Path, *, overwri
     """
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.disk import replacing
-    from kvr_mpi.errors import OutputError
     from kvr_mpi.job import load_job
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.runtime.head_sample import sample_heads
@@ -43,9 +42,7 @@ def measure_heads(job: Path, settings: tuple[str, ...], output: Path, *, overwri
     alone = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1")  # whatever ranks the job itself runs on
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
-    if output.exists() and not overwrite:
-        raise OutputError(f"{output} exists; choose another file, or --overwrite it")
-    check_file(output, overwrite=True)
+    check_file(output, overwrite=overwrite)
     setup, sample = sample_heads(
         spec, read_environment().machine, spec.documents.limit or SAMPLED, lambda text: click.echo(text, err=True)
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvr_mpi.job import JobSpec
     from kvr_mpi.model import LoadedModel
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import Transport
@@ -76,16 +75,6 @@ def quiet_libraries() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def share_model_job(world: Transport, job: Path | None, settings: Sequence[str]) -> JobSpec:
-    """Read the parts of a job that a command needs (`load_model_job`) on one rank, for all ranks."""
-    from kvr_mpi.cli.options import load_model_job
-    from kvr_mpi.job import JobSpec
-    from kvr_mpi.transport import on_root, share_json
-
-    text = share_json(world, on_root(world, lambda: load_model_job(job, settings).model_dump_json()))
-    return JobSpec.model_validate_json(text)
-
-
 def load_everywhere(
     world: Transport,
     path: str,
@@ -126,3 +115,18 @@ def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log, *, 
     transport, reason = open_transport(world, cast(Name, wanted), loaded.device, every_pair=every_pair)
     log.root(reason)
     return transport
+
+
+def open_model_job(
+    world: Transport, job: Path | None, settings: Sequence[str], log: Log, *, every_pair: bool = True
+) -> tuple[LoadedModel, Transport]:
+    """Load a job's model on every rank, and open its transport; one rank reads the job (`options.load_model_job`)."""
+    from kvr_mpi.cli.options import load_model_job
+    from kvr_mpi.job import JobSpec
+    from kvr_mpi.transport import on_root, share_json
+
+    text = share_json(world, on_root(world, lambda: load_model_job(job, settings).model_dump_json()))
+    spec = JobSpec.model_validate_json(text)
+    model = spec.model
+    loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels)
+    return loaded, open_links(world, loaded, spec.parallel.transport, log, every_pair=every_pair)

@@ -203,17 +203,13 @@ def _as_json(found: Schedule, forecast: Forecast) -> dict[str, Any]:
 def _print_rows(found: Schedule, forecast: Forecast) -> None:
     import shutil
 
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from kvr_mpi.duration import duration_text
     from kvr_mpi.errors import printable
+    from kvr_mpi.report.table import documents_table, open_console
 
-    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
-    table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=28)
-    for name in ("tokens", "on ranks", "strategy", "slices", "start", "first token", "end", "memory"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    table = documents_table(("tokens", "on ranks", "strategy", "slices", "start", "first token", "end", "memory"))
     table.add_column("why", overflow="fold", ratio=1)
     rows = sorted(found.placements, key=lambda place: (place.start_s, place.first_rank))
     for place in rows[:SHOWN_ROWS]:
@@ -234,10 +230,7 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
             "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 1e9:.1f} GB",
             Text(place.reason + chunked),
         )
-    console = Console(
-        width=max(120, shutil.get_terminal_size((150, 24)).columns), highlight=False, force_terminal=False
-    )
-    console.print(table)
+    open_console(max(120, shutil.get_terminal_size((150, 24)).columns)).print(table)
     if len(rows) > SHOWN_ROWS:
         click.echo(f"... and {len(rows) - SHOWN_ROWS} more, which --json prints, too")
     for name, _, why in found.does_not_fit:

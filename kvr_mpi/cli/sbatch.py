@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from pathlib import Path
 import click
 
 from kvr_mpi.cli.allocation import Allocation, allocation_of, node_options
-from kvr_mpi.cli.batch_script import fill_in
 from kvr_mpi.cli.options import (
     check_fresh_or_resumed,
     extend_option,
@@ -23,6 +23,7 @@ from kvr_mpi.cli.options import (
 from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.errors import counted
 
+OPTION = re.compile("[a-z][a-z0-9-]*")
 SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
 # Options of sbatch that an array shares with the job that gathers its results.
 GATHER_TOO = ("account", "partition", "qos", "reservation", "mail-type", "mail-user", "clusters")
@@ -189,6 +190,44 @@ def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequen
     folder = scripts_folder()
     options = {key: str(value) for key, value in wanted.items() if value or value == ""}
     return fill_in((folder / name).read_text(), options, arguments, folder)
+
+
+def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], folder: Path) -> str:
+    """Insert sbatch's options and the job's arguments into a script.
+
+    Parameters
+    ----------
+    options : mapping
+        Long names without dashes, and values (empty: a flag); they replace the script's own.
+    arguments : sequence of str
+        What the script would be given on sbatch's command line.
+    folder : Path
+        Where the script's siblings are: SLURM runs a copy.
+    """
+    lines, left = [], dict(options)
+    for line in script.splitlines():
+        found = re.match(r"#SBATCH --([a-z][a-z0-9-]*)", line)
+        lines.append(_directive(found[1], left.pop(found[1])) if found and found[1] in left else line)
+    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
+    lines[last + 1 : last + 1] = [
+        *(_directive(key, value) for key, value in left.items()),
+        "",
+        f"export KVR_SLURM_DIR={shlex.quote(str(folder))}",
+        f"set -- {shlex.join(arguments)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _directive(key: str, value: str) -> str:
+    """Format an option as an #SBATCH line; line breaks are refused, since what follows would be executed."""
+    from kvr_mpi.errors import ConfigError
+
+    if not OPTION.fullmatch(key):
+        raise ConfigError(f"--{key!r}: expected a long option of sbatch, such as --partition=gpu")
+    if not value.isprintable():
+        hint = "start this from another folder" if key == "chdir" else "remove them"
+        raise ConfigError(f"--{key}={value!r} contains control characters, which could run as a command: {hint}")
+    return f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "")
 
 
 def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shares: int, nodes: Allocation) -> str:

@@ -87,7 +87,7 @@ def search(
     def work() -> int:
         import torch
 
-        from kvr_mpi.cli.launch import load_everywhere, open_links, share_model_job
+        from kvr_mpi.cli.launch import open_model_job
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
@@ -98,15 +98,9 @@ def search(
 
         log = Log(world.rank)
 
-        def check_arguments() -> list[int]:
-            return check_contexts(parse_numbers("--contexts", contexts), size, None)
-
-        asked = together(world, check_arguments)
-        spec = share_model_job(world, job, settings)
-        model = spec.model
-        loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels)
+        asked = together(world, lambda: check_contexts(parse_numbers("--contexts", contexts), size, None))
+        loaded, chain = open_model_job(world, job, settings, log, every_pair=False)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
-        chain = open_links(world, loaded, spec.parallel.transport, log, every_pair=False)
         loaded = check_chain(loaded)
         threads = torch.get_num_threads()  # as many as a job would have
         with pinned(chain):
@@ -141,13 +135,10 @@ def _who(loaded: LoadedModel, chain: Transport) -> tuple[Key, Provenance]:
 
 def _target(output: Path, key: Key, overwrite: bool) -> Path:
     """Return the file to write, after checking that it can be written."""
-    from kvr_mpi.errors import OutputError
     from kvr_mpi.store.targets import check_file
     from kvr_mpi.tuning.table import check_place, file_name
 
     path = output if output.suffix == ".json" else output / file_name(key)
-    if path.exists() and not overwrite:
-        raise OutputError(f"table {str(path)!r} exists already; choose another --output, or --overwrite it")
     check_place(path)
     check_file(path, overwrite=overwrite)
     return path

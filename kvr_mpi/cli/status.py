@@ -169,14 +169,11 @@ def _state(found: Status) -> str:
 
 def _documents(found: Status) -> str:
     total = "an unknown number of" if found.total is None else found.total
-    return f"{total}: {found.done} done, {found.failed} failed, {_or_unknown(found.left)} left"
+    left = "an unknown number" if found.left is None else found.left
+    return f"{total}: {found.done} done, {found.failed} failed, {left} left"
 
 
 def _counts(found: Status) -> list[tuple[str, str]]:
     from kvr_mpi.report.table import reason_lines
 
     return [("documents", _documents(found)), *(("failed", line) for line in reason_lines(found.reasons))]
-
-
-def _or_unknown(count: int | None) -> str:
-    return "an unknown number" if count is None else str(count)

@@ -42,7 +42,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     world = connect()
 
     def work() -> int:
-        from kvr_mpi.cli.launch import load_everywhere, open_links, share_model_job
+        from kvr_mpi.cli.launch import open_model_job
         from kvr_mpi.errors import ConfigError
         from kvr_mpi.prefill.failure import is_out_of_memory
         from kvr_mpi.prefill.self_check import check_chain
@@ -52,10 +52,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
-        spec = share_model_job(world, job, settings)
-        model = spec.model
-        loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels)
-        links = open_links(world, loaded, spec.parallel.transport, log)
+        loaded, links = open_model_job(world, job, settings, log)
 
         def choose() -> list[int]:
             context = loaded.shape.max_tokens

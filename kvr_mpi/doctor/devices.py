@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kvr_mpi.doctor.facts import RankFacts, group_ranks
+from kvr_mpi.doctor.facts import DeviceFacts, RankFacts, group_ranks
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, ranks_text, some, warn
 from kvr_mpi.model.devices import REMEDY
 
@@ -45,28 +46,63 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
     return [ok(check, some(shown, 8))]
 
 
-def check_allocator(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Warn about an allocator setting that silently disables CUDA IPC."""
-    users = [one.rank for one in facts if "expandable_segments:true" in one.device.allocator.lower().replace(" ", "")]
-    if not users:
-        return []
-    text = f"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True on {ranks_text(users)}"
-    return [
-        warn(
-            "allocator",
-            text,
-            "unset it: such memory cannot be shared between the GPUs of a host (CUDA IPC), and no error is raised",
-        )
-    ]
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What a GPU lacks or has set wrong: which GPUs, what is said of the first of them, and what to do."""
+
+    holds: Callable[[DeviceFacts], bool]
+    describe: Callable[[DeviceFacts], str]
+    remedy: str
+    check: str = "devices"
+
+
+LACKS = (
+    Lack(
+        lambda gpu: (0, 0) < gpu.capability < AMPERE,
+        lambda gpu: f"{gpu.name} is older than Ampere, so it has no flash attention and no bfloat16",
+        'use newer GPUs, or model.dtype = "float16" or "float32"',
+    ),
+    Lack(
+        lambda gpu: gpu.free_bytes < FREE_SHARE * gpu.total_bytes,
+        lambda gpu: (
+            f"other processes use the GPU, {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB are free"
+        ),
+        "check `nvidia-smi`; a job plans with the memory that is free when it begins",
+    ),
+    Lack(
+        lambda gpu: " MIG " in f" {gpu.name} ",
+        lambda gpu: "part of a GPU (MIG), which other ranks cannot reach over NCCL or CUDA IPC",
+        'use whole GPUs for chains, or parallel.transport = "staged"',
+    ),
+    Lack(
+        lambda gpu: not gpu.has_nccl,
+        lambda gpu: "this torch is built without NCCL",
+        "install the torch build for your GPUs, or use the transport 'staged'",
+    ),
+    Lack(
+        lambda gpu: not gpu.loads_directly,
+        lambda gpu: "weights are loaded through host memory, since accelerate is not installed",
+        'pip install "accelerate>=1.0": they are read straight to the GPU',
+    ),
+    Lack(
+        lambda gpu: gpu.module_loading.upper() == "LAZY",
+        lambda gpu: "CUDA_MODULE_LOADING=LAZY: loading a kernel has to wait for NCCL transfers",
+        "unset it: kvr-mpi then makes CUDA load all kernels at the start (EAGER)",
+    ),
+    Lack(
+        lambda gpu: "expandable_segments:true" in gpu.allocator.lower().replace(" ", ""),
+        lambda gpu: "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True",
+        "unset it: such memory cannot be shared between the GPUs of a host (CUDA IPC), and no error is raised",
+        check="allocator",
+    ),
+)
 
 
 def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Warn about GPUs with missing features or other users."""
+    """Warn about GPUs with missing features, wrong settings or other users."""
     on_gpu = [one for one in facts if one.device.index is not None]
-    if not on_gpu:
-        return []
-    kinds = group_ranks(on_gpu, lambda one: f"{one.device.name} ({one.device.total_bytes / GIB:.0f} GiB)")
     findings = []
+    kinds = group_ranks(on_gpu, lambda one: f"{one.device.name} ({one.device.total_bytes / GIB:.0f} GiB)")
     if len(kinds) > 1:
         text = some([f"{kind}: {_ranks(ranks)}" for kind, ranks in kinds.items()])
         remedy = (
@@ -74,42 +110,10 @@ def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
             "`--constraint` or `--gres=gpu:TYPE` requests GPUs of one kind"
         )
         findings.append(warn("devices", f"there are GPUs of several kinds: {text}", remedy))
-    if old := [one for one in on_gpu if (0, 0) < one.device.capability < AMPERE]:
-        findings.append(
-            warn(
-                "devices",
-                f"{_ranks(old)}: {old[0].device.name} is older than Ampere, so it has no flash attention and "
-                f"no bfloat16",
-                'use newer GPUs, or model.dtype = "float16" or "float32"',
-            )
-        )
-    if used := [one for one in on_gpu if one.device.free_bytes < FREE_SHARE * one.device.total_bytes]:
-        first = used[0].device
-        text = f"{_ranks(used)}: other processes use the GPU, {first.free_bytes / GIB:.1f} of "
-        text += f"{first.total_bytes / GIB:.1f} GiB are free"
-        findings.append(
-            warn("devices", text, "check `nvidia-smi`; a job plans with the memory that is free when it begins")
-        )
-    if parts := [one for one in on_gpu if " MIG " in f" {one.device.name} "]:
-        remedy = 'use whole GPUs for chains, or parallel.transport = "staged"'
-        text = f"{_ranks(parts)}: part of a GPU (MIG), which other ranks cannot reach over NCCL or CUDA IPC"
-        findings.append(warn("devices", text, remedy))
-    return findings + _check_software(on_gpu)
-
-
-def _check_software(on_gpu: Sequence[RankFacts]) -> list[Finding]:
-    findings = []
-    if without := [one for one in on_gpu if not one.device.has_nccl]:
-        text = f"{_ranks(without)}: this torch is built without NCCL"
-        findings.append(warn("devices", text, "install the torch build for your GPUs, or use the transport 'staged'"))
-    if indirect := [one for one in on_gpu if not one.device.loads_directly]:
-        text = f"{_ranks(indirect)}: weights are loaded through host memory, since accelerate is not installed"
-        findings.append(warn("devices", text, 'pip install "accelerate>=1.0": they are read straight to the GPU'))
-    if lazy := [one for one in on_gpu if one.device.module_loading.upper() == "LAZY"]:
-        text = f"{_ranks(lazy)}: CUDA_MODULE_LOADING=LAZY: loading a kernel has to wait for NCCL transfers"
-        findings.append(
-            warn("devices", text, "unset it: kvr-mpi then makes CUDA load all kernels at the start (EAGER)")
-        )
+    for lack in LACKS:
+        if found := [one for one in on_gpu if lack.holds(one.device)]:
+            text = f"{_ranks(found)}: {lack.describe(found[0].device)}"
+            findings.append(warn(lack.check, text, lack.remedy))
     return findings
 
 

@@ -17,7 +17,7 @@ from kvr_mpi.doctor.deadlines import gather_tried, within
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
 from kvr_mpi.errors import counted
-from kvr_mpi.store.hdf5 import create_hdf5, hdf5_build, open_hdf5, write_dataset
+from kvr_mpi.store.hdf5 import create_hdf5, open_hdf5, write_dataset
 from kvr_mpi.transport import Transport, share_json
 
 T = TypeVar("T")
@@ -28,11 +28,6 @@ DISK_TIMEOUT_S = 30.0
 VISIBLE_WITHIN_S = 5.0
 FEW_BYTES = 5 << 30
 VALUES = 1 << 18
-
-
-def check_hdf5() -> list[Finding]:
-    """Report the versions of h5py and HDF5."""
-    return [ok("hdf5", hdf5_build())]
 
 
 def existing_folder(path: Path) -> Path:

@@ -18,11 +18,12 @@ import torch
 from kvr_mpi.doctor import devices, folder, links, ranks, trial
 from kvr_mpi.doctor.deadlines import SilentError, gather_tried, meet, within
 from kvr_mpi.doctor.facts import DEVICE_TIMEOUT_S, RANK_FACTS, RankFacts, group_hosts, look_at_rank, unknown_rank
-from kvr_mpi.doctor.findings import Finding, fail, warn
+from kvr_mpi.doctor.findings import Finding, fail, ok, warn
 from kvr_mpi.doctor.launch import MISMATCH_REMEDY, REQUEST, TRIAL_TIMEOUT_S, Request
 from kvr_mpi.doctor.process import Tell, python_module
 from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError
 from kvr_mpi.model.devices import visible_gpus
+from kvr_mpi.store.hdf5 import hdf5_build
 from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.local import LocalTransport
@@ -62,8 +63,7 @@ def _places(scene: Scene) -> list[Finding]:
 
 
 def _devices(scene: Scene) -> list[Finding]:
-    findings = devices.check_devices(scene.facts, scene.request.share_gpu)
-    return [*findings, *devices.check_abilities(scene.facts), *devices.check_allocator(scene.facts)]
+    return [*devices.check_devices(scene.facts, scene.request.share_gpu), *devices.check_abilities(scene.facts)]
 
 
 def _cuda_awareness(scene: Scene) -> list[Finding]:
@@ -146,10 +146,6 @@ def still_here(scene: Scene) -> list[Finding]:
     return []
 
 
-def _versions(scene: Scene) -> list[Finding]:
-    return ranks.check_versions(scene.facts, ranks.required_ranges())
-
-
 STEPS = (
     Step("launcher", _launcher),
     Step("ranks", _places),
@@ -157,12 +153,12 @@ STEPS = (
     Step("transfers", _cuda_awareness, timeout_s=TRIAL_TIMEOUT_S + 30.0),
     Step("links", _links, together=True),
     Step("tensor-parallel", _groups, together=True),
-    Step("hdf5", lambda scene: folder.check_hdf5()),
+    Step("hdf5", lambda scene: [ok("hdf5", hdf5_build())]),
     Step("folder", _folder),
     Step("shared folder", _shared_folder, together=True),
     Step("clocks", _clocks, together=True),
     Step("slurm", _slurm),
-    Step("versions", _versions),
+    Step("versions", lambda scene: ranks.check_versions(scene.facts, ranks.required_ranges())),
     Step("ranks", still_here, together=True),
 )
 

@@ -7,9 +7,7 @@ running batch, or before a resume, is noticed.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
-import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,14 +18,13 @@ from typing import Any
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.files import (
     MAX_ID_CHARS,
-    MAX_TEXT_BYTES,
+    Row,
     check_document,
-    parquet_rows,
-    read_lines,
-    read_text,
+    document_of,
+    read_rows,
     stream_rows,
 )
-from kvr_mpi.documents.paths import TEXT_SUFFIXES, find_files, open_regular, suffix_of
+from kvr_mpi.documents.paths import find_files, suffix_of
 from kvr_mpi.documents.questions import answer_id, check_length
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
 from kvr_mpi.errors import CorpusError
@@ -273,54 +270,26 @@ def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) 
 
 
 def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:
-    """Return a function that reads the document at a place of a file."""
-    kind = suffix_of(file)
-    if kind in TEXT_SUFFIXES:
-        return lambda place: rows.text_file("file", read_text(file, rows.encoding))
-    if kind == ".jsonl":
-        return lambda place: _of_line(_line_at(file, place), rows)
-    if kind == ".parquet":
-        row_at = _forward(lambda start: parquet_rows(file, rows.needed, start))
-        return lambda place: rows.document(row_at(place), "row")
-    line_at = _forward(lambda start: _unzipped_lines(file))
-    return lambda place: _of_line(line_at(place), rows)
+    """Return a function that reads the document at a place of a file.
 
+    A file in which no place can be looked up stays open, and is read on from the last row.
+    """
+    can_seek = suffix_of(file) not in (".jsonl.gz", ".parquet")
+    found: Iterator[tuple[int, Row]] = iter(())
+    last_read = -1  # place of the last row read; -1: none
 
-def _forward(rows_from: Callable[[int], Iterator[tuple[int, Any]]]) -> Callable[[int], Any]:
-    """Return a function that reads a row by number from a stream that can only be read forwards or restarted."""
-    rows: Iterator[tuple[int, Any]] = iter(())
-    last_read = -1  # number of the last row read; -1: none
-
-    def row_at(place: int) -> Any:
-        nonlocal rows, last_read
-        if last_read < 0 or place <= last_read:
-            rows, last_read = rows_from(place), -1
-        for number, row in rows:
-            if number == place:
-                last_read = number
-                return row
+    def read(place: int) -> Document:
+        nonlocal found, last_read
+        if can_seek or last_read < 0 or place <= last_read:
+            found, last_read = read_rows(file, rows, place), -1
+        for at, row in found:
+            if at == place:
+                last_read = at
+                return document_of(row, rows, file, "row", 1)
         last_read = -1
         raise ValueError(f"it no longer has a row {place + 1}")
 
-    return row_at
-
-
-def _line_at(file: Path, place: int) -> bytes:
-    # Opened anew: cheaper than anything that is done with a document, and no handle is left behind.
-    with open_regular(file) as stream:
-        stream.seek(place)
-        return stream.readline(MAX_TEXT_BYTES)
-
-
-def _unzipped_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    with open_regular(file) as stream:
-        for number, (_, line) in enumerate(read_lines(gzip.open(stream, "rb"))):
-            yield number, line or b""
-
-
-def _of_line(line: bytes, rows: RowFormat) -> Document:
-    row = json.loads(line)
-    return rows.document(row, "row") if isinstance(row, dict) else Document("row", error="it is not a JSON object")
+    return read
 
 
 def _look(file: str, name: str) -> CorpusFile:

@@ -98,3 +98,8 @@ class Document:
         said = [[message.role, message.content] for message in self.messages]
         whole = [self.text, dict(self.columns), dict(self.passed), said, self.is_raw, asdict(self.generation)]
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def kind_of(value: Any) -> str:
+    """Describe the type of a field of a row."""
+    return "missing" if value is None else f"a {type(value).__name__}"

@@ -14,8 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from kvr_mpi.disk import open_regular
 from kvr_mpi.documents.document import Document
-from kvr_mpi.documents.paths import TEXT_SUFFIXES, open_regular, suffix_of
+from kvr_mpi.documents.paths import TEXT_SUFFIXES, suffix_of
 from kvr_mpi.documents.rows import UTF_8, RowFormat
 from kvr_mpi.errors import CorpusError
 
@@ -23,51 +24,89 @@ MAX_ID_CHARS = 512
 # Of a document, or of a row: more than any model reads. What is larger is never in memory as a whole.
 MAX_TEXT_BYTES = 64 << 20
 PARQUET_ROWS, PARQUET_BYTES = 16, 64 << 20  # in memory together
-# Of a file that is only looked into.
-SAMPLE_ROWS, SAMPLE_BYTES = 20, 8 << 20
+SAMPLE_ROWS = 20  # of a file that is only looked into
 SURROGATE = re.compile("[\ud800-\udfff]")
-# Control characters, marks that turn the direction of what is written, line ends that are no line feed, surrogates.
 # How files of the types that end up among texts most often begin: PDF, ZIP (.docx, .xlsx), gzip, HDF5, images.
 BINARY = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89HDF", b"\x89PNG", b"\xff\xd8\xff", b"\xd0\xcf\x11\xe0")
 # All but the control characters that no text has; so many of those make a file binary.
 TEXT_BYTES = bytes([*b"\b\t\n\v\f\r\x1b", *range(32, 127), *range(128, 256)])
 MOST_CONTROLS = 0.01
+# Control characters, marks that turn the direction of what is written, line ends that are no line feed, surrogates.
 BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+# A row as it is stored: a text, a line of JSON, the size of a line that is too long, a row of Parquet.
+Row = str | bytes | int | dict[str, Any]
 
 
 def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[tuple[int, int, Document]]:
     """Yield (file number, place, document) of all files, unchecked; see `check_document`.
 
-    A place is where `corpus` finds the row again: in ``.jsonl`` a byte, in ``.jsonl.gz`` and ``.parquet`` a number
+    A place is where `read_rows` finds the row again: in ``.jsonl`` a byte, in ``.jsonl.gz`` and ``.parquet`` a number
     of rows before it, else 0.
     """
     for number, (path, name) in enumerate(files):
         file = Path(path)
-        kind = suffix_of(file)
         try:
-            if kind in TEXT_SUFFIXES:
-                found = _read_text(file, name, rows)
-            elif kind == ".parquet":
-                found = _read_parquet(file, name, rows)
-            else:
-                found = _read_jsonl(file, name, rows, zipped=kind == ".jsonl.gz")
-            for place, document in found:
-                yield number, place, document
+            for count, (place, row) in enumerate(read_rows(file, rows), start=1):
+                if not isinstance(row, bytes) or row.strip():
+                    yield number, place, document_of(row, rows, file, name, count)
+        except UnicodeDecodeError as error:
+            yield number, 0, Document(name, error=_why_no_text(file, error, rows.encoding))
+        except ValueError as error:
+            yield number, 0, Document(name, error=f"{file} cannot be read as Parquet: {error}")
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or str(error)
             yield number, 0, Document(name, error=f"{file} cannot be read: {reason}")
 
 
-def _read_text(file: Path, name: str, rows: RowFormat) -> Iterator[tuple[int, Document]]:
-    try:
-        yield 0, rows.text_file(name, read_text(file, rows.encoding))
-    except UnicodeDecodeError as error:
-        if _is_binary(error.object):
-            yield 0, Document(name, error=f"{file} is a binary file, not text; convert it to text, or remove it")
-            return
-        what = f"byte {error.object[error.start]:#04x} at position {error.start}"
-        wanted = f"{file} is not {rows.encoding.upper()}: {what}"
-        yield 0, Document(name, error=f"{wanted}; set documents.encoding to the encoding of all files, or re-encode it")
+def read_rows(file: Path, rows: RowFormat, start: int = 0) -> Iterator[tuple[int, Row]]:
+    """Yield (place, row) of a file from a place on, as it is stored; a text file is one row.
+
+    Raises
+    ------
+    OSError, EOFError, ValueError, zlib.error
+        If the file cannot be read, or is damaged.
+    """
+    kind = suffix_of(file)
+    if kind in TEXT_SUFFIXES:
+        yield 0, read_text(file, rows.encoding)
+    elif kind == ".parquet":
+        yield from parquet_rows(file, rows.needed, start)
+    else:
+        with open_regular(file) as stream:
+            if kind == ".jsonl.gz":
+                yield from islice(enumerate(line for _, line in read_lines(gzip.open(stream, "rb"))), start, None)
+                return
+            stream.seek(start)
+            for size, line in read_lines(stream):
+                yield start, line
+                start += size
+
+
+def document_of(row: Row, rows: RowFormat, file: Path, name: str, number: int) -> Document:
+    """Make a document of a row of `read_rows`; `number` counts the rows of the file, from 1."""
+    if isinstance(row, str):
+        return rows.text_file(name, row)
+    place = f"{name}:{number}"
+    if isinstance(row, int):
+        most = f"more than the {MAX_TEXT_BYTES >> 20} MiB a row may have"
+        return Document(place, error=f"line {number} of {file} has {row} bytes, {most}; split it")
+    if isinstance(row, bytes):
+        try:
+            row = json.loads(row)
+        except (ValueError, RecursionError) as error:
+            return Document(place, error=f"line {number} of {file} is not JSON: {error}")
+    if not isinstance(row, dict):
+        return Document(place, error=f"line {number} of {file} is a JSON {type(row).__name__}, not an object")
+    return rows.document(row, place)
+
+
+def _why_no_text(file: Path, error: UnicodeDecodeError, encoding: str) -> str:
+    if _is_binary(error.object):
+        return f"{file} is a binary file, not text; convert it to text, or remove it"
+    what = f"byte {error.object[error.start]:#04x} at position {error.start}"
+    wanted = f"{file} is not {encoding.upper()}: {what}"
+    return f"{wanted}; set documents.encoding to the encoding of all files, or re-encode it"
 
 
 def _is_binary(data: bytes) -> bool:
@@ -94,47 +133,14 @@ def read_text(file: Path, encoding: str = UTF_8) -> str:
     return data.decode("utf-8-sig" if encoding == UTF_8 else encoding).removeprefix("\ufeff")
 
 
-def read_lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (size in bytes, line) of every line; None for lines larger than `MAX_TEXT_BYTES`."""
+def read_lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes | int]]:
+    """Yield (size in bytes, line) of every line; of lines larger than `MAX_TEXT_BYTES` only the size."""
     while line := stream.readline(MAX_TEXT_BYTES):
         size, rest = len(line), line
         while rest and not rest.endswith(b"\n") and size >= MAX_TEXT_BYTES:
             rest = stream.readline(1 << 20)
             size += len(rest)
-        yield size, line if size <= MAX_TEXT_BYTES else None
-
-
-def _read_jsonl(file: Path, name: str, rows: RowFormat, *, zipped: bool) -> Iterator[tuple[int, Document]]:
-    with open_regular(file) as stream:
-        start = 0
-        lines = read_lines(gzip.open(stream, "rb") if zipped else stream)
-        for number, (size, line) in enumerate(lines, start=1):
-            where, start = number - 1 if zipped else start, start + size
-            place = f"{name}:{number}"
-            if line is None:
-                most = f"more than the {MAX_TEXT_BYTES >> 20} MiB a row may have"
-                yield where, Document(place, error=f"line {number} of {file} has {size} bytes, {most}; split it")
-                continue
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield where, Document(place, error=f"line {number} of {file} is not JSON: {error}")
-                continue
-            if not isinstance(row, dict):
-                what = f"a JSON {type(row).__name__}, not an object"
-                yield where, Document(place, error=f"line {number} of {file} is {what}")
-                continue
-            yield where, rows.document(row, place)
-
-
-def _read_parquet(file: Path, name: str, rows: RowFormat) -> Iterator[tuple[int, Document]]:
-    try:
-        for number, row in parquet_rows(file, rows.needed):
-            yield number, rows.document(row, f"{name}:{number + 1}")
-    except ValueError as error:
-        yield 0, Document(name, error=f"{file} cannot be read as Parquet: {error}")
+        yield size, line if size <= MAX_TEXT_BYTES else size
 
 
 def is_table(file: Path) -> bool:
@@ -150,19 +156,12 @@ def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     CorpusError
         If a package is missing to read any.
     """
-    rows: list[Any] = []
-    with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
-        if suffix_of(file) == ".parquet":
-            rows += (row for _, row in islice(parquet_rows(file, fields), SAMPLE_ROWS))
-            return rows
-        with open_regular(file) as stream:
-            lines = gzip.open(stream, "rb") if suffix_of(file) == ".jsonl.gz" else stream
-            while len(rows) < SAMPLE_ROWS and (line := lines.readline(SAMPLE_BYTES)):
-                with contextlib.suppress(ValueError, RecursionError):
-                    rows.append(json.loads(line))
-                if lines.tell() > SAMPLE_BYTES:
-                    break
-    return [row for row in rows if isinstance(row, dict)]
+    found: list[Any] = []
+    with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):
+        for _, row in islice(read_rows(file, RowFormat(columns=tuple(fields))), SAMPLE_ROWS):
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(row) if isinstance(row, bytes) else row)
+    return [row for row in found if isinstance(row, dict)]
 
 
 def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.documents.paths import open_regular
+from kvr_mpi.disk import read_regular
 
 MAX_SCHEMA_BYTES = 1 << 20
 # What OpenAI's format calls any JSON object.
@@ -36,13 +36,9 @@ def read_schema(value: str) -> str:
     if not value.lstrip().startswith("{"):
         where = repr(value)
         try:
-            with open_regular(Path(value)) as stream:
-                data = stream.read(MAX_SCHEMA_BYTES + 1)
-            text = data.decode("utf-8-sig")
+            text = read_regular(Path(value), MAX_SCHEMA_BYTES).decode("utf-8-sig")
         except (OSError, ValueError) as error:
             raise ValueError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-        if len(data) > MAX_SCHEMA_BYTES:
-            raise ValueError(f"{where} is larger than {MAX_SCHEMA_BYTES >> 20} MiB; expected a JSON schema")
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

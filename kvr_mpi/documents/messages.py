@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvr_mpi.documents.document import Message
+from kvr_mpi.documents.document import Message, kind_of
 from kvr_mpi.errors import DocumentError
 
 # What every chat template that knows roles at all tells apart; some write any other word into the prompt, unasked.
@@ -28,7 +28,7 @@ def parse_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
         If it is none.
     """
     if not isinstance(value, list) or not value:
-        what = "empty" if value == [] else "missing" if value is None else f"a {type(value).__name__}"
+        what = "empty" if value == [] else kind_of(value)
         raise DocumentError(f"{name} is {what}; expected a list of messages with role and content")
     return tuple(_parse(each, f"{name}[{number}]") for number, each in enumerate(value))
 
@@ -40,7 +40,7 @@ def joined(messages: Sequence[Message]) -> str:
 
 def _parse(value: Any, place: str) -> Message:
     if not isinstance(value, Mapping):
-        raise DocumentError(f"{place} is a {type(value).__name__}; expected an object with role and content")
+        raise DocumentError(f"{place} is {kind_of(value)}; expected an object with role and content")
     said = {name: each for name, each in value.items() if each is not None}
     if unknown := sorted(map(str, said.keys() - {"role", "content"})):
         raise DocumentError(f"{place} has {', '.join(unknown)}; expected role and content, no more")
@@ -55,8 +55,7 @@ def _content(value: Any, place: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        what = "missing" if value is None else f"a {type(value).__name__}"
-        raise DocumentError(f"{place} is {what}; expected text, or a list of parts that are text")
+        raise DocumentError(f"{place} is {kind_of(value)}; expected text, or a list of parts that are text")
     texts = []
     for number, part in enumerate(value):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvr_mpi.documents.document import Document, OwnGeneration
+from kvr_mpi.documents.document import Document, OwnGeneration, kind_of
 from kvr_mpi.documents.generation import MAX_SAMPLES, MAX_TOP_LOGPROBS
 from kvr_mpi.documents.json_schema import ANY_OBJECT, one_line, why_not_followed
 from kvr_mpi.documents.messages import joined, parse_messages
@@ -72,7 +72,7 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
         if url == COMPLETIONS:
             text = body.get("prompt")
             if not isinstance(text, str):
-                raise DocumentError(f"body.prompt is {_kind(text)}; expected text")
+                raise DocumentError(f"body.prompt is {kind_of(text)}; expected text")
             return Document(name, text, passed=passed, generation=generation, is_raw=True)
         messages = parse_messages(body.get("messages"), "body.messages")
     except DocumentError as error:
@@ -88,7 +88,7 @@ def _check_envelope(row: Mapping[str, Any]) -> None:
     if url not in (CHAT, COMPLETIONS):
         raise DocumentError(f"url is {url!r}: no such endpoint here; expected {CHAT!r} or {COMPLETIONS!r}")
     if not isinstance(body, Mapping):
-        raise DocumentError(f"body is {_kind(body)}; expected an object")
+        raise DocumentError(f"body is {kind_of(body)}; expected an object")
     content = "prompt" if url == COMPLETIONS else "messages"
     understood = {content, *SPECIAL, *NUMBERS, *NEUTRAL, *BYSTANDERS}
     if unknown := sorted(str(name) for name, value in body.items() if value is not None and name not in understood):
@@ -176,7 +176,3 @@ def _top_logprobs(body: Mapping[str, Any], url: str) -> int | None:
     if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
         raise DocumentError(f"body.{name} is {top!r}; expected a whole number from 0 to {MAX_TOP_LOGPROBS}")
     return top if url == COMPLETIONS or wanted else None if wanted is None else -1
-
-
-def _kind(value: Any) -> str:
-    return "missing" if value is None else f"a {type(value).__name__}"

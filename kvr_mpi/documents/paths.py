@@ -1,26 +1,21 @@
-"""Finds the files that a job's paths name, and opens them safely.
+"""Finds the files that a job's paths name.
 
 Output folders of jobs are left out below a folder and where ``**`` leads; their logs are never documents.
 """
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
-from kvr_mpi.disk import LOG_NAME, is_output_folder
+from kvr_mpi.disk import LOG_NAME, is_output_folder, kind_of_file
 from kvr_mpi.errors import CorpusError
 
 TEXT_SUFFIXES = (".txt", ".md")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
-# What is no file, in words.
-KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
@@ -71,6 +66,11 @@ def _match(pattern: str) -> list[tuple[str, str]]:
     """List the files that one folder, glob or file name matches, with the names of their documents."""
     base = Path(pattern).expanduser()
     if base.is_dir():
+        if is_output_folder(base, os.listdir(base)):
+            raise CorpusError(
+                f"documents.path {pattern!r} is the output folder of a job; name a folder or files of documents (kvr "
+                f"ask puts questions to the documents of a run)"
+            )
         names = _names_in(str(base))
         if not names:
             raise CorpusError(
@@ -80,9 +80,8 @@ def _match(pattern: str) -> list[tuple[str, str]]:
         return [(above + name, name) for name in names]
     matches = [base] if base.exists() else sorted(map(Path, _matches_of(str(base))))
     if base.exists() and not base.is_file():
-        raise CorpusError(
-            f"documents.path {pattern!r} is {_kind(base.stat().st_mode)}; expected a folder, a glob or a regular file"
-        )
+        what = kind_of_file(base.stat().st_mode)
+        raise CorpusError(f"documents.path {pattern!r} is {what}; expected a folder, a glob or a regular file")
     files = [file for file in matches if not file.is_dir() and not _is_log(file)]
     if not files:
         what = "only folders match it" if matches else "no such file or folder, and no file matches it"
@@ -92,36 +91,6 @@ def _match(pattern: str) -> list[tuple[str, str]]:
         if not suffix_of(file):
             raise CorpusError(f"documents.path {pattern!r}: {file} is none of {', '.join(SUFFIXES)}")
     return [(str(file), file.name) for file in files]
-
-
-def open_regular(file: Path) -> IO[bytes]:
-    """Open a file for reading if it is a regular file; pipes could block, and devices could be endless.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened, or is no regular file.
-    """
-    _check_regular(file, os.stat(file).st_mode)  # a device may do something when it is merely opened
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    stream = os.fdopen(descriptor, "rb")
-    try:
-        _check_regular(file, os.fstat(descriptor).st_mode)  # another one may be there now
-    except OSError:
-        stream.close()
-        raise
-    return stream
-
-
-def _check_regular(file: Path, mode: int) -> None:
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a regular file", str(file))
-
-
-def _kind(mode: int) -> str:
-    return KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def _is_log(file: Path) -> bool:
@@ -143,19 +112,22 @@ def _names_in(base: str) -> list[str]:
 
 
 def _folders_in(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield the path of a folder and of each below it, with the names of its visible files and folders."""
+    """Yield the path of a folder and of each below it, relative to it, with the names of its files and folders."""
+    for folder, inner, names in _walk(base):
+        yield os.path.relpath(folder, base) + "/" if folder != base else "", names, inner
+
+
+def _walk(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield a folder and all visible folders below it, with the names of their visible folders and files.
+
+    Output folders of jobs are left out.
+    """
     for folder, inner, names in os.walk(base):
         if is_output_folder(folder, names):
-            if folder == base:
-                raise CorpusError(
-                    f"documents.path {base!r} is the output folder of a job; name a folder or files of documents (kvr "
-                    f"ask puts questions to the documents of a run)"
-                )
             inner.clear()
             continue
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        above = os.path.relpath(folder, base) + "/" if folder != base else ""
-        yield above, [name for name in names if not name.startswith(".")], inner
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        yield folder, inner, [name for name in names if not name.startswith(".")]
 
 
 def _is_read(name: str) -> bool:
@@ -183,15 +155,11 @@ def _folders_below(base: str) -> Iterator[str]:
     seen: set[tuple[int, int]] = set()
     starts = [base]
     for start in starts:
-        for folder, inner, names in os.walk(start):
+        for folder, inner, _ in _walk(start):
             found = os.stat(folder)
             if (found.st_dev, found.st_ino) in seen:
                 inner.clear()
                 continue
             seen.add((found.st_dev, found.st_ino))
-            if is_output_folder(folder, names):
-                inner.clear()
-                continue
-            inner[:] = sorted(name for name in inner if not name.startswith("."))
             starts += [link for name in inner if os.path.islink(link := os.path.join(folder, name))]
             yield folder

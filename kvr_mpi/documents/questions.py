@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvr_mpi.disk import read_regular
 from kvr_mpi.documents.files import MAX_ID_CHARS
-from kvr_mpi.documents.paths import open_regular
 from kvr_mpi.errors import ConfigError
 
 QUESTION = "{question}"
@@ -32,13 +32,9 @@ def read_questions(path: Path) -> dict[str, str]:
     """
     key = f"the file of questions {str(path)!r}"
     try:
-        with open_regular(path) as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-        text = data.decode("utf-8-sig")
+        text = read_regular(path, MAX_FILE_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key} cannot be read: {error}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{key} is larger than {MAX_FILE_BYTES >> 20} MiB; expected one question per line")
+        raise ConfigError(f"{key} cannot be read: {error}; expected a text file, one question per line") from error
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if path.suffix.lower() != ".jsonl":
         return checked(number_questions([line for _, line in lines]), key)

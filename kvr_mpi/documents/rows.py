@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, Literal
 from uuid import UUID
 
-from kvr_mpi.documents.document import Document
+from kvr_mpi.documents.document import Document, kind_of
 from kvr_mpi.documents.messages import joined, parse_messages
 from kvr_mpi.documents.openai_batch import parse_request
 from kvr_mpi.errors import DocumentError
@@ -62,37 +62,26 @@ class RowFormat:
 
     def document(self, row: Mapping[str, Any], place: str) -> Document:
         """Convert a row to a document; `place` becomes the id of a row without one."""
+        passed = {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}
         if self.kind == "openai-batch":
             request = parse_request(row, place)
-            return replace(request, passed={**self._passed(row), **request.passed})
-        name, error = _name_of(row.get(self.id_field), place, self.id_field)
-        passed = self._passed(row)
-        if error is not None:
-            return Document(name, error=error, passed=passed)
-        if self.kind == "messages":
-            try:
-                messages = parse_messages(row.get(self.text_field), self.text_field)
-            except DocumentError as wrong:
-                return Document(name, error=f"{place}: {wrong}", passed=passed)
-            return Document(name, joined(messages), passed=passed, messages=messages)
-        text = row.get(self.text_field)
-        if not isinstance(text, str):
-            there = ", ".join(sorted(map(str, row))) or "none"
-            error = f"{place}: the text field {self.text_field!r} is {kind_of(text)}; expected a string"
-            return Document(name, error=f"{error} (fields: {there})", passed=passed)
-        columns: dict[str, str] = {}
-        for field in self.columns:
-            value = _as_text(row.get(field))
-            if value is None:
-                there = ", ".join(sorted(map(str, row)))
-                error = f"{place}: the field {field!r}, used in the template, is {kind_of(row.get(field))}"
-                error += f"; expected a string or a number (fields: {there})"
-                return Document(name, error=error, passed=passed)
-            columns[field] = value
-        return Document(name, text, columns=columns, passed=passed)
-
-    def _passed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}
+            return replace(request, passed={**passed, **request.passed})
+        name = place
+        try:
+            name = _name_of(row.get(self.id_field), place, self.id_field)
+            value = row.get(self.text_field)
+            if self.kind == "messages":
+                messages = parse_messages(value, self.text_field)
+                return Document(name, joined(messages), passed=passed, messages=messages)
+            if not isinstance(value, str):
+                raise DocumentError(
+                    f"the text field {self.text_field!r} is {kind_of(value)}; expected a string (fields: "
+                    f"{', '.join(sorted(map(str, row))) or 'none'})"
+                )
+            columns = {field: _as_text(row, field) for field in self.columns}
+        except DocumentError as error:
+            return Document(name, error=f"{place}: {error}", passed=passed)
+        return Document(name, value, columns=columns, passed=passed)
 
     def text_file(self, name: str, text: str) -> Document:
         """Convert a whole file, which has no fields, to a document."""
@@ -109,14 +98,12 @@ class RowFormat:
 DEFAULT_ROWS = RowFormat()
 
 
-def _name_of(value: Any, place: str, id_field: str) -> tuple[str, str | None]:
-    """Return a row's id, and what is wrong with it."""
-    if value is None:
-        return place, None
-    if _names_something(value):
-        return str(value), None
+def _name_of(value: Any, place: str, id_field: str) -> str:
+    """Return a row's id."""
+    if value is None or _names_something(value):
+        return place if value is None else str(value)
     what = f"{value} (no number)" if isinstance(value, float) else kind_of(value)
-    return place, f"{place}: the id field {id_field!r} is {what}; expected a string or a number"
+    raise DocumentError(f"the id field {id_field!r} is {what}; expected a string or a number")
 
 
 def _names_something(value: Any) -> bool:
@@ -126,11 +113,17 @@ def _names_something(value: Any) -> bool:
     return isinstance(value, str | int | Decimal | date | time | UUID) and not isinstance(value, bool)
 
 
-def _as_text(value: Any) -> str | None:
-    """Return a field as text for a template; None if it cannot be shown."""
+def _as_text(row: Mapping[str, Any], field: str) -> str:
+    """Return a field as text for a template."""
+    value = row.get(field)
     if isinstance(value, bool):
         return "true" if value else "false"
-    return str(value) if _names_something(value) else None
+    if not _names_something(value):
+        raise DocumentError(
+            f"the field {field!r}, used in the template, is {kind_of(value)}; expected a string or a number (fields: "
+            f"{', '.join(sorted(map(str, row)))})"
+        )
+    return str(value)
 
 
 def _plain(value: Any) -> Any:
@@ -144,8 +137,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return value.hex() if isinstance(value, bytes) else str(value)
-
-
-def kind_of(value: Any) -> str:
-    """Describe the type of a field."""
-    return "missing" if value is None else f"a {type(value).__name__}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def count_corpus(tokenizer: Any, documents: Iterable[Document]) -> Counted:
             for document, tokens in zip(batch, count_texts(tokenizer, _texts(batch)), strict=True)
         ]
         return Counted(texts, f"{sum(tokens for _, tokens in texts)} tokens of text", errors)
-    return Counted(*_estimate(list(_sample(tokenizer, _chain(first, stream)))), errors)
+    return Counted(*_estimate(list(_sample(tokenizer, chain(first, stream)))), errors)
 
 
 def count_texts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
@@ -163,11 +164,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, chars = [], 0
     if batch:
         yield batch
-
-
-def _chain(first: list[Document], rest: Iterator[Document]) -> Iterator[Document]:
-    """Yield the items read already, releasing each, and then the rest."""
-    first.reverse()
-    while first:
-        yield first.pop()
-    yield from rest

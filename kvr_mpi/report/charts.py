@@ -37,7 +37,7 @@ MOST_GROUPS = 24
 class Chart:
     """A chart, or the reason why there is none.
 
-    title : what it shows, as a sentence.
+    title : what it shows, as a sentence; or why there is none.
     note : how to read it.
     legend : classes of colour, and what they mean.
     """
@@ -49,10 +49,6 @@ class Chart:
     legend: tuple[tuple[str, str], ...] = ()
 
 
-def _missing(name: str, why: str) -> Chart:
-    return Chart(name, why)
-
-
 NO_TRACE = "no trace; set output.trace = true in the job to record one"
 
 
@@ -61,8 +57,7 @@ def draw_timeline(timeline: Timeline) -> Chart:
     prompt, lanes = timeline.prompt, timeline.lanes
     end = max(span.ended_s for lane in lanes for span in lane.spans) - timeline.began_s
     drawing = Drawing(WIDTH, TOP + LANE * len(lanes) + BOTTOM, f"timeline of {prompt.document}")
-    x = Scale(0.0, end, 150.0, WIDTH - RIGHT)
-    drawing.x_axis(x, nice_ticks(0, end, 8), plain_number, "seconds since the chain began")
+    x = drawing.x_axis(end, "seconds since the chain began", nice_ticks(0, end, 8), left=150.0)
     for number, lane in enumerate(lanes):
         top, own = TOP + LANE * number, lane.prompt
         drawing.text(2, top + 17, lane.header.name, quiet=False, bold=True)
@@ -109,13 +104,11 @@ def draw_timeline(timeline: Timeline) -> Chart:
 def draw_timelines(run: TracedRun | None) -> list[Chart]:
     """Draw the longest prompt, and the one whose ranks waited most."""
     if run is None:
-        return [_missing("timeline", f"Timeline of a prompt: {NO_TRACE}.")]
+        return [Chart("timeline", f"Timeline of a prompt: {NO_TRACE}.")]
     chains = [one for one in run.timelines if one.prompt.ranks > 1] or run.timelines
     if not chains:
         why = f"{run.incomplete} were only partly recorded" if run.incomplete else "all went in packed rows"
-        return [
-            _missing("timeline", f"Timeline of a prompt: no prompt was recorded on all ranks of its chain ({why}).")
-        ]
+        return [Chart("timeline", f"Timeline of a prompt: no prompt was recorded on all ranks of its chain ({why}).")]
     longest = max(chains, key=lambda one: one.prompt.tokens)
     waiting = max(chains, key=lambda one: one.wait_share)
     return [draw_timeline(one) for one in ([longest] if waiting is longest else [longest, waiting])]
@@ -125,7 +118,7 @@ def draw_waits(run: TracedRun | None) -> Chart:
     """Draw the waiting time of each rank in each layer, summed over prompts."""
     name = "waits"
     if run is None:
-        return _missing(name, f"Waits by rank and layer: {NO_TRACE}.")
+        return Chart(name, f"Waits by rank and layer: {NO_TRACE}.")
     cells: dict[tuple[int, int], float] = defaultdict(float)
     busy: dict[int, float] = defaultdict(float)
     for timeline in run.timelines:
@@ -135,14 +128,14 @@ def draw_waits(run: TracedRun | None) -> Chart:
                 if span.kind in ("wait", "send wait") and span.layer >= 0:
                     cells[lane.rank, span.layer] += span.ended_s - span.began_s
     if not any(cells.values()):
-        return _missing(name, "Waits by rank and layer: no rank had to wait.")
+        return Chart(name, "Waits by rank and layer: no rank had to wait.")
     ranks = sorted(busy)
     layers = 1 + max(layer for _, layer in cells)
     totals = {rank: sum(cells.get((rank, layer), 0.0) for layer in range(layers)) for rank in ranks}
     height = min(26.0, max(3.0, 900 / len(ranks)))
     drawing = Drawing(WIDTH, TOP + height * len(ranks) + BOTTOM, "seconds waited by rank and layer")
     left = max(LEFT, 7.0 * max(len(run.names[rank]) for rank in ranks))
-    x = Scale(0, layers, left, WIDTH - 130)
+    x = Scale(layers, left, WIDTH - 130)
     most = max(cells.values())
     for row, rank in enumerate(ranks):
         top = TOP + row * height
@@ -156,8 +149,8 @@ def draw_waits(run: TracedRun | None) -> Chart:
             drawing.shade(x(layer), top, x(1) - x(0) - 1, height - 1.5, 0.04 + 0.96 * waited / most, told)
     step = max(1, round(layers / 12))
     for layer in range(0, layers, step):
-        drawing.text(x(layer + 0.5), drawing.height - BOTTOM + 16, str(layer), anchor="middle")
-    drawing.text((x.start + x.stop) / 2, drawing.height - 6, "layer", anchor="middle")
+        drawing.x_tick(x(layer + 0.5), str(layer))
+    drawing.x_name(x.middle, "layer")
     rank = max(ranks, key=lambda rank: totals[rank])
     layer = max(range(layers), key=lambda layer: cells.get((rank, layer), 0.0))
     title = (
@@ -175,18 +168,16 @@ def draw_forecast(run: TracedRun | None) -> Chart:
     """Draw predicted against measured time of each prompt."""
     name = "forecast"
     if run is None:
-        return _missing(name, f"Predicted against measured time: {NO_TRACE}.")
+        return Chart(name, f"Predicted against measured time: {NO_TRACE}.")
     pairs = [(one.predicted_s, one.seconds, one) for one in run.timelines if one.predicted_s]
     if not pairs:
-        return _missing(
+        return Chart(
             name,
             "Predicted against measured time: slices were not chosen by measured rates, so there is no prediction.",
         )
     most = 1.05 * max(max(predicted, measured) for predicted, measured, _ in pairs)
     drawing = Drawing(WIDTH, HEIGHT + 60, "predicted against measured time to first token")
-    x, y = Scale(0, most, LEFT, WIDTH - RIGHT), Scale(0, most, drawing.height - BOTTOM, TOP)
-    drawing.x_axis(x, nice_ticks(0, most), plain_number, "predicted (seconds)")
-    drawing.y_axis(y, nice_ticks(0, most), plain_number, "measured (seconds)")
+    x, y = drawing.x_axis(most, "predicted (seconds)"), drawing.y_axis(most, "measured (seconds)")
     drawing.area([(x(0), y(0)), (x(most), y(0.9 * most)), (x(most), y(most)), (x(most / 1.1), y(most))], "rival")
     drawing.line([(x(0), y(0)), (x(most), y(most))], "bound", dashed=True, width=1.5)
     for predicted, measured, one in pairs[:: -(-len(pairs) // MOST_DOTS)]:
@@ -207,14 +198,13 @@ def draw_slices(records: Sequence[Record]) -> Chart:
     name = "slices"
     sliced = [one for one in records if len(one.slices) > 2 and one.slices[-1] > 0 and one.strategy == "kvr"]
     if not sliced:
-        return _missing(name, "Slices over the prompt's length: no prompt was split over several ranks.")
+        return Chart(name, "Slices over the prompt's length: no prompt was split over several ranks.")
     size = Counter(len(one.slices) for one in sliced).most_common(1)[0][0]
     mine = sorted((one for one in sliced if len(one.slices) == size), key=lambda one: one.slices[-1])
     per_group = -(-len(mine) // MOST_GROUPS)
     groups = [mine[at : at + per_group] for at in range(0, len(mine), per_group)]
     drawing = Drawing(WIDTH, HEIGHT, "share of the prompt by rank, over its length")
-    y = Scale(0, 1, HEIGHT - BOTTOM, TOP)
-    drawing.y_axis(y, [0, 0.25, 0.5, 0.75, 1], percent_text, "share of the prompt")
+    y = drawing.y_axis(1, "share of the prompt", [0, 0.25, 0.5, 0.75, 1], percent_text)
     width = (WIDTH - RIGHT - LEFT) / len(groups)
     for number, group in enumerate(groups):
         left, edges = LEFT + number * width, []
@@ -226,8 +216,8 @@ def draw_slices(records: Sequence[Record]) -> Chart:
             shade = f"r{min(7, round(7 * place / max(1, size - 2)))}"
             drawing.rect(left + 1, y(high), width - 2, y(low) - y(high), shade, told)
         if len(groups) <= 12 or number % 2 == 0:
-            drawing.text(left + width / 2, HEIGHT - BOTTOM + 16, tokens_text(tokens), anchor="middle")
-    drawing.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "prompt tokens", anchor="middle")
+            drawing.x_tick(left + width / 2, tokens_text(tokens))
+    drawing.x_name((LEFT + WIDTH - RIGHT) / 2, "prompt tokens")
     ends = [statistics.fmean(one.slices[1] / one.slices[-1] for one in group) for group in (groups[0], groups[-1])]
     lengths = [tokens_text(group[at].slices[-1]) for group, at in ((groups[0], 0), (groups[-1], -1))]
     title = (
@@ -242,12 +232,11 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
     name = "ttft"
     timed = [one for one in records if _is_comparable(one)]
     if not timed:
-        return _missing(name, "Time to the first token: no document was prefilled whole, in one prompt.")
+        return Chart(name, "Time to the first token: no document was prefilled whole, in one prompt.")
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over prompt length")
     tokens, seconds = max(one.prompt_tokens for one in timed) * 1.04, max(one.ttft_s for one in timed) * 1.06
-    x, y = Scale(0, tokens, LEFT, WIDTH - RIGHT), Scale(0, seconds, HEIGHT - BOTTOM, TOP)
-    drawing.x_axis(x, even_token_ticks(tokens), tokens_text, "prompt tokens")
-    drawing.y_axis(y, nice_ticks(0, seconds), plain_number, "seconds to the first token")
+    x = drawing.x_axis(tokens, "prompt tokens", even_token_ticks(tokens), tokens_text)
+    y = drawing.y_axis(seconds, "seconds to the first token")
     sizes = sorted({one.ranks for one in timed}, reverse=True)
     colours = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
     for one in timed[:: -(-len(timed) // MOST_DOTS)]:
@@ -286,7 +275,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
             if len(sizes) == 1
             else "no two prompts of similar length ran on different numbers of ranks"
         )
-        return _missing(
+        return Chart(
             name,
             f"Speed-up over ranks: {told}; a run with parallel.ranks_per_chain = 'auto' compares.",
         )
@@ -298,12 +287,11 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
     alone_s = run.layers * tokens * (token_s + pair_s * tokens / 2) if run is not None and token_s + pair_s else 0.0
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over ranks")
     most = 1.06 * max(max(some) for some in times.values())
-    x, y = Scale(0, len(ranks) - 1, LEFT + 50, WIDTH - RIGHT - 50), Scale(0, most, HEIGHT - BOTTOM, TOP)
-    drawing.y_axis(y, nice_ticks(0, most), plain_number, "seconds to the first token")
+    x, y = Scale(len(ranks) - 1, LEFT + 50, WIDTH - RIGHT - 50), drawing.y_axis(most, "seconds to the first token")
     places = {size: x(number) for number, size in enumerate(ranks)}
     for size, place in places.items():
-        drawing.text(place, HEIGHT - BOTTOM + 16, str(size), anchor="middle")
-    drawing.text((x.start + x.stop) / 2, HEIGHT - 6, "ranks that share a prompt", anchor="middle")
+        drawing.x_tick(place, str(size))
+    drawing.x_name(x.middle, "ranks that share a prompt")
     low = [(places[size], y(min(times[size]))) for size in ranks]
     high = [(places[size], y(max(times[size]))) for size in ranks]
     drawing.area([*low, *reversed(high)], "ours")
@@ -325,7 +313,7 @@ def draw_progress(records: Sequence[Record]) -> Chart:
     name = "documents"
     ends = sorted(_unix(one) for one in records if one.finished_at)
     if len(ends) < 2:
-        return _missing(name, "Documents over time: fewer than two documents have a time.")
+        return Chart(name, "Documents over time: fewer than two documents have a time.")
     failed = sorted(_unix(one) for one in records if one.finished_at and one.status == "error")
     # Parts of a split document are decoded side by side: the sum of their times may be longer than the whole run.
     began = min(
@@ -334,10 +322,8 @@ def draw_progress(records: Sequence[Record]) -> Chart:
     span = max(ends[-1] - began, 1e-3)
     unit, word = (3600.0, "hours") if span > 3 * 3600 else (60.0, "minutes") if span > 180 else (1.0, "seconds")
     drawing = Drawing(WIDTH, HEIGHT, "documents done over time")
-    x = Scale(0, span / unit, LEFT, WIDTH - RIGHT)
-    y = Scale(0, len(ends), HEIGHT - BOTTOM, TOP)
-    drawing.x_axis(x, nice_ticks(0, span / unit, 8), plain_number, f"{word} since the first prompt")
-    drawing.y_axis(y, [tick for tick in nice_ticks(0, len(ends)) if tick == int(tick)], plain_number, "documents")
+    x = drawing.x_axis(span / unit, f"{word} since the first prompt", nice_ticks(0, span / unit, 8))
+    y = drawing.y_axis(len(ends), "documents", [tick for tick in nice_ticks(0, len(ends)) if tick == int(tick)])
     for times, colour in ((ends, "ours"), (failed, "wait")):
         step = max(1, len(times) // MOST_POINTS)
         points = [(x(0), y(0))]
@@ -359,15 +345,14 @@ def draw_memory(run: TracedRun | None) -> Chart:
     name = "memory"
     samples = [] if run is None else [(rank, sorted(some)) for rank, some in run.memory if some]
     if run is None or not samples:
-        return _missing(name, f"Memory of the ranks: {NO_TRACE}.")
+        return Chart(name, f"Memory of the ranks: {NO_TRACE}.")
     began = min(some[0][0] for _, some in samples)
     span = max(some[-1][0] for _, some in samples) - began
     most, highest = max((size, rank) for rank, some in samples for _, size in some)
     drawing = Drawing(WIDTH, HEIGHT, "memory of the ranks over time")
     gib = 1 << 30
-    x, y = Scale(0, span, LEFT, WIDTH - RIGHT), Scale(0, 1.08 * most / gib, HEIGHT - BOTTOM, TOP)
-    drawing.x_axis(x, nice_ticks(0, span, 8), plain_number, "seconds since the job began")
-    drawing.y_axis(y, nice_ticks(0, 1.08 * most / gib), plain_number, "GiB per rank")
+    x = drawing.x_axis(span, "seconds since the job began", nice_ticks(0, span, 8))
+    y = drawing.y_axis(1.08 * most / gib, "GiB per rank")
     for rank, some in sorted(samples, key=lambda one: one[0] == highest):
         some = some[:: max(1, len(some) // MOST_POINTS)]
         colour = "ours" if rank == highest else "rival"

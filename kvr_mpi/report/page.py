@@ -172,22 +172,15 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
 def pack_answers(records: Sequence[Record], room_bytes: int) -> tuple[str, str]:
     """Compress the documents' table into so many bytes of base64; also describe what was cut.
 
-    If answers of no length leave room enough for all documents, there are only the first of them.
+    If answers of no length leave room for all documents, there are only the first of them.
     """
-    packed = _pack(records, ANSWER_CHARS[0])
-    if len(packed) <= room_bytes:
-        return packed, _say_cut(records, records, ANSWER_CHARS[0])
     shown = records
-    while shown and len(_pack(shown, 0)) > room_bytes:
+    while True:
+        for chars in ANSWER_CHARS:
+            packed = _pack(shown, chars)
+            if len(packed) <= room_bytes or not shown:
+                return packed, _say_cut(records, shown, chars)
         shown = shown[: len(shown) // 2]
-    first, last = 0, len(ANSWER_CHARS) - 1  # the last of them fits
-    while first < last:
-        middle = (first + last) // 2
-        if len(_pack(shown, ANSWER_CHARS[middle])) <= room_bytes:
-            last = middle
-        else:
-            first = middle + 1
-    return _pack(shown, ANSWER_CHARS[first]), _say_cut(records, shown, ANSWER_CHARS[first])
 
 
 def _pack(records: Sequence[Record], chars: int) -> str:

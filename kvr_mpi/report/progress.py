@@ -142,33 +142,27 @@ class Progress:
             self._log.line(f"{what} | {times}")
 
     def _left(self, done: int, work: int, prefilled: int) -> str:
+        """Describe the time left, unless that would be a guess."""
         if done >= self._documents:
             return "done"
-        left_s = self._left_s(done, work, prefilled)
-        return UNKNOWN if left_s is None else f"left {duration_text(left_s)}"
-
-    def _left_s(self, done: int, work: int, prefilled: int) -> float | None:
-        """Estimate the remaining seconds; None if that would be a guess."""
-        if done >= self._documents:
-            return 0.0
         half_done = work + max(work, prefilled)
         if not half_done or (work < EVIDENCE_SHARE * self._work and (done < EVIDENCE_DOCUMENTS or not work)):
-            return None
-        return round(self.elapsed_s * (2 * self._work - half_done) / half_done, 3)
+            return UNKNOWN
+        return f"left {duration_text(round(self.elapsed_s * (2 * self._work - half_done) / half_done, 3))}"
 
     def _pace(self) -> str:
         """Describe throughput and remaining wall time."""
         seconds = self.elapsed_s
         pace = f"{self._tokens / seconds:.0f} tokens/s" if seconds > 0 and self._tokens else ""
-        if self._deadline_s is None:
-            return pace
-        return f"{pace}, wall time left {duration_text(self._deadline_s - self._clock())}".removeprefix(", ")
+        return f"{pace}{self._wall_time()}".removeprefix(", ")
 
     def _times(self, left: str = "") -> str:
-        text = f"elapsed {duration_text(self.elapsed_s)}{left}"
-        if self._deadline_s is not None:
-            text += f", wall time left {duration_text(self._deadline_s - self._clock())}"
-        return text
+        return f"elapsed {duration_text(self.elapsed_s)}{left}{self._wall_time()}"
+
+    def _wall_time(self) -> str:
+        if self._deadline_s is None:
+            return ""
+        return f", wall time left {duration_text(self._deadline_s - self._clock())}"
 
 
 def _times_of(record: Record) -> str:

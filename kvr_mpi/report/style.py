@@ -7,7 +7,6 @@ rivals and bounds are grey. Text is never told apart by colour alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 # By name: on white, on black.
 COLOURS = {
@@ -77,14 +76,7 @@ def even_token_ticks(high: float, count: int = 6) -> list[float]:
 
 def ramp(count: int, dark: bool = False) -> list[str]:
     """Return shades of the main colour, one per rank, the strongest first."""
-    ours, page = (COLOURS[name][dark] for name in ("ours", "page"))
-    return [_mixed(ours, page, 0.72 * number / max(1, count - 1)) for number in range(count)]
-
-
-def _mixed(first: str, second: str, share: float) -> str:
-    parts = zip(_parts(first), _parts(second), strict=True)
-    return "#" + "".join(f"{round(a + share * (b - a)):02X}" for a, b in parts)
-
-
-def _parts(colour: str) -> Sequence[int]:
-    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    ours, page = (bytes.fromhex(COLOURS[name][dark][1:]) for name in ("ours", "page"))
+    shares = [0.72 * number / max(1, count - 1) for number in range(count)]
+    shades = [bytes(round(a + share * (b - a)) for a, b in zip(ours, page, strict=True)) for share in shares]
+    return [f"#{shade.hex().upper()}" for shade in shades]

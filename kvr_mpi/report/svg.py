@@ -7,14 +7,15 @@ page can turn dark; there are no style attributes, which a strict content policy
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvr_mpi.errors import printable
+from kvr_mpi.report.style import nice_ticks, plain_number
 
 # Room beside the axes.
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 40
+Say = Callable[[float], str]  # formats a number
 
 
 def escaped(text: str) -> str:
@@ -24,21 +25,21 @@ def escaped(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A linear scale from values to coordinates."""
+    """A linear scale from values, 0 to `end`, to coordinates."""
 
-    low: float
-    high: float
+    end: float
     start: float
     stop: float
-    is_log: bool = False
 
     def __call__(self, value: float) -> float:
         """Return the coordinate of a value."""
-        low, high = self.low, self.high
-        if self.is_log:
-            low, high, value = (math.log(max(each, 1e-12)) for each in (low, high, value))
-        share = (value - low) / (high - low) if high != low else 0.5
+        share = value / self.end if self.end else 0.5
         return self.start + share * (self.stop - self.start)
+
+    @property
+    def middle(self) -> float:
+        """The coordinate of the middle."""
+        return (self.start + self.stop) / 2
 
 
 @dataclass(slots=True)
@@ -86,26 +87,37 @@ class Drawing:
             f'<text class="{classes}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escaped(text)}</text>'
         )
 
-    def x_axis(self, scale: Scale, ticks: Sequence[float], say: Callable[[float], str], name: str) -> None:
-        """Add the horizontal axis."""
-        bottom = self.height - BOTTOM
-        for tick in ticks:
-            at = scale(tick)
-            self.line([(at, TOP), (at, bottom)], "grid", width=1)
-            self.text(at, bottom + 16, say(tick), anchor="middle")
-        self.text((scale.start + scale.stop) / 2, self.height - 6, name, anchor="middle")
+    def x_axis(
+        self, end: float, name: str, ticks: Sequence[float] | None = None, say: Say = plain_number, left: float = LEFT
+    ) -> Scale:
+        """Add the horizontal axis, from 0 to `end`; return its scale."""
+        scale = Scale(end, left, self.width - RIGHT)
+        for tick in nice_ticks(0, end) if ticks is None else ticks:
+            self.line([(scale(tick), TOP), (scale(tick), self.height - BOTTOM)], "grid", width=1)
+            self.x_tick(scale(tick), say(tick))
+        self.x_name(scale.middle, name)
+        return scale
 
-    def y_axis(self, scale: Scale, ticks: Sequence[float], say: Callable[[float], str], name: str) -> None:
-        """Add the vertical axis, with its name above."""
-        for tick in ticks:
+    def x_tick(self, at: float, text: str) -> None:
+        """Add a text below the drawing."""
+        self.text(at, self.height - BOTTOM + 16, text, anchor="middle")
+
+    def x_name(self, at: float, name: str) -> None:
+        """Add the name of the horizontal axis."""
+        self.text(at, self.height - 6, name, anchor="middle")
+
+    def y_axis(self, end: float, name: str, ticks: Sequence[float] | None = None, say: Say = plain_number) -> Scale:
+        """Add the vertical axis, from 0 to `end`; return its scale."""
+        scale = Scale(end, self.height - BOTTOM, TOP)
+        for tick in nice_ticks(0, end) if ticks is None else ticks:
             at = scale(tick)
             self.line([(LEFT, at), (self.width - RIGHT, at)], "grid", width=1)
             self.text(LEFT - 7, at + 4, say(tick), anchor="end")
-        middle = (scale.start + scale.stop) / 2
         self.parts.append(
-            f'<text class="quiet" text-anchor="middle" transform="translate(13 {_n(middle)}) rotate(-90)">'
+            f'<text class="quiet" text-anchor="middle" transform="translate(13 {_n(scale.middle)}) rotate(-90)">'
             f"{escaped(name)}</text>"
         )
+        return scale
 
     def _add(self, tag: str, title: str) -> None:
         self.parts.append(f"{tag}><title>{escaped(title)}</title></{tag[1:].split()[0]}>" if title else f"{tag}/>")

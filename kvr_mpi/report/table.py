@@ -18,8 +18,6 @@ from kvr_mpi.store.folder import Index
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.summary import Summary
 
-__all__ = ["MAX_ROWS", "command", "print_summary", "printable"]
-
 MAX_ROWS = 40
 MAX_REASONS = 10
 WORDS_CHARS = 200
@@ -76,13 +74,8 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
     by_inspect : bool
         Whether ``kvr inspect`` prints it, which then need not be named.
     """
-    columns = shutil.get_terminal_size((140, 24)).columns
-    # Open MPI gives its ranks a terminal of their own even where the output goes to a file: no colours, ever.
-    console = Console(file=sys.stdout, width=max(100, columns), highlight=False, force_terminal=False)
-    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
-    table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=32)
-    for name in ("tokens", "seen", "slices", "first token", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    console = open_console(max(100, shutil.get_terminal_size((140, 24)).columns))
+    table = documents_table(("tokens", "seen", "slices", "first token", "tokens/s"))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
     example, example_is_done = "", False  # a document to look at, one with an answer if there is any
     caches: dict[str, None] = {}
@@ -114,13 +107,27 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print rows under column headers, the first column left-aligned."""
-    console = Console(file=sys.stdout, width=1000, highlight=False, force_terminal=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if 0 < number < len(columns) - 1 else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(_short(str(each)) for each in row))
-    console.print(table)
+    open_console(1000).print(table)
+
+
+def open_console(width: int) -> Console:
+    """Return a console on standard output."""
+    # Open MPI gives its ranks a terminal of their own even where the output goes to a file: no colours, ever.
+    return Console(file=sys.stdout, width=width, highlight=False, force_terminal=False)
+
+
+def documents_table(numbers: Sequence[str]) -> Table:
+    """Return a table with columns for a document's id and some numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
+    table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=32)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    return table
 
 
 def _add_row(table: Table, record: Record) -> None:

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from constants import Kvr
 
+import kvr_mpi
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.job import load_job
@@ -39,6 +40,11 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     assert spec.prompt.template == f"{ASKED}\n\n{{text}}" and spec.output.path == "runs/minutes"
     code, out, err = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "h200")
     assert code == EXIT_OK and "a.txt" in out and "1 .docx" in out, err
+    (place / "my corpus" / "a.txt").write_text("The ferry left at seven. " * 40)
+    slow = json.loads((Path(kvr_mpi.__file__).parent / "costs/data/h200.json").read_text())
+    (place / "slow.json").write_text(json.dumps({**slow, "gemm_flop_per_s": 1e6, "attention_flop_per_s": 1e6}))
+    out = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "slow.json")[1]
+    assert re.search(r"^a\.txt +\d+ +0-1 ", out, re.MULTILINE), out
     code, out, _ = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "h200", "--json")
     assert json.loads(out)["other_files"] == ["my corpus/skip.docx"]
     before = Path("minutes.toml").read_bytes()

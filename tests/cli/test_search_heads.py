@@ -68,7 +68,7 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
         (with_settings("compress.method=snapkv", "compress.budget=64"), EXIT_CONFIG, "method = 'snapkv'"),
         ([*METHOD, *with_settings("compress.budget=500")], EXIT_CONFIG, "none of 4 documents"),
         ([*METHOD, "--heads", "nowhere/heads.json"], EXIT_CONFIG, "there is no folder nowhere"),
-        ([*METHOD, "--heads", "README.md"], EXIT_CONFIG, "README.md exists; choose another file, or --overwrite it"),
+        ([*METHOD, "--heads", "README.md"], EXIT_CONFIG, "README.md exists; add --overwrite"),
     ],
 )
 def test_what_gives_no_profile_is_refused(

@@ -57,6 +57,7 @@ ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30
         (replace(ABLE, has_nccl=False), "rank 1: this torch is built without NCCL"),
         (replace(ABLE, module_loading="lazy"), "rank 1: CUDA_MODULE_LOADING=LAZY"),
         (replace(ABLE, loads_directly=False), "rank 1: weights are loaded through host memory"),
+        (replace(ABLE, allocator="max_split_size_mb:64, expandable_segments: True"), "rank 1: PYTORCH_CUDA_ALLOC_CONF"),
     ],
 )
 def test_what_a_gpu_cannot_do(second: DeviceFacts, words: str) -> None:
@@ -64,20 +65,11 @@ def test_what_a_gpu_cannot_do(second: DeviceFacts, words: str) -> None:
     assert found.status == "warn" and words in found.found and found.remedy
 
 
-def test_parts_of_gpus() -> None:
+def test_gpus_that_can_all_it_takes() -> None:
     part = replace(ABLE, name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
     assert "(MIG)" in only(devices.check_abilities([place(0, device=part), place(1, device=part)])).found
-
-
-def test_gpus_that_can_all_it_takes() -> None:
     assert devices.check_abilities([place(0, device=ABLE), place(1, device=ABLE)]) == []
     assert devices.check_abilities([place(0), place(1)]) == [], "no GPU is another check's"
-
-
-def test_allocator() -> None:
-    assert devices.check_allocator([place(0)]) == []
-    setting = replace(GPU, allocator="max_split_size_mb:64, expandable_segments: True")
-    assert only(devices.check_allocator([place(0), place(1, device=setting)])).status == "warn"
 
 
 def test_cuda_support() -> None:

@@ -10,6 +10,7 @@ from made_facts import MPI, VERSIONS, only, place, statuses
 
 from kvr_mpi.doctor import ranks
 from kvr_mpi.doctor.facts import look_at_rank
+from kvr_mpi.doctor.findings import exit_code, fail, number_ranges, ok, to_json, to_lines, warn
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.mpi import connect, launched_rank
 
@@ -51,9 +52,6 @@ def test_cores() -> None:
 def test_threads(threads: tuple[str, str], status: str, words: str) -> None:
     found = only(ranks.check_threads([place(rank, threads=value) for rank, value in enumerate(threads)]))
     assert found.status == status and words in found.found
-
-
-def test_more_threads_than_the_cores_of_a_host() -> None:
     shared = [place(rank, cores=(0, 1), threads="2") for rank in range(2)]
     assert "2 ranks on node1 would run 4 threads on 2 cores" in only(ranks.check_threads(shared)).found
 
@@ -120,3 +118,15 @@ def test_this_process_looks_at_itself() -> None:
     assert facts.cores and facts.threads == "2" and facts.mpi is None
     assert facts.versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # only one names the build
     assert not facts.device.error
+
+
+def test_findings_become_an_exit_code_lines_for_a_terminal_and_json() -> None:
+    assert exit_code([ok("links", ""), warn("links", "", "x")]) == 0
+    assert exit_code([fail("folder", "", "x")]) == 78
+    assert [exit_code([fail("folder", "", "x"), fail(check, "", "x")]) for check in ("launcher", "links")] == [69, 69]
+    findings = [ok("clocks", "one"), fail("space", "none\x1b[2J left", "make room")]
+    assert to_json(findings)["ok"] is False and to_json(findings)["findings"][1]["remedy"] == "make room"
+    lines = to_lines(findings)
+    assert lines[0].split() == ["ok", "clocks", "one"] and "remedy: make room" in lines[2]
+    assert lines[-1] == "1 ok, 0 warnings, 1 failed" and all(line.isprintable() for line in lines)
+    assert number_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"

@@ -1,4 +1,4 @@
-"""A corpus listed once: any document can be read again, and no change of it goes unseen."""
+"""A corpus listed once: any document can be read again, no change of it goes unseen, and none fills the memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_corpora import read, write_lines
 
 import kvr_mpi.documents.corpus as corpus_module
-from kvr_mpi.documents import Corpus, RowFormat, read_corpus, scan_corpus
+from kvr_mpi.documents import SUFFIXES, Corpus, Document, RowFormat, read_corpus, scan_corpus
 from kvr_mpi.errors import CorpusError
 
 ROWS: list[Any] = [
@@ -52,7 +54,7 @@ def test_any_document_is_what_the_stream_gives(tmp_path: Path, limit: int | None
     corpus, wanted = scan_corpus(paths, limit=limit), list(read_corpus(paths, limit=limit))
     assert len(corpus) == len(wanted) == len(corpus.entries) and (limit is None or len(wanted) == limit)
     assert [corpus.read(index) for index in range(len(corpus))] == wanted
-    jumps = random.Random(0).choices(range(len(corpus)), k=150)
+    jumps = [index for index in random.Random(0).choices(range(len(corpus)), k=75) for _ in "ab"]  # each twice
     assert [corpus.read(index) for index in jumps] == [wanted[index] for index in jumps]
     for entry, document in zip(corpus.entries, wanted, strict=True):
         assert (entry.id, entry.chars, entry.error) == (document.id, document.chars, document.error)
@@ -62,17 +64,6 @@ def test_json_there_and_back(tmp_path: Path) -> None:
     corpus = scan_corpus([str(write_corpus(tmp_path / "c"))], limit=800)
     again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
     assert again == corpus and again.read(5) == corpus.read(5)
-
-
-@settings(max_examples=30)
-@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=12))
-def test_any_text_in_any_format(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
-    folder = tmp_path_factory.mktemp("any")
-    rows = [json.dumps({"id": f"{n}", "text": text}, ensure_ascii=n % 2 == 0) for n, text in enumerate(texts)]
-    (folder / "a.jsonl").write_bytes("\n".join(rows).encode())
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).replace('"id": "', '"id": "z').encode()))
-    corpus, wanted = scan_corpus([str(folder)]), list(read_corpus([str(folder)]))
-    assert [corpus.read(index) for index in reversed(range(len(corpus)))] == wanted[::-1]
 
 
 def test_ascending_reads_go_through_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +123,7 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypa
         again = scan_corpus(["c"], known=known)  # by another path
         assert again.entries is known.entries and again.files[0].path == "c/a.jsonl"
         assert [again.read(index) for index in range(5)] == [known.read(index) for index in range(5)]
-        for options in ({"rows": RowFormat("name")}, {"rows": RowFormat(columns=("more",))}, {"limit": 3}):
+        for options in ({"rows": RowFormat("name")}, {"limit": 3}, {"prompts": ("one", "two")}):
             with pytest.raises(AssertionError):
                 scan_corpus(paths, known=known, **options)  # type: ignore[arg-type]
     os.utime(tmp_path / "c" / "d.txt", (1, 1))
@@ -141,7 +132,61 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypa
     assert scan_corpus(paths, known=known).entries != known.entries
 
 
+@pytest.mark.parametrize("field", ["title", "label"])
+def test_a_field_that_changes_becomes_an_error(tmp_path: Path, field: str) -> None:
+    row = {"id": "a", "text": "words", "title": "t", "label": "l", "unused": 1}
+    file = write_lines(tmp_path / "a.jsonl", row)
+    rows = RowFormat(columns=("title",), passed=("label",))
+    corpus, before = scan_corpus([str(file)], rows=rows), file.read_text()
+    file.write_text(before.replace('"unused": 1', '"unused": 2'))
+    assert corpus.read(0).error is None
+    file.write_text(before.replace(f'"{field}": "{field[0]}"', f'"{field}": "x"'))
+    assert "has changed since the job began" in (corpus.read(0).error or "")
+
+
 def test_no_document_at_all_is_said(tmp_path: Path) -> None:
     (tmp_path / "void.jsonl").write_text("\n")
     with pytest.raises(CorpusError, match="contain no documents"):
         scan_corpus([str(tmp_path)])
+
+
+# A stream
+
+
+@settings(max_examples=60)
+@given(raw=st.binary(max_size=200), suffix=st.sampled_from(SUFFIXES))
+def test_no_file_stops_the_others(tmp_path_factory: pytest.TempPathFactory, raw: bytes, suffix: str) -> None:
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / f"a{suffix}").write_bytes(raw)
+    (folder / "z.txt").write_text("sound")
+    assert read(folder)[-1] == Document("z.txt", "sound")
+
+
+def test_documents_come_one_by_one(tmp_path: Path) -> None:
+    # A corpus may be larger than memory: what comes later is not looked at before it is asked for.
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    stream = read_corpus([str(tmp_path)])
+    assert next(stream) == Document("a.txt", "first")
+    (tmp_path / "b.txt").write_text("changed")
+    assert next(stream) == Document("b.txt", "changed")
+    assert next(stream, None) is None
+
+
+def test_what_no_model_could_read_is_an_error_and_never_in_memory(tmp_path: Path) -> None:
+    spaces = gzip.compress(b" " * (48 << 20))
+    bomb = gzip.compress(b'{"id": "a", "text": "') + 8 * spaces + gzip.compress(b'"}\n{"id": "b", "text": "short"}\n')
+    (tmp_path / "rows.jsonl.gz").write_bytes(bomb)
+    with (tmp_path / "large.txt").open("wb") as stream:
+        stream.truncate(3 << 30)
+    tracemalloc.start()
+    try:
+        corpus = scan_corpus([str(tmp_path)])
+        found = [corpus.read(number) for number in range(len(corpus))]
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [(one.id, one.text) for one in found] == [("large.txt", ""), ("rows.jsonl.gz:1", ""), ("b", "short")]
+    assert "larger than 64 MiB" in str(found[0].error)
+    assert f"line 1 of {tmp_path}/rows.jsonl.gz has {8 * (48 << 20) + 24} bytes" in str(found[1].error)
+    assert peak_bytes < 300 << 20

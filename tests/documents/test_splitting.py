@@ -38,16 +38,10 @@ def test_split_parts_cover_every_token_once_in_order(
     assert all(1 <= len(body) <= frame.text_budget for body in bodies)
     assert all(part.tokens <= frame.max_tokens and part.dropped_tokens == 0 for part in parts)
     assert split_text(tokenizer, frame, ids) == parts
+    assert len(ids) > frame.text_budget or parts == [frame.around(ids)], "what fits is not split"
 
 
-@given(frame=frames(), data=st.data())
-@settings(max_examples=30)
-def test_a_text_that_fits_is_not_split(tokenizer: Any, long_ids: list[int], frame: Frame, data: st.DataObject) -> None:
-    ids = long_ids[: data.draw(st.integers(1, frame.text_budget))]
-    assert split_text(tokenizer, frame, ids) == [frame.around(ids)]
-
-
-@pytest.mark.parametrize("budget", [40, 60, 80, 100, 150, 200, 300, 500])
+@pytest.mark.parametrize("budget", [40, 80, 150, 300, 500])
 @pytest.mark.parametrize(
     "text",
     [
@@ -70,9 +64,8 @@ def test_split_parts_are_nearly_equal(tokenizer: Any, text: str, budget: int) ->
 @pytest.mark.parametrize("excess", [1, 2, 10])
 def test_a_text_just_too_long_becomes_two_halves(tokenizer: Any, long_ids: list[int], excess: int) -> None:
     frame = Frame((1,), (2,), 202)
-    lengths = [len(body_of(frame, part)) for part in split_text(tokenizer, frame, long_ids[: 200 + excess])]
-    assert len(lengths) == 2
-    assert min(lengths) >= max(lengths) / 2
+    first, second = (len(body_of(frame, part)) for part in split_text(tokenizer, frame, long_ids[: 200 + excess]))
+    assert min(first, second) >= max(first, second) / 2
 
 
 def split_and_decode(tokenizer: Any, text: str, budget: int) -> list[str]:
@@ -109,7 +102,3 @@ def test_a_cut_goes_between_words_if_it_can(tokenizer: Any, text: str) -> None:
     parts = split_and_decode(tokenizer, text, 100)
     for left, right in pairwise(parts):
         assert left[-1].isspace() or right[0].isspace(), (left[-20:], right[:20])
-
-
-def test_a_text_without_any_seam_is_cut_all_the_same(tokenizer: Any) -> None:
-    assert max(map(len, split_and_decode(tokenizer, "nothing" * 500, 100))) < 7 * 500

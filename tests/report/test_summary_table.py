@@ -36,16 +36,12 @@ def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return width
 
 
-def test_the_table_shows_scores_where_there_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    show([done("a.txt", scores='[{"text": " yes", "logprob": -12.5}, {"text": " no", "logprob": -11}]')], Path("r.h5"))
-    assert "' yes' -12.500, ' no' -11.000" in capsys.readouterr().out
-
-
 def test_the_table_shows_each_document_and_counts_them(capsys: pytest.CaptureFixture[str], columns: str | None) -> None:
     records = [
         done("minutes.md", prompt_tokens=2628, slices=(0, 1400, 2628), ttft_s=5.147, prefill_tokens_per_s=510.6,
              answer="The council\nmet."),
         done("book.txt", prompt_tokens=9999, slices=(0, 9999), parts=3, answer="Long."),
+        done("scored.txt", scores='[{"text": " yes", "logprob": -12.5}, {"text": " no", "logprob": -11}]'),
         Record("broken.txt", "error", error="not UTF-8"),
     ]  # fmt: skip
     show(records, Path("runs/x/results.h5"))
@@ -54,9 +50,9 @@ def test_the_table_shows_each_document_and_counts_them(capsys: pytest.CaptureFix
     assert err == ""
     assert "1400+1228" in rows["minutes.md"] and "5.15 s" in rows["minutes.md"] and "511" in rows["minutes.md"]
     assert "2628" in rows["minutes.md"] and "The council met." in rows["minutes.md"]
-    assert "3 prompts" in rows["book.txt"]
+    assert "3 prompts" in rows["book.txt"] and "' yes' -12.500" in rows["scored.txt"]
     assert "error: not UTF-8" in rows["broken.txt"]
-    assert "2 done, 1 failed. Results: runs/x/results.h5" in out
+    assert "3 done, 1 failed. Results: runs/x/results.h5" in out
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_ROWS, MAX_ROWS + 1, MAX_ROWS + 25])
@@ -136,12 +132,8 @@ def test_errors_come_first_and_are_counted_by_reason(capsys: pytest.CaptureFixtu
 
 def test_only_the_most_frequent_reasons_are_shown() -> None:
     reasons = {f"reason {chr(97 + n)}": 20 - n for n in range(14)}
-    lines = reason_lines(reasons)
-    assert (
-        lines[0] == "20 x such as: reason a"
-        and lines[-1] == f"{10 + 9 + 8 + 7} for 4 other reasons"
-        and len(lines) == 11
-    )
+    first, *_, last = lines = reason_lines(reasons)
+    assert first == "20 x such as: reason a" and last == f"{10 + 9 + 8 + 7} for 4 other reasons" and len(lines) == 11
 
 
 @settings(max_examples=50)

@@ -87,7 +87,7 @@ def test_search_replaces_nothing_unasked_and_slices_are_checked(
     ("options", "code", "word"),
     [
         (["--contexts", "9999"], 78, "9999: expected from 4 (two tokens per rank) to 512"),
-        pytest.param(*(["--output", "bad.json"], 78, "exists already"), marks=pytest.mark.long),
+        pytest.param(*(["--output", "bad.json"], 78, "exists; add --overwrite"), marks=pytest.mark.long),
         pytest.param(*(["--output", "bad.json/x"], 78, "cannot be written"), marks=pytest.mark.long),
     ],
 )

@@ -1,0 +1,280 @@
+"""Rows of JSON Lines, compressed or not, and of Parquet: the same documents in all; what is wrong stays where it is."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_corpora import (
+    WRITERS,
+    errors_of,
+    read,
+    read_one,
+    rows_that_do_not_compress,
+    tables,
+    unicode_text,
+    write_gzip,
+    write_lines,
+    write_parquet,
+)
+from measured import run_and_measure
+
+from kvr_mpi.documents import MAX_ID_CHARS, Corpus, Document, RowFormat, scan_corpus
+
+# Any table
+
+
+@tables
+def test_rows_are_documents_in_their_order(tmp_path: Path, suffix: str) -> None:
+    rows = [{"id": f"row {number}", "text": f"text {number}", "more": number} for number in range(600)]
+    documents = read(WRITERS[suffix](tmp_path / f"a{suffix}", rows))
+    assert documents == [Document(row["id"], row["text"]) for row in rows]
+    assert documents == read(tmp_path)
+
+
+@tables
+def test_fields_may_have_other_names(tmp_path: Path, suffix: str) -> None:
+    rows = [{"id": "not this", "key": "a", "body": "words", "text": "not this"}]
+    file = WRITERS[suffix](tmp_path / f"a{suffix}", rows)
+    assert read_one(file, id_field="key", text_field="body") == Document("a", "words")
+
+
+@tables
+def test_fields_are_filled_in_and_passed_on(tmp_path: Path, suffix: str) -> None:
+    row = {"id": "a", "text": "It rained.", "title": "Rain", "year": 1931, "more": [1, None]}
+    rows = RowFormat(columns=("title", "year"), passed=("more", "year"))
+    file = WRITERS[suffix](tmp_path / f"a{suffix}", [row])
+    document = read_one(file, columns=rows.columns, passed=rows.passed)
+    assert document.columns == {"title": "Rain", "year": "1931"}
+    assert document.passed == {"more": [1, None], "year": 1931}
+    corpus = scan_corpus([str(file)], rows=rows)
+    assert corpus.read(0) == document
+    assert Corpus.from_json(json.loads(json.dumps(corpus.to_json()))).read(0) == document
+
+
+@tables
+def test_a_row_without_an_id_is_named_by_its_place(tmp_path: Path, suffix: str) -> None:
+    WRITERS[suffix](tmp_path / f"a{suffix}", [{"text": "one"}, {"text": "two"}])
+    assert [document.id for document in read(tmp_path)] == [f"a{suffix}:1", f"a{suffix}:2"]
+    WRITERS[suffix](tmp_path / f"a{suffix}", [{"id": None, "text": "one"}, {"id": "b", "text": "two"}])
+    assert [document.id for document in read(tmp_path)] == [f"a{suffix}:1", "b"]
+
+
+@tables
+@pytest.mark.parametrize(
+    "name", [0, -3, 2.5, "a/b", "/etc/passwd", "../up", ".", "Größe 文", "a#2", "x" * MAX_ID_CHARS]
+)
+def test_ids_are_numbers_or_any_text(tmp_path: Path, suffix: str, name: Any) -> None:
+    file = WRITERS[suffix](tmp_path / f"a{suffix}", [{"id": name, "text": "words"}])
+    assert read_one(file) == Document(str(name), "words")
+
+
+LONG = f"expected 1 to {MAX_ID_CHARS} characters"
+
+
+@tables
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"id": {"a": 1}, "text": "x"}, "the id field 'id' is a dict"),
+        ({"id": True, "text": "x"}, "the id field 'id' is a bool"),
+        ({"id": math.nan, "text": "x"}, "the id field 'id' is nan"),
+        ({"id": "a\nb", "text": "x"}, rf"contains '\\n'; {LONG}"),
+        ({"id": "\x9bm", "text": "x"}, rf"contains '\\x9b'; {LONG}"),
+        ({"id": "invoice\u202etxt.exe", "text": "x"}, rf"contains '\\u202e'; {LONG}"),
+        ({"id": "a\u2028b", "text": "x"}, rf"contains '\\u2028'; {LONG}"),
+        ({"id": "x" * (MAX_ID_CHARS + 1), "text": "x"}, f"has {MAX_ID_CHARS + 1} characters; {LONG}"),
+        ({"id": "", "text": "x"}, f"has 0 characters; {LONG}"),
+        (
+            {"id": "bad", "text": None},
+            r":1: the text field 'text' is missing; expected a string \(fields: id, label",
+        ),
+        ({"id": "bad", "text": 5}, "text field 'text' is a int"),
+        ({"id": "bad", "text": {"b": 1}}, "text field 'text' is a dict"),
+        ({"id": "bad", "text": " \n"}, "bad is empty"),
+        ({"id": "bad", "text": "x", "title": None}, "the field 'title', used in the template, is missing"),
+        ({"id": "bad", "text": "x", "title": ["t"]}, "the field 'title', used in the template, is a list"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_its_error(tmp_path: Path, suffix: str, row: dict[str, Any], words: str) -> None:
+    file = WRITERS[suffix](tmp_path / f"a{suffix}", [{"title": "t", "label": 1, **row}])
+    other = WRITERS[suffix](tmp_path / f"b{suffix}", [{"id": "b", "text": "sound", "title": "t", "label": 2}])
+    options = {"columns": ("title",), "passed": ("label",)}
+    bad, good = read(file, other, **options)
+    assert bad.error is not None and re.search(words, bad.error) and bad.text == ""
+    assert good == Document("b", "sound", columns={"title": "t"}, passed={"label": 2})
+    corpus = scan_corpus([str(file)], rows=RowFormat(**options))  # type: ignore[arg-type]
+    assert bad.passed == corpus.read(0).passed == {"label": 1}, "its record still has what is passed on"
+
+
+@tables
+def test_a_limit_stops_after_so_many(tmp_path: Path, suffix: str) -> None:
+    rows = [{"id": f"{number}", "text": "words"} for number in range(5)]
+    rows[1]["text"] = ""  # an error record counts, too
+    file = WRITERS[suffix](tmp_path / f"a{suffix}", rows)
+    for limit in (1, 3, 5, 99):
+        assert [document.id for document in read(file, limit=limit)] == [row["id"] for row in rows[:limit]]
+
+
+@settings(max_examples=30)
+@given(texts=st.lists(unicode_text.filter(str.strip), min_size=1, max_size=8))
+def test_any_text_comes_through_any_table(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    folder = tmp_path_factory.mktemp("corpus")
+    for suffix, write in WRITERS.items():
+        file = write(folder / f"a{suffix}", [{"text": text} for text in texts])
+        documents = read(file)
+        assert [document.text for document in documents] == texts
+        corpus = scan_corpus([str(file)])
+        assert [corpus.read(index) for index in reversed(range(len(corpus)))] == documents[::-1]
+
+
+# Ids are unique
+
+
+def test_later_copies_of_an_id_are_errors_with_names_of_their_own(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", {"id": 7, "text": "first", "n": 1}, {"id": "7", "text": "second", "n": 2})
+    write_gzip(tmp_path / "b.jsonl.gz", {"id": "7", "text": "third"}, {"id": "b", "text": "other"})
+    write_parquet(tmp_path / "c.parquet", id=["7"], text=["fourth"])
+    first, *copies, other, last = read(tmp_path, passed=("n",))
+    assert (first.id, first.text, other.id) == ("7", "first", "b")
+    assert [(copy.id, copy.text) for copy in [*copies, last]] == [("7#2", ""), ("7#3", ""), ("7#4", "")]
+    assert all(copy.error and re.search("duplicate id '7'.*make ids unique", copy.error) for copy in copies)
+    assert copies[0].passed == scan_corpus([str(tmp_path)], rows=RowFormat(passed=("n",))).read(1).passed == {"n": 2}
+
+
+def test_files_of_one_name_in_two_folders_are_copies(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(folder)
+    documents = read(tmp_path / "one", tmp_path / "two")
+    assert [(document.id, document.text) for document in documents] == [("a.txt", "one"), ("a.txt#2", "")]
+    assert {document.id for document in read(tmp_path)} == {"one/a.txt", "two/a.txt"}
+
+
+@settings(max_examples=60)
+@given(names=st.lists(st.text("ab#2\n", max_size=4), min_size=1, max_size=12))
+def test_ids_are_unique_whatever_they_were(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
+    file = tmp_path_factory.mktemp("corpus") / "a.jsonl"
+    documents = read(write_lines(file, *({"id": name, "text": "words"} for name in names)))  # `read` checks it
+    assert len(documents) == len(names) and documents == read(file)
+    assert {document.id for document in documents if document.error is None} <= set(names)
+
+
+# JSON Lines
+
+
+def test_blank_lines_marks_and_line_ends(tmp_path: Path) -> None:
+    text = "a\u2028b\u0085c 文 \U0001f600"  # line ends to Python, but not to JSON Lines
+    line = json.dumps({"text": text}, ensure_ascii=False).encode()
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\n  \t\n\r\n" + line.replace(b"a", b"z"))
+    assert read(tmp_path) == [Document("a.jsonl:1", text), Document("a.jsonl:5", text.replace("a", "z"))]
+    for void in (b"\n \n", b""):
+        (tmp_path / "a.jsonl").write_bytes(void)
+        assert read(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"id": "bad", "text": "unfinished', "is not JSON"),
+        (b'{"id": "bad", "text": "caf\xe9"}', "is not JSON"),
+        (b'{"text": "one"} {"text": "two"}', "is not JSON"),
+        (b'{"id": ' + b"9" * 5000 + b', "text": "words"}', "is not JSON"),
+        pytest.param(b"[" * 100_000, "is not JSON", id="deep"),
+        (b"[1]", "is a JSON list, not an object"),
+        (b"null", "is a JSON NoneType, not an object"),
+        # JSON can write it, UTF-8 cannot: it would break the hash, the tokeniser, and the output file.
+        (b'{"text": "ab\\ud800c"}', "lone surrogate at character 2"),
+        (b'{"id": "a\\ud800", "text": "one"}', "the id 'a"),
+    ],
+)
+def test_a_broken_line_keeps_the_others(tmp_path: Path, line: bytes, why: str) -> None:
+    file = write_lines(tmp_path / "a.jsonl", {"id": "a", "text": "one"}, line, {"id": "b", "text": "two"})
+    first, bad, last = read(file)
+    assert (first, last) == (Document("a", "one"), Document("b", "two"))
+    assert bad.error is not None and why in bad.error and bad.text == ""
+    assert "JSON" not in why or (bad.id == "a.jsonl:2" and f"line 2 of {file}" in bad.error)
+
+
+# Damaged files
+
+
+def test_a_truncated_archive_keeps_what_came_before(tmp_path: Path) -> None:
+    file = write_gzip(tmp_path / "a.jsonl.gz", *rows_that_do_not_compress())
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    (tmp_path / "z.txt").write_text("sound")
+    *good, bad, last = read(tmp_path)
+    assert good == [Document(row["id"], row["text"]) for row in rows_that_do_not_compress()[: len(good)]]
+    assert len(good) > 100 and last == Document("z.txt", "sound")
+    assert bad.id == "a.jsonl.gz"
+    assert bad.error is not None and re.search(r"a\.jsonl\.gz cannot be read: .*ended before", bad.error)
+
+
+# The first block of gzip follows the header of ten bytes; 0xff is a kind of block that there is not.
+@pytest.mark.parametrize("place", ["empty", "truncated", "foreign", "header", "block", "data", "checksum"])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
+def test_a_damaged_file_is_an_error_and_the_others_go_on(tmp_path: Path, suffix: str, place: str) -> None:
+    file = WRITERS[suffix](tmp_path / f"a{suffix}", rows_that_do_not_compress())
+    raw = bytearray(file.read_bytes())
+    starts = {"header": 0, "block": 10, "data": len(raw) // 4, "checksum": len(raw) - 8}
+    if place in starts:
+        stop = len(raw) // 2 if suffix == ".parquet" else starts[place] + 100
+        for position in range(starts[place], max(starts[place] + 8, min(stop, len(raw)))):
+            raw[position] ^= 0xFF
+    changed = {"empty": b"", "truncated": raw[: len(raw) // 2], "foreign": b"words"}.get(place, raw)
+    file.write_bytes(changed)
+    (tmp_path / "z.txt").write_text("sound")
+    documents = read(tmp_path)
+    assert documents[-1] == Document("z.txt", "sound")
+    if place != "empty" or suffix == ".parquet":
+        assert "cannot be read" in errors_of(documents)[file.name]
+
+
+# Parquet
+
+
+def test_parquet_strings_that_are_not_utf8_are_an_error(tmp_path: Path) -> None:
+    # Parquet does not check its strings, and neither do all who write it.
+    texts = pa.array([b"sound", b"caf\xe9"], pa.binary()).view(pa.string())
+    write_parquet(tmp_path / "a.parquet", id=["a", "b"], text=texts)
+    (tmp_path / "z.txt").write_text("sound")
+    documents = read(tmp_path)
+    assert documents[-1] == Document("z.txt", "sound")
+    assert len(errors_of(documents)) >= 1
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet_may_store_strings_in_any_way(tmp_path: Path, kind: pa.DataType) -> None:
+    ids = [datetime.date(2024, 1, 31), datetime.date(2024, 2, 1)]
+    file = write_parquet(tmp_path / "a.parquet", id=ids, text=pa.array(["one", "two"]).cast(kind))
+    assert read(file) == [Document("2024-01-31", "one"), Document("2024-02-01", "two")]
+    write_parquet(file, id=pa.array([], pa.string()), text=pa.array([], pa.string()))
+    assert read(file) == []
+
+
+def test_parquet_without_either_field_is_an_error_a_row(tmp_path: Path) -> None:
+    documents = read(write_parquet(tmp_path / "a.parquet", body=["one", "two"]))
+    assert set(errors_of(documents)) == {"a.parquet:1", "a.parquet:2"}
+
+
+@pytest.mark.slow
+def test_a_parquet_file_that_inflates_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
+    """A dictionary holds a long text once, however many rows have it."""
+    path = tmp_path / "rows.parquet"
+    rows = pa.table({"id": [f"{n}" for n in range(40)], "text": ["x" * (20 << 20)] * 40})
+    pyarrow.parquet.write_table(rows, path, compression="zstd")
+    assert path.stat().st_size < 1 << 20
+    del rows
+    count = "import sys; from kvr_mpi.documents import read_corpus; print(sum(1 for _ in read_corpus(sys.argv[1:])))"
+    code, rss_bytes = run_and_measure([sys.executable, "-c", count, path])
+    assert code == 0 and rss_bytes < 700 << 20, f"{rss_bytes >> 20} MiB"
