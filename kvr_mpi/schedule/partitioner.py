@@ -12,7 +12,7 @@ from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.job import EQUAL_TIME, ParallelSection
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.topology import Rotation
-from kvr_mpi.tuning.lookup import choose_slices, describe_range
+from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
 from kvr_mpi.tuning.table import Table
 
 
@@ -31,7 +31,7 @@ class Partitioner:
     rates: Sequence[Rates]
     table: Table | None
     say: Callable[[str], None]
-    _has_extrapolated: bool = field(default=False, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:
         """Cut so many tokens that follow `before` known tokens.
@@ -42,7 +42,8 @@ class Partitioner:
             The rank of the chain that has the last slice; the one after it, cyclically, has the first.
         """
         if self.table is not None:
-            return self._look_up(self.table, tokens)
+            self._warn_outside(self.table, tokens)
+            return choose_slices(self.table, tokens, self.size)
         parallel, first = self.parallel, Rotation.ending_at(self.size, decode_rank).first
         if self.rates and parallel.partition == EQUAL_TIME:
             # Every token also attends to the known ones, which adds the same cost to each.
@@ -50,13 +51,11 @@ class Partitioner:
             return Partition.by_ratio(tokens, equal_time(tokens, [*rates[first:], *rates[:first]]), QUANTUM_TOKENS)
         return Partition.even(tokens, self.size)
 
-    def _look_up(self, table: Table, tokens: int) -> Partition:
-        """Cut by the table, or outside its range by its fitted rates, which is logged once."""
-        choice = choose_slices(table, tokens, self.size)
-        if choice.how == "extrapolated" and not self._has_extrapolated:
+    def _warn_outside(self, table: Table, tokens: int) -> None:
+        """Log once that prompts are outside the range of the table."""
+        if not self._has_warned and is_outside(table, tokens, self.size):
+            self._has_warned = True
             self.say(
                 f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
                 f"{self.size} ranks is outside this range: such prompts are cut by the fitted rates of the table"
             )
-        self._has_extrapolated |= choice.how == "extrapolated"
-        return choice.partition

@@ -14,7 +14,6 @@ from made_runs import HEADER, record, resume, take, write
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.log import seal
-from kvr_mpi.tuning.table import check_place
 
 PRECIOUS = "somebody else's, and not to be changed"
 
@@ -193,11 +192,6 @@ def test_a_sealed_run_file_may_say_anything(tmp_path: Path, change: dict[str, An
     done = kvr_says(kvr, "status", tmp_path)
     assert done.returncode == EXIT_OK and "unknown number" in done.stdout
     take(tmp_path).close()  # goes on without it
-
-
-def test_a_place_for_a_table_is_tried_without_leaving_anything(tmp_path: Path, umask: None) -> None:
-    check_place(tmp_path / "tables" / "table.json")
-    assert list((tmp_path / "tables").iterdir()) == []
 
 
 def test_nothing_but_bad_data_is_said_of_a_pipe(tmp_path: Path, kvr: Path) -> None:
