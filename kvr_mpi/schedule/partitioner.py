@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.job import EQUAL_TIME, ParallelSection
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.topology import Rotation
 from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
@@ -21,12 +20,11 @@ class Partitioner:
     """Chooses the slices of one chain's prompts.
 
     size : ranks of the chain.
-    rates : of these, if they were measured.
+    rates : of these, if slices are to take equal time; else they are even.
     table : if the job names one.
     say : for a line of text.
     """
 
-    parallel: ParallelSection
     size: int
     rates: Sequence[Rates]
     table: Table | None
@@ -44,8 +42,8 @@ class Partitioner:
         if self.table is not None:
             self._warn_outside(self.table, tokens)
             return choose_slices(self.table, tokens, self.size)
-        parallel, first = self.parallel, Rotation.ending_at(self.size, decode_rank).first
-        if self.rates and parallel.partition == EQUAL_TIME:
+        if self.rates:
+            first = Rotation.ending_at(self.size, decode_rank).first
             # Every token also attends to the known ones, which adds the same cost to each.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]
             return Partition.by_ratio(tokens, equal_time(tokens, [*rates[first:], *rates[:first]]), QUANTUM_TOKENS)

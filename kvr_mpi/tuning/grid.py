@@ -34,12 +34,7 @@ def grid_search(
     stride, quantum : int
         First and last step in tokens.
     max_runs : int
-        Measurements allowed.
-
-    Returns
-    -------
-    dict of Partition to float
-        All measurements.
+        Measurements allowed; all of them are returned.
     """
     tried = {start: measure(start)}
     reach = FIRST_REACH

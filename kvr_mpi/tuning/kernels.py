@@ -192,20 +192,14 @@ def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> floa
 
 
 def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room: float) -> dict[str, Ways]:
-    """Choose each piece's implementation at each number of rows.
+    """Choose each piece's implementation at each number of rows, of those that are not plain throughout.
 
     Parameters
     ----------
-    gains : Gains
     copy_bytes : mapping of str to mapping of str to int
         What a second copy of the weights of a shape takes, by the way that reads it.
     room : float
         Bytes that may be taken: shapes that gain most come first.
-
-    Returns
-    -------
-    dict of str to Ways
-        Of those pieces that are not plain throughout.
     """
     chosen = {}
     for name in sorted(gains, key=lambda one: -max((max(row) for row in gains[one].values()), default=0.0)):
