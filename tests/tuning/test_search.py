@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_a_job_is_cut_by_its_table(
     (path,) = (tmp_path / "tables").glob("*.json")
     table = load_table(path)
     entries = tuple(an_entry(bounds) for bounds in ((0, 8, 32), (0, 40, 160)))
-    other = table.rates.model_copy(update={"rest_token_s": 1000 * table.rates.rest_token_s})
+    other = replace(table.rates, rest_token_s=1000 * table.rates.rest_token_s)
     save_table(table.model_copy(update={"entries": entries, "rates": other}), path)
 
     run = mpirun(2, [kvr_run, job])
