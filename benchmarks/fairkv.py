@@ -40,7 +40,7 @@ from kvr_mpi.cli.launch import guarded, quiet_libraries
 from kvr_mpi.cli.options import command, job_argument, parse_numbers, set_option
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
-from kvr_mpi.costs.decoding import Wave, decode_costs_of
+from kvr_mpi.costs.decoding import Wave, step_seconds
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.head_parallel import HeadGroup, Place
@@ -58,7 +58,7 @@ from kvr_mpi.transport import Transport, gather_json, on_root, share_json, toget
 from kvr_mpi.transport.choose import Name, open_transport
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
-from kvr_mpi.tuning.decode_probe import DecodeTimes, attention_seconds, measure_decoding
+from kvr_mpi.tuning.decode_probe import attention_seconds, measure_decoding
 
 GREEDY = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
 # The first token, a turn that is not counted, a round, and one more, so that no answer ends.
@@ -209,11 +209,11 @@ class _Contest:
         """Say that this machine's speed changed meanwhile."""
         return drift_of(self._slowest(self.ways[SHA]))
 
-    def rows(self, times: DecodeTimes) -> list[HeadsRow]:
+    def rows(self, times: tuple[float, float]) -> list[HeadsRow]:
         """Sum up; `times` as from `measure_decoding`."""
         return [self._row(way, times) for way in self.ways.values()]
 
-    def _row(self, way: Way, times: DecodeTimes) -> HeadsRow:
+    def _row(self, way: Way, times: tuple[float, float]) -> HeadsRow:
         loaded, ranks, batch = self._setup.loaded, self._ranks, way.batch
         caches = [prefill.cache for prefill in batch.prefills]
         turns, computed = self._slowest(way), self._slowest(way, computed=True)
@@ -256,18 +256,16 @@ class _Contest:
         kept_of = int if way.startswith(WHOLE) else self.compression.settings.kept_of
         return statistics.mean(map(kept_of, self._documents.tokens))
 
-    def _forecast_s(self, way: str, times: DecodeTimes, efficiency: float | None) -> float:
+    def _forecast_s(self, way: str, times: tuple[float, float], efficiency: float | None) -> float:
         """Forecast a step in the middle of the answers, as `[decode] mode = "auto"` does."""
         setup, answered = self._setup, self._documents.new_tokens / 2
         assert setup.costs is not None, "asked for by mode = 'auto'"
-        hidden = setup.loaded.model.config.get_text_config().hidden_size
-        costs = decode_costs_of(
-            setup.costs, hidden_bytes=hidden * setup.loaded.dtype.itemsize, kept_token_s=times.kept_token_s
-        )
-        costs = replace(costs, measured_s=(times.apart_s, times.shared_s))
+        hidden_bytes = setup.loaded.shape.hidden_size * setup.loaded.dtype.itemsize
         # So many new tokens that handing keys and values over, which is not timed here, is nothing a step.
-        wave = Wave(self._documents.number, self._ranks.size, self._kept_tokens(way) + answered, sys.maxsize)
-        return costs.data_parallel_s(wave) if efficiency is None else costs.head_parallel_s(wave, efficiency)
+        kept = self._kept_tokens(way) + answered
+        wave = Wave(self._documents.number, self._ranks.size, kept, sys.maxsize, hidden_bytes)
+        apart_s, shared_s = step_seconds(setup.costs, wave, efficiency or 1.0, times)
+        return apart_s if efficiency is None else shared_s
 
 
 def bench_heads(

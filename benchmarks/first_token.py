@@ -51,7 +51,7 @@ from kvr_mpi.report.log import Log
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
-from kvr_mpi.tuning.grid import interpolate
+from kvr_mpi.tuning.lookup import interpolate
 from kvr_mpi.tuning.measure import follow, leading, measure_costs
 from kvr_mpi.tuning.refit import refit
 
@@ -417,7 +417,7 @@ def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, sa
     best = None
     if world.rank == 0:
         with leading(loaded, world) as run:
-            best = refit(tokens, costs, world.size, run, say, quantum=QUANTUM_TOKENS).best.bounds
+            best = refit(tokens, costs, world.size, run, say).best.bounds
     else:
         follow(loaded, world)
     return Partition(tuple(share_json(world, best)))

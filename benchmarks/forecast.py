@@ -172,7 +172,7 @@ def main(
             )
         _forecast_groups(found, lengths, sizes, tensor_parallel, json_file, csv_file)
         return
-    rows = simulate(work, costs, lengths, sizes, relay=chain, chunk_tokens=chunk_tokens)
+    rows = simulate(found, lengths, sizes, chunk_tokens)
     if plot is not None:
         title = f"{work.name} on {profile.name}, {costs.link_bytes_per_s / 1e9:g} GB/s"
         (plot_forecast if plot_kind == "ttft" else plot_slices)([row.as_json() for row in rows], title, plot)

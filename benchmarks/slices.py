@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.options import make_parser
 from kvr_mpi.cli.launch import guarded, load_everywhere, open_links
 from kvr_mpi.cli.options import DEFAULT_MODEL, parse_numbers
+from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.errors import counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.self_check import check_chain
@@ -23,7 +24,7 @@ from kvr_mpi.transport import together
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
 from kvr_mpi.tuning.identity import key_of
-from kvr_mpi.tuning.lookup import choose_slices, find_table
+from kvr_mpi.tuning.lookup import choose_slices, find_table, interpolate
 from kvr_mpi.tuning.measure import Run, follow, leading
 from kvr_mpi.tuning.refit import Say
 from kvr_mpi.tuning.table import Table
@@ -105,7 +106,7 @@ def sweep(table: Table, tokens: int, run: Run, trials: int) -> Regret:
 
     With more than two ranks one bound is moved at a time.
     """
-    chosen, even = choose_slices(table, tokens).partition, Partition.even(tokens, table.key.ranks)
+    chosen, even = choose_slices(table, tokens, table.key.ranks), Partition.even(tokens, table.key.ranks)
     splits = list(dict.fromkeys([chosen, *_around(chosen), even]))
     times: dict[Partition, list[float]] = {split: [] for split in splits}
     for _ in range(trials):
@@ -117,9 +118,14 @@ def sweep(table: Table, tokens: int, run: Run, trials: int) -> Regret:
 
 
 def _forecast(table: Table, tokens: int, run: Run, trials: int) -> Forecast:
-    choice = choose_slices(table, tokens)
-    times = [run(choice.partition).ttft_s for _ in range(trials)]
-    return Forecast(tokens, choice.partition, choice.predicted_s, statistics.median(times))
+    split = choose_slices(table, tokens, table.key.ranks)
+    ratios = {
+        entry.context_tokens: (entry.ttft_s / chain_seconds(table.rates, entry.partition.lengths),)
+        for entry in table.entries
+    }
+    (ratio,) = interpolate(ratios, tokens)  # of measured to modelled time
+    times = [run(split).ttft_s for _ in range(trials)]
+    return Forecast(tokens, split, chain_seconds(table.rates, split.lengths) * ratio, statistics.median(times))
 
 
 def _around(split: Partition) -> list[Partition]:

@@ -9,7 +9,7 @@ from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.model.load import load_outline
 from kvr_mpi.tuning.identity import processor_name
-from kvr_mpi.tuning.table import Entry, Key, ModelIdentity, Provenance, Rates, Table
+from kvr_mpi.tuning.table import Entry, Key, ModelIdentity, Provenance, Table
 
 # SmolLM2 on a core of a small machine.
 COSTS = Costs(
@@ -59,7 +59,7 @@ def a_table(contexts: tuple[int, ...] = (1024, 2048, 4096), ranks: int = 2, slow
     for tokens in contexts:
         split, seconds = best_split(COSTS, tokens, ranks, quantum=16)
         entries.append(an_entry(split.bounds, ttft_s=seconds * slower))
-    return Table(key=a_key(ranks=ranks), rates=Rates.of(COSTS), entries=tuple(entries))
+    return Table(key=a_key(ranks=ranks), rates=COSTS, entries=tuple(entries))
 
 
 def fitting(table: Table, model: Path) -> Table:

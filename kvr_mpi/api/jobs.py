@@ -158,7 +158,7 @@ def simulate(
         if not values or min(values) < 1:
             raise ConfigError(f"{name} = {list(values)}: expected at least one number, all above 0")
     found = look_out(model, hardware, link_gigabytes_per_s, relay, is_offline)
-    return forecast(found.work, found.costs, contexts, ranks, relay=found.relay)
+    return forecast(found, contexts, ranks)
 
 
 def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:

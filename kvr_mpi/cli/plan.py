@@ -122,7 +122,7 @@ def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: 
 
     found = look_out(model, hardware, None, None, is_offline)
     counts = sorted({ranks, *(1 << power for power in range(ranks.bit_length()))})
-    rows = simulate(found.work, found.costs, contexts, counts, relay=found.relay)
+    rows = simulate(found, contexts, counts)
     if as_json:
         about = {"model": found.work.name, "hardware": found.hardware.name, "relay": found.relay}
         click.echo(json.dumps(about | {"rows": [row.as_json() for row in rows]}, indent=1))

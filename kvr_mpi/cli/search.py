@@ -94,7 +94,7 @@ def search(
         from kvr_mpi.tuning.cores import pinned
         from kvr_mpi.tuning.measure import follow, leading, measure_costs
         from kvr_mpi.tuning.table import save_table
-        from kvr_mpi.tuning.tabulate import Wish, check_contexts, tabulate
+        from kvr_mpi.tuning.tabulate import check_contexts, tabulate
 
         log = Log(world.rank)
 
@@ -113,10 +113,10 @@ def search(
                 return 0
             log.root(f"{size} ranks of {key.device}; {_say_costs(costs)}")
             with leading(loaded, chain) as run:
-                wish = Wish(lengths, cast('Literal["refit", "grid"]', method))
-                for table in tabulate(wish, costs, key, provenance, run, log.root):
+                way = cast('Literal["refit", "grid"]', method)
+                for table in tabulate(lengths, way, costs, key, provenance, run, log.root):
                     save_table(table, target)
-                log.root(f"fitted: {_say_costs(table.rates.costs())}")
+                log.root(f"fitted: {_say_costs(table.rates)}")
                 searched = ", ".join(str(entry.context_tokens) for entry in table.entries)
                 log.root(f"{target}: entries for {searched} tokens")
         return 0
@@ -135,11 +135,15 @@ def _who(loaded: LoadedModel, chain: Transport) -> tuple[Key, Provenance]:
 
 def _target(output: Path, key: Key, overwrite: bool) -> Path:
     """Return the file to write, after checking that it can be written."""
+    from kvr_mpi.errors import OutputError
     from kvr_mpi.store.targets import check_file
-    from kvr_mpi.tuning.table import check_place, file_name
+    from kvr_mpi.tuning.table import file_name
 
     path = output if output.suffix == ".json" else output / file_name(key)
-    check_place(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"table {str(path)!r} cannot be written: {error}; choose another --output") from error
     check_file(path, overwrite=overwrite)
     return path
 

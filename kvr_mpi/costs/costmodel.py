@@ -15,7 +15,7 @@ import numpy as np
 
 from kvr_mpi.costs.events import cut_through, store_and_forward
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.costs.solve import equal_time
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
 
@@ -59,7 +59,7 @@ def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through"
 
 def single_seconds(costs: Costs, tokens: float) -> float:
     """Time to the first token of one process, at nominal speed."""
-    layer_s = tokens * (costs.qkv_token_s + costs.rest_token_s) + tokens**2 * _dense(costs) * costs.pair_s
+    layer_s = tokens * costs.token_s + tokens**2 * _dense(costs) * costs.pair_s
     head_s = costs.head_s * (tokens if costs.eager else 1.0)
     return costs.layers * max(layer_s, costs.launch_floor_s) + head_s
 
@@ -79,7 +79,7 @@ def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) 
     gather_bytes_per_s = costs.link_bytes_per_s * costs.gather_link_share
     gather_s = costs.link_latency_s * (ranks - 1) + (tokens - own) * costs.kv_bytes / gather_bytes_per_s
     seen = tokens if dense or costs.eager else tokens - own / 2
-    work_s = own * (costs.qkv_token_s + costs.rest_token_s + seen * costs.pair_s) + tokens * costs.gather_copy_token_s
+    work_s = own * (costs.token_s + seen * costs.pair_s) + tokens * costs.gather_copy_token_s
     floor_s = costs.launch_floor_s + ranks * costs.gather_floor_per_rank_s
     layer_s = costs.layer_s + gather_s + work_s / min(costs.speeds or (1.0,))
     head_s = costs.head_s * (own if costs.eager else 1.0)
@@ -103,7 +103,7 @@ def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: b
     step_s = own**2 * (1.0 if costs.eager else 0.5) * costs.pair_s / speed
     hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
     attention_s = step_s + (ranks - 1) * max(step_s, hop_s)
-    tokens_s = costs.layer_s + (own * (costs.qkv_token_s + costs.rest_token_s) + copies_s) / speed
+    tokens_s = costs.layer_s + (own * costs.token_s + copies_s) / speed
     head_s = costs.head_s * (own if costs.eager else 1.0)
     last_s = tokens_s + (attention_s if costs.eager or not saves_last_layer else (ranks - 1) * hop_s)
     layer_s = max(tokens_s + attention_s, costs.launch_floor_s)
@@ -122,12 +122,7 @@ def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: fl
     token_weight : float
         Below 1 the later slices become shorter than equal time makes them, above 1 longer.
     """
-    token_s = token_weight * (costs.qkv_token_s + costs.rest_token_s)
-    if costs.speeds is None:
-        rates = [Rates(token_s, costs.pair_s)] * ranks
-    else:
-        rates = [Rates(token_s / speed, costs.pair_s / speed) for speed in costs.speeds]
-    return equal_time(tokens, rates, _dense(costs))
+    return equal_time(tokens, costs.rates(ranks, token_weight), _dense(costs))
 
 
 def best_split(
@@ -215,7 +210,7 @@ def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
     """
     first = equal_time_lengths(costs, tokens, ranks)[0]
     speed = (costs.speeds or (1.0,))[0]
-    layer_s = first * (costs.qkv_token_s + costs.rest_token_s + first * _dense(costs) * costs.pair_s) / speed
+    layer_s = first * (costs.token_s + first * _dense(costs) * costs.pair_s) / speed
     layers = costs.layers - (ranks > 1)
     return max(layers * layer_s, costs.layers * costs.launch_floor_s)
 

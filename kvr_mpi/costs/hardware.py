@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvr_mpi.disk import read_regular
 from kvr_mpi.errors import ConfigError, DataError
 
 MAX_FILE_BYTES = 1 << 20
@@ -123,19 +124,14 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 
 def _read_text(path: Path, shipped: list[str]) -> str:
+    if not path.is_file():
+        raise ConfigError(
+            f"hardware {str(path)!r}: no such profile or file; shipped profiles: {', '.join(shipped)}; or give a "
+            f"JSON file with the same keys"
+        )
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise ConfigError(
-                f"hardware {str(path)!r}: no such profile or file; shipped profiles: {', '.join(shipped)}; or give a "
-                f"JSON file with the same keys"
-            )
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise DataError(
-                f"hardware file {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a profile; "
-                f"shipped profiles: {', '.join(shipped)}"
-            )
-        return data.decode()
+        return read_regular(path, MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise DataError(f"hardware file {str(path)!r} cannot be read: {error}") from error
+        raise DataError(
+            f"hardware file {str(path)!r} cannot be read: {error}; shipped profiles: {', '.join(shipped)}"
+        ) from error

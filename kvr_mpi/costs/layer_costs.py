@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import ConfigDict, Field, with_config
+
+from kvr_mpi.costs.solve import Rates
 from kvr_mpi.errors import PartitionError
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.hardware import Hardware
     from kvr_mpi.costs.workload import Workload
 
+# Limits for what is read from a file.
+RateS = Annotated[float, Field(ge=0, lt=1e7)]
 
+
+@with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of one layer on one rank, in seconds.
+    """Costs of one layer on one rank, in seconds; lookup tables store them.
 
     layers : of the model.
     qkv_token_s, rest_token_s : a token before and after attention.
@@ -31,6 +38,7 @@ class Costs:
     copy_token_s : a token of the prefix that was received, whatever attends to it.
     head_s : LM head, one token.
     kept_token_s : decoding, attending to one key: it waits for memory. None: unknown, taken to be `pair_s`.
+    weights_s : decoding, reading all weights for a token. 0: measured as part of `launch_floor_s` and `head_s`.
     gather_floor_per_rank_s : added to the launch floor by an all-gather, times the ranks.
     gather_copy_token_s : an all-gather's copy_token_s.
     gather_link_share : of the link's bandwidth an all-gather gets.
@@ -38,23 +46,24 @@ class Costs:
     has_states : a rank begins a layer when the rank before it has ended it (recurrent layers, and slices in chunks).
     """
 
-    layers: int
-    qkv_token_s: float
-    rest_token_s: float
-    pair_s: float
+    layers: Annotated[int, Field(ge=1, le=100_000)]
+    qkv_token_s: RateS
+    rest_token_s: RateS
+    pair_s: RateS
     eager: bool
-    layer_s: float
-    launch_floor_s: float
-    kv_bytes: float
-    link_bytes_per_s: float
-    link_latency_s: float
-    copy_token_s: float = 0.0
-    head_s: float = 0.0
-    kept_token_s: float | None = None
-    gather_floor_per_rank_s: float = 0.0
-    gather_copy_token_s: float = 0.0
-    gather_link_share: float = 1.0
-    speeds: tuple[float, ...] | None = None
+    layer_s: RateS
+    launch_floor_s: RateS
+    kv_bytes: Annotated[float, Field(ge=0, lt=1e15)]
+    link_bytes_per_s: Annotated[float, Field(gt=0, lt=1e18)]
+    link_latency_s: RateS
+    copy_token_s: RateS = 0.0
+    head_s: RateS = 0.0
+    kept_token_s: RateS | None = None
+    weights_s: RateS = 0.0
+    gather_floor_per_rank_s: RateS = 0.0
+    gather_copy_token_s: RateS = 0.0
+    gather_link_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    speeds: tuple[Annotated[float, Field(gt=0, lt=1e6)], ...] | None = None
     has_states: bool = False
 
     def __post_init__(self) -> None:
@@ -63,15 +72,40 @@ class Costs:
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
                 raise PartitionError(f"costs.{field.name} = {value}: expected a finite number, not negative")
-        if self.link_bytes_per_s == 0 or self.layers < 1 or self.qkv_token_s + self.rest_token_s + self.pair_s == 0:
+        if self.link_bytes_per_s == 0 or self.layers < 1 or self.token_s + self.pair_s == 0:
             raise PartitionError("costs: expected at least one layer, a link that carries bytes, and tokens that cost")
         if self.speeds is not None and not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
             raise PartitionError(f"costs.speeds = {self.speeds}: expected positive numbers")
 
     @property
+    def token_s(self) -> float:
+        """Time of a token in a layer, without attention."""
+        return self.qkv_token_s + self.rest_token_s
+
+    @property
+    def step_s(self) -> float:
+        """Time of a decode step of one document, in all layers, without attention."""
+        return max(self.layers * self.launch_floor_s + self.head_s, self.weights_s)
+
+    @property
+    def step_floor_s(self) -> float:
+        """Part of a step that fewer weights do not shorten; 0 if that was not measured apart."""
+        return self.layers * self.launch_floor_s if self.weights_s else 0.0
+
+    @property
+    def row_s(self) -> float:
+        """Time that another document adds to a decode step."""
+        return self.layers * self.token_s
+
+    @property
     def decode_key_s(self) -> float:
         """Time in decoding to attend to one key in all layers."""
         return self.layers * (self.pair_s if self.kept_token_s is None else self.kept_token_s)
+
+    def rates(self, ranks: int, token_weight: float = 1.0) -> list[Rates]:
+        """Rates of each of so many ranks, tokens weighted by a factor."""
+        token_s = token_weight * self.token_s
+        return [Rates(token_s / speed, self.pair_s / speed) for speed in self.speeds or (1.0,) * ranks]
 
     def after(self, tokens: int) -> Costs:
         """Return the costs of tokens that follow so many known tokens, which they also attend to."""
@@ -132,6 +166,8 @@ def costs_of(
         link_latency_s=hardware.link_latency_s,
         copy_token_s=hardware.kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,  # read and written
         head_s=head_s,
+        kept_token_s=work.kv_bytes / hardware.memory_bytes_per_s,
+        weights_s=work.weight_bytes / hardware.memory_bytes_per_s,
         gather_floor_per_rank_s=hardware.gather_floor_per_rank_s,
         gather_copy_token_s=hardware.gather_kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,
         gather_link_share=hardware.gather_link_share,

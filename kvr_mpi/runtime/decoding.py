@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding, decode_costs_of
+from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.head_parallel import HeadGroup
@@ -55,13 +55,8 @@ def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
         return DecodeChoice(mode, "the job asks for it")
     assert setup.sharing is not None and setup.costs is not None, "what decides is opened and measured"
     wave = _usual_wave(setup, part)
-    hidden = setup.loaded.model.config.get_text_config().hidden_size
-    found = measure_decoding(setup.loaded, chain, wave.documents, setup.sharing.placing(chain.size))
-    costs = decode_costs_of(
-        setup.costs, hidden_bytes=hidden * setup.loaded.dtype.itemsize, kept_token_s=found.kept_token_s
-    )
-    costs = replace(costs, measured_s=(found.apart_s, found.shared_s))
-    return choose_decoding(costs, wave, setup.sharing.efficiency(size))
+    measured_s = measure_decoding(setup.loaded, chain, wave.documents, setup.sharing.placing(chain.size))
+    return choose_decoding(setup.costs, wave, setup.sharing.efficiency(size), measured_s)
 
 
 def _why_apart(chain_size: int) -> str:
@@ -90,7 +85,13 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
     kept = tokens if setup.spec.compress is None else setup.spec.compress.kept_of(tokens)
     each = (kept + new_tokens) * setup.loaded.shape.kv_bytes_per_token
     room = max(1, min(setup.free_bytes) * ranks // max(1, each))
-    return Wave(min(documents, ranks * MAX_SEQUENCES, room), ranks, kept + new_tokens / 2, new_tokens)
+    return Wave(
+        min(documents, ranks * MAX_SEQUENCES, room),
+        ranks,
+        kept + new_tokens / 2,
+        new_tokens,
+        setup.loaded.shape.hidden_size * setup.loaded.dtype.itemsize,
+    )
 
 
 def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choice: DecodeChoice) -> WorkerContext:

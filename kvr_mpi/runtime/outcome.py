@@ -32,7 +32,6 @@ from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.identity import devices_of
 from kvr_mpi.tuning.measure import measure_costs
-from kvr_mpi.tuning.table import Rates
 
 
 def keep_outcome(
@@ -71,8 +70,7 @@ def keep_outcome(
         if history is None:
             if costs is None:
                 return None
-            rates = Rates.of(costs)
-            history = History(fingerprint=loaded.fingerprint, dtype=dtype, device=device, ranks=ranks.size, rates=rates)
+            history = History(fingerprint=loaded.fingerprint, dtype=dtype, device=device, ranks=ranks.size, rates=costs)
         return _kept(setup, file, history, done, seconds, start_s)
     except (OSError, ValueError) as error:
         say(f"warning: what this job took is not kept for later plans: {error}")
@@ -93,7 +91,7 @@ def _kept(
 ) -> Expected | None:
     """Add a job to the history, and return what earlier jobs predicted."""
     spec, limit, mean = setup.spec, setup.spec.generation.max_new_tokens, done.new_tokens / max(1, done.prompts)
-    forecast = forecast_measured(spec, history.rates.costs(), setup.frame, history.source)
+    forecast = forecast_measured(spec, history.rates, setup.frame, history.source)
     texts = [(str(number), tokens) for number, tokens in enumerate(done.texts)]
 
     def parts(tokens: float) -> tuple[float, float] | None:

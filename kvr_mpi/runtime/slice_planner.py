@@ -38,7 +38,7 @@ class SlicePlanner:
     def __init__(self, setup: JobSetup, size: int, ranks: slice, say: Say) -> None:
         self._setup, self._spec, self._size, self._ranks = setup, setup.spec, size, ranks
         self._free_bytes = setup.free_bytes[ranks]
-        self._partitioner = Partitioner(self._spec.parallel, size, setup.rates[ranks], setup.table, say)
+        self._partitioner = Partitioner(size, setup.rates[ranks], setup.table, say)
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
         alone = setup.strategies[0] if setup.strategies[0].is_plain else KVR
         self._strategies = setup.strategies if size > 1 else (alone,)

@@ -38,8 +38,6 @@ from kvr_mpi.tuning.table import Table, holds_tables, load_tables
 # Usable share of free memory, by the type of device; the rest is lost to libraries and fragmentation. A GPU's libraries
 # take theirs when they are first called, and its allocator cannot move what lies between two prompts.
 MEMORY_SHARE = {"cpu": 0.95, "cuda": 0.89}
-# What compression drops of a prompt of so many tokens; None if nothing.
-Drops = Callable[[int], PlannedDrop | None]
 
 
 def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, after: str | None = None) -> Frame:
@@ -82,17 +80,12 @@ class Forecast:
 
     source : where the costs come from.
     costs : of a rank, all alike.
-    even : whether slices are even; else they take equal time.
-    plain : whether one rank runs plain transformers (``strategy = "single"``).
     frame : of the text; a document with more tokens than a prompt may have is answered in parts.
     new_tokens : of an answer, at most.
-    step_s, step_token_s : decoding a token, and for each token before it.
-    row_s : decoding a token more in the same step, for another document.
-    launch_s : of a step, launching its kernels, where that is known apart.
     load : documents for each rank; with many, they are decoded together, and by all ranks of a chain.
     peak_bytes : most memory (tokens, ranks) takes on any rank; None if unknown.
     memory_bytes : what each rank has; None if unknown.
-    cut : how (tokens, ranks) is cut where the job says so: by a lookup table.
+    cut : how (tokens, ranks) is cut where the job says so: evenly, or by a lookup table; None: into equal times.
     strategies : what may run a prompt; of several the fastest, as in `registry.fastest`.
     chunk_tokens : of the chunks in which slices are computed; auto: `chunks` says.
     chunks : in which chunks (tokens, ranks) are computed, if they do not fit at once; None if that is unknown.
@@ -103,15 +96,9 @@ class Forecast:
 
     source: str
     costs: Costs
-    even: bool
     frame: Frame
     new_tokens: int
-    step_s: float
-    step_token_s: float
-    row_s: float = 0.0
-    launch_s: float = 0.0
     load: float = 0.0
-    plain: bool = False
     peak_bytes: Callable[[int, int], float] | None = None
     memory_bytes: float | None = None
     cut: Callable[[int, int], Partition] | None = None
@@ -121,6 +108,11 @@ class Forecast:
     rolling: Rolling | None = None
     more: tuple[int, ...] = ()
     apart: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one rank runs plain transformers (``strategy = "single"``)."""
+        return self.strategies[0].is_plain
 
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
         """Chunk size in tokens of a prompt's slices on so many ranks; None for whole slices."""
@@ -144,7 +136,7 @@ class Forecast:
         """Strategy for a prompt on so many ranks; on one rank a chain of one, unless it is plain transformers."""
         known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
         if ranks == 1 or not known:
-            return self.strategies[0] if self.strategies[0].is_plain else KVR
+            return self.strategies[0] if self.is_plain else KVR
         if len(known) == 1:
             return known[0]
         return known[fastest([one.seconds(self.costs, self.cut_for(one, tokens, ranks)) for one in known])]
@@ -159,8 +151,7 @@ class Forecast:
             return strategy.cut_evenly(tokens, ranks)
         if self.cut is not None and ranks > 1:
             return self.cut(tokens, ranks)
-        ratios = [1.0] * ranks if self.even else equal_time_lengths(self.costs, tokens, ranks)
-        return Partition.by_ratio(tokens, ratios, QUANTUM_TOKENS)
+        return Partition.by_ratio(tokens, equal_time_lengths(self.costs, tokens, ranks), QUANTUM_TOKENS)
 
     def ttft_s(self, tokens: int, ranks: int) -> float:
         """Time to the first token of one prompt; prompts shorter than the chain run on one rank."""
@@ -172,16 +163,15 @@ class Forecast:
         costs = self.costs_for(tokens, 1)
         whole_s = chain_seconds(costs, [tokens])
         # After the attention of the last layer, our engine computes only the last token, even on one rank.
-        saved_s = 0.0 if costs.eager or self.plain else costs.pair_s * tokens**2 / 2
+        saved_s = 0.0 if costs.eager or self.is_plain else costs.pair_s * tokens**2 / 2
         return max(whole_s - saved_s, costs.layers * costs.launch_floor_s)
 
     def _rolling_s(self, tokens: int, rolling: Rolling) -> float:
         """Time of the steps of a rolling cache; each reads all weights, and attends to the cache."""
         costs, held = self.costs, min(tokens, rolling.cache_tokens)
         steps, pairs = math.ceil(tokens / rolling.step_tokens), held * (tokens - held / 2)
-        token_s = costs.qkv_token_s + costs.rest_token_s
-        computed_s = costs.layers * (tokens * token_s + pairs * costs.pair_s) + steps * costs.head_s
-        return max(computed_s, steps * self.step_s)
+        computed_s = costs.layers * (tokens * costs.token_s + pairs * costs.pair_s) + steps * costs.head_s
+        return max(computed_s, steps * costs.step_s)
 
     def parts(self, tokens: int) -> list[int]:
         """Tokens of a document's prompts: one prompt, or its parts followed by the combining prompt."""
@@ -196,8 +186,8 @@ class Forecast:
     def continued_s(self, tokens: int, known: int) -> float:
         """Time to the first token of a prompt that continues `known` tokens, on one rank."""
         costs = self.costs
-        token_s = costs.qkv_token_s + costs.rest_token_s + costs.pair_s * (known + tokens / 2)
-        return max(costs.layers * tokens * token_s + costs.head_s, self.step_s)
+        token_s = costs.token_s + costs.pair_s * (known + tokens / 2)
+        return max(costs.layers * tokens * token_s + costs.head_s, costs.step_s)
 
     def saved_s(self, tokens: int, ranks: int) -> float:
         """Prefill time saved by the prompts that continue the same document."""
@@ -206,21 +196,16 @@ class Forecast:
         return sum(max(0.0, self.ttft_s(tokens, ranks) - self.continued_s(each, tokens)) for each in self.more)
 
     def document_s(self, tokens: int, ranks: int, ttft_s: Seconds | None = None) -> float:
-        """Time of a whole document: prefill and answers of all its prompts.
-
-        Parameters
-        ----------
-        ttft_s : callable, optional
-            A faster way to ask for `ttft_s`.
-        """
+        """Time of a whole document: prefill and answers of all its prompts; `ttft_s` may be sampled."""
         prompts, ttft_s = self.parts(tokens), ttft_s or self.ttft_s
         prefill_s = ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)
         prefill_s += ttft_s(prompts[-1], ranks) if len(prompts) > 1 else 0.0
-        steps, together = max(0, self.new_tokens - 1), 1.0 if self.plain else min(max(1.0, self.load), MAX_SEQUENCES)
+        costs, steps = self.costs, max(0, self.new_tokens - 1)
+        together = 1.0 if self.is_plain else min(max(1.0, self.load), MAX_SEQUENCES)
         if self.rolling is not None:  # documents are decoded one by one, from what is held
             together, prompts = 1.0, [min(prompt, self.rolling.cache_tokens) for prompt in prompts]
-        step_s = (self.step_s + (together - 1) * self.row_s) / together
-        decode_s = steps * sum(step_s + self.step_token_s * prompt for prompt in prompts)
+        step_s = (costs.step_s + (together - 1) * costs.row_s) / together
+        decode_s = steps * sum(step_s + costs.decode_key_s * prompt for prompt in prompts)
         whole_s = prefill_s + decode_s / max(1.0, ranks * min(1.0, self.load))
         if len(prompts) > 1:  # each prompt's parts by themselves
             return whole_s * (1 + len(self.more) + self.apart)
@@ -246,17 +231,17 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
     return Forecast(
         source=source,
         costs=replace(costs, speeds=None),
-        even=spec.parallel.partition == EVEN,
-        plain=spec.parallel.strategy == "single",
         strategies=tuple(candidates(spec.parallel.strategy)),
         chunk_tokens=spec.chunk_tokens,
         rolling=rolling_of(spec.cache, spec.parallel.chunk_tokens),
         frame=frame,
         new_tokens=spec.generation.max_new_tokens,
-        step_s=costs.layers * costs.launch_floor_s + costs.head_s,
-        step_token_s=costs.decode_key_s,
-        row_s=costs.layers * (costs.qkv_token_s + costs.rest_token_s),
+        cut=_cut_evenly if spec.parallel.partition == EVEN else None,
     )
+
+
+def _cut_evenly(tokens: int, ranks: int) -> Partition:
+    return Partition.by_ratio(tokens, [1.0] * ranks, QUANTUM_TOKENS)
 
 
 def forecast_of(
@@ -280,7 +265,7 @@ def forecast_of(
     size = spec.parallel.tensor_parallel
     given = hardware or spec.parallel.table
     if given is None and history is not None:
-        forecast = forecast_measured(spec, history.rates.costs(), frame, history.source)
+        forecast = forecast_measured(spec, history.rates, frame, history.source)
         return replace(forecast, new_tokens=expected_tokens(history.jobs, forecast.new_tokens))
     if given is None:
         raise ConfigError(
@@ -294,71 +279,47 @@ def forecast_of(
         measured = f"measured on {best.entries[-1].provenance.date[:10]}"
         source = f"lookup table for {best.key.ranks} ranks of {best.key.hardware} ({best.key.device}), {measured}"
         source += "; memory unknown"
-        forecast = forecast_measured(spec, best.rates.costs(), frame, source)
+        forecast = forecast_measured(spec, best.rates, frame, source)
         if spec.parallel.table is None:
             return forecast
-        return replace(forecast, cut=lambda tokens, ranks: choose_slices(best, tokens, ranks).partition)
+        return replace(forecast, cut=functools.partial(choose_slices, best))
     profile = load_hardware(given)
     whole = workload_of(outline.config, outline.dtype.itemsize)
     check_heads(whole, size)
-    work, costs = whole.of_group(size), costs_of(whole, profile, tensor_parallel=size)
+    costs = costs_of(whole, profile, tensor_parallel=size)
     forecast = forecast_measured(spec, costs, frame, f"profile {profile.name}: {profile.source}")
-    forecast = replace(
-        forecast,
-        step_s=max(forecast.step_s, work.weight_bytes / profile.memory_bytes_per_s),
-        launch_s=work.layers * forecast.costs.launch_floor_s,
-        step_token_s=work.layers * work.kv_bytes / profile.memory_bytes_per_s,
-    )
-    if forecast.plain:  # plain transformers' memory is not predicted
+    if forecast.is_plain:  # plain transformers' memory is not predicted
         return forecast
     config = outline.config
     if size > 1:
         config = part_config(config, part_of(config, 0, size))
         config.vocab_size = outline.config.vocab_size  # of logits every rank has all
     footprint = footprint_of(config, outline.dtype, on_gpu=True)  # profiles are of GPUs
-    memory_bytes, drops = MEMORY_SHARE["cuda"] * profile.memory_bytes, drops_of(spec, footprint.shape, config)
-    return with_memory(forecast, footprint, memory_bytes, held_bytes=work.weight_bytes, drops=drops)
-
-
-def drops_of(spec: JobSpec, shape: ModelShape, config: Any) -> Drops | None:
-    """Return the function that predicts what compression drops of so many tokens; None if the job has none.
-
-    Where the end of a document's text chooses, it is not known how much follows: then as if nothing were dropped.
-
-    Parameters
-    ----------
-    shape : ModelShape
-        Of a rank's part of the model.
-    config : PreTrainedConfig
-        Of the model, or of that part.
-    """
-    settings, group_ranks = spec.compress, spec.parallel.tensor_parallel
-    if settings is None:
-        return None
-    heads, is_known = config.get_text_config().num_attention_heads, settings.observes == "question"
-
-    def drop(tokens: int) -> PlannedDrop | None:
-        return planned_drop(settings, shape, heads, tokens, tokens if is_known else None, group_ranks)
-
-    return drop
+    memory_bytes = MEMORY_SHARE["cuda"] * profile.memory_bytes
+    return with_memory(forecast, spec, config, footprint, memory_bytes, whole.of_group(size).weight_bytes)
 
 
 def with_memory(
-    forecast: Forecast,
-    footprint: Footprint,
-    memory_bytes: float,
-    held_bytes: float = 0.0,
-    drops: Drops | None = None,
+    forecast: Forecast, spec: JobSpec, config: Any, footprint: Footprint, memory_bytes: float, held_bytes: float = 0.0
 ) -> Forecast:
     """Add the memory needs of the fullest rank, and the memory of a rank, to a forecast.
 
     Parameters
     ----------
+    config : PreTrainedConfig
+        Of the model, or of a rank's part of it.
     memory_bytes, held_bytes : float
         What a rank has, and what of it is taken before a prompt comes.
-    drops : callable or None
-        What compression drops (`drops_of`).
     """
+    settings = spec.compress
+
+    def drop_of(tokens: int) -> PlannedDrop | None:
+        if settings is None:
+            return None
+        # Where the end of a document's text chooses, it is not known how much follows: then as if nothing were dropped.
+        observed = tokens if settings.observes == "question" else None
+        heads, group_ranks = config.get_text_config().num_attention_heads, spec.parallel.tensor_parallel
+        return planned_drop(settings, footprint.shape, heads, tokens, observed, group_ranks)
 
     def needed(tokens: int, ranks: int, chunk_tokens: int | None) -> float:
         if forecast.rolling is not None:
@@ -370,7 +331,7 @@ def with_memory(
         # The first slice is the longest, one of the end ranks keeps all layers; between them the last but one has most.
         ends = {0, max(0, size - 2), size - 1}
         made = (make(partition, rank, chunk_tokens=chunk_tokens) for rank in ends)
-        drop = None if drops is None else drops(tokens)
+        drop = drop_of(tokens)
         return held_bytes + max(
             footprint.route_bytes(one, reserve_tokens=forecast.new_tokens, drop=drop) for one in made
         )

@@ -19,11 +19,12 @@ import numpy as np
 import xxhash
 from pydantic import Field, ValidationError
 
+from kvr_mpi.costs.layer_costs import Costs, RateS
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.duration import duration_text, expected_text
-from kvr_mpi.errors import counted
+from kvr_mpi.errors import PartitionError, counted
 from kvr_mpi.job import JobSpec
-from kvr_mpi.tuning.table import MAX_RANKS, Part, RateS, Rates, Seconds, Text
+from kvr_mpi.tuning.table import MAX_RANKS, Part, Seconds, Text
 
 FOLDER, MAX_FILE_BYTES = "jobs", 1 << 20
 # The last jobs count; a shorter one says little.
@@ -67,7 +68,7 @@ class History(Part):
     dtype: Text
     device: Text
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
-    rates: Rates
+    rates: Costs
     jobs: Annotated[tuple[PastJob, ...], Field(max_length=KEPT_JOBS)] = ()
 
     @property
@@ -183,7 +184,7 @@ def read_history(file: Path, fingerprint: str, dtype: str) -> History | None:
     """Read a history; None if it is unreadable or belongs to another model."""
     try:
         found = History.model_validate_json(read_regular(file, MAX_FILE_BYTES))
-    except (OSError, ValidationError):
+    except (OSError, ValidationError, PartitionError):
         return None
     return found if (found.fingerprint, found.dtype) == (fingerprint, dtype) else None
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.job import EQUAL_TIME, ParallelSection
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.topology import Rotation
-from kvr_mpi.tuning.lookup import choose_slices, describe_range
+from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
 from kvr_mpi.tuning.table import Table
 
 
@@ -21,17 +20,16 @@ class Partitioner:
     """Chooses the slices of one chain's prompts.
 
     size : ranks of the chain.
-    rates : of these, if they were measured.
+    rates : of these, if slices are to take equal time; else they are even.
     table : if the job names one.
     say : for a line of text.
     """
 
-    parallel: ParallelSection
     size: int
     rates: Sequence[Rates]
     table: Table | None
     say: Callable[[str], None]
-    _has_extrapolated: bool = field(default=False, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:
         """Cut so many tokens that follow `before` known tokens.
@@ -42,21 +40,20 @@ class Partitioner:
             The rank of the chain that has the last slice; the one after it, cyclically, has the first.
         """
         if self.table is not None:
-            return self._look_up(self.table, tokens)
-        parallel, first = self.parallel, Rotation.bringing(self.size, self.size - 1, decode_rank).first
-        if self.rates and parallel.partition == EQUAL_TIME:
+            self._warn_outside(self.table, tokens)
+            return choose_slices(self.table, tokens, self.size)
+        if self.rates:
+            first = Rotation.bringing(self.size, self.size - 1, decode_rank).first
             # Every token also attends to the known ones, which adds the same cost to each.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]
             return Partition.by_ratio(tokens, equal_time(tokens, [*rates[first:], *rates[:first]]), QUANTUM_TOKENS)
         return Partition.even(tokens, self.size)
 
-    def _look_up(self, table: Table, tokens: int) -> Partition:
-        """Cut by the table, or outside its range by its fitted rates, which is logged once."""
-        choice = choose_slices(table, tokens, self.size)
-        if choice.how == "extrapolated" and not self._has_extrapolated:
+    def _warn_outside(self, table: Table, tokens: int) -> None:
+        """Log once that prompts are outside the range of the table."""
+        if not self._has_warned and is_outside(table, tokens, self.size):
+            self._has_warned = True
             self.say(
                 f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
                 f"{self.size} ranks is outside this range: such prompts are cut by the fitted rates of the table"
             )
-        self._has_extrapolated |= choice.how == "extrapolated"
-        return choice.partition

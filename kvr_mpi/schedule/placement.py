@@ -17,7 +17,6 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,6 @@ from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths,
 
 # Factor by which a batch may end later than possible for the sake of efficient chains.
 LATER = 1.02
-Name = TypeVar("Name", str, int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,6 @@ def schedule(
     fits: Fits,
     *,
     min_efficiency: float = 0.0,
-    smooth: bool = True,
 ) -> Schedule:
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
@@ -126,8 +123,6 @@ def schedule(
         Whether (tokens, ranks) has the memory it needs; if so, then any shorter document has it, too.
     min_efficiency : float
         Between 0 (whatever ends the batch soonest) and 1.
-    smooth : bool
-        Whether `seconds` is smooth in tokens, and may be asked at a few lengths only; else at every document's.
 
     Raises
     ------
@@ -138,7 +133,7 @@ def schedule(
         raise ConfigError(f"{ranks} ranks: expected at least 1")
     lengths = chain_lengths(ranks, len(documents))
     by_id = sorted(documents)
-    times = tabulate_times([tokens for _, tokens in by_id], lengths, sampled(seconds) if smooth else seconds, fits)
+    times = tabulate_times([tokens for _, tokens in by_id], lengths, seconds, fits)
     possible = [row < NEVER for row in times.min(axis=1, initial=NEVER).tolist()]
     does_not_fit = tuple(
         (name, tokens, _misfit(tokens, ranks, fits))
@@ -230,13 +225,13 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
     return reason
 
 
-def deal(todo: Sequence[tuple[Name, int]], chains: int) -> list[set[Name]]:
-    """Assign documents (name, characters) to chains, the longest first, each to the chain with the least work."""
-    shares: list[set[Name]] = [set() for _ in range(chains)]
+def deal(todo: Sequence[tuple[int, int]], chains: int) -> list[set[int]]:
+    """Assign documents (number, characters) to chains, the longest first, each to the chain with the least work."""
+    shares: list[set[int]] = [set() for _ in range(chains)]
     loads = [(0, chain) for chain in range(chains)]
-    for name, chars in sorted(todo, key=lambda item: (-item[1], item[0])):
+    for number, chars in sorted(todo, key=lambda item: (-item[1], item[0])):
         load, chain = heapq.heappop(loads)
-        shares[chain].add(name)
+        shares[chain].add(number)
         heapq.heappush(loads, (load + max(1, chars), chain))
     return shares
 

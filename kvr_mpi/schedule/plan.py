@@ -59,7 +59,7 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
     def seconds(tokens: int, length: int) -> float:
         return forecast.document_s(tokens, length, ttft_s)
 
-    return schedule(documents, ranks, seconds, fits, min_efficiency=MIN_EFFICIENCY, smooth=False)
+    return schedule(documents, ranks, seconds, fits, min_efficiency=MIN_EFFICIENCY)
 
 
 def written_seconds(spec: JobSpec, plan: Schedule) -> float | None:

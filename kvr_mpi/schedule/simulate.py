@@ -107,33 +107,21 @@ def look_out(
 
 
 def simulate(
-    work: Workload,
-    costs: Costs,
-    contexts: Sequence[int],
-    ranks: Sequence[int],
-    *,
-    relay: RelayKind,
-    quantum: int = 64,
-    chunk_tokens: int | None = None,
+    found: Outlook, contexts: Sequence[int], ranks: Sequence[int], chunk_tokens: int | None = None
 ) -> list[ForecastRow]:
-    """Forecast every length on every number of ranks.
-
-    Parameters
-    ----------
-    chunk_tokens : int or None
-        Chains compute slices in chunks of so many tokens; None: at once.
+    """Forecast every length on every number of ranks, with slices at once or in chunks.
 
     Raises
     ------
     ConfigError
         If a context is beyond the model's, or there are more ranks than tokens.
     """
-    if chunk_tokens is not None and relay != "cut-through":
+    if chunk_tokens is not None and found.relay != "cut-through":
         raise ConfigError(
-            f"chunk_tokens = {chunk_tokens}: forecasts with chunks need relay = 'cut-through', not {relay!r}"
+            f"chunk_tokens = {chunk_tokens}: forecasts with chunks need relay = 'cut-through', not {found.relay!r}"
         )
-    check_contexts(work, contexts, max(ranks))
-    return [_row(costs, tokens, size, relay, quantum, chunk_tokens) for tokens in contexts for size in ranks]
+    check_contexts(found.work, contexts, max(ranks))
+    return [_row(found.costs, tokens, size, found.relay, chunk_tokens) for tokens in contexts for size in ranks]
 
 
 def check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) -> None:
@@ -157,12 +145,10 @@ def check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) -> 
             )
 
 
-def _row(
-    costs: Costs, tokens: int, ranks: int, relay: RelayKind, quantum: int, chunk_tokens: int | None
-) -> ForecastRow:
+def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: int | None) -> ForecastRow:
     chunks = 1 if chunk_tokens is None else -(-tokens // (ranks * chunk_tokens))  # of the mean slice
     of_chain = costs.in_chunks(chunks)
-    partition, searched_s = best_split(of_chain, tokens, ranks, relay, quantum)
+    partition, searched_s = best_split(of_chain, tokens, ranks, relay)
     ttft_s: dict[str, float] = {}
     for one in STRATEGIES.values():
         if one.is_plain or ranks > 1:
@@ -199,10 +185,7 @@ def _choose(costs: Costs, tokens: int, ranks: int, relay: RelayKind, searched_s:
 def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
     """Find a named model shape, or count the work of a model from its configuration.
 
-    Parameters
-    ----------
-    is_offline : callable
-        Whether the hub must not be asked; called only where that matters, since it takes seconds to import.
+    `is_offline` is called only where that matters, since it takes seconds to import.
 
     Raises
     ------

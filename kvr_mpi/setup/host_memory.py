@@ -65,13 +65,7 @@ def ranks_on_device(world: Transport, device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, sharers: int) -> int:
-    """Bytes that this process may still allocate.
-
-    Parameters
-    ----------
-    sharers : int
-        Processes like this one that share the device's memory (on a CPU: the host's, within its control group).
-    """
+    """Bytes that each of so many processes that share a device may still allocate; on a CPU in its control group."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

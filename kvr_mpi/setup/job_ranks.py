@@ -52,15 +52,7 @@ class JobRanks:
         return self.tp_group is None or self.tp_group.rank == 0
 
     def members_of(self, topology: Topology, chain: Transport) -> Transport:
-        """Make a transport for all ranks of this rank's chain; every rank calls this.
-
-        Parameters
-        ----------
-        topology : Topology
-            Of the lane.
-        chain : Transport
-            Those of the lane in the chain.
-        """
+        """Make a transport for all ranks of this rank's chain from those of its lane; every rank calls this."""
         return chain if self.tp_group is None else self.world.split(topology.chain_color(self.lane.rank))
 
 

@@ -33,7 +33,7 @@ from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import passed_columns
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.split import PromptConfig
-from kvr_mpi.schedule.forecast import Forecast, drops_of, forecast_measured, with_memory
+from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
 from kvr_mpi.store.log import Header
 from kvr_mpi.stored.reuse import StoredBeginnings
 from kvr_mpi.tuning.table import Table
@@ -159,7 +159,7 @@ class JobSetup:
 
     def chain_costs(self, ranks: slice) -> Costs:
         """Costs of the ranks of one chain, measured or from the table."""
-        costs = self.table.rates.costs() if self.costs is None and self.table is not None else self.costs
+        costs = self.table.rates if self.costs is None and self.table is not None else self.costs
         assert costs is not None, "strategies are chosen by costs"
         size = ranks.stop - ranks.start
         speeds = costs.speeds and (costs.speeds[ranks] if self.costs else costs.speeds[:size])
@@ -181,8 +181,8 @@ class JobSetup:
         assert self.costs is not None and self.footprint is not None
         forecast = forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
         forecast = replace(forecast, strategies=self.strategies)
-        drops = drops_of(self.spec, self.loaded.shape, self.loaded.model.config)
-        return with_memory(forecast, self.footprint, min(self.free_bytes), drops=drops)
+        config, room = self.loaded.model.config, min(self.free_bytes)
+        return with_memory(forecast, self.spec, config, self.footprint, room)
 
     def header(self) -> Header:
         """Return the header of the results: everything that the answers depend on."""

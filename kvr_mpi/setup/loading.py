@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.source import locate
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
+from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.kernels import choose_kernels
@@ -24,7 +24,7 @@ def load_on_all(
     *,
     adapter: str | None = None,
     kernels: str = "measured",
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
     tp_group: TensorParallelGroup | None = None,
     **arguments: Any,
 ) -> LoadedModel:
@@ -53,7 +53,7 @@ def load_on_all(
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))
         with alone(tp_group):  # a part's rows are tried without the sums over its group
-            choose_kernels(loaded, world, free, arguments["cache_dir"], say or _say_nothing)
+            choose_kernels(loaded, world, free, arguments["cache_dir"], say or silent)
     return loaded
 
 
@@ -69,5 +69,5 @@ def gpu_index(world: Transport, name: str = "auto") -> int:
     return gpus_in_turn(share_json(world, gather_json(world, mine)))[world.rank]
 
 
-def _say_nothing(text: str) -> None:
-    """Ignore a log line."""
+def silent(text: str) -> None:
+    """Ignore a log line, on other ranks than 0."""

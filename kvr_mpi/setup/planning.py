@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding, decode_costs_of
+from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding
 from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.placing import placement_of
@@ -24,7 +24,7 @@ from kvr_mpi.model.shared_heads import why_not_by_config
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
 from kvr_mpi.preflight.inputs import parse_templates, row_format
-from kvr_mpi.schedule.forecast import Forecast, drops_of, forecast_of, frame_of, with_memory
+from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of, with_memory
 from kvr_mpi.schedule.history import Expected, History, expect, find_history, is_forecast
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents, prompt_tokens, two_parts, written_seconds
@@ -84,7 +84,7 @@ class PlannedJob:
         """
         forecast, outline, spec = self.forecast, self.outline, self.spec
         longest = max(self.schedule.placements, key=lambda place: place.tokens, default=None)
-        if longest is None or not longest.tokens or forecast.plain:
+        if longest is None or not longest.tokens or forecast.is_plain:
             return None
         if forecast.peak_bytes is None:  # which profiles of GPUs know
             try:
@@ -92,7 +92,7 @@ class PlannedJob:
             except ModelError:  # chains do not run it
                 return None
             held = workload_of(outline.config, outline.dtype.itemsize).weight_bytes
-            forecast = with_memory(forecast, footprint, math.inf, held, drops_of(spec, footprint.shape, outline.config))
+            forecast = with_memory(forecast, spec, outline.config, footprint, math.inf, held)
         wanted, ranks = spec.ranks_per_chain, self.schedule.ranks
         if wanted != "all":
             ranks = longest.ranks if wanted == "auto" else whole_groups(wanted, self.tensor_parallel)
@@ -196,13 +196,6 @@ def _choose_decoding(made: PlannedJob) -> DecodeChoice:
     tokens = min(forecast.frame.max_tokens, sum(texts) // len(texts))
     kept = tokens if spec.compress is None else spec.compress.kept_of(tokens)
     documents = min(-(-len(texts) // max(1, all_ranks // ranks)), ranks * MAX_SEQUENCES)
-    wave = Wave(documents, ranks, kept + forecast.new_tokens / 2, forecast.new_tokens)
-    hidden = made.outline.config.get_text_config().hidden_size
-    costs = decode_costs_of(
-        forecast.costs,
-        hidden_bytes=hidden * made.outline.dtype.itemsize,
-        step_s=forecast.step_s,
-        floor_s=forecast.launch_s,
-        kept_token_s=forecast.step_token_s,
-    )
-    return choose_decoding(costs, wave, placement_of(spec.decode, shape).efficiency(ranks))
+    hidden_bytes = shape.hidden_size * made.outline.dtype.itemsize
+    wave = Wave(documents, ranks, kept + forecast.new_tokens / 2, forecast.new_tokens, hidden_bytes)
+    return choose_decoding(forecast.costs, wave, placement_of(spec.decode, shape).efficiency(ranks))

@@ -48,7 +48,7 @@ from kvr_mpi.setup.arena import open_arena
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_ranks import JobRanks, describe_groups
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
-from kvr_mpi.setup.loading import load_on_all
+from kvr_mpi.setup.loading import load_on_all, silent
 from kvr_mpi.setup.rates import Say, costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.store.log import software
 from kvr_mpi.stored.asking import frame_questions
@@ -90,16 +90,18 @@ def prepare(
     ConfigError
         If model, prompt or generation settings do not work together.
     """
-    say = say if world.rank == 0 else _say_nothing
+    say = say if world.rank == 0 else silent
     ranks = ranks or JobRanks(world, world)
     loaded, once_s = (loaded, 0.0) if loaded else _load(spec, machine, ranks, chain, say)
     plain = spec.parallel.strategy == "single"
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
-    compression = together(world, partial(_open_compression, spec, loaded))
+    compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
     strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
     rolling = together(world, partial(_open_rolling, spec, loaded, say))
-    why_alone = None if plain else check_together(partial(_why_alone, loaded, rolling))
+    why_alone = None if rolling is None else "rolling caches cannot be combined in a row yet"
+    if rolling is None and not plain:
+        why_alone = check_together(partial(why_not_packed, loaded))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
         say(line)
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_heads(spec) or why_alone))
@@ -154,10 +156,6 @@ def prepare(
         rolling=rolling,
         once_s=once_s,
     )
-
-
-def _say_nothing(text: str) -> None:
-    """Ignore log lines on other ranks than 0."""
 
 
 def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:
@@ -335,16 +333,6 @@ def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) ->
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 
-def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
-    """Prepare the compression method that the job names, if any."""
-    return None if spec.compress is None else open_compression(spec.compress, loaded)
-
-
-def _why_alone(loaded: LoadedModel, rolling: Rolling | None) -> str | None:
-    """Return why prompts do not run packed; None if they do."""
-    return why_not_packed(loaded) if rolling is None else "rolling caches cannot be combined in a row yet"
-
-
 def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
     """Make the rolling cache that the job asks for, if any, and verify that the model supports it.
 
@@ -393,17 +381,16 @@ def _needs_costs(
 
 
 def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:
-    """Bytes that each group may use for prompts, limited by its rank with the least memory."""
-    mine = _free_bytes(spec, loaded, ranks_on_device(ranks.world, loaded.device), sharing)
-    return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
+    """Bytes that each group may use for prompts, limited by its rank with the least memory.
 
-
-def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadSharing | str | None) -> int:
-    """Bytes that this rank may use for prompts: most of its free memory, less a part of a model with shared heads."""
+    Most of a rank's free memory, less a part of a model with shared heads.
+    """
     if spec.parallel.memory_gib is not None:
-        return int(spec.parallel.memory_gib * GIB)
+        return [int(spec.parallel.memory_gib * GIB)] * ranks.lane.size
+    sharers = ranks_on_device(ranks.world, loaded.device)
     part = shared_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
-    return max(0, int(MEMORY_SHARE[loaded.device.type] * free_bytes(loaded.device, sharers)) - part)
+    mine = max(0, int(MEMORY_SHARE[loaded.device.type] * free_bytes(loaded.device, sharers)) - part)
+    return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
 
 
 def describe_portable(loaded: LoadedModel) -> Iterator[str]:

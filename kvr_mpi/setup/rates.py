@@ -30,7 +30,7 @@ def costs_of(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
     costs = measure_costs(loaded, world)
     say(
         f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; decoding: "
-        f"{1e3 * (costs.layers * costs.launch_floor_s + costs.head_s):.1f} ms per token"
+        f"{1e3 * costs.step_s:.1f} ms per token"
     )
     return costs
 
@@ -44,8 +44,7 @@ def rates_of(
     if costs is None:
         say("measuring the speed of the ranks, for slices of equal time")
         return measure_rates(loaded, world)
-    token_s = costs.qkv_token_s + costs.rest_token_s
-    return [Rates(token_s / speed, costs.pair_s / speed) for speed in costs.speeds or (1.0,) * world.size]
+    return costs.rates(world.size)
 
 
 def describe_rates(rates: Sequence[Rates], tokens: int) -> str:
@@ -76,18 +75,11 @@ def table_of(
 def describe_drift(table: Table, rates: Sequence[Rates]) -> str | None:
     """Describe how ranks differ from those that a table was measured on; None if it does not matter.
 
-    A name says little of a processor in a virtual machine, and nothing of kernels.
-
-    Parameters
-    ----------
-    rates : sequence of Rates
-        Of the chain's ranks, as measured now.
+    A name says little of a processor in a virtual machine, and nothing of kernels. `rates` are measured now.
     """
-    costs, longest = table.rates.costs(), table.entries[-1]
+    costs, longest = table.rates, table.entries[-1]
     tokens = longest.context_tokens
-    speeds = costs.speeds if costs.speeds is not None and len(costs.speeds) == len(rates) else (1.0,) * len(rates)
-    token_s = costs.qkv_token_s + costs.rest_token_s
-    then = [Rates(token_s / speed, costs.pair_s / speed) for speed in speeds]
+    then = costs.rates(len(rates))
     old, new = (_slices_s(equal_time(tokens, each), rates) for each in (then, rates))
     faster, loss = _slices_s(equal_time(tokens, then), then) / old, old / new - 1
     if max(faster, 1 / faster) < SAME_RATES_WITHIN and loss < SLICES_LOSE:

@@ -19,16 +19,7 @@ DOUBT = 1.1
 
 
 def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) -> int:
-    """Estimate the bytes of keys and values of documents from a sample of their texts.
-
-    Parameters
-    ----------
-    setup : JobSetup
-    corpus : Corpus
-        Of texts.
-    todo : sequence of int
-        Numbers of the documents.
-    """
+    """Estimate the bytes of keys and values of documents, by number, from a sample of their texts."""
     chars = tokens = 0
     good = [number for number in todo if corpus.entries[number].error is None]
     for number in good[:: max(1, len(good) // SAMPLED)]:
@@ -48,7 +39,7 @@ def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) 
 
 
 def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:
-    """Log how much will be written.
+    """Return a log line of how much will be written.
 
     Raises
     ------

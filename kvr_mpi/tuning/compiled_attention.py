@@ -53,18 +53,7 @@ def open_attention(
     limit_s: float = LIMIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> KernelLibrary | None:
-    """Load the kernels, after compiling them if need be; None if that fails.
-
-    Parameters
-    ----------
-    cache_dir : Path
-    say : callable
-        For a line of text, if it cannot be had.
-    compiles : bool
-        Whether this process is the one to compile.
-    limit_s : float
-        For the compiler.
-    """
+    """Load the kernels; None, and a line of text, if that fails. The process that `compiles` compiles them first."""
     texts = " ".join(each.read_text() for each in (*SOURCES, *HEADERS))
     options = [*OPTIONS, *(word for word in environ.get("CXX", "").split() if word.startswith("-"))]
     known = f"{processor_key()} {texts} {' '.join(options)}"

@@ -12,7 +12,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -43,33 +42,13 @@ LONG_DOCUMENTS, LONG_TOKENS = 2, 1024
 ATTENTION_REPEATS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTimes:
-    """Times of the slowest rank of a chain, in seconds.
-
-    apart_s, shared_s : a step of short documents, each rank its own, and heads shared.
-    kept_token_s : attending to a token that all heads keep, in all layers.
-    """
-
-    apart_s: float
-    shared_s: float
-    kept_token_s: float
-
-
-def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: Place) -> DecodeTimes:
-    """Measure steps in both modes, and attention; every rank of the chain calls this.
-
-    Parameters
-    ----------
-    documents : int
-        Of the chain.
-    place : callable
-        As for `HeadGroup`.
+def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: Place) -> tuple[float, float]:
+    """Measure a step of short documents in both modes; every rank of the chain calls this and gets the same.
 
     Returns
     -------
-    DecodeTimes
-        Of steps the middle of some, of attention the least.
+    (float, float)
+        Median seconds of the slowest rank: each rank its own documents, and heads shared.
     """
     shares = len(range(chain.rank, documents, chain.size))
     greedy = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -85,8 +64,7 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
         batch.begin()
         return _step_seconds(chain, batch.step, loaded.device)
 
-    apart_s, shared_s = time_step(None), time_step(HeadGroup(loaded, chain, place))
-    return DecodeTimes(apart_s, shared_s, kept_token_seconds(loaded, chain))
+    return time_step(None), time_step(HeadGroup(loaded, chain, place))
 
 
 @torch.inference_mode()
@@ -123,14 +101,14 @@ def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
     Returns
     -------
     float
-        For a token that all heads keep, in all layers: of the slowest rank.
+        For a token that all heads keep, in the mean layer: of the slowest rank.
     """
     long, short = (
         sum(attention_seconds(loaded, [_made_up(loaded, tokens) for _ in range(LONG_DOCUMENTS)], chain))
         for tokens in (LONG_TOKENS, PROBE_TOKENS)
     )
     mine = max(0.0, long - short) / (LONG_DOCUMENTS * (LONG_TOKENS - PROBE_TOKENS))
-    return float(max(share_json(chain, gather_json(chain, mine))))
+    return float(max(share_json(chain, gather_json(chain, mine)))) / len(loaded.shape.layers)
 
 
 @torch.inference_mode()

@@ -7,8 +7,7 @@ times, and therefore takes many of them; ``refit`` needs a few.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 
 from kvr_mpi.partition import Partition
 
@@ -16,18 +15,9 @@ from kvr_mpi.partition import Partition
 FIRST_REACH = 2
 
 
-@dataclass(slots=True)
-class Search:
-    """The result of a search, and all measurements."""
-
-    best: Partition
-    best_s: float
-    tried: dict[Partition, float] = field(default_factory=dict)
-
-
 def grid_search(
     start: Partition, measure: Callable[[Partition], float], *, stride: int, quantum: int = 64, max_runs: int = 40
-) -> Search:
+) -> dict[Partition, float]:
     """Scan a grid of inner bounds, then finer grids around the best point, down to the quantum.
 
     As in Fig. 6: after each level the search is limited to the cells around the best point and the stride is halved.
@@ -44,36 +34,37 @@ def grid_search(
     stride, quantum : int
         First and last step in tokens.
     max_runs : int
-        Measurements allowed.
+        Measurements allowed; all of them are returned.
     """
-    search = Search(start, measure(start))
-    search.tried[start] = search.best_s
+    tried = {start: measure(start)}
     reach = FIRST_REACH
     while stride >= quantum:
-        center = search.best
-        for candidate in _grid(search, stride, reach, max_runs - len(search.tried)):
-            if candidate in search.tried or len(search.tried) >= max_runs:
-                continue
-            seconds = search.tried[candidate] = measure(candidate)
-            if seconds < search.best_s:
-                search.best, search.best_s = candidate, seconds
-        moved = max(abs(a - b) for a, b in zip(center.bounds, search.best.bounds, strict=True))
+        center = best_of(tried)
+        for candidate in _grid(tried, stride, reach, max_runs - len(tried)):
+            if candidate not in tried and len(tried) < max_runs:
+                tried[candidate] = measure(candidate)
+        moved = max(abs(a - b) for a, b in zip(center.bounds, best_of(tried).bounds, strict=True))
         if moved < FIRST_REACH * stride:
             stride, reach = stride // 2, 1
-    return search
+    return tried
 
 
-def _grid(search: Search, stride: int, reach: int, runs: int) -> Iterator[Partition]:
+def best_of(tried: Mapping[Partition, float]) -> Partition:
+    """Return the fastest partition; of equal ones the first that was measured."""
+    return min(tried, key=tried.__getitem__)
+
+
+def _grid(tried: Mapping[Partition, float], stride: int, reach: int, runs: int) -> Iterator[Partition]:
     """Yield the points of one level: all around the best at once, or one bound after the other."""
-    inner = search.best.size - 1
+    inner = best_of(tried).size - 1
     steps = sorted(range(-reach * stride, reach * stride + 1, stride), key=abs)
     if len(steps) ** inner <= max(runs, len(steps)):
-        center = search.best
+        center = best_of(tried)
         moves = itertools.product(steps, repeat=inner)
         yield from filter(None, (_moved(center, move) for move in moves))
         return
     for bound in range(inner):
-        center = search.best
+        center = best_of(tried)
         for step in steps:
             candidate = _moved(center, [step if at == bound else 0 for at in range(inner)])
             if candidate is not None:
@@ -85,19 +76,3 @@ def _moved(partition: Partition, steps: list[int] | tuple[int, ...]) -> Partitio
     inner = [bound + step for bound, step in zip(partition.bounds[1:-1], steps, strict=True)]
     bounds = (0, *inner, partition.tokens)
     return Partition(bounds) if all(a < b for a, b in itertools.pairwise(bounds)) else None
-
-
-def interpolate(ratios: dict[int, tuple[float, ...]], tokens: int) -> tuple[float, ...]:
-    """Interpolate slice ratios between two lengths (KVR-P, section 4.2); outside, use the nearest.
-
-    Parameters
-    ----------
-    ratios : dict of int to tuple of float
-        Searched prompt lengths, each with its ranks' shares.
-    """
-    below = max((length for length in ratios if length <= tokens), default=min(ratios))
-    above = min((length for length in ratios if length >= tokens), default=max(ratios))
-    if below >= above:
-        return ratios[below]
-    weight = (tokens - below) / (above - below)
-    return tuple(a + (b - a) * weight for a, b in zip(ratios[below], ratios[above], strict=True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ from kvr_mpi.model.norms import fuse_norms
 from kvr_mpi.model.products import PREPACKED, find_products, give_products, narrow_weights
 from kvr_mpi.report.log import Detail
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
-from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
+from kvr_mpi.tuning.compiled_attention import DTYPES, Say, open_attention
 from kvr_mpi.tuning.identity import processor_key
 from kvr_mpi.tuning.pieces import (
     TURNS_ROWS,
@@ -56,7 +56,6 @@ QUIET_SHARE, MOST_TRIES = 0.9, 3
 MOST_CALL_S = 0.2
 MOST_FILE_BYTES = 1 << 20
 
-Say = Callable[[str], None]
 Gains = dict[str, dict[str, list[float]]]
 
 
@@ -82,16 +81,7 @@ class _Kept(BaseModel):
 
 
 def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say) -> None:
-    """Measure, choose and prepare kernels; every rank calls this. On GPUs nothing is measured.
-
-    Parameters
-    ----------
-    free_bytes : int
-        Memory this rank has left.
-    cache_dir : Path
-    say : callable
-        For a line of text.
-    """
+    """Measure, choose and prepare kernels; every rank calls this. On GPUs nothing is measured."""
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
         if loaded.device.type == "cuda":
             norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
@@ -202,20 +192,14 @@ def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> floa
 
 
 def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room: float) -> dict[str, Ways]:
-    """Choose each piece's implementation at each number of rows.
+    """Choose each piece's implementation at each number of rows, of those that are not plain throughout.
 
     Parameters
     ----------
-    gains : Gains
     copy_bytes : mapping of str to mapping of str to int
         What a second copy of the weights of a shape takes, by the way that reads it.
     room : float
         Bytes that may be taken: shapes that gain most come first.
-
-    Returns
-    -------
-    dict of str to Ways
-        Of those pieces that are not plain throughout.
     """
     chosen = {}
     for name in sorted(gains, key=lambda one: -max((max(row) for row in gains[one].values()), default=0.0)):

@@ -6,80 +6,49 @@ take over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from kvr_mpi.costs.costmodel import best_split, chain_seconds
+from kvr_mpi.costs.costmodel import best_split
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.tuning.grid import interpolate
-from kvr_mpi.tuning.table import Entry, Key, Table, load_tables
+from kvr_mpi.tuning.table import Key, Table, load_tables
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The slices for one prompt.
-
-    how : ``entry``: searched for this very length; ``interpolated``: between two of them; ``extrapolated``: by the
-        table's rates alone, since the prompt is shorter or longer than all that was searched, or the chain has
-        another number of ranks.
-    """
-
-    partition: Partition
-    predicted_s: float
-    how: Literal["entry", "interpolated", "extrapolated"]
-
-
-def choose_slices(table: Table, tokens: int, ranks: int | None = None) -> Choice:
-    """Look up the slices of a prompt.
-
-    Parameters
-    ----------
-    tokens : int
-        At least one for each rank.
-    ranks : int or None
-        Of the chain; None: the table's. For another number only its rates are of use.
-    """
-    ranks = ranks or table.key.ranks
-    costs = table.rates.costs()
-    lengths = [entry.context_tokens for entry in table.entries]
-    if ranks != table.key.ranks:
-        split, seconds = best_split(replace(costs, speeds=None), tokens, ranks, quantum=QUANTUM_TOKENS)
-        return Choice(split, seconds, "extrapolated")
-    if not lengths[0] <= tokens <= lengths[-1]:
-        split, seconds = best_split(costs, tokens, ranks, quantum=QUANTUM_TOKENS)
-        return Choice(split, seconds * _correction(table, tokens), "extrapolated")
+def choose_slices(table: Table, tokens: int, ranks: int) -> Partition:
+    """Look up the slices of a prompt with at least one token for each rank; outside the table its rates cut it."""
+    if is_outside(table, tokens, ranks):
+        costs = table.rates if ranks == table.key.ranks else replace(table.rates, speeds=None)
+        return best_split(costs, tokens, ranks, quantum=QUANTUM_TOKENS)[0]
     for entry in table.entries:
         if entry.context_tokens == tokens:
-            return Choice(entry.partition, entry.ttft_s, "entry")
+            return entry.partition
     shares = interpolate({entry.context_tokens: entry.shares for entry in table.entries}, tokens)
-    split = Partition.by_ratio(tokens, shares, QUANTUM_TOKENS)
-    return Choice(split, chain_seconds(costs, split.lengths) * _correction(table, tokens), "interpolated")
+    return Partition.by_ratio(tokens, shares, QUANTUM_TOKENS)
+
+
+def is_outside(table: Table, tokens: int, ranks: int) -> bool:
+    """Whether a prompt is shorter or longer than all that was searched, or the chain has another number of ranks."""
+    return ranks != table.key.ranks or not (
+        table.entries[0].context_tokens <= tokens <= table.entries[-1].context_tokens
+    )
+
+
+def interpolate(shares: Mapping[int, tuple[float, ...]], tokens: int) -> tuple[float, ...]:
+    """Interpolate the ranks' shares of a prompt, by its length, between two lengths; outside, use the nearest."""
+    below = max((length for length in shares if length <= tokens), default=min(shares))
+    above = min((length for length in shares if length >= tokens), default=max(shares))
+    if below >= above:
+        return shares[below]
+    weight = (tokens - below) / (above - below)
+    return tuple(a + (b - a) * weight for a, b in zip(shares[below], shares[above], strict=True))
 
 
 def describe_range(table: Table) -> str:
     """Describe the range of a table."""
     lengths = [entry.context_tokens for entry in table.entries]
     return f"{counted(len(lengths), 'length')} from {lengths[0]} to {lengths[-1]} tokens on {table.key.ranks} ranks"
-
-
-def _correction(table: Table, tokens: int) -> float:
-    """Interpolate the ratio of measured to modelled time between the two nearest entries."""
-    costs = table.rates.costs()
-
-    def ratio(entry: Entry) -> tuple[float]:
-        return (entry.ttft_s / max(chain_seconds(costs, entry.partition.lengths), 1e-12),)
-
-    return interpolate({entry.context_tokens: ratio(entry) for entry in _nearest(table.entries, tokens)}, tokens)[0]
-
-
-def _nearest(entries: Sequence[Entry], tokens: int) -> list[Entry]:
-    """Return the entries below and above, or the one at the end."""
-    below = [entry for entry in entries if entry.context_tokens <= tokens][-1:]
-    above = [entry for entry in entries if entry.context_tokens >= tokens][:1]
-    return below + above
 
 
 def find_table(path: Path, here: Key) -> Table:

@@ -120,7 +120,7 @@ def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
     costs = _costs(work, rates, head_s, floor_s, kv_bytes, latency_s, bytes_per_s)
     if not loaded.attends_in_parts or shape.has_states or not all(layer.elements for layer in shape.layers):
         return costs  # a step's attention is not a kernel's alone
-    return replace(costs, kept_token_s=kept_token_seconds(loaded, world) / work.layers)
+    return replace(costs, kept_token_s=kept_token_seconds(loaded, world))
 
 
 def _costs(

@@ -18,7 +18,7 @@ import numpy as np
 from kvr_mpi.costs.costmodel import best_split, chain_seconds, equal_time_lengths
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import DataError, counted
-from kvr_mpi.partition import Partition
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.measure import Observation, Run
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class Refit:
-    """The result of a refit.
+    """The result of a search of one length.
 
     forecasts_s : of every split that was run, what was predicted before its first run.
     runs : everything that was run, hiccups included.
@@ -59,20 +59,20 @@ class Refit:
     forecasts_s: dict[Partition, float] = field(default_factory=dict)
     runs: int = 0
 
-    def add(self, seen: Observation, predicted_s: float, runs: int) -> None:
-        """Record a run; after disturbances the last of several."""
+    def run(self, split: Partition, predicted_s: float, run: Run, say: Say) -> Observation:
+        """Run a split and record it; after disturbances the last of several runs."""
+        seen, runs = steady(split, predicted_s, run, say)
         self.runs += runs
         self.observations.append(seen)
-        self.forecasts_s.setdefault(seen.partition, predicted_s)
+        self.forecasts_s.setdefault(split, predicted_s)
+        return seen
 
     def times_of(self, split: Partition) -> list[float]:
         """Measured times of some slices."""
         return [seen.ttft_s for seen in self.observations if seen.partition == split]
 
 
-def refit(
-    tokens: int, costs: Costs, ranks: int, run: Run, say: Say, *, quantum: int, max_runs: int = MAX_RUNS
-) -> Refit:
+def refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> Refit:
     """Find the slices for one length.
 
     Parameters
@@ -81,23 +81,18 @@ def refit(
         What is known so far; all that matters is that it is not far off.
     run : callable
         Runs one partition.
-    quantum : int
-        Inner bounds are multiples of this.
-    max_runs : int
-        Runs allowed, hiccups not counted.
 
     Raises
     ------
     DataError
         If times are no numbers, again and again.
     """
-    split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), quantum)
+    split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), QUANTUM_TOKENS)
     predicted_s = chain_seconds(costs, split.lengths)
     result = Refit(split, costs)
     say(f"{tokens} tokens: equal-time split {split}, predicted {predicted_s:.3f} s")
-    while len(result.observations) < max_runs:
-        seen, runs = steady(split, predicted_s, run, say)
-        result.add(seen, predicted_s, runs)
+    while len(result.observations) < MAX_RUNS:
+        seen = result.run(split, predicted_s, run, say)
         result.costs = fit(costs, result.observations)
         waited = max(seen.wait_s) / seen.ttft_s
         say(
@@ -105,7 +100,7 @@ def refit(
             f"{100 * (seen.ttft_s / predicted_s - 1):+.1f} %); busy {_list(seen.busy_s)} s, "
             f"longest wait {100 * waited:.1f} %"
         )
-        split, predicted_s = best_split(result.costs, tokens, ranks, quantum=quantum)
+        split, predicted_s = best_split(result.costs, tokens, ranks, quantum=QUANTUM_TOKENS)
         if split in result.forecasts_s and len(result.observations) >= ENOUGH_RUNS:
             say(f"  the fitted rates suggest {split}, predicted {predicted_s:.3f} s, which was measured already")
             break
@@ -208,7 +203,7 @@ def _slopes(start: Costs, observations: Sequence[Observation], theta: Array) -> 
 
 def _fillable(costs: Costs) -> Costs:
     """Replace zeros by small values, so that factors can change them."""
-    token_s = costs.qkv_token_s + costs.rest_token_s
+    token_s = costs.token_s
     return replace(
         costs,
         pair_s=max(costs.pair_s, 1e-7 * token_s),

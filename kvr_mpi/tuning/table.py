@@ -8,21 +8,18 @@ of size, every value is checked, and nothing in them is run.
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.disk import create
-from kvr_mpi.errors import ConfigError, DataError, OutputError
+from kvr_mpi.disk import read_regular, replacing
+from kvr_mpi.errors import ConfigError, DataError, OutputError, PartitionError
 from kvr_mpi.partition import Partition
 
 MAX_FILE_BYTES = 8 << 20
@@ -32,7 +29,6 @@ Text = Annotated[str, Field(min_length=1, max_length=1000)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9.-]{0,79}$"
 Name = Annotated[str, Field(pattern=NAME)]
 Seconds = Annotated[float, Field(gt=0, lt=1e7)]
-RateS = Annotated[float, Field(ge=0, lt=1e7)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Method = Literal["refit", "grid"]
 
@@ -59,35 +55,6 @@ class Key(Part):
     hardware: Name = Field(description="the name given by whoever searched")
     device: Text = Field(description="what a rank computes with, as found: processor and threads, or GPU")
     ranks: Annotated[int, Field(ge=2, le=MAX_RANKS)]
-
-
-class Rates(Part):
-    """Fitted costs of one layer on one rank; see `Costs`."""
-
-    layers: Annotated[int, Field(ge=1, le=100_000)]
-    qkv_token_s: RateS
-    rest_token_s: RateS
-    pair_s: RateS
-    eager: bool
-    layer_s: RateS
-    launch_floor_s: RateS
-    kv_bytes: Annotated[float, Field(ge=0, lt=1e15, description="of a token in a layer")]
-    link_bytes_per_s: Annotated[float, Field(gt=0, lt=1e18)]
-    link_latency_s: RateS
-    copy_token_s: RateS
-    head_s: RateS
-    kept_token_s: RateS | None = Field(None, description="decoding, attending to one key; null: not measured")
-    speeds: tuple[Annotated[float, Field(gt=0, lt=1e6)], ...] | None = Field(description="of each rank; 1 = nominal")
-    has_states: bool = Field(False, description="some layers are recurrent")
-
-    def costs(self) -> Costs:
-        """Return them as costs."""
-        return Costs(**self.model_dump())
-
-    @classmethod
-    def of(cls, costs: Costs) -> Self:
-        """Convert costs."""
-        return cls(**{name: value for name, value in asdict(costs).items() if name in cls.model_fields})
 
 
 class Provenance(Part):
@@ -148,7 +115,7 @@ class Table(Part):
     schema_name: Literal["kvr-mpi-table"] = "kvr-mpi-table"
     schema_version: Literal[1] = 1
     key: Key
-    rates: Rates
+    rates: Costs = Field(description="fitted")
     entries: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=10_000)]
 
     @model_validator(mode="after")
@@ -187,17 +154,14 @@ def load_table(path: Path) -> Table:
     if not path.is_file():
         raise ConfigError(f"table {str(path)!r}: no such file (looked for {path.absolute()}); {hint}")
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
+        return Table.model_validate_json(read_regular(path, MAX_FILE_BYTES))
     except OSError as error:
-        raise DataError(f"table {str(path)!r} cannot be read: {error}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise DataError(f"table {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a table; {hint}")
-    try:
-        return Table.model_validate_json(data)
+        raise DataError(f"table {str(path)!r} cannot be read: {error}; {hint}") from error
     except ValidationError as error:
         found = [_explain(dict(item)) for item in error.errors()[:5]]
         raise DataError(f"table {str(path)!r} is damaged or not a table: {'; '.join(found)}; {hint}") from error
+    except PartitionError as error:
+        raise DataError(f"table {str(path)!r} is damaged or not a table: {error}; {hint}") from error
 
 
 def save_table(table: Table, path: Path) -> None:
@@ -208,37 +172,10 @@ def save_table(table: Table, path: Path) -> None:
     OutputError
         If it cannot be written.
     """
-    with _partial_file(path) as (part, stream):
-        stream.write(table.model_dump_json(indent=1) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-        os.replace(part, path)
-
-
-def check_place(path: Path) -> None:
-    """Check that a table can be written to this path, before measuring.
-
-    Raises
-    ------
-    OutputError
-    """
-    with _partial_file(path) as (part, _):
-        part.unlink()
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder")
-
-
-@contextmanager
-def _partial_file(path: Path) -> Iterator[tuple[Path, IO[str]]]:
-    """Open a temporary file next to `path`, which is removed unless it was renamed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{secrets.token_hex(8)}-{path.name}")
-        with os.fdopen(create(part), "w") as stream:
-            try:
-                yield part, stream
-            finally:
-                part.unlink(missing_ok=True)
+        with replacing(path) as stream:
+            stream.write(table.model_dump_json(indent=1).encode() + b"\n")
     except OSError as error:
         raise OutputError(f"table {str(path)!r} cannot be written: {error}; choose another --output") from error
 

@@ -9,40 +9,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.tuning.grid import grid_search
+from kvr_mpi.tuning.grid import best_of, grid_search
 from kvr_mpi.tuning.measure import Observation, Run
-from kvr_mpi.tuning.refit import Say, fit, refit, steady
-from kvr_mpi.tuning.table import Entry, Key, Method, Provenance, Rates, Table
+from kvr_mpi.tuning.refit import Refit, Say, fit, refit
+from kvr_mpi.tuning.table import Entry, Key, Method, Provenance, Table
 
 # The paper's grid takes as many runs as it needs; that many are allowed.
 GRID_MAX_RUNS = 400
 # Runs of the split that a grid ended with, and runs of each length that the rates are fitted to.
-GRID_REPEATS, GRID_FITTED = 3, 8
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What to search, and how."""
-
-    contexts: Sequence[int]
-    method: Method
-
-
-@dataclass(slots=True)
-class _Found:
-    """The result for one length."""
-
-    split: Partition
-    predicted_s: float
-    runs: int = 0
-    times_s: list[float] = field(default_factory=list)
-    observations: list[Observation] = field(default_factory=list)
+GRID_REPEATS, FITTED_RUNS = 3, 8
 
 
 def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) -> list[int]:
@@ -61,7 +41,9 @@ def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) 
     return sorted(set(contexts))
 
 
-def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Run, say: Say) -> Iterator[Table]:
+def tabulate(
+    contexts: Sequence[int], method: Method, costs: Costs, key: Key, provenance: Provenance, run: Run, say: Say
+) -> Iterator[Table]:
     """Search all lengths, shortest first; rank 0 calls this within ``measure.leading``.
 
     What one length tells of the rates is where the next one starts.
@@ -74,52 +56,47 @@ def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Ru
     entries: list[Entry] = []
     everything: list[Observation] = []
     known = costs
-    run(Partition.even(min(wish.contexts), key.ranks))
+    run(Partition.even(min(contexts), key.ranks))
     say("one warm-up run")
-    for tokens in wish.contexts:
-        found = (_refit if wish.method == "refit" else _grid)(tokens, known, key.ranks, run, say)
-        everything += found.observations
-        known = fit(known, found.observations)
-        entry = _entry(found, wish.method, provenance, noise_of(known, found.observations))
+    search = refit if method == "refit" else search_grid
+    for tokens in contexts:
+        found = search(tokens, known, key.ranks, run, say)
+        fitted = _fastest(found.observations)
+        everything += fitted
+        known = fit(known, fitted)
+        entry = _entry(found, method, provenance, noise_of(known, fitted))
         entries.append(entry)
         say(f"{tokens} tokens: {describe(entry)}")
-        yield Table(key=key, rates=Rates.of(fit(costs, everything)), entries=tuple(entries))
+        yield Table(key=key, rates=fit(costs, everything), entries=tuple(entries))
 
 
-def _refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> _Found:
-    result = refit(tokens, costs, ranks, run, say, quantum=QUANTUM_TOKENS)
-    return _Found(
-        result.best, result.forecasts_s[result.best], result.runs, result.times_of(result.best), result.observations
-    )
-
-
-def _grid(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> _Found:
+def search_grid(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> Refit:
     """Search as in the paper: from even slices, with strides from half a slice down to the quantum."""
-    observations: list[Observation] = []
-    runs = 0
-
-    def measure(split: Partition) -> float:
-        nonlocal runs
-        seen, took = steady(split, chain_seconds(costs, split.lengths), run, say)
-        runs += took
-        observations.append(seen)
-        return seen.ttft_s
-
     quantum = QUANTUM_TOKENS if tokens >= 4 * QUANTUM_TOKENS * ranks else 1
     stride = quantum
     while 8 * stride * ranks <= tokens:  # two strides are about half an even slice
         stride *= 2
     start = Partition.by_ratio(tokens, [1.0] * ranks, quantum)
-    search = grid_search(start, measure, stride=stride, quantum=quantum, max_runs=GRID_MAX_RUNS)
-    say(f"{tokens} tokens: grid of {len(search.tried)} splits from {start}, strides {stride} to {quantum}")
-    predicted_s = chain_seconds(fit(costs, _fastest(observations)), search.best.lengths)
-    times_s = [search.best_s, *(measure(search.best) for _ in range(GRID_REPEATS - 1))]
-    return _Found(search.best, predicted_s, runs, times_s, _fastest(observations))
+    result = Refit(start, costs)
+
+    def measure(split: Partition) -> float:
+        return result.run(split, chain_seconds(costs, split.lengths), run, say).ttft_s
+
+    tried = grid_search(start, measure, stride=stride, quantum=quantum, max_runs=GRID_MAX_RUNS)
+    say(f"{tokens} tokens: grid of {len(tried)} splits from {start}, strides {stride} to {quantum}")
+    result.best = best_of(tried)
+    fitted = fit(costs, _fastest(result.observations))
+    result.forecasts_s[result.best] = chain_seconds(fitted, result.best.lengths)
+    for _ in range(GRID_REPEATS - 1):
+        measure(result.best)
+    return result
 
 
-def _fastest(observations: Sequence[Observation]) -> list[Observation]:
-    """Select the fastest runs; others would only slow the fit down."""
-    return sorted(observations, key=lambda seen: seen.ttft_s)[:GRID_FITTED]
+def _fastest(observations: list[Observation]) -> list[Observation]:
+    """Select the fastest of many runs; others would only slow the fit down."""
+    if len(observations) <= FITTED_RUNS:
+        return observations
+    return sorted(observations, key=lambda seen: seen.ttft_s)[:FITTED_RUNS]
 
 
 def noise_of(costs: Costs, observations: Sequence[Observation]) -> float:
@@ -128,14 +105,14 @@ def noise_of(costs: Costs, observations: Sequence[Observation]) -> float:
     return math.sqrt(statistics.fmean(miss**2 for miss in misses))
 
 
-def _entry(found: _Found, method: Method, provenance: Provenance, noise: float) -> Entry:
-    times = found.times_s
+def _entry(found: Refit, method: Method, provenance: Provenance, noise: float) -> Entry:
+    times = found.times_of(found.best)
     middle_s = statistics.median(times)
     return Entry(
-        context_tokens=found.split.tokens,
-        bounds_tokens=found.split.bounds,
+        context_tokens=found.best.tokens,
+        bounds_tokens=found.best.bounds,
         ttft_s=middle_s,
-        predicted_ttft_s=found.predicted_s,
+        predicted_ttft_s=found.forecasts_s[found.best],
         runs=found.runs,
         repetitions=len(times),
         spread_ratio=(max(times) - min(times)) / middle_s if len(times) > 1 else None,

@@ -140,7 +140,7 @@ def test_a_thousand_ranks_need_no_model_library() -> None:
     code = (
         "import sys; from kvr_mpi.schedule.simulate import look_out, simulate; "
         "found = look_out('Llama 3.1 8B 1M', None, None, None, bool); "
-        "rows = simulate(found.work, found.costs, [1 << 20], [1024], relay=found.relay); assert len(rows) == 1, rows; "
+        "rows = simulate(found, [1 << 20], [1024]); assert len(rows) == 1, rows; "
         "print([name for name in ('torch', 'transformers', 'mpi4py', 'scipy', 'h5py') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

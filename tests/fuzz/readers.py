@@ -197,7 +197,7 @@ def read_table(file: Path) -> None:
     table = load_table(file)
     for tokens in (3, 100, 1024, 1500, 4096, 20_000, 1 << 20):
         try:
-            bounds = choose_slices(table, tokens, table.key.ranks).partition.bounds
+            bounds = choose_slices(table, tokens, table.key.ranks).bounds
         except KvrError:
             continue
         assert bounds[0] == 0 and bounds[-1] == tokens and list(bounds) == sorted(set(bounds)), f"{tokens}: {bounds}"

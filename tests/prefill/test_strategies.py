@@ -29,7 +29,7 @@ from kvr_mpi.prefill.routes import ring
 from kvr_mpi.prefill.verify import verify
 from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.tuning.table import Rates, save_table
+from kvr_mpi.tuning.table import save_table
 
 RING = STRATEGIES["ring"]
 HEAD = "prompt.template=" + "Read what follows with care, and say in one sentence what it is about. " * 3 + "{text}"
@@ -147,7 +147,7 @@ def test_auto_takes_what_a_table_forecasts_to_be_faster(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the table says
     path = job(LENGTHS)
     uneven = [an_entry((0, tokens * 19 // 20, tokens)) for tokens in (128, 512)]
-    best, slow = a_table(contexts=(128, 256, 512)), Rates.of(replace(COSTS, link_bytes_per_s=1e8))
+    best, slow = a_table(contexts=(128, 256, 512)), replace(COSTS, link_bytes_per_s=1e8)
     for chosen, changes in (("ring", {"entries": tuple(uneven)}), ("kvr", {"rates": slow})):
         table = best.model_copy(update=changes)
         save_table(fitting(table, tiny_model_dir), tmp_path / "table.json")

@@ -75,13 +75,11 @@ def test_rows_with_fields_go_through_a_job_and_out_again(
         ("prompt.template={titel} {text}", "{titel}, which is unknown"),
         ("prompt.system=You know {title}.", "prompt.system 'You know {title}.' has {title}"),
         ("output.columns=['labels']", "output.columns: no row has a field 'labels'; the fields are id, label, text"),
+        ("documents.path={folder}/corpus", "{title}, which is unknown"),  # text files have no fields
     ],
 )
-def test_fields_that_no_row_has_are_refused_at_once(rows_job: Path, run_here: Any, setting: str, said: str) -> None:
-    run = run_here(1, [rows_job, *with_settings(setting)])
+def test_fields_that_no_row_has_are_refused_at_once(
+    rows_job: Path, tmp_path: Path, run_here: Any, setting: str, said: str
+) -> None:
+    run = run_here(1, [rows_job, *with_settings(setting.replace("{folder}", str(tmp_path)))])
     assert run.returncode == EXIT_CONFIG and said in run.stderr and "loading" not in run.stderr
-
-
-def test_text_files_have_no_fields_to_name(job: Path, run_here: Any) -> None:
-    run = run_here(1, [job, *with_settings("prompt.template={title} {text}")])
-    assert run.returncode == EXIT_CONFIG and "{title}, which is unknown" in run.stderr

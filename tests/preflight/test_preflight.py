@@ -82,6 +82,53 @@ ALL_WORDS = (
 def test_a_sound_job_is_not_touched(job: Path, tmp_path: Path) -> None:
     check(job)
     assert not (tmp_path / "out").exists()
+    assert refusal(job, "documents.path=nowhere").startswith("documents.path 'nowhere': no such file"), "as it is"
+
+
+HEADKV = ("compress.method=headkv", "compress.budget=512", "compress.profile=nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "words"),
+    [
+        (("parallel.partition={}/table.json",), 2, None),
+        (("parallel.partition={}/table.json", "parallel.ranks_per_chain=2"), 4, None),
+        (("parallel.partition={}/table.json",), 1, "chains of 1 ranks: table.json is for 2 ranks"),
+        (("parallel.partition={}/table.json",), 3, "chains of 3 ranks: table.json is for 2 ranks"),
+        (HEADKV, 2, "compress.profile = 'nowhere.json': no such file"),
+        (("decode.mode=auto", "decode.profile=nowhere.json"), 2, "decode.profile = 'nowhere.json': no such file"),
+        (("model.path={}/page.gguf",), 2, "is not a GGUF file"),
+        (("model.path=no-org/no-model",), 2, "is not in the local cache"),
+    ],
+)
+def test_what_a_job_names_is_looked_at(
+    job: Path, tmp_path: Path, settings: tuple[str, ...], ranks: int, words: str | None
+) -> None:
+    save_table(a_table(), tmp_path / "table.json")
+    (tmp_path / "page.gguf").write_bytes(b"<html>")
+    given = [each.format(tmp_path) for each in settings]
+    if words is None:
+        check(job, *given, ranks=ranks)
+    else:
+        assert words in refusal(job, *given, ranks=ranks)
+
+
+def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    assert "no *.safetensors" in refusal(job)
+    (model / "model.safetensors").unlink()
+    (model / "model-1-of-2.safetensors").write_bytes(b"")
+    names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert "1 of its 2 weight files are missing, such as model-2-of-2.safetensors" in refusal(job)
+    for config in ("[]", "{", "[" * 100_000):
+        (model / "config.json").write_text(config)
+        assert "config.json" in refusal(job)
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    assert "has no config.json" in refusal(job)
 
 
 def test_documents_and_results_are_kept_apart(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,43 +176,6 @@ def test_one_rank_checks_and_all_end(job: Path, tmp_path: Path, mpirun: Any, kvr
     assert run.stderr.splitlines()[-1].endswith("exit code 78: the job cannot be run as written")
 
 
-def test_a_single_finding_is_said_as_it_is(job: Path) -> None:
-    assert refusal(job, "documents.path=nowhere").startswith("documents.path 'nowhere': no such file")
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_table_for_other_chains_is_refused(job: Path, tmp_path: Path, ranks: int) -> None:
-    save_table(a_table(), tmp_path / "table.json")
-    settings = (f"parallel.partition={tmp_path / 'table.json'}",)
-    assert a_table().key.ranks == 2
-    check(job, *settings)
-    check(job, *settings, "parallel.ranks_per_chain=2", ranks=4)
-    told = refusal(job, *settings, ranks=ranks)
-    assert f"chains of {ranks} ranks" in told and "is for 2 ranks" in told
-
-
-def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    (model / "model.safetensors").unlink()
-    os.mkfifo(model / "model.safetensors")
-    assert "no *.safetensors" in refusal(job)
-    (model / "model.safetensors").unlink()
-    (model / "model-1-of-2.safetensors").write_bytes(b"")
-    names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert "1 of its 2 weight files are missing, such as model-2-of-2.safetensors" in refusal(job)
-    for config in ("[]", "{", "[" * 100_000):
-        (model / "config.json").write_text(config)
-        assert "config.json" in refusal(job)
-    (model / "config.json").unlink()
-    assert "has no config.json" in refusal(job)
-    os.mkfifo(model / "config.json")
-    assert "has no config.json" in refusal(job)
-    (tmp_path / "a.gguf").write_bytes(b"<html>")
-    assert "is not a GGUF file" in refusal(job, f"model.path={tmp_path / 'a.gguf'}")
-    assert "is not in the local cache" in refusal(job, "model.path=no-org/no-model")
-
-
 def test_some_rows_without_text_are_no_reason_to_refuse(job: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     (corpus / "a-first.jsonl").write_text('{"id": "x", "text": "of another name"}\n{"id": "y"}\nno JSON\n')
@@ -179,23 +189,6 @@ def test_some_rows_without_text_are_no_reason_to_refuse(job: Path, tmp_path: Pat
     check(job)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
-def test_the_text_field_of_other_tables(job: Path, tmp_path: Path, suffix: str) -> None:
-    import gzip
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    corpus = tmp_path / "corpus"
-    (corpus / "rows.jsonl").unlink()
-    if suffix == ".parquet":
-        pq.write_table(pa.table({"id": ["a"], "body": ["words"]}), corpus / "rows.parquet")
-    else:
-        (corpus / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"id": "a", "body": "words"}\n'))
-    check(job)
-    assert "the fields are body, id" in refusal(job, "documents.text_field=words")
-
-
 def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.h5").write_bytes(b"")
@@ -205,17 +198,3 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     (tmp_path / "out").write_text("a file")
     with pytest.raises(ConfigError, match="is not a folder"):
         check(job, goes_on=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (
-            ("compress.method=headkv", "compress.budget=512", "compress.profile=nowhere.json"),
-            "compress.profile = 'nowhere.json': no such file",
-        ),
-        (("decode.mode=auto", "decode.profile=nowhere.json"), "decode.profile = 'nowhere.json': no such file"),
-    ],
-)
-def test_profiles_of_heads(job: Path, settings: tuple[str, ...], expected: str) -> None:
-    assert expected in refusal(job, *settings)

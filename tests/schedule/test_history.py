@@ -26,7 +26,6 @@ from kvr_mpi.schedule.history import (
     read_history,
 )
 from kvr_mpi.transport.local import LocalTransport
-from kvr_mpi.tuning.table import Rates
 
 NAME = ("model", "float32")
 RATES = a_table().rates
@@ -69,6 +68,10 @@ def test_jobs_of_another_mix_make_a_wider_interval_and_scatter_does() -> None:
     scattered = [a_job(100.0, 1.0, seconds) for seconds in (70.0, 190.0, 100.0, 150.0, 90.0)]
     wide = expect(scattered, 200.0, 2.0, 96)
     assert wide.high_s / wide.seconds > 1.3 > like.high_s / like.seconds
+    # What is not known of answers makes the interval of a job that decodes wider.
+    jobs = [a_job(10.0, 100.0, 120.0)] * 5
+    short, long = (expect(jobs, 10.0, 100.0, limit) for limit in (2, 5000))
+    assert long.high_s / long.seconds > short.high_s / short.seconds + 0.1 and long.seconds == short.seconds
 
 
 @pytest.mark.parametrize(
@@ -89,14 +92,6 @@ def test_jobs_of_another_mix_make_a_wider_interval_and_scatter_does() -> None:
 def test_answers_are_as_long_as_those_of_earlier_jobs(past: list[tuple[float, int]], limit: int, expected: int) -> None:
     jobs = [a_job(1.0, 1.0, 2.0, answer_tokens=mean, limit_tokens=most) for mean, most in past]
     assert expected_tokens(jobs, limit) == pytest.approx(expected, abs=1)
-
-
-def test_what_is_not_known_of_answers_makes_a_decoding_job_s_interval_wider() -> None:
-    jobs = [a_job(10.0, 100.0, 120.0)] * 5
-    short, long = (expect(jobs, 10.0, 100.0, limit) for limit in (2, 5000))
-    prefill = expect(jobs, 100.0, 0.1, 5000)
-    assert long.high_s / long.seconds > short.high_s / short.seconds + 0.1
-    assert long.seconds == short.seconds and prefill.low_s < prefill.seconds
 
 
 def test_histories_are_found_by_model_and_ranks_and_nothing_else_is_read(tmp_path: Path) -> None:
@@ -131,7 +126,7 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
 
     def measure(loaded: object, ranks: object) -> Any:
         measured.append(loaded)
-        return RATES.costs()
+        return RATES
 
     monkeypatch.setattr(outcome, "measure_costs", measure)
     monkeypatch.setattr(outcome, "devices_of", lambda loaded, ranks: "a processor")
@@ -158,6 +153,6 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
     assert expected.low_s < 308 < expected.high_s and expected.jobs == 1 and len(measured) == 1
     history = find_history(tmp_path, *NAME, 1)
     assert history is not None and [one.seconds for one in history.jobs] == [300.0, 310.0]
-    assert history.jobs[0].answer_tokens == 50 and history.rates == Rates.of(RATES.costs())
+    assert history.jobs[0].answer_tokens == 50 and history.rates == RATES
     monkeypatch.setattr(outcome, "keep", lambda file, history: (_ for _ in ()).throw(OSError("disk full")))
     assert keeps(310.0) is None and "disk full" in said[-1]

@@ -13,7 +13,8 @@ from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Frame, encode_text, split_text
-from kvr_mpi.schedule.forecast import Forecast
+from kvr_mpi.prefill.registry import STRATEGIES
+from kvr_mpi.schedule.forecast import Forecast, forecast_measured
 from kvr_mpi.schedule.placement import schedule
 from kvr_mpi.schedule.plan import count_tokens, describe, plan_documents, prompt_tokens
 from kvr_mpi.transport.local import run_local
@@ -29,41 +30,23 @@ COSTS = Costs(
     kv_bytes=1024,
     link_bytes_per_s=1e9,
     link_latency_s=1e-5,
+    head_s=0.0096,
+    kept_token_s=2.5e-7,
 )
-FORECAST = Forecast(
-    source="invented",
-    costs=COSTS,
-    even=False,
-    frame=Frame((1, 2), (3,), 1000),
-    new_tokens=11,
-    step_s=0.01,
-    step_token_s=1e-6,
-)
+FORECAST = Forecast(source="invented", costs=COSTS, frame=Frame((1, 2), (3,), 1000), new_tokens=11)
+STEP_S, ROW_S, TOKEN_S = 0.01, 4 * 4e-5, 1e-6
 
 
-def test_prompts_are_counted_as_they_will_be_made(job: Path, tokenizer: Any) -> None:
-    frame = Frame((1, 2), (3,), 200)
-    ids = encode_text(tokenizer, TEXT * 60)
-    assert len(ids) > 1000
-    counted = {
-        choice: prompt_tokens(spec_of(job, f"prompt.too_long={choice}").prompt, frame, len(ids))
-        for choice in ("error", "keep-tail", "split")
-    }
+@pytest.mark.parametrize("overlap", [0, 50])
+def test_prompts_are_counted_as_they_will_be_made(job: Path, tokenizer: Any, overlap: int) -> None:
+    frame, ids = Frame((1, 2), (3,), 200, overlap=overlap), encode_text(tokenizer, TEXT * 60)
+    prompts = {name: spec_of(job, f"prompt.too_long={name}").prompt for name in ("error", "keep-tail", "split")}
+    counted = {name: prompt_tokens(prompt, frame, len(ids)) for name, prompt in prompts.items()}
     made = split_text(tokenizer, frame, ids)
-    assert counted == {"error": 0, "keep-tail": 200, "split": sum(prompt.tokens for prompt in made)}
-    prompt = spec_of(job).prompt
-    assert [prompt_tokens(prompt, frame, tokens) for tokens in (0, 1, 197, 198)] == [0, 4, 200, 0]
-
-
-def test_parts_that_overlap_are_counted_as_they_will_be_made(job: Path, tokenizer: Any) -> None:
-    frame, ids = Frame((1, 2), (3,), 200, overlap=50), encode_text(tokenizer, TEXT * 60)
-    made = split_text(tokenizer, frame, ids)
-    assert prompt_tokens(spec_of(job, "prompt.too_long=split").prompt, frame, len(ids)) == sum(
-        prompt.tokens for prompt in made
-    )
-    plain = replace(frame, overlap=0)
-    parts, fewer = (replace(FORECAST, frame=each).parts(1000)[:-1] for each in (frame, plain))
-    assert sum(parts) > sum(fewer) and max(parts) <= 200
+    assert len(ids) > 1000 and counted == {"error": 0, "keep-tail": 200, "split": sum(part.tokens for part in made)}
+    assert [prompt_tokens(prompts["error"], frame, tokens) for tokens in (0, 1, 197, 198)] == [0, 4, 200, 0]
+    parts = replace(FORECAST, frame=frame).parts(1000)[:-1]
+    assert max(parts) <= 200 and sum(parts) >= 1000 + overlap * (len(parts) - 1)
 
 
 def test_more_prompts_about_a_document_go_on_from_its_keys() -> None:
@@ -73,6 +56,16 @@ def test_more_prompts_about_a_document_go_on_from_its_keys() -> None:
     assert two.document_s(800, 1) == pytest.approx(2 * one_s - two.saved_s(800, 1))
     assert 0.5 * FORECAST.ttft_s(800, 1) < two.saved_s(800, 1) < FORECAST.ttft_s(800, 1)
     assert two.document_s(5000, 2) == pytest.approx(2 * FORECAST.document_s(5000, 2)), "parts are not shared"
+
+
+def test_a_job_says_how_its_prompts_are_cut(job: Path) -> None:
+    uneven = replace(COSTS, speeds=(1.0, 0.5))
+    even, timed = (
+        forecast_measured(spec_of(job, f"parallel.partition={name}"), uneven, FORECAST.frame, "")
+        for name in ("even", "equal_time")
+    )
+    assert even.slices(960, 3).lengths == (320, 320, 320)
+    assert timed.slices(960, 3).lengths[0] > 320 and timed.costs == COSTS, "of ranks that are all alike"
 
 
 def test_ranks_share_the_counting(tokenizer: Any) -> None:
@@ -88,14 +81,16 @@ def test_a_document_in_parts_takes_as_long_as_its_prompts() -> None:
     assert len(prompts) > 6 and max(prompts) <= 1000 and sum(prompts[:-1]) >= 5000
     whole = FORECAST.document_s(5000, 2)
     assert whole == pytest.approx(sum(FORECAST.document_s(prompt, 2) for prompt in prompts))
-    assert FORECAST.document_s(800, 1) == pytest.approx(FORECAST.ttft_s(800, 1) + 10 * (0.01 + 800e-6))
+    assert FORECAST.document_s(800, 1) == pytest.approx(FORECAST.ttft_s(800, 1) + 10 * (STEP_S + 800 * TOKEN_S))
     many = FORECAST.for_corpus(32, 4)  # eight for each rank: a step serves eight, on both ranks of a chain
-    assert many.document_s(800, 2) == pytest.approx(FORECAST.ttft_s(800, 2) + 10 * (0.01 / 8 + 800e-6) / 2)
+    assert many.document_s(800, 2) == pytest.approx(
+        FORECAST.ttft_s(800, 2) + 10 * ((STEP_S + 7 * ROW_S) / 8 + 800 * TOKEN_S) / 2
+    )
     assert FORECAST.for_corpus(1, 4).document_s(800, 2) == FORECAST.document_s(800, 2), "nobody to share a step with"
     assert FORECAST.ttft_s(3, 4) == FORECAST.ttft_s(3, 1), "fewer tokens than ranks"
-    assert replace(FORECAST, plain=True).ttft_s(800, 1) == single_seconds(COSTS, 800)
+    plain = replace(FORECAST, strategies=(STRATEGIES["single"],))
+    assert plain.is_plain and plain.ttft_s(800, 1) == single_seconds(COSTS, 800)
     assert FORECAST.ttft_s(800, 1) == pytest.approx(single_seconds(COSTS, 800) - 1e-8 * 800**2 / 2), "the last layer"
-    assert replace(FORECAST, even=True).slices(960, 3).lengths == (320, 320, 320)
     assert FORECAST.slices(900, 3).lengths[0] > 300
 
 

@@ -10,118 +10,106 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from made_jobs import with_settings
 from made_tables import a_table
 
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.costs.costmodel import single_seconds
-from kvr_mpi.errors import EXIT_USAGE, ConfigError, KvrError
+from kvr_mpi.errors import EXIT_USAGE, ConfigError
 from kvr_mpi.model import load_outline
 from kvr_mpi.schedule.history import History, PastJob, file_of, keep
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import ModelIdentity, save_table
 
 
+def shown(*words: Any) -> str:
+    return CliRunner().invoke(plan_command, list(map(str, words)), catch_exceptions=False).stdout
+
+
+def planned(*words: Any) -> Any:
+    return json.loads(shown(*words, "--json"))
+
+
+def by_id(plan: Any) -> dict[str, Any]:
+    return {document["id"]: document for document in plan["documents"]}
+
+
 @pytest.mark.slow
 def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) -> None:
     command = [str(job), "--ranks", "4", "--hardware", "h200"]
     # Once as a user starts it, without MPI.
-    shown = subprocess.run([kvr, "plan", *command], capture_output=True, text=True, check=True)
-    for words in (
-        "profile h200: data sheet",
-        "lower bound",
-        "2: ",
-        "8: ",
-        "all on one rank each",
-    ):
-        assert words in shown.stdout, shown.stdout
-    assert "2 documents will have error records" in shown.stdout
-    assert "  empty.txt: empty.txt is empty: there is no text to work on" in shown.stdout
+    text = subprocess.run([kvr, "plan", *command], capture_output=True, text=True, check=True).stdout
+    for words in ("profile h200: data sheet", "lower bound", "2: ", "8: ", "all on one rank each"):
+        assert words in text, text
+    assert "2 documents will have error records" in text
+    assert "  empty.txt: empty.txt is empty: there is no text to work on" in text
 
-    found = json.loads(CliRunner().invoke(plan_command, [*command, "--json"], catch_exceptions=False).stdout)
-    documents = {document["id"]: document for document in found["documents"]}
+    found = planned(*command)
+    documents = by_id(found)
     assert len(documents) == 14 and found["ranks"] == 4 and not found["misfits"]
     assert found["lower_bound_s"] <= found["makespan_s"] <= found["data_parallel_s"]
     long, bad = documents["doc-08.txt"], documents["empty.txt"]
     assert long["tokens"] > 6000 and long["slices"][-1] == long["tokens"] and long["memory_bytes"] > 0
     assert 0 < long["ttft_s"] < long["end_s"] and bad["tokens"] == 0 and bad["slices"] == []
     assert "error" in bad["reason"]
-    share = CliRunner().invoke(plan_command, [*command, "--json", "--set", "documents.shard=1/4"])
-    assert {document["id"] for document in json.loads(share.stdout)["documents"]} == set(sorted(documents)[1::4])
+    share = planned(*command, *with_settings("documents.shard=1/4"))
+    assert set(by_id(share)) == set(sorted(documents)[1::4])
 
 
 def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> None:
     text = job.read_text().replace('"auto"', "2")
     asked = "\n[prompt.template]\n" + "".join(f'{name} = "{{text}} {name}?"\n' for name in ("who", "what"))
     (other := job.with_name("two.toml")).write_text(re.sub("template = .*", "", text) + asked)
-    command = [str(other), "--ranks", "2", "--hardware", "h200"]
-    shown = CliRunner().invoke(plan_command, command, catch_exceptions=False).stdout
-    assert "2 prompts about each document: reading it once saves" in shown and "with 'auto'" not in shown
-    found = [CliRunner().invoke(plan_command, [str(each), *command[1:], "--json"]).stdout for each in (other, job)]
-    two, one = (json.loads(each)["makespan_s"] for each in found)
+    options = ("--ranks", "2", "--hardware", "h200")
+    words = shown(other, *options)
+    assert "2 prompts about each document: reading it once saves" in words and "with 'auto'" not in words
+    two, one = (planned(each, *options)["makespan_s"] for each in (other, job))
     assert one < two < 3 * one
-    overlap = ["--set", "prompt.overlap_tokens=99999"]
     with pytest.raises(ConfigError, match="prompt.overlap_tokens = 99999: expected at most half of the"):
-        CliRunner().invoke(plan_command, [*command, *overlap], catch_exceptions=False)
+        shown(other, *options, *with_settings("prompt.overlap_tokens=99999"))
 
 
 def test_how_ranks_would_decode_is_said_where_the_job_leaves_it_open(job: Path) -> None:
     """By the cost model of a job, from a profile; and what cannot be combined is no choice."""
-    settings = ("decode.mode=auto", "parallel.ranks_per_chain=all")
-    shared = [word for setting in settings for word in ("--set", setting)]
-    command = [str(job), "--ranks", "4", "--hardware", "h200", "--json", *shared]
-
-    def decoding(*settings: str) -> dict[str, str]:
-        words = [word for setting in settings for word in ("--set", setting)]
-        found = CliRunner().invoke(plan_command, [*command, *words], catch_exceptions=False)
-        return dict(json.loads(found.stdout)["decoding"])
-
-    found = decoding()
+    settings = with_settings("decode.mode=auto", "parallel.ranks_per_chain=all")
+    command = [job, "--ranks", "4", "--hardware", "h200", *settings]
+    found = planned(*command)["decoding"]
     assert found["mode"] == "data-parallel", "a tiny model's step is the launching of kernels, and sums come on top"
     assert "14 documents on 4 ranks" in found["why"] and "ms head-parallel" in found["why"]
-    assert "output.kv = 'sharded'" in decoding("output.kv=sharded")["why"]
-    shown = CliRunner().invoke(plan_command, [word for word in command if word != "--json"], catch_exceptions=False)
-    assert shown.stdout.count("decode.mode = 'auto': data-parallel, since for 14 documents") == 1
+    refused = planned(*command, *with_settings("output.kv=sharded"))["decoding"]
+    assert "output.kv = 'sharded'" in refused["why"]
+    assert shown(*command).count("decode.mode = 'auto': data-parallel, since for 14 documents") == 1
 
 
 @pytest.mark.slow
 def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = {
-        "name": "slow",
-        "source": "invented",
-        "gemm_flop_per_s": 1e9,
-        "attention_flop_per_s": 1e9,
-        "attention": "flash",
-        "link_bytes_per_s": 1e9,
-        "link_latency_s": 1e-5,
-        "memory_bytes_per_s": 1e10,
-        "memory_bytes": 1e9,
-    }
-    slow = tmp_path / "slow.json"
+    profile = {"name": "slow", "source": "invented", "gemm_flop_per_s": 1e9, "attention_flop_per_s": 1e9}
+    profile |= {"attention": "flash", "link_bytes_per_s": 1e9, "link_latency_s": 1e-5}
+    profile |= {"memory_bytes_per_s": 1e10, "memory_bytes": 1e9}
+    (slow := tmp_path / "slow.json").write_text(json.dumps(profile))
     monkeypatch.setenv("SLURM_NTASKS", "4")  # without --ranks, those of the allocation
-
-    def planned(*more: str) -> str:
-        slow.write_text(json.dumps(profile))
-        return (
-            CliRunner().invoke(plan_command, [str(job), "--hardware", str(slow), *more], catch_exceptions=False).stdout
-        )
-
-    found = json.loads(planned("--json"))
-    chains = {document["id"]: document["ranks"] for document in found["documents"]}
+    command = [job, "--hardware", slow]
+    found = planned(*command)
+    chains = {name: document["ranks"] for name, document in by_id(found).items()}
     assert chains["doc-08.txt"] == 4 and chains["doc-00.txt"] == 1 and len(found["documents"][0]["slices"]) == 5
     assert found["makespan_s"] < 0.5 * found["data_parallel_s"]
-    single = json.loads(planned("--json", "--set", "parallel.strategy=single"))
+    single = planned(*command, *with_settings("parallel.strategy=single"))
     assert {(document["ranks"], document["memory_bytes"]) for document in single["documents"]} == {(1, None)}
     assert single["makespan_s"] == single["data_parallel_s"] > found["makespan_s"]
-    compress = ["--set", "compress.method=snapkv", "--set", "compress.budget=100"]
-    by_document = json.loads(planned("--json", *compress, "--set", "compress.observes=document"))["documents"]
-    needs = [{one["id"]: one["memory_bytes"] for one in each} for each in (found["documents"], by_document)]
-    assert needs[1]["doc-08.txt"] >= needs[0]["doc-08.txt"], "what follows the text is not known: all of it is counted"
-    assert json.loads(planned("--json", *compress))["documents"] != by_document
-    profile["memory_bytes"] = 1000.0
-    found = json.loads(planned("--json"))
+    compress = with_settings("compress.method=snapkv", "compress.budget=100")
+    known, unknown = (
+        by_id(planned(*command, *compress, *with_settings(f"compress.observes={end}")))
+        for end in ("question", "document")
+    )
+    assert unknown["doc-08.txt"]["memory_bytes"] >= by_id(found)["doc-08.txt"]["memory_bytes"], (
+        "what follows the text is not known: all of it is counted"
+    )
+    assert known != unknown
+    slow.write_text(json.dumps(profile | {"memory_bytes": 1000.0}))
+    found = planned(*command)
     assert len(found["misfits"]) == 12 and "more ranks do not help" in found["misfits"][0]["reason"]
-    assert planned().count("FITS NOWHERE") == 12
+    assert shown(*command).count("FITS NOWHERE") == 12
 
 
 def test_a_lookup_table_of_this_model_says_what_things_cost(
@@ -137,30 +125,25 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
         foreign = key.model_copy(update={"model": a_table().key.model, "hardware": "foreign"})
         save_table(table.model_copy(update={"key": key}), tmp_path / "tables" / f"{name}-{ranks}.json")
         save_table(table.model_copy(update={"key": foreign}), tmp_path / "tables" / f"foreign-{name}-{ranks}.json")
-
-    def planned(*more: str) -> Result:
-        return CliRunner().invoke(plan_command, [str(job), "--ranks", "4", "--json", *more])
-
-    found = json.loads(planned("--hardware", "tables/mine-4.json").stdout)
+    command = [job, "--ranks", "4"]
+    found = planned(*command, "--hardware", "tables/mine-4.json")
     assert found["costs"].startswith("lookup table for 4 ranks of mine")
-    documents = {document["id"]: document for document in found["documents"]}
+    documents = by_id(found)
     assert documents["doc-08.txt"]["ranks"] == 4 and documents["doc-08.txt"]["memory_bytes"] is None
-    expected = single_seconds(a_table().rates.costs(), documents["doc-00.txt"]["tokens"])
+    expected = single_seconds(a_table().rates, documents["doc-00.txt"]["tokens"])
     assert documents["doc-00.txt"]["ttft_s"] == pytest.approx(expected, rel=0.05)
-    settings = ("ranks_per_chain=4", "partition=tables/mine-4.json")
-    as_set = [word for setting in settings for word in ("--set", f"parallel.{setting}")]
-    by_table = json.loads(planned(*as_set).stdout)["documents"]
-    cut = next(document for document in by_table if document["id"] == "doc-08.txt")
-    assert tuple(cut["slices"]) == choose_slices(a_table(ranks=4), cut["tokens"], 4).partition.bounds
-    assert "the speed of a rank is unknown" in str(planned().exception), "tables that nobody named are not read"
-    for place, words in (
-        ("tables", ["mine-4.json (mine)", "other-2.json (other)"]),
-        ("tables/foreign-mine-2.json", ["models/Tiny"]),
+    settings = with_settings("parallel.ranks_per_chain=4", "parallel.partition=tables/mine-4.json")
+    cut = by_id(planned(*command, *settings))["doc-08.txt"]
+    assert tuple(cut["slices"]) == choose_slices(a_table(ranks=4), cut["tokens"], 4).bounds
+    for options, words in (
+        ([], "the speed of a rank is unknown"),  # tables that nobody named are not read
+        (["--hardware", "tables"], r"mine-4.json \(mine\).*other-2.json \(other\)"),
+        (["--hardware", "tables/foreign-mine-2.json"], "models/Tiny"),
     ):
-        refused = planned("--hardware", place)
-        assert isinstance(refused.exception, ConfigError) and all(word in str(refused.exception) for word in words)
+        with pytest.raises(ConfigError, match=words):
+            shown(*command, *options)
     (tmp_path / "tables" / "other-2.json").unlink()
-    assert json.loads(planned("--hardware", "tables").stdout)["costs"] == found["costs"], "the only machine there"
+    assert planned(*command, "--hardware", "tables")["costs"] == found["costs"], "the only machine there"
 
 
 def test_earlier_jobs_say_how_long_this_one_takes(
@@ -173,78 +156,59 @@ def test_earlier_jobs_say_how_long_this_one_takes(
     past = PastJob(**given, answer_tokens=3.0, limit_tokens=999)
     history = History(fingerprint=fingerprint, dtype="float32", device="cores", ranks=4, rates=a_table().rates)
     keep(file_of(tmp_path, fingerprint, "float32", "cores", 4), history.after(past).after(past))
-
-    def planned(*more: str) -> Any:
-        return json.loads(CliRunner().invoke(plan_command, [str(job), "--ranks", "4", "--json", *more]).stdout)
-
-    found = planned()
+    command = [job, "--ranks", "4"]
+    found = planned(*command)
     expected = found["expected"]
     assert found["costs"].startswith("rates of a job with this model on 4 ranks here (cores)")
     assert expected["low_s"] < expected["seconds"] < expected["high_s"] and expected["jobs"] == 2
-    assert expected["seconds"] == pytest.approx(9 + 2 * found["makespan_s"], rel=0.1), (
-        "they took twice the model's time"
-    )
-    assert planned("--set", "generation.max_new_tokens=100")["makespan_s"] == found["makespan_s"]
-    assert planned("--hardware", "h200")["expected"] is None
-    shown = CliRunner().invoke(plan_command, [str(job), "--ranks", "4"]).stdout
-    assert re.search(r"expected: .* in 80 % of cases\), 9.00 s of it to start; by 2 jobs with this model here", shown)
+    # They took twice the model's time.
+    assert expected["seconds"] == pytest.approx(9 + 2 * found["makespan_s"], rel=0.1)
+    longer = planned(*command, *with_settings("generation.max_new_tokens=100"))
+    assert longer["makespan_s"] == found["makespan_s"]
+    assert planned(*command, "--hardware", "h200")["expected"] is None
+    words = r"expected: .* in 80 % of cases\), 9.00 s of it to start; by 2 jobs with this model here"
+    assert re.search(words, shown(*command))
+
+
+H200 = ["--hardware", "h200"]
+REFUSED = [
+    (H200, "--ranks 8"),
+    (["--ranks", "4"], "the speed of a rank is unknown: .*h100-80gb.*kvr search"),
+    (["--ranks", "4", "--hardware", "abacus"], "'abacus'.*h200"),
+    (["--ranks", "2", "--set", "documents.path=nowhere", *H200], "nowhere"),
+    (["--ranks", "2", "--set", "documents.shard=20/30", *H200], "no documents of the share 20/30"),
+    (["--ranks", "2", "--set", "prompt.template=x"], "prompt.template.*{text}"),
+    (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], "'some'.*'auto'"),
+    (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], "'all', 'auto' or a number of at least 1"),
+    (["--ranks", "2", "--set", "parallel.partition=x"], "'auto' cannot be combined with parallel.partition"),
+]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--hardware", "h200"], 78, ["--ranks 8"]),
-        (["--ranks", "4"], 78, ["the speed of a rank is unknown", "h100-80gb", "kvr search"]),
-        (["--ranks", "4", "--hardware", "abacus"], 78, ["'abacus'", "h200"]),
-        (["--ranks", "0"], 2, ["--ranks"]),
-        (["--ranks", "2", "--set", "documents.path=nowhere", "--hardware", "h200"], 78, ["nowhere"]),
-        (
-            ["--ranks", "2", "--set", "documents.shard=20/30", "--hardware", "h200"],
-            78,
-            ["no documents of the share 20/30"],
-        ),
-        (["--ranks", "2", "--set", "prompt.template=x"], 78, ["prompt.template", "{text}"]),
-        (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], 78, ["'auto'", "'some'"]),
-        (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], 78, ["'all', 'auto' or a number of at least 1"]),
-        (
-            ["--ranks", "2", "--set", "parallel.partition=x"],
-            78,
-            ["parallel.partition", "'auto'"],
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ("arguments", "words"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
 def test_what_cannot_be_planned(
-    arguments: list[str], code: int, words: list[str], job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], words: str, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where no tables are
     monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))  # nor what jobs took
     for name in [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI"))]:
         monkeypatch.delenv(name)
-    found = CliRunner().invoke(plan_command, [str(job), *arguments])
-    if code == EXIT_USAGE:
-        assert found.exit_code == code
-        message = found.output
-    else:
-        assert isinstance(found.exception, KvrError) and found.exception.exit_code == code
-        message = str(found.exception)
-    for word in words:
-        assert word in message
+    with pytest.raises(ConfigError, match=words):
+        shown(job, *arguments)
+
+
+@pytest.mark.parametrize("words", ["", "job.toml --tokens 8k", "--tokens 8k", "job.toml --ranks 0"])
+def test_a_plan_is_of_a_job_or_of_prompts(words: str) -> None:
+    assert CliRunner().invoke(plan_command, words.split()).exit_code == EXIT_USAGE
 
 
 def test_prompts_are_forecast_without_a_job() -> None:
     words = ["--tokens", "8k,64k", "--model", "Llama 3.1 8B", "--hardware", "h200", "--ranks", "6"]
-    found = json.loads(CliRunner().invoke(plan_command, [*words, "--json"], catch_exceptions=False).stdout)
-    assert [(row["context_tokens"], row["ranks"]) for row in found["rows"]] == [
+    rows = planned(*words)["rows"]
+    assert [(row["context_tokens"], row["ranks"]) for row in rows] == [
         (tokens, ranks) for tokens in (8192, 65536) for ranks in (1, 2, 4, 6)
     ]
-    assert all(row["slices"][-1] == row["context_tokens"] and 0 < row["efficiency"] < 1.1 for row in found["rows"])
-    shown = CliRunner().invoke(plan_command, words, catch_exceptions=False).stdout.splitlines()
-    assert [line.split()[:2] for line in shown if line.startswith(("8192", "65536"))] == [
-        [str(row["context_tokens"]), str(row["ranks"])] for row in found["rows"]
-    ]
-
-
-@pytest.mark.parametrize("words", [[], ["job.toml", "--tokens", "8k"], ["--tokens", "8k"]])
-def test_a_plan_is_of_a_job_or_of_prompts(words: list[str]) -> None:
-    assert CliRunner().invoke(plan_command, words).exit_code == EXIT_USAGE
+    assert all(row["slices"][-1] == row["context_tokens"] and 0 < row["efficiency"] < 1.1 for row in rows)
+    lines = [line.split()[:2] for line in shown(*words).splitlines() if line.startswith(("8192", "65536"))]
+    assert lines == [[str(row["context_tokens"]), str(row["ranks"])] for row in rows]

@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -29,16 +30,13 @@ from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.transport.local import run_local
 
-SPEC: Any = type("Spec", (), {"is_spread": False})
 PAGE_BYTES = PAGE_ROWS * 3 * 2 * 2 * 8 * 4  # three layers, keys and values of two heads, float32
 
 
-def opened(loaded: Any, said: list[str], spec: Any = SPEC, **options: Any) -> Any:
-    return open_arena(spec, loaded, options.pop("free_bytes", 80 * PAGE_BYTES), said.append, is_packed=True, **options)
-
-
-def on_gpu() -> Any:
-    return replace(tiny("llama-gqa"), device=torch.device("cuda", 0))
+def opened(said: list[str], device: str = "cuda", is_spread: bool = False, **options: Any) -> Any:
+    given = {"free_bytes": 80 * PAGE_BYTES, "is_packed": True} | options
+    spec: Any = SimpleNamespace(is_spread=is_spread)
+    return open_arena(spec, replace(tiny("llama-gqa"), device=torch.device(device)), say=said.append, **given)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
@@ -52,25 +50,31 @@ def test_pages_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, n
     assert "differ from each alone" in str(why_not_packed(loaded, trial))
     assert why_not_packed(loaded) is None
     monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: f"tried in {arena.spare_bytes} bytes")
-    assert opened(on_gpu(), said) is None and f"tried in {PAGE_BYTES} bytes" in said[0]
+    assert opened(said) is None and f"tried in {PAGE_BYTES} bytes" in said[0]
 
 
-def test_an_extent_is_a_share_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: None)
-    arena = opened(on_gpu(), [])
-    assert arena.page_bytes == PAGE_BYTES and arena.spare_bytes == 10 * PAGE_BYTES
-    assert opened(on_gpu(), [], free_bytes=0).spare_bytes == PAGE_BYTES
-
-
-def test_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_for_packed_documents_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    loaded = tiny("llama-gqa")
-    assert opened(loaded, said) is None
     monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: None)
-    assert opened(on_gpu(), said) is not None
-    assert open_arena(SPEC, on_gpu(), 1 << 30, said.append, is_packed=False) is None
-    assert opened(on_gpu(), said, type("Spec", (SPEC,), {"is_spread": True})) is None
+    arena = opened(said)
+    assert arena.page_bytes == PAGE_BYTES and arena.spare_bytes == 10 * PAGE_BYTES, "a share of the room"
+    assert opened(said, free_bytes=0).spare_bytes == PAGE_BYTES
+    for options in ({"device": "cpu"}, {"is_packed": False}, {"is_spread": True}):
+        assert opened(said, **options) is None
     assert not said
+
+
+def stored_arrays(path: Path) -> dict[str, bytes]:
+    """Keys and values of every document, by their names in the file."""
+    found: dict[str, bytes] = {}
+
+    def note(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and name.rpartition("/")[2] in ("keys", "values"):
+            found[name] = item[()].tobytes()
+
+    with h5py.File(path) as file:
+        file.visititems(note)
+    return found
 
 
 def test_a_job_from_pages_gives_the_same_answers_and_stores_the_same(
@@ -103,16 +107,3 @@ def test_a_job_from_pages_gives_the_same_answers_and_stores_the_same(
     for arena in made:
         arena.collect()
         assert not arena.extents, "what has been answered and stored holds no pages"
-
-
-def stored_arrays(path: Path) -> dict[str, bytes]:
-    """Keys and values of every document, by their names in the file."""
-    found: dict[str, bytes] = {}
-
-    def note(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset) and name.rpartition("/")[2] in ("keys", "values"):
-            found[name] = item[()].tobytes()
-
-    with h5py.File(path) as file:
-        file.visititems(note)
-    return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ import kvr_mpi.setup.stored_size as stored_size
 from kvr_mpi.store.results import open_results
 
 KV = ["--set", "output.kv=true"]
-Usage = namedtuple("Usage", "total used free")
 
 
 def test_the_forecast_is_what_is_written(job: Path, tmp_path: Path, run_here: Any) -> None:
@@ -26,22 +25,22 @@ def test_the_forecast_is_what_is_written(job: Path, tmp_path: Path, run_here: An
     assert float(told[1]) == pytest.approx(tokens * 3 * 2 * 8 * 2 * 4 / 1024, rel=0.05)
 
 
-def test_a_job_that_would_fill_the_disk_is_refused_before_it_begins(
-    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        (100_000, ["not enough space", "98 KiB are free"]),
+        (FileNotFoundError(2, "No such file or directory"), ["it existed when"]),
+    ],
+)
+def test_what_the_disk_has_no_room_for_is_refused_before_it_begins(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch, free: int | OSError, words: list[str]
 ) -> None:
-    monkeypatch.setattr(stored_size.shutil, "disk_usage", lambda path: Usage(1 << 40, 1 << 40, 100_000))
+    def usage(path: Path) -> Any:
+        if isinstance(free, OSError):  # the folder has gone
+            raise free
+        return SimpleNamespace(free=free)
+
+    monkeypatch.setattr(stored_size.shutil, "disk_usage", usage)
     run = run_here(2, [job, *KV])
-    assert run.returncode == 78 and "not enough space" in run.stderr and "98 KiB are free" in run.stderr
+    assert run.returncode == 78 and all(word in run.stderr for word in words) and "Traceback" not in run.stderr
     assert not list((tmp_path / "out").glob("*.h5"))
-
-
-def test_a_folder_that_goes_while_a_job_begins_is_said_so(
-    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(path: Path) -> Usage:
-        raise FileNotFoundError(2, "No such file or directory", str(path))
-
-    monkeypatch.setattr(stored_size.shutil, "disk_usage", gone)
-    run = run_here(2, [job, *KV])
-    assert run.returncode == 78 and "it existed when this job began" in run.stderr
-    assert "Traceback" not in run.stderr

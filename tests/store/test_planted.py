@@ -16,7 +16,6 @@ from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, DataError
 from kvr_mpi.store.log import seal
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.status import read_status
-from kvr_mpi.tuning.table import check_place
 
 SMALL_VOCABULARY = True
 PRECIOUS = "somebody else's, and not to be changed"
@@ -140,11 +139,6 @@ def test_a_sealed_run_file_may_say_anything(tmp_path: Path, change: dict[str, An
     done = kvr_says(kvr, "status", tmp_path)
     assert done.returncode == EXIT_OK and "unknown number" in done.stdout
     take(tmp_path).close()  # goes on without it
-
-
-def test_a_place_for_a_table_is_tried_without_leaving_anything(tmp_path: Path, umask: None) -> None:
-    check_place(tmp_path / "tables" / "table.json")
-    assert list((tmp_path / "tables").iterdir()) == []
 
 
 def test_nothing_but_bad_data_is_said_of_a_pipe(tmp_path: Path, kvr: Path) -> None:

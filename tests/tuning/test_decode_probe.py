@@ -26,7 +26,7 @@ def loaded() -> Any:
 def test_every_rank_is_told_the_same_times(loaded: Any) -> None:
     found = run_local(2, lambda rank: measure_decoding(loaded, rank, 3, place_statically))
     assert found[0] == found[1]
-    assert found[0].apart_s > 0 and found[0].shared_s > 0 and found[0].kept_token_s >= 0
+    assert min(found[0]) > 0
 
 
 def test_attention_to_long_documents_is_that_of_caches_of_their_length(
@@ -41,7 +41,7 @@ def test_attention_to_long_documents_is_that_of_caches_of_their_length(
 
     monkeypatch.setattr(decode_probe, "attention_seconds", count)
     found = decode_probe.kept_token_seconds(loaded, LocalTransport())
-    assert found == len(loaded.model.model.layers)
+    assert found == 1
     assert sorted(set(attended)) == [PROBE_TOKENS, decode_probe.LONG_TOKENS]
 
 

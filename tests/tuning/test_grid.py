@@ -1,31 +1,56 @@
-"""The paper's grid search, and ratios between lengths."""
+"""The paper's grid search."""
 
 from __future__ import annotations
 
-import pytest
+import itertools
 
 from kvr_mpi.partition import Partition
-from kvr_mpi.tuning.grid import grid_search, interpolate
+from kvr_mpi.tuning.grid import best_of, grid_search
 
 
-def test_grid_search_finds_the_valley() -> None:
-    def cost(partition: Partition) -> float:
-        return sum((bound - best) ** 2 for bound, best in zip(partition.bounds[1:-1], (700, 1300), strict=True))
+def test_the_grid_finds_the_papers_optimum() -> None:
+    # Fig. 6 (a): 16k on two GPUs, [0, 9728, 16384].
+    def seconds(split: Partition) -> float:
+        return abs(split.bounds[1] - 9728) + 1.0
 
-    search = grid_search(Partition.even(2048, 3), cost, stride=256, quantum=4, max_runs=200)
-    assert search.best.bounds == (0, 699, 1301, 2048) or abs(search.best.bounds[1] - 700) < 4
-    assert abs(search.best.bounds[2] - 1300) < 4
-    assert search.best_s == min(search.tried.values()) == cost(search.best)
-
-
-def test_grid_search_keeps_slices_and_the_budget() -> None:
-    search = grid_search(Partition((0, 1, 2, 3)), lambda partition: 1.0, stride=64, quantum=1, max_runs=5)
-    assert len(search.tried) <= 5 and search.best == Partition((0, 1, 2, 3))
+    tried = grid_search(Partition.even(16384, 2), seconds, stride=2048, quantum=256)
+    assert best_of(tried).bounds == (0, 9728, 16384)
+    assert len(tried) <= 5 + 2 * 3, "a binary search: two new splits for each halving"
 
 
-def test_interpolation_of_ratios() -> None:
-    searched = {1000: (0.5, 0.5), 3000: (0.7, 0.3)}
-    assert interpolate(searched, 2000) == pytest.approx((0.6, 0.4))
-    assert interpolate(searched, 1000) == (0.5, 0.5)
-    assert interpolate(searched, 500) == (0.5, 0.5)
-    assert interpolate(searched, 9000) == (0.7, 0.3)
+def test_the_grid_is_scanned_level_by_level() -> None:
+    # Fig. 6 (b-d): 96 over three, strides 8, 4, 2, 1 and so on, to [0, 28, 70, 96].
+    best = (0, 28, 70, 96)
+
+    def seconds(split: Partition) -> float:
+        one, other = (a - b for a, b in zip(split.bounds[1:3], best[1:3], strict=True))
+        return one * one + other * other + one * other  # a valley across: one bound at a time goes astray more easily
+
+    order: list[Partition] = []
+
+    def measure(split: Partition) -> float:
+        order.append(split)
+        return seconds(split)
+
+    tried = grid_search(Partition((0, 32, 64, 96)), measure, stride=8, quantum=1, max_runs=200)
+    assert best_of(tried).bounds == best
+    assert order == list(tried), "nothing is measured twice"
+    coarse = list(itertools.takewhile(lambda split: all(bound % 8 == 0 for bound in split.bounds), order))
+    assert len(coarse) == 24, "the first level is a grid of 5 x 5, less the one in which a slice is empty"
+    assert len(order) <= 24 + 3 * 8
+
+
+def test_long_chains_move_one_bound_at_a_time() -> None:
+    target = Partition.by_ratio(4096, [8, 7, 6, 5, 4, 3, 2, 1]).bounds
+
+    def seconds(split: Partition) -> float:
+        return float(sum((a - b) ** 2 for a, b in zip(split.bounds, target, strict=True)))
+
+    tried = grid_search(Partition.even(4096, 8), seconds, stride=128, quantum=16, max_runs=250)
+    assert len(tried) <= 250
+    assert max(abs(a - b) for a, b in zip(best_of(tried).bounds, target, strict=True)) <= 32
+
+
+def test_the_grid_keeps_slices_and_the_budget() -> None:
+    tried = grid_search(Partition((0, 1, 2, 3)), lambda partition: 1.0, stride=64, quantum=1, max_runs=5)
+    assert len(tried) <= 5 and best_of(tried) == Partition((0, 1, 2, 3)), "of equal ones the first"

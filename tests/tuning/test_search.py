@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,12 @@ from made_jobs import with_settings
 from made_tables import a_table, an_entry
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.job import load_job
 from kvr_mpi.partition import Partition
 from kvr_mpi.store.results import open_results
-from kvr_mpi.tuning.grid import grid_search
-from kvr_mpi.tuning.table import Table, load_table, save_table
+from kvr_mpi.tuning.table import load_table, save_table
 from kvr_mpi.tuning.tabulate import check_contexts
 
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
-
-
-def of_model(folder: Path) -> list[str]:
-    return with_settings(f"model.path={folder}")
-
-
-def only_table(folder: Path) -> tuple[Path, Table]:
-    (path,) = folder.glob("*.json")
-    return path, load_table(path)
 
 
 @pytest.mark.slow
@@ -38,12 +27,13 @@ def test_search_writes_a_table(
 ) -> None:
     run = mpirun(
         ranks,
-        [kvr, "search", *of_model(tiny_model_dir), "--contexts", "256,128", "--method", method]
+        [kvr, "search", *with_settings(f"model.path={tiny_model_dir}"), "--contexts", "256,128", "--method", method]
         + ["--output", tmp_path / "tables"],
         env={"OMP_NUM_THREADS": "3"},
     )
     assert run.returncode == 0, run.stderr
-    path, table = only_table(tmp_path / "tables")
+    (path,) = (tmp_path / "tables").glob("*.json")
+    table = load_table(path)
     assert "3 thread(s)" in table.key.device, "as many as a job would have"
     assert path.name.endswith(f"_p{ranks}.json") and "-float32_" in path.name
     assert (table.key.ranks, table.key.dtype, table.key.model.architecture) == (ranks, "float32", "LlamaForCausalLM")
@@ -64,7 +54,7 @@ def test_search_writes_a_table(
 def test_search_replaces_nothing_unasked_and_slices_are_checked(
     tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path
 ) -> None:
-    command = [kvr, "search", *of_model(tiny_model_dir), "--output", tmp_path / "t.json"]
+    command = [kvr, "search", *with_settings(f"model.path={tiny_model_dir}"), "--output", tmp_path / "t.json"]
     first = mpirun(2, [*command, "--contexts", "400,256"])
     table = load_table(tmp_path / "t.json")
     assert [entry.context_tokens for entry in table.entries] == [256, 400]
@@ -95,7 +85,9 @@ def test_search_refuses(
     options: list[str], code: int, word: str, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path
 ) -> None:
     (tmp_path / "bad.json").write_text('{"schema_name": "cake"}')
-    run = mpirun(2, [kvr, "search", *of_model(tiny_model_dir), "--contexts", "64", *options], cwd=tmp_path)
+    run = mpirun(
+        2, [kvr, "search", *with_settings(f"model.path={tiny_model_dir}"), "--contexts", "64", *options], cwd=tmp_path
+    )
     assert run.returncode == code, run.stderr
     assert word in run.stderr and "Traceback" not in run.stderr
     assert not list(tmp_path.rglob("*_p2.json"))
@@ -140,13 +132,22 @@ def test_a_job_is_cut_by_its_table(
 ) -> None:
     found = mpirun(
         2,
-        [kvr, "search", *of_model(tiny_model_dir), "--contexts", "32,160", "--output", tmp_path / "tables"],
+        [
+            kvr,
+            "search",
+            *with_settings(f"model.path={tiny_model_dir}"),
+            "--contexts",
+            "32,160",
+            "--output",
+            tmp_path / "tables",
+        ],
     )
     assert found.returncode == 0, found.stderr
     # Splits nobody would choose, so that it shows where the slices come from.
-    path, table = only_table(tmp_path / "tables")
+    (path,) = (tmp_path / "tables").glob("*.json")
+    table = load_table(path)
     entries = tuple(an_entry(bounds) for bounds in ((0, 8, 32), (0, 40, 160)))
-    other = table.rates.model_copy(update={"rest_token_s": 1000 * table.rates.rest_token_s})
+    other = replace(table.rates, rest_token_s=1000 * table.rates.rest_token_s)
     save_table(table.model_copy(update={"entries": entries, "rates": other}), path)
 
     run = mpirun(2, [kvr_run, job])
@@ -177,59 +178,3 @@ def test_a_table_that_does_not_fit_is_refused_before_the_batch(
     assert run.returncode == code, run.stderr
     assert word in run.stderr and "Traceback" not in run.stderr
     assert not list(tmp_path.glob("out/*.h5"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        (["parallel.partition=''"], "at least 1 character"),
-        (["parallel.ranks_per_chain=auto"], "'auto'"),
-    ],
-)
-def test_settings_that_go_with_no_table(settings: list[str], word: str, job: Path) -> None:
-    assert load_job(job)[0].parallel.partition is not None
-    with pytest.raises(ConfigError, match=word):
-        load_job(job, settings)
-
-
-def test_the_grid_finds_the_papers_optimum() -> None:
-    # Fig. 6 (a): 16k on two GPUs, [0, 9728, 16384].
-    def seconds(split: Partition) -> float:
-        return abs(split.bounds[1] - 9728) + 1.0
-
-    found = grid_search(Partition.even(16384, 2), seconds, stride=2048, quantum=256)
-    assert found.best.bounds == (0, 9728, 16384)
-    assert len(found.tried) <= 5 + 2 * 3, "a binary search: two new splits for each halving"
-
-
-def test_the_grid_is_scanned_level_by_level() -> None:
-    # Fig. 6 (b-d): 96 over three, strides 8, 4, 2, 1 and so on, to [0, 28, 70, 96].
-    best = (0, 28, 70, 96)
-
-    def seconds(split: Partition) -> float:
-        one, other = (a - b for a, b in zip(split.bounds[1:3], best[1:3], strict=True))
-        return one * one + other * other + one * other  # a valley across: one bound at a time goes astray more easily
-
-    order: list[Partition] = []
-
-    def measure(split: Partition) -> float:
-        order.append(split)
-        return seconds(split)
-
-    found = grid_search(Partition((0, 32, 64, 96)), measure, stride=8, quantum=1, max_runs=200)
-    assert found.best.bounds == best
-    assert len(order) == len(set(order)) == len(found.tried), "nothing is measured twice"
-    coarse = list(itertools.takewhile(lambda split: all(bound % 8 == 0 for bound in split.bounds), order))
-    assert len(coarse) == 24, "the first level is a grid of 5 x 5, less the one in which a slice is empty"
-    assert len(order) <= 24 + 3 * 8
-
-
-def test_long_chains_move_one_bound_at_a_time() -> None:
-    target = Partition.by_ratio(4096, [8, 7, 6, 5, 4, 3, 2, 1]).bounds
-
-    def seconds(split: Partition) -> float:
-        return float(sum((a - b) ** 2 for a, b in zip(split.bounds, target, strict=True)))
-
-    found = grid_search(Partition.even(4096, 8), seconds, stride=128, quantum=16, max_runs=250)
-    assert len(found.tried) <= 250
-    assert max(abs(a - b) for a, b in zip(found.best.bounds, target, strict=True)) <= 32
