@@ -16,7 +16,7 @@ from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.runtime.tally import Tally
-from kvr_mpi.runtime.ways import AfterShared, Alone, ChainMemory
+from kvr_mpi.runtime.ways import AfterShared, Alone
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
@@ -148,13 +148,13 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
     footprint = SimpleNamespace(activation_bytes=lambda tokens: 1000)
     setup: Any = SimpleNamespace(kv_bytes=lambda tokens: tokens, footprint=footprint, **{**whole, **changed})
     chain: Any = SimpleNamespace(size=2)
-    memory = ChainMemory(setup, chain, [0, 0], MagicMock())
-    way, ids = AfterShared(memory), tuple(range(305))
+    chain_has: Any = (setup, chain, [0, 0], None, None)
+    way, ids = AfterShared(*chain_has), tuple(range(305))
     prompts = [
         Prompt(ids=some, text=(0, 0), key=str(len(some)), document_id="a", new_tokens=new, shared_tokens=300)
         for some, new in ((ids[:300], 0), (ids, 4))
     ]
-    before = Plan(Alone(memory), prompts[0], None, 1)
+    before = Plan(Alone(*chain_has), prompts[0], None, 1)
     plan = Plan(way, prompts[1], None, 1, before=before)
     assert way.kept(plan) == [0, 300 + own] and way.needs(plan) == [0, 300 + own + 1000]
     way.at = way.beginning(plan)
@@ -248,13 +248,12 @@ def test_the_time_of_a_shared_document_is_counted_once() -> None:
     """The first prompt's time includes that of the document, which was counted when the document was prefilled."""
     tally, started = Tally(), []
     prefills = [SimpleNamespace(seconds=seconds) for seconds in (5000.0, 1.0)]
-    way = SimpleNamespace(prefill=lambda row, forwarder, write: prefills)
+    way = SimpleNamespace(prefill=lambda row: prefills)
     plan = SimpleNamespace(row_tokens=1, goes_with=lambda other: True, prompt=None, way=way)
     decoder = SimpleNamespace(start=lambda prompt, prefill: started.append(prefill))
     worker = SimpleNamespace(
         _rows=[plan] * 2,
         _runner=SimpleNamespace(first_rank=0),
-        _forwarder=None,
         _chain=SimpleNamespace(rank=0),
         _context=SimpleNamespace(trace=MagicMock(tally=tally), decoder=decoder),
     )
