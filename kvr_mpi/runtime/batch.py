@@ -227,7 +227,7 @@ def work_through(
         own = part.topology.chain_of(lane.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
-            runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
+            runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say, context.trace.recorder)
             ChainWorker(runner, queue, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
     context.trace.tell("decoding", counted(context.decoder.running, "answer"))
