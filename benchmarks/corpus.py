@@ -46,9 +46,9 @@ from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.batch import open_context, open_source, scan_documents, work_through
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import share_out
-from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.loading import own_device

@@ -9,11 +9,10 @@ import json
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import refusals
-from kvr_mpi.job.load import parse_job
 
 Job = Mapping[str, Any]
 NAMED = {name: f"{{text}} {name}?" for name in ("first", "second")}
@@ -114,7 +113,7 @@ def said_of(names: Collection[str], base: Job | None = None) -> list[str]:
     job = {**plain, "generation.max_new_tokens": 6, **(base or merged(names) or {})}
     if "resumed" in names:
         job["documents.shard"] = "0/2"
-    found = refusals(parse_job(tomllib.loads(written(job)), Path("job.toml"), (), {})[0])
+    found = refusals(JobSpec.model_validate(tomllib.loads(written(job))))
     otherwise = (said for pair, said in STORED_OTHERWISE.items() if pair <= set(names))
     return [*map(re.escape, found)] or list(otherwise)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job_files import SECTIONS, load, write_job
 
-from kvr_mpi.job import load_job, show_job
-from kvr_mpi.job.load import parse_job
+from kvr_mpi.job import JobSpec, load_job, show_job
 
 # Sound jobs
 
@@ -23,7 +23,7 @@ def test_a_job_needs_a_model_documents_and_an_output(tmp_path: Path) -> None:
     assert not spec.output.kv and not spec.model.trust_remote_code
 
 
-def test_every_key_can_be_set(tmp_path: Path) -> None:
+def test_every_key_can_be_set() -> None:
     text = """
     [model]
     path = "m"
@@ -84,11 +84,12 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     max_failed = "5%"
     trace = true
     """
-    spec, sources = parse_job(tomllib.loads(text), tmp_path / "job.toml", (), {})
-    given = {key for key, _, source in show_job(spec, sources) if source != "default"}
+    raw = tomllib.loads(text)
+    spec = JobSpec.model_validate(raw)
+    given = {f"{section}.{key}" for section, table in raw.items() for key in table}
     given.add("generation.score")  # instead of an answer
     given.add("generation.json_schema")  # cannot be combined with stop
-    assert given == {key for key, _, _ in show_job(spec, sources)}  # a key added to the job is added here
+    assert given == {key for key, _, _ in show_job(spec, {})}  # a key added to the job is added here
     assert spec.documents.path == ["a", "b/*.txt"]
     assert spec.parallel.partition == "tables"
 
@@ -101,41 +102,53 @@ def test_only_what_was_set_goes_to_the_generation_config(tmp_path: Path) -> None
     assert greedy.generation.transformers_settings() == {"do_sample": False}
 
 
-def test_a_job_cannot_change_once_it_is_read(tmp_path: Path) -> None:
-    spec = load(write_job(tmp_path))
-    with pytest.raises(ValueError, match="frozen"):
-        spec.output.path = "elsewhere"  # type: ignore[misc]
-
-
 # Precedence
 
 
+def test_the_nearer_the_user_the_stronger(tmp_path: Path) -> None:
+    """Defaults, the file, the environment, and the command line, whose last word counts."""
+    key, sources = "generation.seed", ["default", "job.toml", "KVR_GENERATION__SEED", "--set generation.seed"]
+    for given in range(16):
+        in_file, in_environment, once, twice = (bool(given >> bit & 1) for bit in range(4))
+        path = write_job(tmp_path, "[generation]\nseed = 1" if in_file else "")
+        words = [f"{key}={value}" for value, said in ((3, once), (4, twice)) if said]
+        spec, found = load_job(path, words, {"KVR_GENERATION__SEED": "2"} if in_environment else {})
+        assert spec.generation.seed == (4 if twice else 3 if once else 2 if in_environment else int(in_file))
+        (shown,) = (row for row in show_job(spec, found) if row[0] == key)
+        strongest = 3 if words else 2 if in_environment else int(in_file)
+        assert shown[1] == str(spec.generation.seed) and shown[2].endswith(sources[strongest])
+
+
 @pytest.mark.parametrize(
-    ("in_file", "in_environment", "on_command_line", "value", "source"),
+    ("setting", "value"),
     [
-        (False, False, False, 128, "default"),
-        (True, False, False, 1, "job.toml"),
-        (True, True, False, 2, "KVR_GENERATION__MAX_NEW_TOKENS"),
-        (False, True, False, 2, "KVR_GENERATION__MAX_NEW_TOKENS"),
-        (True, False, True, 3, "--set generation.max_new_tokens"),
-        (True, True, True, 3, "--set generation.max_new_tokens"),
-        (False, False, True, 3, "--set generation.max_new_tokens"),
+        ("generation.max_new_tokens = 64", 64),
+        ("generation.temperature=1", 1.0),
+        ('generation.stop=["END", "\\n\\n"]', ["END", "\n\n"]),
+        ("generation.stop=[]", []),
+        ("parallel.ranks_per_chain=4", 4),
+        ("parallel.ranks_per_chain=all", "all"),
+        ("documents.path=my corpus/part one", ["my corpus/part one"]),
+        ("documents.path=~/corpus/*.txt", ["~/corpus/*.txt"]),
+        ("documents.path=['a b', 'c']", ["a b", "c"]),
+        ("model.adapter='0123'", "0123"),
+        ("prompt.template={text}", "{text}"),
+        ("prompt.template=Sum up {text} in a = b form", "Sum up {text} in a = b form"),
+        ('prompt.template="Sum up:\\n{text}"', "Sum up:\n{text}"),
+        ("prompt.system=It's 5 o'clock", "It's 5 o'clock"),
+        ("prompt.too_long=split", "split"),
     ],
 )
-def test_the_nearer_the_user_the_stronger(
-    tmp_path: Path, in_file: bool, in_environment: bool, on_command_line: bool, value: int, source: str
-) -> None:
-    path = write_job(tmp_path, "[generation]\nmax_new_tokens = 1" if in_file else "")
-    environ = {"KVR_GENERATION__MAX_NEW_TOKENS": "2"} if in_environment else {}
-    spec, sources = load_job(path, ["generation.max_new_tokens=3"] if on_command_line else [], environ)
-    assert spec.generation.max_new_tokens == value
-    (shown,) = (row for row in show_job(spec, sources) if row[0] == "generation.max_new_tokens")
-    assert shown[1] == str(value)
-    assert shown[2].endswith(source)
-
-
-def test_the_last_of_two_settings_wins(tmp_path: Path) -> None:
-    assert load(write_job(tmp_path), "generation.seed=1", "generation.seed=2").generation.seed == 2
+def test_a_setting_is_toml_or_else_plain_words(tmp_path: Path, setting: str, value: Any) -> None:
+    target, _, text = setting.partition("=")
+    section, _, key = target.strip().partition(".")
+    spec, sources = load_job(write_job(tmp_path), [setting], {})
+    found = getattr(getattr(spec, section), key)
+    assert found == value and type(found) is type(value)
+    assert sources[f"{section}.{key}"] == f"--set {section}.{key}"
+    # The same words in a variable mean the same.
+    name = f"KVR_{section}__{key}".upper()
+    assert load_job(write_job(tmp_path), (), {name: text.strip()})[0] == spec
 
 
 def test_what_a_stronger_source_replaces_may_be_wrong(tmp_path: Path) -> None:

@@ -8,44 +8,41 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from job_files import MINIMAL, SECTIONS, refusal, write_job
+from job_files import MINIMAL, SECTIONS, load, refusal, write_job
 
-# The file
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job import load_job, show_job
 
 
-def test_a_missing_job_file_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_file_that_is_missing_or_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal(Path("no.toml")) == (
         f"job file 'no.toml' not found (looked for {tmp_path / 'no.toml'}); kvr init writes one"
     )
-
-
-def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
     assert re.search(f"{re.escape(str(tmp_path))}.* cannot be read.*directory", refusal(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("text", "line"), [("[model\npath = 1", 1), ("[model]\npath = words", 2), ("[model]\npath = 'a'\npath = 'b'\n", 3)]
+    ("text", "said"),
+    [
+        ("[model\npath = 1", "line 1"),
+        ("[model]\npath = words", "line 2"),
+        ("[model]\npath = 'a'\npath = 'b'\n", "line 3"),
+        ("a=" + "[" * 20_000, ""),
+        ("# caf\udce9\n", "utf-8.*0xe9"),
+    ],
 )
-def test_broken_toml_names_the_line(tmp_path: Path, text: str, line: int) -> None:
-    message = refusal(write_job(tmp_path, text=text))
-    assert str(tmp_path / "job.toml") in message
-    assert re.search(f"cannot be read as TOML: .*line {line}", message)
+def test_broken_toml_names_file_and_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert re.search(rf"{re.escape(str(path))}.* cannot be read as TOML: .*{said}", refusal(path))
 
 
 @pytest.mark.parametrize("bracket", ["[", "{a="])
 def test_a_value_that_is_nested_without_end_is_refused(tmp_path: Path, bracket: str) -> None:
     path, deep = write_job(tmp_path), bracket * 20_000
-    assert "cannot be read as TOML" in refusal(write_job(tmp_path, f"a={deep}"))
-    path = write_job(tmp_path)
     assert "--set model.dtype" in refusal(path, f"model.dtype={deep}")
     assert "KVR_MODEL__DTYPE" in refusal(path, KVR_MODEL__DTYPE=deep)
-
-
-def test_a_job_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_bytes(MINIMAL.encode() + b"# caf\xe9\n")
-    assert re.search(r"job\.toml.* cannot be read as TOML: .*utf-8.*0xe9", refusal(path))
 
 
 @settings(max_examples=60)
@@ -56,78 +53,69 @@ def test_no_file_is_more_than_refused(tmp_path_factory: pytest.TempPathFactory, 
     assert refusal(path)  # none of these is a whole job
 
 
-# Keys
-
-
-def test_an_unknown_section_lists_the_sections(tmp_path: Path) -> None:
-    message = refusal(write_job(tmp_path, "[generate]\nseed = 1"))
-    assert message.startswith(str(tmp_path / "job.toml"))
-    assert "unknown key 'generate'" in message and ", ".join(SECTIONS) in message
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"), [("paralel", "parallel"), ("outputs", "output"), ("document", "documents")]
-)
-def test_a_misspelt_section_is_suggested(tmp_path: Path, wrong: str, right: str) -> None:
-    assert f"unknown key '{wrong}': did you mean '{right}'?" in refusal(write_job(tmp_path, f"[{wrong}]\nx = 1"))
+@settings(max_examples=60)
+@given(setting=st.text(st.characters(codec="utf-8"), max_size=40) | st.text("generation.seed=[]{}'\" 1", max_size=30))
+def test_any_setting_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, setting: str) -> None:
+    path = write_job(tmp_path_factory.mktemp("job"))
+    try:
+        spec, sources = load_job(path, [setting], {})
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert len(show_job(spec, sources)) > 20
 
 
 @pytest.mark.parametrize(
-    ("section", "wrong", "right"),
+    ("more", "said"),
     [
-        ("generation", "max_new_token", "max_new_tokens"),
-        ("prompt", "templat", "template"),
-        ("parallel", "chunk_token", "chunk_tokens"),
+        ("[generate]\nseed = 1", f"unknown key 'generate'.*{', '.join(SECTIONS)}"),
+        ("[paralel]\nx = 1", "unknown key 'paralel': did you mean 'parallel'\\?"),
+        ("[outputs]\nx = 1", "unknown key 'outputs': did you mean 'output'\\?"),
+        ("[prompt]\ntemplat = 1", "unknown key 'prompt.templat': did you mean 'template'\\? valid keys: .*template"),
+        ("[parallel]\nchunk_token = 1", "'parallel.chunk_token': did you mean 'chunk_tokens'\\?"),
+        ("[compress]\nbugdet = 3", "unknown key 'compress.bugdet': did you mean 'budget'"),
+        ("[generation]\ntop_logprobs = 3", "did you mean 'logprobs'"),
+        ("[output.zzz]\nyyy = 1", "unknown key 'output.zzz': valid keys: path, kv"),
     ],
 )
-def test_a_misspelt_key_is_suggested(tmp_path: Path, section: str, wrong: str, right: str) -> None:
-    path = write_job(tmp_path, f"[{section}]\n{wrong} = 1")
-    assert re.search(
-        f"job.toml: unknown key '{section}.{wrong}': did you mean '{right}'\\? valid keys: .*{right}", refusal(path)
-    )
+def test_an_unknown_key_is_told_those_that_are(tmp_path: Path, more: str, said: str) -> None:
+    message = refusal(write_job(tmp_path, more))
+    assert message.startswith(str(tmp_path / "job.toml")) and re.search(said, message), message
 
 
-def test_a_key_like_no_other_gets_the_list_alone(tmp_path: Path) -> None:
-    message = refusal(write_job(tmp_path, "[output.zzz]\nyyy = 1"))
-    assert "unknown key 'output.zzz': valid keys: path, kv" in message
-
-
-def test_a_key_outside_all_sections_is_unknown(tmp_path: Path) -> None:
-    assert "unknown key 'limit'" in refusal(write_job(tmp_path, text="limit = 3\n" + MINIMAL))
-
-
-def test_unknown_keys_are_blamed_on_where_they_are_from(tmp_path: Path) -> None:
+def test_a_key_is_blamed_on_where_it_is_from(tmp_path: Path) -> None:
     path = write_job(tmp_path)
     assert refusal(path, "generation.sed=1").startswith("--set generation.sed: unknown key 'generation.sed'")
     assert refusal(path, KVR_GENERATION__SED="1").startswith("KVR_GENERATION__SED: unknown key 'generation.sed'")
-
-
-def test_unknown_sections_are_blamed_on_where_they_are_from(tmp_path: Path) -> None:
-    path = write_job(tmp_path)
     assert "--set generate.seed" in refusal(path, "generate.seed=1")
     assert "KVR_GENERATE__SEED" in refusal(path, KVR_GENERATE__SEED="1")
+    assert "unknown key 'limit'" in refusal(write_job(tmp_path, text="limit = 3\n" + MINIMAL))
 
 
 @pytest.mark.parametrize("section", ["model", "documents", "output"])
-def test_a_missing_key_says_what_it_is_for(tmp_path: Path, section: str) -> None:
+def test_what_is_missing_is_named_with_what_it_is_for(tmp_path: Path, section: str) -> None:
     path = write_job(tmp_path, text=re.sub(rf"(\[{section}\])\npath.*", r"\1", MINIMAL))
     assert re.fullmatch(rf".*job\.toml: {section}\.path:? is missing \(.+\)", refusal(path))
-
-
-@pytest.mark.parametrize("section", ["model", "documents", "output"])
-def test_a_missing_section_is_named(tmp_path: Path, section: str) -> None:
     path = write_job(tmp_path, text=re.sub(rf"\[{section}\]\npath.*", "", MINIMAL))
     assert re.fullmatch(rf".*job\.toml: {section}:? is missing", refusal(path))
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
-    more = "[generation]\nseed = -1\ntop_k = 'x'\n[prompt]\nkep = 1\n"
-    message = refusal(write_job(tmp_path, more, text=MINIMAL.partition("[output]")[0]))
-    for mistake in ("generation.seed = -1", "generation.top_k = 'x'", "'prompt.kep'", "output:? is missing"):
-        assert len(re.findall(f"job.toml: .*{mistake}", message)) == 1
-    assert len(message.splitlines()) == 4
+@pytest.mark.parametrize("setting", ["", "=", "seed=5", "generation.seed", ".seed=5", "generation.=5", "  .  =1"])
+def test_a_malformed_setting_shows_how_it_is_done(tmp_path: Path, setting: str) -> None:
+    message = refusal(write_job(tmp_path), setting)
+    assert message.startswith(f"--set {setting!r}: expected section.key=value, for example ")
 
 
-def test_one_mistake_is_told_once(tmp_path: Path) -> None:
-    # A value that is neither of two types is one mistake, not two.
-    assert len(refusal(write_job(tmp_path), "parallel.ranks_per_chain=some").splitlines()) == 1
+def test_the_environment_alone_does_not_make_foreign_code_run(tmp_path: Path) -> None:
+    plain = write_job(tmp_path)
+    message = refusal(plain, KVR_MODEL__TRUST_REMOTE_CODE="true")
+    assert message.startswith("KVR_MODEL__TRUST_REMOTE_CODE: ") and "--set model.trust_remote_code=true" in message
+    refusal(plain, "model.trust_remote_codes=true", KVR_MODEL__TRUST_REMOTE_CODE="true")
+    assert not load(plain, KVR_MODEL__TRUST_REMOTE_CODE="false").model.trust_remote_code
+    environ = {"KVR_MODEL__TRUST_REMOTE_CODE": "true"}
+    assert load(plain, "model.trust_remote_code=true", **environ).model.trust_remote_code
+    assert not load(plain, "model.trust_remote_code=false", **environ).model.trust_remote_code
+    said = tmp_path / "said.toml"
+    said.write_text(plain.read_text().replace("[model]", "[model]\ntrust_remote_code = true"))
+    assert load(said, **environ).model.trust_remote_code
+    assert not load(said, KVR_MODEL__TRUST_REMOTE_CODE="false").model.trust_remote_code

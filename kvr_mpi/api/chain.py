@@ -23,7 +23,7 @@ from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
-from kvr_mpi.transport import share_json, together
+from kvr_mpi.transport import Transport, share_json, together
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import release
 
@@ -96,14 +96,19 @@ class Chain:
         self._world, self._owns = join_ranks(comm), comm is not None
         with ending_all(self._world):
             spec = together(self._world, lambda: _spec(model, generation, parallel))
-            self._check_same(spec)
+            _check_same(
+                self._world,
+                spec.model_dump_json(),
+                lambda roots: (
+                    f"rank {self._world.rank} was given other settings than rank 0; expected the same on all ranks"
+                ),
+            )
             together(self._world, lambda: check_table(spec, self._world.size))
             device = own_device(self._world, spec.model.device)
             self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
             tell = say or (lambda line: None)
             self._setup = prepare(spec, machine, self._ranks, self._ranks, tell)
             self._runner = ChainRunner(self._setup, self._ranks, slice(0, self._ranks.size), tell)
-        self._forwarder = self._runner.open_forwarder()
         self._prompts = 0  # that were prefilled
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.decode_rank = self.size - 1
@@ -152,9 +157,14 @@ class Chain:
             name = f"prompt {self._prompts}"
             prompt_of = Prompt(ids=ids, key=name, document_id=name, new_tokens=self._runner.new_tokens)
             plan = self._agree_on_plan(prompt_of)
-            together(self._ranks, lambda: _refuse(self._runner.why_too_large(plan)))
+            together(self._ranks, lambda: self._runner.check_fits(plan))
             done = self._run(plan)
-            together(self._ranks, lambda: _refuse(None if done is None else done.error))
+
+            def check_done() -> None:
+                if done is not None and done.error is not None:
+                    raise DocumentError(done.error)
+
+            together(self._ranks, check_done)
         bounds = (0, len(ids)) if plan.partition is None else plan.partition.bounds
         if done is None:
             return ChainPrefill(ids, bounds, self.decode_rank, None, 0.0, prompt_of, None)
@@ -190,9 +200,7 @@ class Chain:
 
     def close(self) -> None:
         """Finish all sends, and release the ranks; every rank calls this."""
-        if self._forwarder is not None:
-            self._forwarder.close()
-            self._forwarder = None
+        self._runner.close()
         if self._owns:
             self._owns = False
             release(self._world)
@@ -208,16 +216,14 @@ class Chain:
 
     def _check_call(self, method: str) -> None:
         """Refuse ranks that call different methods."""
-        roots = share_json(self._ranks, method)
-
-        def check() -> None:
-            if method != roots:
-                raise ConfigError(
-                    f"rank {self.rank} called {method} while rank 0 called {roots}: every rank of a chain has to call "
-                    f"the same methods in the same order"
-                )
-
-        together(self._ranks, check)
+        _check_same(
+            self._ranks,
+            method,
+            lambda roots: (
+                f"rank {self.rank} called {method} while rank 0 called {roots}: every rank of a chain has to call the "
+                f"same methods in the same order"
+            ),
+        )
 
     def _agree_on(self, prompt: PromptLike | None, method: str) -> tuple[int, ...]:
         """Return rank 0's prompt, after checking that no rank passes another."""
@@ -262,10 +268,10 @@ class Chain:
     def _run(self, plan: Plan) -> Prefill | None:
         """Prefill over the chain; a short prompt runs on the decode rank only."""
         if plan.way.takes_all:
-            return plan.way.prefill([plan], self._forwarder, None)[0]
+            return plan.way.prefill([plan])[0]
         alone = together(
             self._ranks,
-            lambda: plan.way.prefill([plan], self._forwarder, None) if self.rank == self.decode_rank else [],
+            lambda: plan.way.prefill([plan]) if self.rank == self.decode_rank else [],
         )
         return alone[0] if alone else None
 
@@ -281,18 +287,16 @@ class Chain:
             raise DocumentError(str(finished[0].error))
         return finished[0].answer
 
-    def _check_same(self, spec: JobSpec) -> None:
-        """Refuse different settings on different ranks."""
-        mine = spec.model_dump_json()
-        roots = share_json(self._world, mine)
 
-        def check() -> None:
-            if mine != roots:
-                raise ConfigError(
-                    f"rank {self._world.rank} was given other settings than rank 0; expected the same on all ranks"
-                )
+def _check_same(ranks: Transport, mine: str, wrong: Callable[[str], str]) -> None:
+    """Refuse a value that differs from rank 0's, given to `wrong`; every rank calls this."""
+    roots = share_json(ranks, mine)
 
-        together(self._world, check)
+    def check() -> None:
+        if mine != roots:
+            raise ConfigError(wrong(roots))
+
+    together(ranks, check)
 
 
 def _spec(
@@ -320,8 +324,3 @@ def _spec(
             f"ranks of its communicator; leave these out, or pass a smaller communicator (comm.Split)"
         )
     return spec
-
-
-def _refuse(why: str | None) -> None:
-    if why is not None:
-        raise DocumentError(why)

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvr_mpi.api.ranks import joined_ranks
+from kvr_mpi.api.ranks import ending_all, join_ranks
 from kvr_mpi.cli.environment import is_offline, read_environment
 from kvr_mpi.cli.run import run_on
 from kvr_mpi.errors import EXIT_OK, ConfigError
@@ -19,6 +19,7 @@ from kvr_mpi.schedule.simulate import HARDWARE, ForecastRow, look_out
 from kvr_mpi.schedule.simulate import simulate as forecast
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.transport import on_root, share_json
+from kvr_mpi.transport.mpi import release
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import RelayKind
@@ -93,10 +94,13 @@ def run(
     options = RunOptions(
         overwrite=overwrite, resume=resume, extend=extend, retry_failed=retry_failed, time_limit=time_limit
     )
-    with joined_ranks(comm) as world:
+    world = join_ranks(comm)
+    with ending_all(world):
         text = share_json(world, on_root(world, lambda: read_job(job, settings).model_dump_json()))
         spec = JobSpec.model_validate_json(text)
-        code = run_on(world, _name_of(job), options, lambda: (spec, {}))
+        code = run_on(world, str(job) if isinstance(job, str | PathLike) else GIVEN, options, lambda: (spec, {}))
+    if comm is not None:
+        release(world)
     return RunOutcome(code, Path(spec.output.path))
 
 
@@ -183,7 +187,3 @@ def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
     else:
         spec = load_job(Path(job), settings)[0]
     return spec
-
-
-def _name_of(job: Job) -> str:
-    return str(job) if isinstance(job, str | PathLike) else GIVEN

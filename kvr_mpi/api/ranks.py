@@ -11,7 +11,7 @@ from kvr_mpi.errors import EXIT_BUG, KvrError
 from kvr_mpi.report.log import Log
 from kvr_mpi.transport import FailedTogetherError, Transport
 from kvr_mpi.transport.local import LocalTransport
-from kvr_mpi.transport.mpi import adopt, connect, release
+from kvr_mpi.transport.mpi import adopt, connect
 
 
 def join_ranks(comm: Any = None) -> Transport:
@@ -31,16 +31,6 @@ def join_ranks(comm: Any = None) -> Transport:
     if comm is None:
         return connect()
     return comm if isinstance(comm, LocalTransport) else adopt(comm)
-
-
-@contextmanager
-def joined_ranks(comm: Any = None) -> Iterator[Transport]:
-    """Connect the ranks for the duration of the block, like `join_ranks` and `ending_all`."""
-    world = join_ranks(comm)
-    with ending_all(world):
-        yield world
-    if comm is not None:
-        release(world)
 
 
 @contextmanager

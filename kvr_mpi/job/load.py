@@ -61,15 +61,6 @@ def make_job(
     raw: dict[str, Any], path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> tuple[JobSpec, dict[str, str]]:
     """Check a job that was read from `path`; otherwise as `load_job`."""
-    spec, sources = parse_job(raw, path, settings, environ)
-    check_combinations(spec)
-    return spec, sources
-
-
-def parse_job(
-    raw: dict[str, Any], path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
-) -> tuple[JobSpec, dict[str, str]]:
-    """Check each section of a job, but not the combinations; parameters as for `make_job`."""
     sources = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
     sources |= {name: str(path) for name, table in raw.items() if isinstance(table, list)}
     runs_code = _runs_code(raw)
@@ -77,7 +68,7 @@ def parse_job(
         section, found, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
         if name.startswith(ENVIRONMENT_PREFIX) and found:
             _put(raw, sources, section, key, value, name)
-    if _runs_code(raw) and not runs_code and not any(_target(one) == REMOTE_CODE for one in settings):
+    if _runs_code(raw) and not runs_code and REMOTE_CODE not in (one.partition("=")[0].strip() for one in settings):
         raise ConfigError(
             f"{sources[REMOTE_CODE]}: an environment variable alone cannot allow a model's own code to run; write "
             f"model.trust_remote_code = true into {str(path)!r}, or add --set {REMOTE_CODE}=true"
@@ -91,7 +82,7 @@ def parse_job(
             )
         _put(raw, sources, section, key, value.strip(), f"--set {target.strip()}")
     try:
-        return JobSpec.model_validate(raw), sources
+        spec = JobSpec.model_validate(raw)
     except ValidationError as error:
         findings: dict[tuple[object, str], list[str]] = {}  # what a value might be instead, in one line
         for item in error.errors():
@@ -99,6 +90,8 @@ def parse_job(
             findings.setdefault((item["loc"][:1], subject), []).append(message)
         lines = (f"{subject}: {', or '.join(found)}" for (_, subject), found in findings.items())
         raise ConfigError("\n".join(lines)) from error
+    check_combinations(spec)
+    return spec, sources
 
 
 def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -113,10 +106,6 @@ def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, 
             else [(f"{section}.{key}", value) for key, value in table.items()]
         )
     ]
-
-
-def _target(setting: str) -> str:
-    return setting.partition("=")[0].strip()
 
 
 def _runs_code(raw: Mapping[str, Any]) -> bool:

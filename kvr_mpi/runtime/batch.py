@@ -39,18 +39,18 @@ from kvr_mpi.requests.split import error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
+from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.meters import Meters
 from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.runtime.outcome import keep_outcome
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
-from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import Stop, listening
 from kvr_mpi.runtime.stored_source import StoredSource, check_askable, scan_stored
-from kvr_mpi.runtime.tally import Tally, describe_throughput, total_tally
+from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
 from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
-from kvr_mpi.runtime.work_queue import WorkQueue
-from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
+from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
+from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.setup.job_setup import JobSetup, identity_of
 from kvr_mpi.setup.loading import own_device
@@ -59,7 +59,6 @@ from kvr_mpi.setup.rates import Say
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
 from kvr_mpi.store.folder import check_writable, read_records, survey
-from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.log import software
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import finish_run
@@ -85,10 +84,13 @@ def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world:
         before the end.
     """
     stop = Stop(environment.deadline_s)
-    with (
-        listening(stop, log.root, lambda why: _end_at_once(world, log, why)),
-        ExitStack() as held,
-    ):
+
+    def end_at_once(why: str) -> None:
+        log.line(why)
+        log.line(exit_line(EXIT_STOPPED))
+        world.abort(EXIT_STOPPED)
+
+    with listening(stop, log.root, end_at_once), ExitStack() as held:
         return _run(spec, options, environment, world, log, stop, held)
 
 
@@ -105,7 +107,7 @@ def _run(
     topology = together(world, lambda: lay_out(spec, world.size))
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
     device = own_device(world, spec.model.device)
-    meters = Meters.of(device, world)
+    meters = Meters(device, world.local_size, world.local_rank)
     links, reason = open_transport(world, spec.parallel.transport, device)
     is_usual = device.type == "cpu" and spec.parallel.transport == "auto"
     log.root(Detail(reason) if is_usual else reason)
@@ -117,7 +119,22 @@ def _run(
         log.root(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
-    run = on_root(world, lambda: held.enter_context(_open(folder, prepared, corpus, options, environment.owner, log)))
+
+    def open_folder() -> Run:
+        """Take over the output folder."""
+        opened = open_run(
+            folder,
+            prepared.header(),
+            corpus,
+            share=spec.documents.share,
+            mode=options.mode,
+            retry_failed=options.retry_failed,
+            owner=environment.owner,
+            say=log.line,
+        )
+        return held.enter_context(opened)
+
+    run = on_root(world, open_folder)
     # Rank 0 reads the folder; no other rank lists it, since two lists may differ.
     session, ids = share_json(world, None if run is None else [run.session, sorted(run.done | run.failed)])
     done = set(ids)
@@ -153,7 +170,7 @@ def _run(
         world.barrier()
         seconds, ended_s, left = progress.elapsed_s, log.elapsed_s, len(todo) - counters.read()[Slot.DONE]
         # The first lane's, whose first rank is the job's: the others have done the same.
-        total = total_tally(Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(trace.tally))))
+        total = sum_up(Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(trace.tally))))
         expected = None
         if share_json(world, not done and total.answers == len(todo)):
             started_s = ended_s - seconds
@@ -210,7 +227,7 @@ def work_through(
         own = part.topology.chain_of(lane.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
-            runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
+            runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say, context.trace.recorder)
             ChainWorker(runner, queue, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
     context.trace.tell("decoding", counted(context.decoder.running, "answer"))
@@ -276,31 +293,11 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     return corpus
 
 
-def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions, owner: Owner, log: Log) -> Run:
-    """Take over the output folder."""
-    return open_run(
-        folder,
-        prepared.header(),
-        corpus,
-        share=prepared.spec.documents.share,
-        mode=options.mode,
-        retry_failed=options.retry_failed,
-        owner=owner,
-        say=log.line,
-    )
-
-
 def _forget_states(run: Run, folder: Path) -> None:
     """Remove the ranks' state files, unless another job has taken the folder."""
     with suppress(OutputError):
         run.check(anew=True)
         remove_states(folder)
-
-
-def _end_at_once(world: Transport, log: Log, why: str) -> None:
-    log.line(why)
-    log.line(exit_line(EXIT_STOPPED))
-    world.abort(EXIT_STOPPED)
 
 
 def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:

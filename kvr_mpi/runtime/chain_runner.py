@@ -6,6 +6,7 @@ Stands between the batch, which handles documents, and the ways to run a prompt 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +14,14 @@ from kvr_mpi.errors import AgreementError, DocumentError
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.shares import Share
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.runtime.plan import Plan, Way
+from kvr_mpi.runtime.plan import Plan, Way, planned_drop
 from kvr_mpi.runtime.slice_planner import SlicePlanner
-from kvr_mpi.runtime.ways import AfterShared, AfterStored, Alone, ChainMemory, InSteps, OverChain
+from kvr_mpi.runtime.ways import AfterShared, AfterStored, Alone, InSteps, OverChain
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.trace import Recorder
@@ -43,54 +43,46 @@ class ChainRunner:
         The chain's, among those of the job.
     say : callable
         For a line of text.
+    recorder : Recorder, optional
+        Records what is transferred.
     """
 
-    def __init__(self, setup: JobSetup, chain: Transport, ranks: slice, say: Say) -> None:
+    def __init__(
+        self, setup: JobSetup, chain: Transport, ranks: slice, say: Say, recorder: Recorder | None = None
+    ) -> None:
         self.chain, self.first_rank, self._setup = chain, ranks.start, setup
         self.new_tokens = setup.spec.generation.max_new_tokens  # of an answer, unless a row says otherwise
         self.is_spread = setup.spec.is_spread
         self._slices = SlicePlanner(setup, chain.size, ranks, say)
         if ranks.start == 0 and chain.rank == 0 and (choice := self._slices.describe_choice()):
             say(choice)
-        memory = ChainMemory(setup, chain, setup.free_bytes[ranks], self._slices)
-        self._memory = memory
-        self._alone = Alone(memory) if setup.rolling is None else InSteps(memory, rolling=setup.rolling)
-        self._over_chain, self._after_shared, self._after_stored = (
-            OverChain(memory),
-            AfterShared(memory),
-            AfterStored(memory),
-        )
-        self._ways: tuple[Way, ...] = self._alone, self._over_chain, self._after_shared, self._after_stored
+        self._free_bytes, device = setup.free_bytes[ranks], setup.loaded.device
+        self.forwarder = Forwarder(chain, device=device, recorder=recorder) if chain.size > 1 else None
+        chain_has = (setup, chain, self._free_bytes, self._slices, self.forwarder)
+        self._alone = (Alone if setup.rolling is None else InSteps)(*chain_has)
+        self._over_chain = OverChain(*chain_has)
+        self.after_shared, self.after_stored = AfterShared(*chain_has), AfterStored(*chain_has)
+        self._ways: tuple[Way, ...] = self._alone, self._over_chain, self.after_shared, self.after_stored
         self._decode_rank = 0  # of prompts that go on from the beginning that is held
         self._shares_nothing = why_no_effect(PROMPTS, setup.spec, kinds_of(setup.loaded)) is not None
         self._opened: SharedPrefix | None = None  # the last one that is stored
-
-    @property
-    def document(self) -> Share | None:
-        """This rank's rows of the stored document in use."""
-        return self._after_stored.held
-
-    @property
-    def shared(self) -> Prefill | None:
-        """The shared prefix of the prompts about one document, if this rank holds it."""
-        return self._after_shared.held
-
-    def open_forwarder(self, recorder: Recorder | None = None) -> Forwarder | None:
-        """Open the forwarder that serves all prompts; None on a single rank."""
-        device = self._setup.loaded.device
-        return Forwarder(self.chain, device=device, recorder=recorder) if self.chain.size > 1 else None
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
         """Plan a prompt with the last slice on `decode_rank`; only on the chain's leader.
 
         Other ranks receive the plan (`read_plan`) and derive nothing.
+
+        Raises
+        ------
+        DocumentError
+            If it has fewer tokens than ranks, each of which is to keep a part of it.
         """
         prefix = self._prefix_of(prompt)
         if not self._shares_nothing and prompt.shared_tokens > (prefix.tokens if prefix else 0):
             before = self._plan(_beginning_of(prompt, prompt.shared_tokens), prefix, decode_rank)
-            plan = Plan(self._after_shared, prompt, prefix, decode_rank, before=before)
-            is_held = self._after_shared.at == self._after_shared.beginning(plan)
-            held = self._after_shared.beginning_bytes(plan) if is_held else [0] * self.chain.size
+            plan = Plan(self.after_shared, prompt, prefix, decode_rank, before=before)
+            is_held = self.after_shared.at == self.after_shared.beginning(plan)
+            held = self.after_shared.beginning_bytes(plan) if is_held else [0] * self.chain.size
             if self.fits_beside(plan, held):
                 return plan
         return self._plan(prompt, prefix, decode_rank)
@@ -101,12 +93,17 @@ class ChainRunner:
         is_compressed = prefix is not None and prefix.heads is not None  # one rank has what each head kept
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
             alone = Plan(self._alone, prompt, prefix, decode_rank)
-            may_be_cut = self.chain.size == 1 and not is_compressed and self._setup.rolling is None
-            if not may_be_cut or self.why_too_large(alone) is None:
-                return alone  # otherwise it may fit in chunks, as plans count
-        if self._is_stored_document(prefix):
-            return Plan(self._after_stored, prompt, prefix, decode_rank)
-        drop = self._memory.planned_drop(prompt, prefix)
+            if self.chain.size > 1 or is_compressed or self._setup.rolling is not None:
+                return alone
+            with suppress(DocumentError):  # it may fit in chunks, as plans count
+                self.check_fits(alone)
+                return alone
+        is_stored = self._setup.spec.questions is not None and prefix is not None and prefix.read is not None
+        if self.is_spread:
+            self._check_shareable(known if is_stored else prompt.tokens - known)
+            if is_stored:
+                return Plan(self.after_stored, prompt, prefix, decode_rank)
+        drop = planned_drop(self._setup, prompt, prefix)
         strategy = self._slices.choose_strategy(prompt.tokens, known, prompt.new_tokens, drop)
         partition = self._slices.cut(strategy, prompt.tokens, known, decode_rank)
         if window is not None:
@@ -131,11 +128,13 @@ class ChainRunner:
             return True
         return self._slices.is_too_short(tokens) or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
-    def _is_stored_document(self, prefix: SharedPrefix | None) -> bool:
-        """Whether a prompt continues a stored document that the ranks hold together."""
-        return (
-            self.is_spread and self._setup.spec.questions is not None and prefix is not None and prefix.read is not None
-        )
+    def _check_shareable(self, tokens: int) -> None:
+        """Refuse a prompt with fewer tokens than ranks if every rank keeps a part of it."""
+        if tokens < self.chain.size:
+            raise DocumentError(
+                f"too short: {tokens} tokens cannot be spread over {self.chain.size} ranks, each of which needs at "
+                f"least one; use shorter chains (parallel.ranks_per_chain), or output.kv = true"
+            )
 
     def read_plan(self, prompt: Prompt, plan: Mapping[str, Any]) -> Plan:
         """Parse the leader's plan, as returned by `Plan.to_wire`.
@@ -172,34 +171,17 @@ class ChainRunner:
         continues = (prompt.stored, prompt.ids[: prompt.shared_tokens])
         return self._decode_rank if any(at in continues for at in held) else None
 
-    def check_shareable(self, prompt: Prompt) -> None:
-        """Refuse a prompt with fewer tokens than ranks if every rank keeps a part of it.
+    def check_fits(self, plan: Plan) -> None:
+        """Refuse a prompt that does not fit on an empty chain.
 
         Raises
         ------
         DocumentError
-            Saying how many tokens it has.
+            Saying what it takes, and how many ranks would suffice.
         """
-        if not self.is_spread:
-            return
-        prefix, size = self._prefix_of(prompt), self.chain.size
-        known = 0 if prefix is None else prefix.tokens
-        tokens = known if self._is_stored_document(prefix) else prompt.tokens - known
-        if tokens < size:
-            raise DocumentError(
-                f"too short: {tokens} tokens cannot be spread over {size} ranks, each of which needs at least one; use "
-                f"shorter chains (parallel.ranks_per_chain), or output.kv = true"
-            )
-
-    def why_too_large(self, plan: Plan) -> str | None:
-        """Explain why a prompt does not fit on an empty chain, and how many ranks would suffice; None if it fits."""
-        try:
-            self._setup.loaded.shape.check_ids(plan.prompt.ids)
-            if self._setup.footprint is not None:
-                plan.way.check_fits(plan)
-        except DocumentError as error:
-            return str(error)
-        return None
+        self._setup.loaded.shape.check_ids(plan.prompt.ids)
+        if self._setup.footprint is not None:
+            plan.way.check_fits(plan)
 
     def fits_beside(self, plan: Plan, held_bytes: Sequence[int]) -> bool:
         """Whether a prompt fits into the memory that the ranks of the chain have left."""
@@ -208,14 +190,14 @@ class ChainRunner:
         spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
         return all(
             not need or need + held + (spare if held else 0) <= free
-            for need, held, free in zip(plan.way.needs(plan), held_bytes, self._memory.free_bytes, strict=True)
+            for need, held, free in zip(plan.way.needs(plan), held_bytes, self._free_bytes, strict=True)
         )
 
     def goes_on(self, plan: Plan) -> bool:
         """Whether a prompt can run without beginning or releasing a prefix."""
         return all(way.at == (way.beginning(plan) if way is plan.way else None) for way in self._ways)
 
-    def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
+    def begin(self, plan: Plan) -> Prefill | None:
         """Release the prefix of earlier prompts, and compute or open the one of this prompt.
 
         Returns
@@ -228,11 +210,16 @@ class ChainRunner:
         if (beginning := plan.way.beginning(plan)) is None:
             return None
         plan.way.at, self._decode_rank = beginning, plan.decode_rank
-        return plan.way.begin(plan, forwarder)
+        return plan.way.begin(plan)
 
-    def forget_stored(self) -> None:
+    def end_wave(self) -> None:
         """Close the file of the last stored prefix."""
         self._opened = None
+
+    def close(self) -> None:
+        """Finish all sends; every rank of the chain calls this."""
+        if self.forwarder is not None:
+            self.forwarder.close()
 
     def _prefix_of(self, prompt: Prompt) -> SharedPrefix | None:
         """Find a prefix of a prompt that is already computed, on the leader; None if there is none."""

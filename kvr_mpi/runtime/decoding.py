@@ -17,8 +17,8 @@ from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.decoder import Decoder
+from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.rounds import Round
-from kvr_mpi.runtime.worker import WorkerContext
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.transport import Transport, share_json
@@ -26,7 +26,6 @@ from kvr_mpi.tuning.decode_probe import measure_decoding
 
 # Characters of a token, where nobody has counted: what is attended to weighs on both sides alike.
 CHARS_OF_TOKEN = 4
-NOT_TOGETHER = DecodeChoice("data-parallel", "the job asks for it")
 
 
 def choose_modes(
@@ -47,8 +46,10 @@ def choose_modes(
 def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
     """Choose for one round, on the first rank of the job."""
     mode, size = setup.spec.decode.mode, part.topology.ranks_per_chain
-    if mode == "data-parallel" or size == 1 or not setup.spec.generation.max_new_tokens:
-        return NOT_TOGETHER if mode == "data-parallel" else DecodeChoice("data-parallel", _why_apart(size))
+    if mode == "data-parallel":
+        return DecodeChoice(mode, "the job asks for it")
+    if size == 1 or not setup.spec.generation.max_new_tokens:
+        return DecodeChoice("data-parallel", "there is only one rank" if size == 1 else "nothing is decoded")
     if isinstance(setup.sharing, str):
         return DecodeChoice("data-parallel", setup.sharing)
     if mode == "head-parallel":
@@ -57,10 +58,6 @@ def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
     wave = _usual_wave(setup, part)
     measured_s = measure_decoding(setup.loaded, chain, wave.documents, setup.sharing.placing(chain.size))
     return choose_decoding(setup.costs, wave, setup.sharing.efficiency(size), measured_s)
-
-
-def _why_apart(chain_size: int) -> str:
-    return "there is only one rank" if chain_size == 1 else "nothing is decoded"
 
 
 def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.errors import DataError, DocumentError
@@ -16,14 +17,32 @@ from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.sources import Source
 from kvr_mpi.requests.split import Split, error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.plan import EndPrefill, Message, Plan
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace
-from kvr_mpi.runtime.waves import Held, Next, Refusal, WaveScheduler
+from kvr_mpi.runtime.waves import Held, Next, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.store.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a rank works with on any chain.
+
+    source : where documents come from, if this rank leads a chain.
+    sink : where results go.
+    decoder : the answers that this rank decodes.
+    trace : the rank's recording of its own work.
+    """
+
+    source: Source
+    sink: ResultSink
+    decoder: Decoder
+    stop: Stop
+    trace: Trace
 
 
 class Leader:
@@ -34,26 +53,14 @@ class Leader:
     runner : ChainRunner
     queue : WorkQueue
         Which documents this chain takes.
-    source : Source
-        Where documents come from.
-    sink : ResultSink
-    stop : Stop
-    trace : Trace
+    context : WorkerContext
     """
 
-    def __init__(
-        self, runner: ChainRunner, queue: WorkQueue, source: Source, sink: ResultSink, stop: Stop, trace: Trace
-    ) -> None:
-        self._runner, self._queue, self._source = runner, queue, source
-        self._sink, self._stop, self._trace = sink, stop, trace
+    def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext) -> None:
+        self._queue, self._source, self._sink = queue, context.source, context.sink
+        self._stop, self._trace = context.stop, context.trace
         self._pace = Pace(time.monotonic())
-        self._scheduler: WaveScheduler[Prompt, Plan] = WaveScheduler(
-            runner.chain.size,
-            runner,
-            max_sequences=MAX_SEQUENCES,
-            decodes=runner.new_tokens > 0,
-            is_spread=runner.is_spread,
-        )
+        self._scheduler = WaveScheduler(runner, MAX_SEQUENCES)
         self._has_documents = True
         self._keys = (f"{runner.first_rank}-{runner.chain.size}.{number}" for number in itertools.count(1))
         self._split: dict[str, Split] = {}  # documents in parts, by id
@@ -85,36 +92,31 @@ class Leader:
         """
         while True:
             wave_s = time.monotonic() - self._pace.wave_began_s
-            decision = self._scheduler.decide(wave_s=wave_s, has_documents=self._has_documents)
-            match decision:
-                case Plan():
-                    self._scheduler.start_next(decision)
-                    return decision
-                case Refusal(reason):
-                    self._refuse_document(self._scheduler.next_request, reason)
-                case Next.DOCUMENT:
-                    if not self._take_document(put_off):
-                        break
-                case Next.DECODE:
-                    break
-        return EndPrefill(self._has_more, self.has_work)
+            try:
+                decision = self._scheduler.decide(wave_s=wave_s, has_documents=self._has_documents)
+            except DocumentError as error:
+                self._refuse_document(self._scheduler.next_prompt, str(error))
+                continue
+            if isinstance(decision, Plan):
+                self._scheduler.start_next(decision)
+                return decision
+            if decision is Next.DECODE or not self._take_document(put_off):
+                return EndPrefill(self._has_more, self.has_work)
 
     def _take_document(self, put_off: int) -> bool:
         """Take the next document; False if there is none, no time for it, or if other chains should take it."""
         self._stop.announce()
         self._stop.listen()
         following = self._queue.peek_document()
-        if following is not None and not self._queue.may_take(put_off):
-            return False
-        number = None
         if following is not None:
+            if not self._queue.may_take(put_off):
+                return False
             seconds = self._pace.seconds_for(self._queue.work_of(following), time.monotonic())
-            number = self._queue.take_document() if self._stop.has_time_for(seconds) else None
-        if number is None:
-            self._has_documents = False
-            return False
-        self._open_document(number)
-        return True
+            if self._stop.has_time_for(seconds) and (number := self._queue.take_document()) is not None:
+                self._open_document(number)
+                return True
+        self._has_documents = False
+        return False
 
     def _open_document(self, number: int) -> None:
         """Make a document's prompts."""
@@ -128,8 +130,6 @@ class Leader:
 
     def _add_prompts(self, document: Split) -> None:
         prompts = document.make_prompts(self._keys)
-        for prompt in prompts:
-            self._runner.check_shareable(prompt)
         self._scheduler.add(prompts)
         self._split.pop(document.id, None)
         if not document.is_final:

@@ -14,7 +14,6 @@ import torch
 
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.cost import NOT_READABLE, Cost
-from kvr_mpi.transport import Transport
 
 POWERCAP = Path("/sys/class/powercap")
 # Zones that count what no other counts, too: cores and graphics are part of a package, ``psys`` holds packages.
@@ -94,11 +93,6 @@ class Meters:
                 self._counters, about = [], []
                 why = f"the GPU's counter: {(str(error).splitlines() or [type(error).__name__])[0]}"
         self._about = "; ".join(about) or f"{NOT_READABLE}: {why}"
-
-    @classmethod
-    def of(cls, device: torch.device, world: Transport) -> Meters:
-        """Start metering a rank of a job."""
-        return cls(device, world.local_size, world.local_rank)
 
     def cost(self, tally: Tally, threads: int = 1, tells: bool = True) -> Cost:
         """Return what was used so far; call it once a minute, so that no counter wraps around twice.

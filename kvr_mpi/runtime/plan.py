@@ -8,15 +8,21 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
+from kvr_mpi.compress.planned_drop import PlannedDrop
+from kvr_mpi.documents.prompts import PromptText
+from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.registry import KVR, Strategy
 from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.runtime.slice_planner import SlicePlanner
+from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
@@ -26,27 +32,31 @@ LENGTH_BYTES = 8
 
 @dataclass(slots=True)
 class Way(ABC):
-    """A way to run a prompt.
+    """A way in which a chain runs prompts, and what it needs for that.
 
     name : unique among a chain's ways.
     in_rows : prompts wait for others that go on from the same, and run in one forward with them.
     takes_all : every rank of the chain runs it; otherwise the rank that decodes it, by itself.
+    free_bytes : what each rank may take for prompts.
+    forwarder : serves all prompts; None on a single rank.
     at : the beginning that is here, and that prompts go on from; None: each prompt begins anew.
     """
 
     name: ClassVar[str]
     in_rows: ClassVar[bool] = False
     takes_all: ClassVar[bool] = False
+    setup: JobSetup
+    chain: Transport
+    free_bytes: Sequence[int]
+    slices: SlicePlanner
+    forwarder: Forwarder | None
     at: Hashable = field(default=None, init=False)
 
     def beginning(self, plan: Plan) -> Hashable:
-        """Key of the prefix that is computed or opened before the prompt, and that others may share.
-
-        It is None if there is no prefix.
-        """
+        """Key of the prefix that is computed or opened before the prompt, and that others may share; None without."""
         return None
 
-    def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
+    def begin(self, plan: Plan) -> Prefill | None:
         """Compute or open the prefix of a prompt and those after it; all ranks of the chain call this.
 
         Returns
@@ -83,16 +93,47 @@ class Way(ABC):
         return False
 
     @abstractmethod
-    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+    def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
         """Prefill prompts that continue the same prefix; only one, unless the way is `in_rows`.
 
         Parameters
         ----------
-        forwarder : Forwarder or None
-            Of `ChainRunner.open_forwarder`.
-        write : callable or None
+        write : callable, optional
             Takes each layer's keys and values of this rank's slice, if ranks store their own.
         """
+
+    @property
+    def footprint(self) -> Footprint:
+        """Predicts the memory of a prompt."""
+        assert self.setup.footprint is not None, "memory is predicted"
+        return self.setup.footprint
+
+    def cache_bytes(self, plan: Plan) -> int:
+        """Bytes of a prompt's cache on the decode rank, with room for the answer and without shared rows."""
+        drop, own = planned_drop(self.setup, plan.prompt), self.own_bytes(plan)
+        return own if drop is None else own - drop.kv_bytes
+
+    def own_bytes(self, plan: Plan) -> int:
+        """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
+        tokens, setup = plan.prompt.tokens + plan.prompt.new_tokens, self.setup
+        if plan.before is None or setup.compression is not None or not setup.loaded.attends_in_parts:
+            return setup.kv_bytes(tokens)
+        shared = plan.before.prompt.tokens
+        return setup.kv_bytes(tokens - (shared if setup.arena is None else shared // PAGE_ROWS * PAGE_ROWS))
+
+    def on(self, rank: int, size: int) -> list[int]:
+        """Return a list with the bytes on one rank of the chain, and 0 on the others."""
+        return [size * (each == rank) for each in range(self.chain.size)]
+
+
+def planned_drop(setup: JobSetup, prompt: PromptText, prefix: SharedPrefix | None = None) -> PlannedDrop | None:
+    """Predict what compression drops of a prompt; None if nothing, or if a stored prompt is compressed already."""
+    if setup.compression is None or (prefix is not None and prefix.heads is not None):
+        return None
+    drop, arena = setup.compression.planned_drop(setup.loaded, prompt.tokens, prompt.text), setup.arena
+    if drop is None or arena is None:
+        return drop
+    return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # each head's last page has room
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,20 +191,15 @@ class Plan:
         """Whether it is a prefix that other prompts continue."""
         return self.prompt.shared_tokens == self.prompt.tokens
 
-    def has_slices(self, size: int) -> bool:
-        """Whether each rank of a chain of this size computes one slice; in a zigzag ring it is two."""
-        return self.partition is not None and 1 < size == self.partition.size
-
     def bounds_on(self, rank: int) -> tuple[int, int]:
         """Bounds of the slice on a rank of the chain; the first slice includes known tokens."""
         assert self.partition is not None
-        place = Rotation.bringing(self.partition.size, self.partition.size - 1, self.decode_rank).place_of(rank)
+        place = Rotation.ending_at(self.partition.size, self.decode_rank).place_of(rank)
         return self.partition.start(place), self.partition.stop(place)
 
     def goes_with(self, other: Plan) -> bool:
-        """Whether two prompts can share a packed row, since they continue the same prefix."""
-        is_same = self.prefix is other.prefix if self.prefix is None else self.prefix.is_same(other.prefix)
-        return is_same and self.way is other.way and self.way.beginning(self) == other.way.beginning(other)
+        """Whether two prompts that wait for a row can share it, since they continue the same prefix."""
+        return self.prefix is other.prefix if self.prefix is None else self.prefix.is_same(other.prefix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from kvr_mpi.kv.contents import layer_kv, layer_positions
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.runtime.slots import Slot
+from kvr_mpi.runtime.work_queue import Slot
 from kvr_mpi.store.head_rows import HeadRows
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
@@ -75,8 +74,7 @@ class ResultSink:
     def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
         """Store this rank's keys and values of a prompt, in the background, whose answer another rank will store."""
         if self._keeps_kv:
-            layers, tokens = _stored_share(share, record, prompt)
-            self._writer.write_piece(record, layers, replace(tokens, heads=self._heads))
+            self._writer.write_piece(record, *_stored_share(share, record, prompt, self._heads))
 
     @contextmanager
     def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: PromptText) -> Iterator[LayersWriter]:
@@ -100,12 +98,10 @@ class ResultSink:
     def _stored_of(self, prefill: Prefill, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens | None]:
         """Return what this rank stores of a prompt with its answer, and the token ids."""
         if prefill.share is not None:
-            layers, tokens = _stored_share(prefill.share, record, prompt)
-            return layers, replace(tokens, heads=self._heads)
-        layers, found = _stored_cache(prefill, record, prompt)
-        if found is None:  # of some heads, and not all tokens, nobody could put anything together
-            return (layers if self._heads is None else []), None
-        return layers, replace(found, heads=self._heads)
+            return _stored_share(prefill.share, record, prompt, self._heads)
+        layers, tokens = _stored_cache(prefill, record, prompt, self._heads)
+        # Of some heads, and not all tokens, nobody could put anything together.
+        return [] if tokens is None and self._heads is not None else layers, tokens
 
     def _tell(self, record: Record, work: int) -> None:
         done = self._counters.add(Slot.DONE) + 1
@@ -119,7 +115,9 @@ def _forget(layer: KeysValues | None) -> None:
     """Store nothing."""
 
 
-def _stored_cache(prefill: Prefill, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens | None]:
+def _stored_cache(
+    prefill: Prefill, record: Record, prompt: PromptText, held: KVHeads | None
+) -> tuple[Layers, CachedTokens | None]:
     """Return what is stored of a cache: keys and values, and their tokens or those that compression kept."""
     cache, numbers = prefill.cache, range(len(prefill.cache.layers))
     first = prefill.stored_tokens
@@ -131,15 +129,18 @@ def _stored_cache(prefill: Prefill, record: Record, prompt: PromptText) -> tuple
             layer: HeadRows(tuple(map(len, heads)), torch.cat(heads).numpy().astype(np.int32))
             for layer, heads in kept.items()
         }
-        return layers, CachedTokens(ids[: cache.length], prompt.text, 0, prefill.retained.method, rows)
+        return layers, CachedTokens(ids[: cache.length], prompt.text, 0, prefill.retained.method, rows, heads=held)
     ids = ids[: max((first + len(layer[0]) for layer in layers if layer is not None), default=0)]
     whole = all(layer is None or first + len(layer[0]) == len(ids) for layer in layers)
-    return layers, CachedTokens(ids, prompt.text, first) if whole else None
+    return layers, CachedTokens(ids, prompt.text, first, heads=held) if whole else None
 
 
-def _stored_share(share: Share, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens]:
+def _stored_share(
+    share: Share, record: Record, prompt: PromptText, held: KVHeads | None
+) -> tuple[Layers, CachedTokens]:
     """Return what is stored of a rank's share: keys and values, and their tokens."""
     stop = share.held_until
     text = min(prompt.text[0], stop), min(prompt.text[1], stop)
     ids = (*prompt.ids, *record.token_ids)[:stop]
-    return [share.own_kv(layer) for layer in range(len(share.layers))], CachedTokens(ids, text, share.start)
+    layers: Layers = [share.own_kv(layer) for layer in range(len(share.layers))]
+    return layers, CachedTokens(ids, text, share.start, heads=held)

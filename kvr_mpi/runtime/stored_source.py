@@ -98,7 +98,11 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
     questions = spec.questions
     assert questions is not None and isinstance(questions.ask, dict)
     index, missing = _index(spec)
-    lost = {name: _lost(name, why, Path(spec.documents.path[0])) for name, why in index.unreadable.items()}
+    run = Path(spec.documents.path[0])
+    lost = {
+        name: StoredDocument(name, run, error=f"{name} cannot be asked about: {why}; prefill it again")
+        for name, why in index.unreadable.items()
+    }
     wanted = questions.documents if questions.documents is not None else sorted([*index.places, *lost])
     if unknown := [name for name in wanted if name not in index.places and name not in lost]:
         raise CorpusError(
@@ -114,8 +118,11 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
         raise (DataError if lost or index.damaged else CorpusError)(
             f"documents.path {spec.documents.path}: no document there can be asked about{why}"
         )
-    if spec.output.kv:
-        _check_stored_again(documents)
+    if spec.output.kv and (one := next((one for one in documents if one.compression), None)):
+        raise ConfigError(
+            f"output.kv = true cannot be combined with questions about {one.id}: it is compressed ({one.compression}), "
+            f"so the stored keys and values would differ from those that the model computes; leave output.kv out"
+        )
     return StoredCorpus(_corpus(documents, questions.ask), documents, len(wanted) - len(done), missing)
 
 
@@ -247,21 +254,6 @@ def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
     return StoredDocument(name, file, kv.tokens.text[1], size, seal, None, kv.compression)
 
 
-def _check_stored_again(loaded: Sequence[StoredDocument]) -> None:
-    """Refuse to store what continues compressed keys and values, since it would not be exact."""
-    for one in loaded:
-        if one.compression:
-            raise ConfigError(
-                f"output.kv = true cannot be combined with questions about {one.id}: it is compressed "
-                f"({one.compression}), so the stored keys and values would differ from those that the model computes; "
-                f"leave output.kv out"
-            )
-
-
-def _lost(name: str, why: str, path: Path) -> StoredDocument:
-    return StoredDocument(name, path, error=f"{name} cannot be asked about: {why}; prefill it again")
-
-
 def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str]) -> Corpus:
     """List every question about every document."""
     files = list(dict.fromkeys(document.file for document in documents))
@@ -274,14 +266,13 @@ def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str]) -> Corp
             error = document.error or check_length(answer)
             sha256 = _seal(document.sha256, question)
             if error is not None and len(answer) > MAX_ID_CHARS:
-                answer = answer_id(document.id[: MAX_ID_CHARS - 80], f"{name}")
+                answer = answer_id(document.id[: MAX_ID_CHARS - 80], name)
             entries.append(Entry(answer, work, sha256, numbers[document.file], place, error))
-    return Corpus(tuple(_file(file) for file in files), tuple(entries))
-
-
-def _file(file: Path) -> CorpusFile:
-    found = file.stat()
-    return CorpusFile(str(file), file.name, found.st_size, found.st_mtime_ns)
+    stats = [file.stat() for file in files]
+    found = (
+        CorpusFile(str(file), file.name, one.st_size, one.st_mtime_ns) for file, one in zip(files, stats, strict=True)
+    )
+    return Corpus(tuple(found), tuple(entries))
 
 
 def _seal(kv_sha256: str, question: str) -> str:

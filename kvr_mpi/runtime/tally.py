@@ -24,17 +24,13 @@ class Tally:
     prompts: int = 0  # that were answered: of a document in parts there are several
     partly_seen: int = 0  # answers that have not seen all of their document
 
-    def add(self, other: Tally) -> None:
-        """Add the counts of another rank."""
-        for spec in fields(self):
-            setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
 
-
-def total_tally(tallies: Iterable[Tally]) -> Tally:
+def sum_up(tallies: Iterable[Tally]) -> Tally:
     """Sum up the counts of all ranks."""
     total = Tally()
     for tally in tallies:
-        total.add(tally)
+        for one in fields(Tally):
+            setattr(total, one.name, getattr(total, one.name) + getattr(tally, one.name))
     return total
 
 

@@ -18,9 +18,8 @@ from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.traces import TRACE_BYTES, TracedPrompt, TraceHeader, TraceWriter, trace_files
-from kvr_mpi.topology import Rotation
 from kvr_mpi.trace import Recorder, Span
-from kvr_mpi.transport import Request, Transport, gather_json, on_root, share_json
+from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.links import Skew, measure_skews
 
 
@@ -199,7 +198,7 @@ def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:
     hosts: list[str] = share_json(world, gather_json(world, host))
     offsets: list[float] = share_json(world, gather_json(world, offset_s))
     asked = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
-    found = measure_skews(world, asked, _wait, lambda: time.perf_counter() + offset_s)
+    found = measure_skews(world, asked, lambda request, who: request.wait(), lambda: time.perf_counter() + offset_s)
     told: list[tuple[float, float]] = share_json(
         world, [(found[rank].ahead_s, found[rank].error_s) for rank in asked] if world.rank == 0 else None
     )
@@ -208,16 +207,11 @@ def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:
     return Skew(skews[first].ahead_s + offset_s - offsets[first], skews[first].error_s)
 
 
-def _wait(request: Request, who: str) -> None:
-    request.wait()
-
-
 def _own_slice(plan: Plan, chain: Transport) -> tuple[int, int]:
-    """Bounds of this rank's slice; empty if it has two stretches."""
-    partition = plan.partition
-    if partition is None:
+    """Bounds of this rank's slice without known tokens; empty if it has two stretches."""
+    if plan.partition is None:
         return plan.known_tokens, plan.prompt.tokens
-    if partition.size != chain.size:
+    if plan.partition.size != chain.size:
         return 0, 0
-    place = Rotation.bringing(chain.size, chain.size - 1, plan.decode_rank).place_of(chain.rank)
-    return max(partition.start(place), plan.known_tokens), partition.stop(place)
+    start, stop = plan.bounds_on(chain.rank)
+    return max(start, plan.known_tokens), stop

@@ -10,73 +10,20 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvr_mpi.compress.planned_drop import PlannedDrop
-from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import DocumentError, counted
-from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, check_rolling_fits
+from kvr_mpi.prefill.memory_budget import GIB, check_fits, check_rolling_fits
 from kvr_mpi.prefill.one_prompt import Prefill, prefix_of_cache
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
-from kvr_mpi.runtime.plan import Plan, Way
-from kvr_mpi.runtime.slice_planner import SlicePlanner
-from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.runtime.plan import Plan, Way, planned_drop
 from kvr_mpi.topology import Rotation
-from kvr_mpi.transport import Transport
-from kvr_mpi.transport.forwarder import Forwarder
-
-
-@dataclass(frozen=True, slots=True)
-class ChainMemory:
-    """Memory that prompts need on the ranks of a chain, and memory that is available.
-
-    free_bytes : what each rank may take for prompts.
-    """
-
-    setup: JobSetup
-    chain: Transport
-    free_bytes: Sequence[int]
-    slices: SlicePlanner
-
-    @property
-    def footprint(self) -> Footprint:
-        """Predicts the memory of a prompt."""
-        assert self.setup.footprint is not None, "memory is predicted"
-        return self.setup.footprint
-
-    def planned_drop(self, prompt: PromptText, prefix: SharedPrefix | None = None) -> PlannedDrop | None:
-        """Predict what compression drops of a prompt; None if nothing, or if a stored prompt is compressed already."""
-        compression = self.setup.compression
-        if compression is None or (prefix is not None and prefix.heads is not None):
-            return None
-        drop, arena = compression.planned_drop(self.setup.loaded, prompt.tokens, prompt.text), self.setup.arena
-        if drop is None or arena is None:
-            return drop
-        return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # each head's last page has room
-
-    def cache_bytes(self, plan: Plan) -> int:
-        """Bytes of a prompt's cache on the decode rank, with room for the answer and without shared rows."""
-        drop, own = self.planned_drop(plan.prompt), self.own_bytes(plan)
-        return own if drop is None else own - drop.kv_bytes
-
-    def own_bytes(self, plan: Plan) -> int:
-        """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
-        tokens, setup = plan.prompt.tokens + plan.prompt.new_tokens, self.setup
-        if plan.before is None or setup.compression is not None or not setup.loaded.attends_in_parts:
-            return setup.kv_bytes(tokens)
-        shared = plan.before.prompt.tokens
-        return setup.kv_bytes(tokens - (shared if setup.arena is None else shared // PAGE_ROWS * PAGE_ROWS))
-
-    def on(self, rank: int, size: int) -> list[int]:
-        """Return a list with the bytes on one rank of the chain, and 0 on the others."""
-        return [size * (each == rank) for each in range(self.chain.size)]
 
 
 @dataclass(slots=True)
@@ -85,38 +32,36 @@ class Alone(Way):
 
     name = "alone"
     in_rows = True
-    memory: ChainMemory
 
     def check_fits(self, plan: Plan) -> None:
         """Check the memory for one slice of all tokens."""
-        memory, prompt = self.memory, plan.prompt
-        drop, free = memory.planned_drop(prompt, plan.prefix), [min(memory.free_bytes)]
-        check_fits(memory.footprint, Partition((0, prompt.tokens)), free, prompt.new_tokens, drop=drop)
+        prompt, free = plan.prompt, [min(self.free_bytes)]
+        drop = planned_drop(self.setup, prompt, plan.prefix)
+        check_fits(self.footprint, Partition((0, prompt.tokens)), free, prompt.new_tokens, drop=drop)
 
     def needs(self, plan: Plan) -> list[int]:
         """Bytes of the prompt's cache and its row; compressed prompts run without a row."""
-        memory, prompt = self.memory, plan.prompt
-        drop = memory.planned_drop(prompt, plan.prefix)
+        prompt, drop = plan.prompt, planned_drop(self.setup, plan.prompt, plan.prefix)
         if drop is not None:
             route = relay(Partition((0, prompt.tokens)), 0)
-            own = memory.footprint.route_bytes(route, reserve_tokens=prompt.new_tokens, drop=drop)
+            own = self.footprint.route_bytes(route, reserve_tokens=prompt.new_tokens, drop=drop)
         else:
-            own = memory.own_bytes(plan) + memory.footprint.activation_bytes(PACK_TOKENS)
-        return memory.on(plan.decode_rank, own)
+            own = self.own_bytes(plan) + self.footprint.activation_bytes(PACK_TOKENS)
+        return self.on(plan.decode_rank, own)
 
     def kept(self, plan: Plan) -> list[int]:
         """Bytes of the prompt's cache."""
-        return self.memory.on(plan.decode_rank, self.memory.cache_bytes(plan))
+        return self.on(plan.decode_rank, self.cache_bytes(plan))
 
-    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+    def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
         """Prefill a packed row; compressed prompts run one by one."""
-        setup = self.memory.setup
+        setup = self.setup
         is_packed = setup.why_alone is None and not any(setup.retain_of(plan.prompt) for plan in row)
         rows = [row] if is_packed else [[plan] for plan in row]
         return [prefill for some in rows for prefill in self._prefill_row(some, some[0].prefix)]
 
     def _prefill_row(self, row: Sequence[Plan], prefix: SharedPrefix | None) -> list[Prefill]:
-        setup, first = self.memory.setup, row[0].prompt
+        setup, first = self.setup, row[0].prompt
         alone = len(row) == 1
         return prefill_packed(
             setup.loaded,
@@ -129,19 +74,23 @@ class Alone(Way):
         )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class InSteps(Alone):
     """One rank prefills prompts alone, each through a rolling cache."""
 
-    rolling: Rolling
+    @property
+    def rolling(self) -> Rolling:
+        """The job's rolling cache."""
+        assert self.setup.rolling is not None
+        return self.setup.rolling
 
     def check_fits(self, plan: Plan) -> None:
         """Check the memory for the rolling cache, which does not depend on the prompt's length."""
-        check_rolling_fits(self.memory.footprint, self.rolling, min(self.memory.free_bytes))
+        check_rolling_fits(self.footprint, self.rolling, min(self.free_bytes))
 
-    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+    def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
         """Prefill the prompts one after the other."""
-        return [prefill_rolling(self.memory.setup.loaded, plan.prompt.ids, self.rolling) for plan in row]
+        return [prefill_rolling(self.setup.loaded, plan.prompt.ids, self.rolling) for plan in row]
 
 
 @dataclass(slots=True)
@@ -188,16 +137,16 @@ class AfterShared(Alone):
     def beginning_bytes(self, plan: Plan) -> list[int]:
         """Bytes of the prefix on the rank that keeps it."""
         assert plan.before is not None
-        return self.memory.on(plan.decode_rank, self.memory.setup.kv_bytes(plan.before.prompt.tokens))
+        return self.on(plan.decode_rank, self.setup.kv_bytes(plan.before.prompt.tokens))
 
-    def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
+    def begin(self, plan: Plan) -> Prefill | None:
         """Prefill the prefix."""
         before = plan.before
         assert before is not None
-        is_home = self.memory.chain.rank == before.decode_rank
+        is_home = self.chain.rank == before.decode_rank
         if not is_home and not before.way.takes_all:
             return None
-        (found,) = before.way.prefill([before], forwarder, None)
+        (found,) = before.way.prefill([before])
         if is_home:
             self.held = found
         return found
@@ -207,7 +156,7 @@ class AfterShared(Alone):
         self.at = self.held = self._prefix = None
         self._is_charged = False
 
-    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+    def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
         """Continue the prefix; the first prompt gets its time, slices and tokens."""
         shared, before = self.held, row[0].before
         assert shared is not None and before is not None, "it goes on from what was prefilled last"
@@ -215,7 +164,7 @@ class AfterShared(Alone):
             return [replace(shared, partition=Partition((0, plan.prompt.tokens)), logits=None) for plan in row]
         if self._prefix is None:
             self._prefix = prefix_of_cache(before.prompt.ids, shared.cache)
-        rows = [row] if self.memory.setup.why_alone is None else [[plan] for plan in row]
+        rows = [row] if self.setup.why_alone is None else [[plan] for plan in row]
         prefills = [prefill for some in rows for prefill in self._prefill_row(some, self._prefix)]
         if not self._is_charged:
             first, self._is_charged = prefills[0], True
@@ -233,64 +182,57 @@ class OverChain(Way):
 
     name = "chain"
     takes_all = True
-    memory: ChainMemory
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank keeps the keys and values of its own tokens only."""
-        return self.memory.setup.spec.is_spread
 
     def check_fits(self, plan: Plan) -> None:
         """Check the memory for every rank's slice."""
-        memory, partition = self.memory, plan.partition
-        assert partition is not None
-        if max(self.needs(plan)) <= min(memory.free_bytes):  # what is known already need not be computed
+        assert plan.partition is not None
+        if max(self.needs(plan)) <= min(self.free_bytes):  # what is known already need not be computed
             return
         check_fits(
-            memory.footprint,
-            partition,
-            [min(memory.free_bytes)] * memory.chain.size,
+            self.footprint,
+            plan.partition,
+            [min(self.free_bytes)] * self.chain.size,
             plan.prompt.new_tokens,
             partial(plan.strategy.make or relay, chunk_tokens=plan.chunk_tokens),
-            is_spread=self.is_sharded,
-            drop=memory.planned_drop(plan.prompt, plan.prefix),
+            is_spread=self.setup.spec.is_spread,
+            drop=planned_drop(self.setup, plan.prompt, plan.prefix),
         )
 
     def needs(self, plan: Plan) -> list[int]:
         """Bytes of every rank's slice."""
         assert plan.partition is not None
         routes = plan.strategy.routes(plan.partition, plan.known_tokens, plan.chunk_tokens)
-        drop = self.memory.planned_drop(plan.prompt, plan.prefix)
-        return self.memory.slices.needs(routes, plan.decode_rank, plan.prompt.new_tokens, drop)
+        drop = planned_drop(self.setup, plan.prompt, plan.prefix)
+        return self.slices.needs(routes, plan.decode_rank, plan.prompt.new_tokens, drop)
 
     def kept(self, plan: Plan) -> list[int]:
         """Bytes of the prompt's cache, or of each rank's shard."""
-        size, whole = self.memory.chain.size, self.memory.cache_bytes(plan)
-        return [-(-whole // size)] * size if self.is_sharded else self.memory.on(plan.decode_rank, whole)
+        size, whole = self.chain.size, self.cache_bytes(plan)
+        return [-(-whole // size)] * size if self.setup.spec.is_spread else self.on(plan.decode_rank, whole)
 
     def writes_own(self, plan: Plan) -> bool:
         """Return False with compression, which selects tokens on the last rank."""
-        spec = self.memory.setup.spec
-        is_kept = spec.output.kv is True and spec.compress is None and not self.is_sharded and not plan.is_beginning
-        return is_kept and plan.has_slices(self.memory.chain.size)
+        assert plan.partition is not None
+        spec, size = self.setup.spec, self.chain.size  # in a zigzag ring, a rank has two slices
+        return spec.output.kv is True and spec.compress is None and 1 < size == plan.partition.size
 
-    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+    def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
         """Prefill this rank's slice of one prompt."""
-        (plan,), setup = row, self.memory.setup
+        (plan,), setup = row, self.setup
         assert plan.partition is not None
         prefill = plan.strategy.prefill(
             setup.loaded,
             plan.prompt.ids,
             plan.partition,
-            self.memory.chain,
+            self.chain,
             reserve_tokens=plan.prompt.new_tokens,
             prefix=plan.prefix,
             last=plan.decode_rank,
-            forwarder=forwarder,
+            forwarder=self.forwarder,
             spares_chain=True,
             keeps_all=plan.is_beginning or (setup.spec.output.kv is True and not self.writes_own(plan)),
             write_layer=write,
-            is_spread=self.is_sharded,
+            is_spread=setup.spec.is_spread,
             window=setup.window_of(plan.prompt),
             retain=setup.retain_of(plan.prompt),
             chunk_tokens=plan.chunk_tokens,
@@ -315,7 +257,6 @@ class AfterStored(Way):
     name = "after stored"
     in_rows = True
     takes_all = True
-    memory: ChainMemory
     held: Share | None = None
 
     def beginning(self, plan: Plan) -> Hashable:
@@ -325,61 +266,59 @@ class AfterStored(Way):
 
     def check_fits(self, plan: Plan) -> None:
         """Check the memory for every rank's shard and one question."""
-        memory, size = self.memory, self.memory.chain.size
-        rows, free = self._rows_bytes(plan), min(memory.free_bytes)
+        rows, free = self._rows_bytes(plan), min(self.free_bytes)
         rows[plan.decode_rank] += self._own_bytes(plan)
-        needs = max(rows) + memory.footprint.activation_bytes(plan.row_tokens)
+        needs = max(rows) + self.footprint.activation_bytes(plan.row_tokens)
         if needs > free:
             raise DocumentError(
-                f"a stored prompt of {plan.known_tokens} tokens over {counted(size, 'rank')}: each needs "
-                f"{needs / GIB:.2f} GiB "
-                f"in addition to the weights, but has {free / GIB:.2f} GiB; use more ranks"
+                f"a stored prompt of {plan.known_tokens} tokens over {counted(self.chain.size, 'rank')}: each "
+                f"needs {needs / GIB:.2f} GiB in addition to the weights, but has {free / GIB:.2f} GiB; use more ranks"
             )
 
     def needs(self, plan: Plan) -> list[int]:
         """Bytes of the shards that are not loaded yet, of new tokens, and of a row of questions."""
-        row_bytes = self.memory.footprint.activation_bytes(max(plan.row_tokens, PACK_TOKENS))
+        row_bytes = self.footprint.activation_bytes(max(plan.row_tokens, PACK_TOKENS))
         return [each + row_bytes for each in self.kept(plan)]
 
     def kept(self, plan: Plan) -> list[int]:
         """Bytes of the shards that are not loaded yet, and of new tokens."""
-        kept = [0] * self.memory.chain.size if self.at == self.beginning(plan) else self._rows_bytes(plan)
+        kept = [0] * self.chain.size if self.at == self.beginning(plan) else self._rows_bytes(plan)
         kept[plan.decode_rank] += self._own_bytes(plan)
         return kept
 
-    def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
+    def begin(self, plan: Plan) -> Prefill | None:
         """Switch to a document; it is loaded with the first question."""
-        self.held = self._share(plan, self.memory.chain.rank)
+        self.held = self._share(plan, self.chain.rank)
         return None
 
     def leave(self) -> None:
         """Leave the document; its last answer frees it."""
         self.at = self.held = None
 
-    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+    def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
         """Prefill questions about one document; every rank of the chain returns the same."""
         assert self.held is not None, "they are run before another document comes"
         return prefill_stored(
-            self.memory.setup.loaded,
+            self.setup.loaded,
             [plan.prompt.ids for plan in row],
             self.held,
-            self.memory.chain,
+            self.chain,
             reserve_tokens=[plan.prompt.new_tokens for plan in row],
             last=row[0].decode_rank,
         )
 
     def _own_bytes(self, plan: Plan) -> int:
         """Bytes of the tokens after the document."""
-        return (plan.row_tokens + plan.prompt.new_tokens) * self.memory.setup.loaded.shape.kv_bytes_per_token
+        return (plan.row_tokens + plan.prompt.new_tokens) * self.setup.loaded.shape.kv_bytes_per_token
 
     def _rows_bytes(self, plan: Plan) -> list[int]:
         """Bytes of each rank's shard of a document."""
-        return [self._share(plan, rank).bytes_of_rows for rank in range(self.memory.chain.size)]
+        return [self._share(plan, rank).bytes_of_rows for rank in range(self.chain.size)]
 
     def _share(self, plan: Plan, rank: int) -> Share:
         """Make a rank's share of a document, without loading it."""
-        setup, size, known = self.memory.setup, self.memory.chain.size, plan.known_tokens
-        place = Rotation.bringing(size, size - 1, plan.decode_rank).place_of(rank)
+        setup, size, known = self.setup, self.chain.size, plan.known_tokens
+        place = Rotation.ending_at(size, plan.decode_rank).place_of(rank)
         partition = share_out_stored(known, known, size)
         longest_question = max(len(frame.tail) for frame in setup.question_frames.values())
         longest = known + longest_question + setup.longest_answer

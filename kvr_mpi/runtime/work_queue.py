@@ -8,8 +8,22 @@ that any rank can add to say how far each list is used up: nobody coordinates, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 
 from kvr_mpi.transport.counters import Counters
+
+
+class Slot(IntEnum):
+    """Index of each counter that all ranks of a job share; those of the lists follow them."""
+
+    DONE = 0  # documents
+    WORK = 1  # of documents that are done
+    STOP = 2  # ranks that were told to stop
+    PREFILLED = 3  # work whose tokens are prefilled
+    TOKENS = 4  # of prompts and answers that are done
+
+
+FIRST_LIST = len(Slot)
 
 
 class WorkQueue:

@@ -12,42 +12,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 
 from kvr_mpi.errors import DataError, counted
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
-from kvr_mpi.requests.sources import Source
 from kvr_mpi.runtime.chain_runner import ChainRunner
-from kvr_mpi.runtime.decoder import Decoder
-from kvr_mpi.runtime.leader import Leader
+from kvr_mpi.runtime.leader import Leader, WorkerContext
 from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
-from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.runtime.stopping import Stop
-from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.setup.host_memory import HeapTrimmer
 from kvr_mpi.store.record import Record
 from kvr_mpi.topology import first_of_each
 from kvr_mpi.transport import Transport, gather_json, share_json
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerContext:
-    """What a rank works with on any chain.
-
-    source : where documents come from, if this rank leads a chain.
-    sink : where results go.
-    decoder : the answers that this rank decodes.
-    trace : the rank's recording of its own work.
-    """
-
-    source: Source
-    sink: ResultSink
-    decoder: Decoder
-    stop: Stop
-    trace: Trace
 
 
 class ChainWorker:
@@ -59,23 +37,16 @@ class ChainWorker:
     queue : WorkQueue
         Which documents this chain takes.
     context : WorkerContext
-    members : Transport or None
-        All ranks of the chain, if its groups have several: `runner` then has one rank of each group, while decisions
-        and outcomes are exchanged among all of them.
+    members : Transport
+        All ranks of the chain, which exchange decisions and outcomes; `runner` has one rank of each group.
     """
 
-    def __init__(
-        self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext, members: Transport | None = None
-    ) -> None:
-        self._runner, self._context, self._chain = runner, context, runner.chain
-        self._members = members or runner.chain
-        self._forwarder = runner.open_forwarder(context.trace.recorder)
+    def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext, members: Transport) -> None:
+        self._runner, self._context, self._chain, self._members = runner, context, runner.chain, members
         self._heap = HeapTrimmer()
         self._rows: list[Plan] = []  # that wait to be prefilled in rows
         self._put_off = 0  # prompts of the whole chain that wait for a row
-        self._leader: Leader | None = None
-        if self._members.rank == 0:
-            self._leader = Leader(runner, queue, context.source, context.sink, context.stop, context.trace)
+        self._leader = Leader(runner, queue, context) if members.rank == 0 else None
 
     def run(self) -> None:
         """Work until no document is left, or none may be started any more.
@@ -92,8 +63,7 @@ class ChainWorker:
                 self._exchange_parts()
         if self._runner.is_spread or self._context.decoder.shares_heads:  # with these ranks, or never
             self._decode_together()
-        if self._forwarder is not None:
-            self._forwarder.close()
+        self._runner.close()
 
     def _has_work(self) -> bool:
         """Whether the chain continues; its leader decides, and checks the clock for all ranks."""
@@ -111,7 +81,7 @@ class ChainWorker:
                 break
             self._prefill(message)
         self._prefill_rows()
-        self._runner.forget_stored()
+        self._runner.end_wave()
         self._context.trace.tally.phase_s += time.monotonic() - began
         return message
 
@@ -136,7 +106,7 @@ class ChainWorker:
         """Compute or open the prefix of the next prompts, and release the previous one."""
         if plan.before is not None:
             self._context.trace.begin_prompt(plan.before, self._chain, self._runner.first_rank)
-        self._end_prompt(self._runner.begin(plan, self._forwarder))
+        self._end_prompt(self._runner.begin(plan))
 
     def _end_prompt(self, prefill: Prefill | None) -> None:
         """Count the prompt if this rank computed it."""
@@ -147,16 +117,16 @@ class ChainWorker:
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
         prompt = plan.prompt
-        if not plan.way.writes_own(plan) or not prompt.is_final:
-            (prefill,) = plan.way.prefill([plan], self._forwarder, None)
+        is_written, is_home = prompt.is_final and plan.way.writes_own(plan), self._chain.rank == plan.decode_rank
+        if not is_written or is_home:
+            (prefill,) = plan.way.prefill([plan])
+            if is_written:  # its own are stored with the answer
+                prefill.stored_tokens, _ = plan.bounds_on(self._chain.rank)
             return prefill
         assert plan.partition is not None
         bounds = plan.bounds_on(self._chain.rank)
-        if self._chain.rank == plan.decode_rank:  # its own are stored with the answer
-            (prefill,) = plan.way.prefill([plan], self._forwarder, None)
-            return replace(prefill, stored_tokens=bounds[0])
         with self._context.sink.writing_slice(prompt.begun_record(plan.partition), bounds, prompt) as layers:
-            (prefill,) = plan.way.prefill([plan], self._forwarder, layers.add_layer)
+            (prefill,) = plan.way.prefill([plan], layers.add_layer)
             if prefill.error is not None:
                 layers.drop()
         return prefill
@@ -168,7 +138,7 @@ class ChainWorker:
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
             began = time.monotonic()
             try:
-                prefills = row[0].way.prefill(row, self._forwarder, None)
+                prefills = row[0].way.prefill(row)
             except DataError as error:  # stored keys and values cannot be read to the end
                 for plan in row:
                     self._context.sink.write_record(plan.prompt.error_record(str(error)), plan.prompt.document_work)
@@ -191,8 +161,8 @@ class ChainWorker:
 
     def _decode_together(self) -> None:
         """Decode the chain's answers to the end, after all segments are sent."""
-        if self._forwarder is not None:
-            self._forwarder.settle()
+        if self._runner.forwarder is not None:
+            self._runner.forwarder.settle()
         self._chain.barrier()
         self._context.trace.tell("decoding", f"{counted(self._context.decoder.running, 'answer')} with its chain")
         self._context.decoder.decode()
@@ -200,7 +170,7 @@ class ChainWorker:
     def _exchange_parts(self) -> None:
         """Send the leader the memory in use on the ranks, and new records of document parts."""
         self._context.trace.tell("waiting", "for its chain's other ranks")
-        held = self._context.decoder.held(self._runner.shared, self._runner.document)
+        held = self._context.decoder.held(self._runner.after_shared.held, self._runner.after_stored.held)
         parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
         self._members.barrier()  # waits asleep, leaving the cores to ranks that are still decoding
         ranks = gather_json(self._members, [asdict(held), parts])

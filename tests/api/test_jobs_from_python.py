@@ -22,7 +22,6 @@ from kvr_mpi import KvrError
 from kvr_mpi.api.jobs import read_job
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, OutputError
-from kvr_mpi.store.results import DocumentKV
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -99,11 +98,8 @@ def test_a_run_that_was_interrupted_is_resumed_in_the_same_process(
 
 def test_a_plan_is_that_of_the_command(job: dict[str, Any]) -> None:
     made = kvr_mpi.plan(job, 4, "h200")
-    assert made.schedule.ranks == 4 and {place.id for place in made.schedule.placements} == {
-        "bad.txt",
-        "doc-0.txt",
-        "doc-1.txt",
-    }
+    assert made.schedule.ranks == 4
+    assert {place.id for place in made.schedule.placements} == {"bad.txt", "doc-0.txt", "doc-1.txt"}
     with pytest.raises(ConfigError, match="ranks = 0"):
         kvr_mpi.plan(job, 0, "h200")
     with pytest.raises(ConfigError, match="the job given: unknown key 'document'"):
@@ -111,14 +107,11 @@ def test_a_plan_is_that_of_the_command(job: dict[str, Any]) -> None:
 
 
 def test_a_job_is_read_from_a_file_or_taken_as_it_is(job: dict[str, Any]) -> None:
+    """One that was changed is refused as one that is read."""
     spec = read_job(ROOT / "jobs" / "demo.toml", ["generation.max_new_tokens=3"])
     assert spec.generation.max_new_tokens == 3 and read_job(spec) is spec
     with pytest.raises(ConfigError, match="has been read already"):
         read_job(spec, ["generation.max_new_tokens=3"])
-    assert read_job(job).output.kv
-
-
-def test_a_job_that_was_changed_is_refused_as_one_that_is_read(job: dict[str, Any]) -> None:
     spec = read_job(job)
     changed = spec.model_copy(update={"decode": spec.decode.model_copy(update={"mode": "head-parallel"})})
     with pytest.raises(ConfigError, match="output.kv = true cannot be combined with decode.mode"):
@@ -144,47 +137,25 @@ def continued(model_dir: Path, ids: Sequence[int], **options: Any) -> list[int]:
     return made[0, given.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
-@pytest.fixture
-def stored(job: dict[str, Any], tiny_model_dir: Path) -> tuple[Path, DocumentKV, list[int]]:
-    """A result file, the keys and values of its document doc-1.txt, and the tokens up to the answer's end."""
+def test_transformers_continues_from_stored_keys_and_values(job: dict[str, Any], tiny_model_dir: Path) -> None:
+    """Through `to_cache`, and with h5py alone, by the script that docs/python.md shows; but not another model."""
     outcome = kvr_mpi.run(job, comm=LocalTransport())
-    found = outcome.open()
-    kv, record = found.kv("doc-1.txt"), found["doc-1.txt"]
+    kv, record = outcome.open().kv("doc-1.txt"), outcome.open()["doc-1.txt"]
     assert kv.token_ids is not None and record.token_ids is not None
-    return outcome.folder / "results.h5", kv, [*kv.token_ids, record.token_ids[-1]]
-
-
-def test_transformers_continues_from_stored_keys_and_values(
-    stored: tuple[Path, DocumentKV, list[int]], tiny_model_dir: Path
-) -> None:
-    _, kv, ids = stored
+    ids = [*kv.token_ids, record.token_ids[-1]]
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    assert continued(tiny_model_dir, ids, past_key_values=kv.to_cache(model)) == continued(tiny_model_dir, ids)
-
-
-def test_another_model_is_refused(stored: tuple[Path, DocumentKV, list[int]], tiny_model_dir: Path) -> None:
-    """One weight of the same model is another: without the comparison it would continue with other tokens."""
-    _, kv, _ = stored
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    with torch.no_grad():
+    wanted = continued(tiny_model_dir, ids)
+    assert continued(tiny_model_dir, ids, past_key_values=kv.to_cache(model)) == wanted
+    code = (ROOT / "docs" / "python.md").read_text().partition("```python\n# read_kv.py\n")[2].partition("```")[0]
+    assert "import h5py" in code and "kvr_mpi" not in code
+    words = [sys.executable, "-c", code, outcome.folder / "results.h5", "doc-1.txt", tiny_model_dir]
+    assert json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout) == wanted
+    with torch.no_grad():  # one weight is another: without the comparison it would continue with other tokens
         model.model.layers[1].self_attn.v_proj.weight.mul_(1.1)
     with pytest.raises(ConfigError, match="layer 1: the values"):
         kv.to_cache(model)
     with pytest.raises(ConfigError, match="2 layers"):
         replace(kv, layers={number: kv.layers[number] for number in (0, 1)}).to_cache(model)
-
-
-def test_h5py_alone_reads_what_generate_continues_from(
-    stored: tuple[Path, DocumentKV, list[int]], tiny_model_dir: Path
-) -> None:
-    """The script that docs/python.md shows, which does not import this package."""
-    path, _, ids = stored
-    code = (ROOT / "docs" / "python.md").read_text().partition("```python\n# read_kv.py\n")[2].partition("```")[0]
-    assert "import h5py" in code and "kvr_mpi" not in code
-    done = subprocess.run(
-        [sys.executable, "-c", code, path, "doc-1.txt", tiny_model_dir], capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout) == continued(tiny_model_dir, ids)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ prefill, calls = OverChain.prefill, 0
 def breaking(way: OverChain, *args: Any) -> Any:
     global calls
     calls += 1
-    if calls == 2 and way.memory.chain.rank == 1:
+    if calls == 2 and way.chain.rank == 1:
         if marker:
             Path(marker[0]).write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)

@@ -11,17 +11,13 @@ import pytest
 import torch
 import transformers as tf
 from made_adapters import TARGETS, base_of, quiet, save_adapter
-from made_jobs import answers, with_settings
 from safetensors.torch import load_file, save_file
 
 from kvr_mpi.cli.ask import _make_job
 from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
-from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, ModelError
+from kvr_mpi.errors import EXIT_CONFIG, ModelError
 from kvr_mpi.model import hash_weights, load_model
 from kvr_mpi.model.adapter import WEIGHTS, check_adapter, merge_adapter, with_adapter
-from kvr_mpi.store.log import Header
-from kvr_mpi.store.record import Record
-from kvr_mpi.store.writer import ResultWriter
 
 
 @pytest.fixture(scope="module")
@@ -55,47 +51,33 @@ def test_the_weights_are_pefts_own(tiny_model_dir: Path, adapter: Path, merged: 
 
 
 def test_a_job_answers_as_transformers_does_with_it(
-    job: Path, tiny_model_dir: Path, adapter: Path, merged: Any, tmp_path: Path, run_here: Any
+    tiny_model_dir: Path, adapter: Path, merged: Any, tmp_path: Path, run_job: Any
 ) -> None:
-    run = run_here(2, [job, *with_settings(f"model.adapter={adapter}")])
-    assert run.returncode == EXIT_OK, run.stderr
     base = base_of(tiny_model_dir).eval()
     tokenizer = tf.AutoTokenizer.from_pretrained(tiny_model_dir)
     frame = make_frame(tokenizer, "Summarise: {text} Summary:", max_prompt_tokens=500)
-    for name, token_ids in answers(tmp_path / "out").items():
+    for name, token_ids in run_job(2, f"model.adapter={adapter}").tokens.items():
         ids = fit_prompt(frame, encode_text(tokenizer, (tmp_path / "corpus" / name).read_text()), kept=None).ids
         given = {"attention_mask": torch.ones(1, len(ids)), "max_new_tokens": 8, "do_sample": False}
         with_it, without = (model.generate(torch.tensor([ids]), **given)[0, len(ids) :] for model in (merged, base))
         assert tuple(with_it.tolist()) == token_ids != tuple(without.tolist())
 
 
-def test_questions_are_asked_with_the_adapter_of_the_run(job: Path, adapter: Path, tmp_path: Path) -> None:
-    about = {"name": "base", "architecture": "LlamaForCausalLM", "dtype": "float32", "adapter": str(adapter)}
-    (tmp_path / "out").mkdir()
-    writer = ResultWriter(tmp_path / "out", 0, Header({}, about), session=1)
-    writer.write(Record("a", "done"))
-    writer.close()
-    asked = {"runs": (tmp_path / "out",), "questions": ("Who?",), "file": None, "documents": (), "output": None}
-    spec, _ = _make_job(asked, ())
-    assert (spec.model.path, spec.model.adapter) == ("base", str(adapter))
-
-
 def test_what_the_base_model_made_is_not_taken_for_it(
-    job: Path, tiny_model_dir: Path, adapter: Path, tmp_path: Path, run_here: Any
+    tiny_model_dir: Path, adapter: Path, tmp_path: Path, run_job: Any, ask_about: Any
 ) -> None:
-    kv = tmp_path / "kv"
-    keep = with_settings(f"output.path={kv}", "output.kv=true", "documents.limit=1")
-    assert run_here(1, [job, *keep]).returncode == EXIT_OK
-    again = run_here(1, [job, *keep, *with_settings(f"model.adapter={adapter}"), "--resume"])
-    assert again.returncode == EXIT_CONFIG and "model" in again.stderr
-    ask = job.with_name("ask.toml")
-    text = job.read_text().replace('template = "Summarise: {text} Summary:"', "").replace('partition = "even"', "")
-    ask.write_text(text.replace(str(tmp_path / "corpus"), str(kv)) + '\n[questions]\nask = ["Who?"]\n')
-    run = run_here(1, [ask, *with_settings(f"model.adapter={adapter}")])
-    assert run.returncode == EXIT_CONFIG and "did not compute the keys and values" in run.stderr
+    """And who asks about a run with an adapter asks with that adapter."""
+    keep, own = ("output.kv=true", "documents.limit=1"), f"model.adapter={adapter}"
+    kv = run_job(1, *keep, to="kv").folder
+    assert "model" in run_job(1, *keep, own, to="kv", words=["--resume"], code=EXIT_CONFIG).log
+    assert "did not compute the keys and values" in run_job(1, own, of=ask_about(kv), code=EXIT_CONFIG).log
     options: dict[str, Any] = {"offline": True, "cache_dir": tmp_path, "trust_remote_code": False}
     base = hash_weights(str(tiny_model_dir), **options)
     assert with_adapter(base, str(adapter)) != base
+    run = run_job(1, own, "documents.limit=1").folder
+    asked = {"runs": (run,), "questions": ("Who?",), "file": None, "documents": (), "output": None}
+    spec, _ = _make_job(asked, ())
+    assert spec.model.adapter == str(adapter)
 
 
 def spoiled(adapter: Path, folder: Path, change: str) -> Path:
@@ -127,32 +109,22 @@ def spoiled(adapter: Path, folder: Path, change: str) -> Path:
         ("one more", "such as base_model.model.model.layers.7"),
         ("other size", "does not match the model"),
         ("other layers", "does not match the model"),
-    ],
-)
-def test_an_adapter_of_another_model_is_refused(
-    tiny_model_dir: Path, adapter: Path, tmp_path: Path, change: str, said: str
-) -> None:
-    folder = spoiled(adapter, tmp_path / "spoiled", change)
-    with pytest.raises(ModelError, match="model.adapter .*" + said):
-        merge_adapter(load(tiny_model_dir, tmp_path), str(folder))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
         ("other kind", "its peft_type is 'PREFIX_TUNING'"),
         ("no json", "cannot be read"),
         ("pickled", "pickled weights"),
     ],
 )
-def test_what_is_no_adapter_is_refused_before_anything_is_loaded(
-    job: Path, adapter: Path, tmp_path: Path, run_here: Any, change: str, said: str
+def test_what_is_no_adapter_of_this_model_is_refused(
+    tiny_model_dir: Path, adapter: Path, tmp_path: Path, run_job: Any, change: str, said: str
 ) -> None:
+    """What is no adapter at all, before anything is loaded."""
     folder = spoiled(adapter, tmp_path / "spoiled", change)
-    run = run_here(1, [job, *with_settings(f"model.adapter={folder}")])
-    assert run.returncode == EXIT_CONFIG and said in run.stderr and "loading" not in run.stderr
-    run = run_here(1, [job, *with_settings("model.adapter=/nowhere")])
-    assert run.returncode == EXIT_CONFIG and "no such folder" in run.stderr
+    if "such as" in said or "match" in said:
+        with pytest.raises(ModelError, match="model.adapter .*" + said):
+            merge_adapter(load(tiny_model_dir, tmp_path), str(folder))
+        return
+    log = run_job(1, f"model.adapter={folder}", code=EXIT_CONFIG).log
+    assert said in log and "loading" not in log
 
 
 def test_tied_embeddings_and_a_missing_library_are_named(

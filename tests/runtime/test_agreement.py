@@ -75,34 +75,27 @@ def test_ranks_that_loaded_different_things_end_together() -> None:
     assert run_local(2, lambda world: check_alike(world, {"software": "1"})) == [None, None]
 
 
-def change_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the leader send the hash of other ids."""
-    whole = Plan.to_wire
-    monkeypatch.setattr(Plan, "to_wire", lambda plan: whole(plan) | {"ids_sha256": "0" * 64})
+def change_prompt(plain: Any, ids: bytes, receive: Any = Prompt.from_wire) -> Prompt:
+    found: Prompt = receive(plain, ids)
+    return dataclasses.replace(found, ids=(*found.ids[:-1], found.ids[-1] ^ 1))
 
 
-def change_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the leader send the plan of another prompt."""
-    whole = Plan.to_wire
-    monkeypatch.setattr(Plan, "to_wire", lambda plan: whole(plan) | {"key": "of another"})
-
-
-def change_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the prompt arrive with another id in it."""
-    received = Prompt.from_wire
-
-    def receive(plain: Any, ids: bytes) -> Prompt:
-        found = received(plain, ids)
-        return dataclasses.replace(found, ids=(*found.ids[:-1], found.ids[-1] ^ 1))
-
-    monkeypatch.setattr(Prompt, "from_wire", receive)
-
-
-@pytest.mark.parametrize("change", [change_plan, change_key, change_prompt])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids_sha256": "0" * 64},  # the leader sends the hash of other ids
+        {"key": "of another"},  # or the plan of another prompt
+        None,  # or the prompt arrives with another id in it
+    ],
+)
 def test_a_plan_of_another_prompt_ends_the_job(
-    job: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch, change: Any
+    job: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch, change: dict[str, str] | None
 ) -> None:
-    change(monkeypatch)
+    whole = Plan.to_wire
+    if change is None:
+        monkeypatch.setattr(Prompt, "from_wire", change_prompt)
+    else:
+        monkeypatch.setattr(Plan, "to_wire", lambda plan: whole(plan) | change)
     run = run_here(2, [job])
     assert run.returncode and f"exit code {EXIT_BUG}" in run.stderr and "received the plan of prompt" in run.stderr
     assert "Traceback" not in run.stderr

@@ -7,141 +7,107 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from constants import TESTS
 from made_jobs import TEXT, answers, with_settings
+from transformers import AutoConfig
 
-from kvr_mpi.store.results import open_results
+from kvr_mpi.prefill.memory_budget import GIB, footprint_of
+from kvr_mpi.prefill.packed import PACK_TOKENS
+from kvr_mpi.runtime.waves import Held, WaveScheduler
 
 
 @pytest.fixture
-def job(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Path]:
-    """Write a job over documents of these numbers of sentences, for a tiny model."""
-
-    def write(sentences: Sequence[int], name: str = "job", new_tokens: int = 6) -> Path:
-        rows = (f'{{"id": "d{n:03d}", "text": "Document {n}. {TEXT * count}"}}\n' for n, count in enumerate(sentences))
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
-        path = tmp_path / f"{name}.toml"
-        path.write_text(
-            f"""
-            [model]
-            path = "{tiny_model_dir}"
-            dtype = "float32"
-            [documents]
-            path = "{tmp_path / name}.jsonl"
-            [prompt]
-            template = "Summarise: {{text}} Summary:"
-            [generation]
-            max_new_tokens = {new_tokens}
-            [parallel]
-            partition = "even"
-            [output]
-            path = "{tmp_path / name}"
-            """
-        )
-        return path
-
-    return write
+def of_sentences(documents: Any) -> Callable[[Sequence[int]], str]:
+    """Documents of these numbers of sentences."""
+    return lambda counts: documents({f"d{n:03d}": f"Document {n}. {TEXT * count}" for n, count in enumerate(counts)})
 
 
 @pytest.mark.slow
 def test_tiny_documents_are_packed_and_long_ones_go_over_the_chain(
-    job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
+    of_sentences: Any, job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, run_job: Any
 ) -> None:
-    path = job([0, 1, 12, 0, 2, 14, 1, 0, 0, 9] * 9)
-    one = run_here(1, [path, *with_settings("parallel.strategy=single", f"output.path={tmp_path / 'one'}")])
-    assert one.returncode == 0, one.stderr
-    expected = answers(tmp_path / "one")
+    many = of_sentences([0, 1, 12, 0, 2, 14, 1, 0, 0, 9] * 9)
+    expected = run_job(1, many, "parallel.strategy=single").tokens
     assert len(expected) == 90
-    for chain, ranks in (("all", 2), ("1", 3), ("2", 4)):
-        command = [path, "--overwrite", *with_settings(f"parallel.ranks_per_chain={chain}")]
-        run = mpirun(ranks, [kvr_run, *command]) if ranks == 4 else run_here(ranks, command)
-        assert run.returncode == 0, run.stderr
-        assert answers(tmp_path / "job") == expected
-        assert "90 documents answered in" in run.stderr and "answers/hour" in run.stderr
+    for chain, ranks in (("all", 2), ("1", 3)):
+        run = run_job(ranks, many, f"parallel.ranks_per_chain={chain}")
+        assert run.tokens == expected and "90 documents answered in" in run.log and "answers/hour" in run.log
+    four = mpirun(4, [kvr_run, job, *with_settings(many, "parallel.ranks_per_chain=2")])
+    assert four.returncode == 0 and answers(tmp_path / "out") == expected, four.stderr
 
 
 @pytest.mark.slow
-def test_what_all_prompts_begin_with_is_computed_once(job: Any, tmp_path: Path, run_here: Any) -> None:
-    path = job([0, 3, 9, 1, 12, 7])
-    template = (
-        "prompt.template=" + "Read what follows with care, and say in one sentence what it is about. " * 3 + "{text}"
-    )
-    one = run_here(1, [path, *with_settings(template, "parallel.strategy=single")])
-    assert one.returncode == 0, one.stderr
-    expected = answers(tmp_path / "job")
+def test_what_all_prompts_begin_with_is_computed_once(of_sentences: Any, run_job: Any) -> None:
+    words = "Read what follows with care, and say in one sentence what it is about. " * 3
+    settings = of_sentences([0, 3, 9, 1, 12, 7]), f"prompt.template={words}{{text}}"
+    expected = run_job(1, *settings, "parallel.strategy=single").tokens
     for ranks, partition in ((1, "even"), (2, "equal_time"), (3, "even")):
-        run = run_here(ranks, [path, "--overwrite", *with_settings(template, f"parallel.partition={partition}")])
-        assert run.returncode == 0, run.stderr
-        assert answers(tmp_path / "job") == expected
-        slices = [record.slices for record in open_results(tmp_path / "job")]
+        run = run_job(ranks, *settings, f"parallel.partition={partition}")
+        assert run.tokens == expected
+        slices = [record.slices for record in run.records.values()]
         assert all(bounds[0] == 0 for bounds in slices) and max(len(bounds) for bounds in slices) == ranks + 1
 
 
-def test_memory_that_is_full_begins_a_new_wave(job: Any, tmp_path: Path, run_here: Any) -> None:
-    path = job([10] * 7)  # 200 tokens each; 0.2 MB of keys and values
-    free = run_here(2, [path, *with_settings(f"output.path={tmp_path / 'free'}")])
-    assert free.returncode == 0, free.stderr
-    tight = run_here(2, [path, *with_settings("parallel.memory_gib=0.0009")])
-    assert tight.returncode == 0, tight.stderr
-    assert answers(tmp_path / "job") == answers(tmp_path / "free")
-
-
-def test_shards_of_a_corpus_are_all_of_it(job: Any, tmp_path: Path, run_here: Any) -> None:
-    path = job([1] * 7)
-    found: dict[str, tuple[int, ...]] = {}
-    for shard in range(3):
-        folder = tmp_path / f"shard-{shard}"
-        settings = with_settings(f"documents.shard={shard}/3", f"output.path={folder}")
-        run = run_here(1, [path, *settings])
-        assert run.returncode == 0, run.stderr
-        mine = answers(folder)
-        assert len(mine) == len(range(shard, 7, 3)) and not found.keys() & mine.keys()
-        found |= mine
-    assert len(found) == 7
-
-
-@pytest.mark.slow
-def test_no_document_is_begun_that_would_not_end(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
-    path = job([1] * 4)
-    for limit in ("0", "0:10"):  # over before it begins, and meant so; and less than is kept for writing
-        run = mpirun(2, [kvr_run, path, "--time-limit", limit])
-        assert run.returncode == 75, run.stderr
-        assert "the time limit is near" in run.stderr and "4 documents left" in run.stderr
-        assert not (tmp_path / "job" / "results.h5").exists()
-    env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
-    again = mpirun(2, [kvr_run, path, "--overwrite"], env=env)  # as SLURM repeats the command
-    assert again.returncode == 0, again.stderr
-    assert len(answers(tmp_path / "job")) == 4
-
-
-def test_a_requeued_job_goes_on_with_its_own_runs_alone(
-    job: Any, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+def test_memory_that_is_full_begins_a_new_wave(
+    batch_of: Any, run_job: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, out = job([1] * 2), {name: tmp_path / name for name in ("old", "own")}
-    monkeypatch.setenv("SLURM_JOB_ID", "6")
-    assert run_here(1, [path, *with_settings(f"output.path={out['old']}")]).returncode == 0
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert run_here(1, [path, *with_settings(f"output.path={out['own']}"), "--overwrite"]).returncode == 0
-    before = {name: list(open_results(folder)) for name, folder in out.items()}
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    for folder in out.values():
-        assert run_here(1, [path, *with_settings(f"output.path={folder}"), "--overwrite"]).returncode == 0
-    assert list(open_results(out["own"])) == before["own"]
-    assert all(one != two for one, two in zip(open_results(out["old"]), before["old"], strict=True)), "they were old"
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert run_here(1, [path, *with_settings(f"output.path={out['own']}")]).returncode == 78
+    """And its leader knows what is left of the wave before: all answers but the one that made room."""
+    bodies = ({"prompt": f"{number} {TEXT * 10}", "max_tokens": 3 + 2 * number} for number in range(7))
+    path = batch_of(*((str(number), body, "/v1/completions") for number, body in enumerate(bodies)))
+    row_bytes = footprint_of(AutoConfig.from_pretrained(tiny_model_dir), torch.float32).activation_bytes(PACK_TOKENS)
+    room = (row_bytes + 4 * 95_000) / GIB  # for a row, and four documents of 85 kB
+    begin, left = WaveScheduler.begin_wave, list[int]()
+
+    def watched(scheduler: WaveScheduler, held: Iterable[Held]) -> None:
+        (one,) = held
+        left.append(one.sequences)
+        begin(scheduler, [one])
+
+    free = run_job(1, of=path).tokens
+    monkeypatch.setattr(WaveScheduler, "begin_wave", watched)
+    assert run_job(1, f"parallel.memory_gib={room:.9f}", of=path).tokens == free
+    assert len(left) > 2 and left[0] == 0 < left[1] < 7
+
+
+def test_shards_of_a_corpus_are_all_of_it(of_sentences: Any, run_job: Any) -> None:
+    path, found = of_sentences([1] * 7), list[str]()
+    for shard in range(3):
+        mine = run_job(1, path, f"documents.shard={shard}/3").tokens
+        assert len(mine) == len(range(shard, 7, 3))
+        found += mine
+    assert len(set(found)) == len(found) == 7
 
 
 @pytest.mark.slow
-def test_a_deadline_in_the_past_is_not_believed(job: Any, mpirun: Any, kvr_run: Path) -> None:
-    run = mpirun(1, [kvr_run, job([1])], env={"SLURM_JOB_END_TIME": "1000000000"})
-    assert run.returncode == 0, run.stderr
-    assert "SLURM_JOB_END_TIME" in run.stderr and "ignored" in run.stderr
+def test_no_document_is_begun_that_would_not_end(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+    for limit in ("0", "0:10"):  # over before it begins, and meant so; and less than is kept for writing
+        run = mpirun(2, [kvr_run, job, "--time-limit", limit])
+        assert run.returncode == 75, run.stderr
+        assert "the time limit is near" in run.stderr and "5 documents left" in run.stderr
+        assert not (tmp_path / "out" / "results.h5").exists()
+    env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_END_TIME": "1000000000"}
+    again = mpirun(2, [kvr_run, job, "--overwrite"], env=env)  # as SLURM repeats the command
+    assert again.returncode == 0 and len(answers(tmp_path / "out")) == 5, again.stderr
+    assert "SLURM_JOB_END_TIME" in again.stderr and "ignored" in again.stderr, "a deadline in the past is not believed"
+
+
+def test_a_requeued_job_goes_on_with_its_own_runs_alone(run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, limit, overwrite = {}, "documents.limit=2", {"words": ["--overwrite"]}
+    for number, name in enumerate(("old", "own")):
+        monkeypatch.setenv("SLURM_JOB_ID", str(6 + number))
+        before[name] = list(run_job(1, limit, to=name, **overwrite).records.values())
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    after = {name: list(run_job(1, limit, to=name, **overwrite).records.values()) for name in before}
+    assert after["own"] == before["own"]
+    assert all(one != two for one, two in zip(after["old"], before["old"], strict=True)), "they were old"
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    run_job(1, limit, to="own", code=78)
 
 
 def running(process: subprocess.Popen[str], what: str, timeout_s: float = 300) -> str:
@@ -157,11 +123,15 @@ def running(process: subprocess.Popen[str], what: str, timeout_s: float = 300) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["one", pytest.param("all", marks=pytest.mark.long)])
-def test_a_signal_to_any_rank_stops_all_in_time(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path, who: str) -> None:
-    path = job([12] * 60, new_tokens=0)  # so that each is finished when it is prefilled
+def test_a_signal_to_any_rank_stops_all_in_time(
+    job: Path, of_sentences: Any, tmp_path: Path, mpirun: Any, kvr_run: Path, who: str
+) -> None:
+    corpus = of_sentences([12] * 60).partition("=")[2]
+    text = job.read_text().replace(str(tmp_path / "corpus"), corpus)
+    job.write_text(text.replace("= 8", "= 0"))  # so that each is finished when it is prefilled
     program = TESTS / "programs" / "slow_rank.py"
     launcher = str(Path(sys.executable).parent / "mpirun")
-    command = [launcher, "-n", "2", sys.executable, str(program), str(path), str(tmp_path / "pids")]
+    command = [launcher, "-n", "2", sys.executable, str(program), str(job), str(tmp_path / "pids")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         text = running(process, " d000: ")
         pids = [int(file.name) for file in (tmp_path / "pids").iterdir()]
@@ -172,10 +142,10 @@ def test_a_signal_to_any_rank_stops_all_in_time(job: Any, tmp_path: Path, mpirun
         text += process.stderr.read()
         assert process.wait(60) == 75, text
     assert ("stopped by" in text or "another rank was stopped" in text) and "--resume continues" in text
-    kept = answers(tmp_path / "job")
+    kept = answers(tmp_path / "out")
     assert 0 < len(kept) < 60
-    again = mpirun(1, [kvr_run, path, "--resume"])
+    again = mpirun(1, [kvr_run, job, "--resume"])
     assert again.returncode == 0, again.stderr
     assert f"{len(kept)} of them already done" in again.stderr
-    after = answers(tmp_path / "job")
+    after = answers(tmp_path / "out")
     assert len(after) == 60 and kept.items() <= after.items()

@@ -31,9 +31,11 @@ def answer(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path)
     """Give answers of some documents; `before`: those that an earlier run over other ranks has answered."""
     folder, numbers = tmp_path_factory.mktemp("company"), itertools.count()
 
-    def answers(names: list[str], ranks: int, *settings: str, before: tuple[int, int] = (0, 1)) -> Answers:
+    def answers(
+        names: list[str], ranks: int, *settings: str, before: tuple[int, int] = (0, 1), to: Path | None = None
+    ) -> Answers:
         number = next(numbers)
-        corpus, output = folder / f"{number}.jsonl", folder / f"out-{number}"
+        corpus, output = folder / f"{number}.jsonl", to or folder / f"out-{number}"
         job: dict[str, Any] = {
             "model": {"path": str(small_vocabulary_dir), "dtype": "float32"},
             "documents": {"path": str(corpus)},
@@ -94,24 +96,15 @@ def test_answers_do_not_depend_on_company(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_records_name_kernels_on_which_an_answer_may_depend(
-    tmp_path: Path, dtype: str, small_vocabulary_dir: Path
+    answer: Callable[..., Answers], tmp_path: Path, dtype: str
 ) -> None:
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "a.txt").write_text(TEXTS["doc-3"])
-    (tmp_path / "corpus" / "b.txt").write_text(TEXTS["doc-6"])
-    job: dict[str, Any] = {
-        "model": {"path": str(small_vocabulary_dir), "dtype": dtype},
-        "documents": {"path": str(tmp_path / "corpus")},
-        "prompt": {"template": "Sum up: {text}", "too_long": "split", "max_tokens": 200},
-        "generation": {"max_new_tokens": 4},
-        "output": {"path": str(tmp_path / "out")},
-    }
-    ended = run_local(2, lambda world: kvr_mpi.run(job, comm=world))
-    assert {one.exit_code for one in ended} == {0}
-    for record in kvr_mpi.open_results(tmp_path / "out"):
-        if dtype == "float32":
-            assert record.kernels == ""
-        else:
-            assert record.kernels.startswith(f"CPU {torch.backends.cpu.get_cpu_capability()}, bfloat16; attention: ")
-            assert "products: " in record.kernels
-        assert record.as_json()["kernels"] == record.kernels
+    output = tmp_path / "out"
+    split = ("prompt.too_long=split", "prompt.max_tokens=200")
+    answer(["doc-3", "doc-6"], 2, f"model.dtype={dtype}", *split, to=output)
+    named = {record.kernels for record in kvr_mpi.open_results(output)}
+    if dtype == "float32":
+        assert named == {""}
+        return
+    (kernels,) = named
+    assert kernels.startswith(f"CPU {torch.backends.cpu.get_cpu_capability()}, bfloat16; attention: ")
+    assert "products: " in kernels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from constants import Kvr
-from made_jobs import with_settings
 from made_runs import kv_in
 from transformers import GenerationConfig
 
@@ -40,32 +38,15 @@ QUESTION = "Who wrote it, and what for?"
 
 
 @pytest.fixture
-def stored(job: Path, tmp_path: Path, run_here: Any) -> Path:
+def stored(run_job: Any) -> Path:
     """A run with compressed keys and values; its first document is below the budget."""
-    done = run_here(2, [job, *with_settings(*KEPT)])
-    assert done.returncode == 0, done.stderr
-    return tmp_path / "out"
+    folder: Path = run_job(2, *KEPT).folder
+    return folder
 
 
 @pytest.fixture
-def ask(tmp_path: Path, tiny_model_dir: Path, run_here: Any) -> Callable[..., Any]:
-    def run(out: Path, *settings: str, ranks: int = 1) -> Any:
-        path = tmp_path / "ask.toml"
-        path.write_text(
-            f"""
-            model.path = "{tiny_model_dir}"
-            model.dtype = "float32"
-            documents.path = "{out}"
-            output.path = "{tmp_path / "asked"}"
-            output.max_failed = 5
-            generation.max_new_tokens = {NEW_TOKENS}
-            questions.ask = ["{QUESTION}"]
-            """
-        )
-        shutil.rmtree(tmp_path / "asked", ignore_errors=True)
-        return run_here(ranks, [path, *with_settings(*settings)])
-
-    return run
+def ask(run_job: Any, ask_about: Callable[..., Path]) -> Callable[..., Any]:
+    return lambda out, *more, ranks=1: run_job(ranks, "output.max_failed=5", *more, of=ask_about(out, QUESTION))
 
 
 def open_document(run: Path, name: str) -> tuple[Record, StoredKV]:
@@ -103,13 +84,11 @@ def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tu
 
 
 @pytest.mark.slow
-def test_a_stored_cache_answers_as_the_one_in_memory_did(
-    stored: Path, ask: Any, tmp_path: Path, tiny_model_dir: Path
-) -> None:
+def test_a_stored_cache_answers_as_the_one_in_memory_did(stored: Path, ask: Any, tiny_model_dir: Path) -> None:
+    """And alike on more ranks."""
     done = ask(stored)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"compressed: 4 documents \(ada-snapkv: budget 64, ", done.stderr)
-    found = {record.document: record for record in open_results(tmp_path / "asked")}
+    assert re.search(r"compressed: 4 documents \(ada-snapkv: budget 64, ", done.log)
+    found = {record.document: record for record in done.records.values()}
     for name in ("doc-2.txt", "doc-4.txt"):
         record, kv = open_document(stored, name)
         assert kv.tokens is not None and kv.compression == record.compression != ""
@@ -118,8 +97,8 @@ def test_a_stored_cache_answers_as_the_one_in_memory_did(
         assert asked.computed_tokens == asked.prompt_tokens - kv.tokens.text[1] < 64
         assert asked.retained_tokens == pytest.approx(64 + asked.computed_tokens)
         assert (asked.computed_tokens, asked.token_ids) == fresh_answer(tiny_model_dir, kv, record.prompt_tokens)
-    short = found["doc-0.txt"]
-    assert short.compression == "" and open_document(stored, "doc-0.txt")[1].compression == ""
+    assert found["doc-0.txt"].compression == "" and open_document(stored, "doc-0.txt")[1].compression == ""
+    assert ask(stored, ranks=3).tokens == done.tokens
 
 
 def damage_positions(kv: Any) -> None:
@@ -150,32 +129,26 @@ DAMAGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.slow
-def test_damage_is_named_and_never_answered_from(stored: Path, ask: Any, tmp_path: Path, run_kvr: Kvr) -> None:
+def test_damage_is_named_and_never_answered_from(stored: Path, ask: Any) -> None:
     """Each in a document of its own, where there is one; the whole one is answered."""
     pristine = (stored / "results.h5").read_bytes()
-    told = {}
     for name, damage in DAMAGES.items():
         (stored / "results.h5").write_bytes(pristine)
         with h5py.File(stored / "results.h5", "r+") as file:
             damage(kv_in(file, "doc-4.txt"))
         with pytest.raises(DataError, match=r"doc-4.txt|layer_001"):
             open_document(stored, "doc-4.txt")
-        told[name] = open_document(stored, "doc-3.txt")[0].status
-    assert set(told.values()) == {"done"}
-    for name in ("keys", "positions"):
-        (stored / "results.h5").write_bytes(pristine)
-        with h5py.File(stored / "results.h5", "r+") as file:
-            DAMAGES[name](kv_in(file, "doc-4.txt"))
-        done = ask(stored, "questions.documents=['doc-3.txt', 'doc-4.txt']")
-        assert done.returncode == 0, done.stderr
-        found = {record.document: record for record in open_results(tmp_path / "asked")}
-        assert (found["doc-3.txt"].status, found["doc-4.txt"].status) == ("done", "error")
-        assert "damaged" in found["doc-4.txt"].error and found["doc-4.txt"].answer == ""
+        assert open_document(stored, "doc-3.txt")[0].status == "done"
+        if name in ("keys", "positions"):
+            done = ask(stored, "questions.documents=['doc-3.txt', 'doc-4.txt']")
+            good, bad = sorted(done.records.values(), key=lambda record: record.document)
+            assert (good.status, bad.status) == ("done", "error")
+            assert "damaged" in bad.error and bad.answer == ""
 
 
 @pytest.mark.slow
 def test_what_takes_whole_keys_refuses_them_by_name(
-    stored: Path, ask: Any, tmp_path: Path, run_kvr: Kvr, job: Path, run_here: Any
+    stored: Path, ask: Any, tmp_path: Path, run_kvr: Kvr, run_job: Any
 ) -> None:
     code, _, said = run_kvr("export", stored, "--kv", tmp_path / "tensors")
     assert code == 78 and "'doc-1.txt' has compressed keys and values (ada-snapkv" in said, said
@@ -185,17 +158,6 @@ def test_what_takes_whole_keys_refuses_them_by_name(
     shown = run_kvr("inspect", stored, "doc-4.txt")[1]
     assert re.search(r"kv +3 layers, compressed: \d+ tokens per KV head on average", shown), shown
     refused = ask(stored, "parallel.ranks_per_chain=all", ranks=2)
-    assert refused.returncode == 0, refused.stderr
-    found = {record.document: record for record in open_results(tmp_path / "asked")}
+    found = {record.document: record for record in refused.records.values()}
     assert found["doc-0.txt"].status == "done" and "leave parallel.ranks_per_chain out" in found["doc-4.txt"].error
-    again = run_here(1, [job, *with_settings(f"documents.reuse={stored}", f"output.path={tmp_path / 'again'}")])
-    assert again.returncode == 0 and "with one of 1 stored prompts" in again.stderr
-
-
-@pytest.mark.slow
-def test_compressed_documents_are_asked_alike_on_more_ranks(stored: Path, ask: Any, tmp_path: Path) -> None:
-    """On more ranks the answers are the same."""
-    assert ask(stored).returncode == 0
-    wanted = {record.id: record.token_ids for record in open_results(tmp_path / "asked")}
-    assert ask(stored, ranks=3).returncode == 0
-    assert {record.id: record.token_ids for record in open_results(tmp_path / "asked")} == wanted
+    assert "with one of 1 stored prompts" in run_job(1, f"documents.reuse={stored}").log

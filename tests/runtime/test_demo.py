@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from constants import ROOT
+from made_jobs import with_settings
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
@@ -19,6 +20,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import run_local
 
@@ -32,15 +34,12 @@ def test_eight_documents_of_different_length(tokenizer: Any) -> None:
     assert 1200 <= lengths[0] < 1500 and 5000 < lengths[-1] <= 6000
 
 
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact["answer"])
-def test_facts_stand_in_their_document_once(fact: dict[str, str]) -> None:
-    assert DOCUMENTS[fact["document"]].text.count(fact["answer"]) == 1
-
-
-def test_each_document_has_facts_in_both_halves() -> None:
+def test_each_document_has_its_facts_once_and_in_both_halves() -> None:
     for name, document in DOCUMENTS.items():
-        places = [document.text.index(fact["answer"]) / document.chars for fact in FACTS if fact["document"] == name]
+        facts = [fact["answer"] for fact in FACTS if fact["document"] == name]
+        places = [document.text.index(fact) / document.chars for fact in facts]
         assert len(places) == 3 and min(places) < 0.5 < max(places)
+        assert all(document.text.count(fact) == 1 for fact in facts)
 
 
 @pytest.mark.long
@@ -71,13 +70,17 @@ def test_shipped_jobs_are_valid(path: Path) -> None:
     assert tomllib.loads(path.read_text())["output"]["path"] == f"runs/{path.stem}"
 
 
+def run_shipped(name: str, folder: Path, mpirun: Any, kvr_run: Path, *settings: str) -> list[Record]:
+    words = with_settings(f"output.path={folder}", *settings)
+    run = mpirun(2, [kvr_run, ROOT / "jobs" / name, *words], cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    return list(open_results(folder))
+
+
 @pytest.mark.quick
 def test_the_demo_runs_with_less_of_it(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
-    settings = ["documents.limit=2", "prompt.max_tokens=400", "prompt.too_long=keep-head"]
-    settings += [f"output.path={tmp_path}", "generation.max_new_tokens=12"]
-    run = mpirun(2, [kvr_run, ROOT / "jobs" / "demo.toml", *(p for s in settings for p in ("--set", s))], cwd=ROOT)
-    assert run.returncode == 0, run.stderr
-    records = list(open_results(tmp_path))
+    less = ("documents.limit=2", "prompt.max_tokens=400", "prompt.too_long=keep-head", "generation.max_new_tokens=12")
+    records = run_shipped("demo.toml", tmp_path, mpirun, kvr_run, *less)
     assert len(records) == 2
     for record in records:
         assert 300 < record.prompt_tokens <= 400  # cut between words
@@ -86,18 +89,10 @@ def test_the_demo_runs_with_less_of_it(tmp_path: Path, mpirun: Any, kvr_run: Pat
 
 
 @pytest.mark.long
-def test_prefill_only_job_runs(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
-    options = ["--set", "documents.limit=1", "--set", f"output.path={tmp_path}", "--set", "prompt.max_tokens=300"]
-    run = mpirun(2, [kvr_run, ROOT / "jobs" / "prefill-only.toml", *options], cwd=ROOT)
-    assert run.returncode == 0, run.stderr
-    (record,) = open_results(tmp_path)
+def test_the_other_jobs_run(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+    less = ("documents.limit=1", "prompt.max_tokens=300")
+    (record,) = run_shipped("prefill-only.toml", tmp_path / "a", mpirun, kvr_run, *less)
     assert record.prompt_tokens == 300 and record.dropped_tokens > 0 and record.answer == ""
-
-
-@pytest.mark.long
-def test_summarize_job_splits_long_documents(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
-    settings = ["documents.limit=1", f"output.path={tmp_path}", "prompt.max_tokens=900", "generation.max_new_tokens=32"]
-    run = mpirun(2, [kvr_run, ROOT / "jobs" / "summarize.toml", *(p for s in settings for p in ("--set", s))], cwd=ROOT)
-    assert run.returncode == 0, run.stderr
-    (record,) = open_results(tmp_path)
+    less = ("documents.limit=1", "prompt.max_tokens=900", "generation.max_new_tokens=32")
+    (record,) = run_shipped("summarize.toml", tmp_path / "b", mpirun, kvr_run, *less)
     assert record.status == "done" and record.parts >= 3 and record.answer.strip()

@@ -22,10 +22,6 @@ def records(folder: Path) -> dict[str, Record]:
     return {record.id: record for record in open_results(folder)}
 
 
-def launch(run_here: Any, job: Path, *words: str) -> Any:
-    return run_here(2, [job, *words])
-
-
 def change(folder: Path) -> None:
     """Two new documents, two others, and one less."""
     corpus = folder / "corpus"
@@ -47,47 +43,44 @@ def check_extended(folder: Path, before: dict[str, Record], truth: dict[str, Rec
 
 
 @pytest.fixture
-def truth(job: Path, tmp_path: Path, run_here: Any) -> Any:
+def launch(job: Path, run_here: Any) -> Any:
+    return lambda *words: run_here(2, [job, *words])
+
+
+@pytest.fixture
+def truth(run_job: Any) -> Any:
     """Run the job on the corpus as it is, elsewhere."""
-
-    def answers() -> dict[str, Record]:
-        assert launch(run_here, job, "--set", f"output.path={tmp_path / 'truth'}").returncode == 0
-        return records(tmp_path / "truth")
-
-    return answers
+    return lambda: run_job(2, to="truth", words=["--overwrite"]).records
 
 
 @pytest.mark.parametrize("keeps", ["false", "true"])
-def test_a_corpus_that_has_grown(job: Path, tmp_path: Path, run_here: Any, truth: Any, keeps: str) -> None:
+def test_a_corpus_that_has_grown(launch: Any, tmp_path: Path, truth: Any, keeps: str) -> None:
     settings = ["--set", f"output.kv={keeps}"]
-    assert launch(run_here, job, *settings).returncode == 0
+    assert launch(*settings).returncode == 0
     before = records(tmp_path / "out")
     change(tmp_path)
-    refused = launch(run_here, job, *settings, "--resume")
+    refused = launch(*settings, "--resume")
     assert refused.returncode == 78 and "answer new and changed ones with --extend" in refused.stderr
-    extended = launch(run_here, job, *settings, "--extend")
+    extended = launch(*settings, "--extend")
     assert extended.returncode == 0, extended.stderr
     told = "2 changed (doc-1.txt, doc-3.txt), 1 gone (doc-4.txt), 2 new (new-1.txt, new-2.txt)"
     assert told in extended.stderr and "documents: 6, 2 of them already done" in extended.stderr
-    check_extended(tmp_path, before, truth())
+    wanted = truth()
+    check_extended(tmp_path, before, wanted)
     # The same again has nothing to do, and to resume it now needs no word more.
     for word in ("--extend", "--resume"):
-        again = launch(run_here, job, *settings, word)
+        again = launch(*settings, word)
         assert again.returncode == 0 and "is extended" not in again.stderr, again.stderr
-    check_extended(tmp_path, before, truth_again(tmp_path))
+    check_extended(tmp_path, before, wanted)
     shown = json.loads(CliRunner().invoke(status, [str(tmp_path / "out"), "--json"]).output)
     assert (shown["total"], shown["done"], shown["left"]) == (6, 6, 0)
 
 
-def truth_again(folder: Path) -> dict[str, Record]:
-    return records(folder / "truth")
-
-
 def test_nothing_stale_is_left_when_it_is_stopped_at_any_point(
-    job: Path, tmp_path: Path, run_here: Any, truth: Any, monkeypatch: pytest.MonkeyPatch
+    launch: Any, tmp_path: Path, truth: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the old results are dropped, before the new list of documents is written, and after."""
-    assert launch(run_here, job).returncode == 0
+    assert launch().returncode == 0
     before = records(tmp_path / "out")
     change(tmp_path)
     for place in ("LogWriter", "replacing"):
@@ -97,34 +90,34 @@ def test_nothing_stale_is_left_when_it_is_stopped_at_any_point(
                 raise OSError(28, "No space left on device")
 
             patch.setattr(f"kvr_mpi.store.run.{place}", stop)
-            assert launch(run_here, job, "--extend").returncode != 0
-        refused = launch(run_here, job, "--resume")
+            assert launch("--extend").returncode != 0
+        refused = launch("--resume")
         assert refused.returncode == 78 and "the documents have changed since it began" in refused.stderr, place
-    assert launch(run_here, job, "--extend", "--time-limit", "0:00:01").returncode in (0, 75)
-    assert launch(run_here, job, "--resume").returncode == 0
+    assert launch("--extend", "--time-limit", "0:00:01").returncode in (0, 75)
+    assert launch("--resume").returncode == 0
     check_extended(tmp_path, before, truth())
 
 
-def test_a_document_that_comes_back_is_answered_as_it_is_now(job: Path, tmp_path: Path, run_here: Any) -> None:
+def test_a_document_that_comes_back_is_answered_as_it_is_now(launch: Any, tmp_path: Path) -> None:
     file = tmp_path / "corpus" / "doc-4.txt"
-    assert launch(run_here, job).returncode == 0
+    assert launch().returncode == 0
     first = records(tmp_path / "out")["doc-4.txt"]
     file.unlink()
-    assert launch(run_here, job, "--extend").returncode == 0
+    assert launch("--extend").returncode == 0
     assert records(tmp_path / "out")["doc-4.txt"] == first
     file.write_text("It is back, and says something else. " + TEXT)
-    assert launch(run_here, job, "--extend").returncode == 0
+    assert launch("--extend").returncode == 0
     second = records(tmp_path / "out")["doc-4.txt"]
     assert second.document_sha256 != first.document_sha256 and second.finished_at > first.finished_at
 
 
-def test_what_cannot_be_extended_is_refused(job: Path, tmp_path: Path, run_here: Any) -> None:
-    shard = launch(run_here, job, "--extend", "--set", "documents.shard=0/2")
+def test_what_cannot_be_extended_is_refused(launch: Any, tmp_path: Path) -> None:
+    shard = launch("--extend", "--set", "documents.shard=0/2")
     assert shard.returncode == 78 and "--extend cannot be combined with documents.shard" in shard.stderr
-    assert launch(run_here, job).returncode == 0
-    other = launch(run_here, job, "--extend", "--set", "generation.max_new_tokens=9")
+    assert launch().returncode == 0
+    other = launch("--extend", "--set", "generation.max_new_tokens=9")
     assert other.returncode == 78 and "written with other settings" in other.stderr
     (tmp_path / "out" / store_run.RUN_FILE).unlink()
-    unknown = launch(run_here, job, "--extend")
+    unknown = launch("--extend")
     assert unknown.returncode == 78 and "it is unknown which documents have changed" in unknown.stderr
     assert len(records(tmp_path / "out")) == 5

@@ -111,14 +111,6 @@ def test_how_a_forecast_turned_out_is_said_and_kept() -> None:
     assert read_cost(earlier).describe_outcome() == "", "logs of earlier versions have none"
 
 
-def test_a_group_of_ranks_counts_its_documents_once(job: Path, tmp_path: Path, run_here: Any) -> None:
-    run = run_here(2, [job, *with_settings("parallel.tensor_parallel=2")])
-    assert run.returncode == 0, run.stderr
-    results = open_results(tmp_path / "out")
-    assert sum(record.rank_s for record in results) == pytest.approx(results.cost.rank_s)
-    assert min(record.rank_s for record in results) > 0
-
-
 def test_documents_share_what_a_run_has_spent(
     job: Path, tmp_path: Path, powercap: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,17 +9,15 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from made_jobs import TEXT, spec_of, with_settings
+from made_jobs import TEXT
 
 from kvr_mpi.documents import Corpus, RowFormat, scan_corpus
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.runtime.tally import Tally
-from kvr_mpi.runtime.ways import AfterShared, Alone, ChainMemory
+from kvr_mpi.runtime.ways import AfterShared, Alone
 from kvr_mpi.runtime.worker import ChainWorker
-from kvr_mpi.store.record import Record
-from kvr_mpi.store.results import open_results
 
 PROMPTS = {
     "who": "Read this: {text} Who saw the second boat?",
@@ -28,71 +26,44 @@ PROMPTS = {
 }
 
 
-def with_prompts(job: Path, prompts: dict[str, str], name: str = "prompts.toml", chat: str = "") -> Path:
+def with_prompts(job: Path, prompts: dict[str, str], name: str = "prompts.toml") -> Path:
     table = ", ".join(f"{json.dumps(name)} = {json.dumps(template)}" for name, template in prompts.items())
     path = job.with_name(name)
-    text = job.read_text().replace('template = "Summarise: {text} Summary:"', f"{chat}\ntemplate = {{{table}}}")
-    path.write_text(text)
+    path.write_text(job.read_text().replace('template = "Summarise: {text} Summary:"', f"template = {{{table}}}"))
     return path
-
-
-def found_in(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in open_results(folder)}
-
-
-@pytest.fixture
-def alone(job: Path, tmp_path: Path, run_here: Any) -> Any:
-    """Answers of jobs with one prompt each, by the ids that they have together."""
-
-    def run(*settings: str) -> dict[str, Record]:
-        found = {}
-        for name, template in PROMPTS.items():
-            out = tmp_path / f"alone-{name}"
-            options = with_settings(*settings, f"prompt.template={template}", f"output.path={out}")
-            assert run_here(1, [job, *options]).returncode == EXIT_OK
-            found |= {f"{record.id}#{name}": record for record in open_results(out)}
-        return found
-
-    return run
 
 
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
     "chain": (2, ()),
-    "tight": (1, ("parallel.memory_gib=0.003",)),  # no room for a text beside a prompt
-}
-MORE_WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "three": (3, ("parallel.partition=equal_time",)),
-    "ring": (2, ("parallel.strategy=ring",)),
-    "chains": (2, ("parallel.ranks_per_chain=1",)),
     "single": (1, ("parallel.strategy=single",)),
+    "tight": (1, ("parallel.memory_gib=0.003",)),  # no room for a text beside a prompt
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.long)])
-def test_answers_are_those_of_each_prompt_alone(
-    job: Path, tmp_path: Path, run_here: Any, alone: Any, ways: dict[str, tuple[int, tuple[str, ...]]]
-) -> None:
-    truth, prompts = alone(), with_prompts(job, PROMPTS)
-    for way, (ranks, settings) in ways.items():
-        options = with_settings(*settings, f"output.path={tmp_path / way}")
-        run = run_here(ranks, [prompts, *options])
-        assert run.returncode == EXIT_OK and "15 done, 0 failed" in run.stdout, (way, run.stderr)
-        found = found_in(tmp_path / way)
-        assert {name: record.token_ids for name, record in found.items()} == {
-            name: record.token_ids for name, record in truth.items()
-        }, way
+def test_answers_are_those_of_each_prompt_alone(job: Path, run_job: Any) -> None:
+    truth = {
+        f"{document}#{name}": record
+        for name, template in PROMPTS.items()
+        for document, record in run_job(1, f"prompt.template={template}").records.items()
+    }
+    prompts = with_prompts(job, PROMPTS)
+    for way, (ranks, settings) in WAYS.items():
+        run = run_job(ranks, *settings, of=prompts)
+        assert "15 done, 0 failed" in run.out and ("prefilled 3 times" in run.log) == (way == "single"), way
+        found = run.records
+        assert run.tokens == {name: record.token_ids for name, record in truth.items()}, way
         for name, record in found.items():
             document, _, prompt = name.rpartition("#")
             assert (record.document, record.question) == (document, PROMPTS[prompt]), way
             assert record.prompt_sha256 == truth[name].prompt_sha256, way
             assert record.document_sha256 == truth[name].document_sha256
             assert record.prompt_tokens == truth[name].prompt_tokens == record.slices[-1], (way, record)
-        assert ("prefilled 3 times" in run.stderr) == (way == "single")
         if way in ("tight", "single"):
             assert all(record.computed_tokens == record.prompt_tokens for record in found.values()), way
-        elif way != "chains":  # of two chains one may help the other with a document's last prompts
+        else:
             longest = [record for name, record in found.items() if name.startswith("doc-4.txt")]
             computed = sorted(record.computed_tokens for record in longest)
             assert computed[0] < computed[1] < 80 < 200 < computed[2], way
@@ -148,13 +119,13 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
     footprint = SimpleNamespace(activation_bytes=lambda tokens: 1000)
     setup: Any = SimpleNamespace(kv_bytes=lambda tokens: tokens, footprint=footprint, **{**whole, **changed})
     chain: Any = SimpleNamespace(size=2)
-    memory = ChainMemory(setup, chain, [0, 0], MagicMock())
-    way, ids = AfterShared(memory), tuple(range(305))
+    chain_has: Any = (setup, chain, [0, 0], None, None)
+    way, ids = AfterShared(*chain_has), tuple(range(305))
     prompts = [
         Prompt(ids=some, text=(0, 0), key=str(len(some)), document_id="a", new_tokens=new, shared_tokens=300)
         for some, new in ((ids[:300], 0), (ids, 4))
     ]
-    before = Plan(Alone(memory), prompts[0], None, 1)
+    before = Plan(Alone(*chain_has), prompts[0], None, 1)
     plan = Plan(way, prompts[1], None, 1, before=before)
     assert way.kept(plan) == [0, 300 + own] and way.needs(plan) == [0, 300 + own + 1000]
     way.at = way.beginning(plan)
@@ -162,7 +133,7 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
 
 
 @pytest.mark.long
-def test_fields_chat_templates_and_long_documents(job: Path, tmp_path: Path, run_here: Any) -> None:
+def test_fields_and_long_documents(job: Path, tmp_path: Path, run_job: Any) -> None:
     prompts = {"a": "{text}\n\nIn {title}, who?", "b": "{text}", "c": "{text}\n\nIn {title}, " + "when? " * 20}
     rows = [
         {"id": "short", "text": TEXT, "title": "Ferries"},
@@ -172,11 +143,10 @@ def test_fields_chat_templates_and_long_documents(job: Path, tmp_path: Path, run
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for choice in ("keep-head", "split"):
-        settings = (f"documents.path={file}", f"prompt.too_long={choice}", f"output.path={tmp_path / choice}")
-        path = with_prompts(job, prompts)
-        run = run_here(2, [path, *with_settings(*settings)])
-        assert run.returncode == EXIT_BAD_DATA and "6 done, 3 failed" in run.stdout, run.stderr
-        found = found_in(tmp_path / choice)
+        settings = (f"documents.path={file}", f"prompt.too_long={choice}")
+        run = run_job(2, *settings, of=with_prompts(job, prompts), code=EXIT_BAD_DATA)
+        assert "6 done, 3 failed" in run.out
+        found = run.records
         assert all("the field 'title'" in found[f"none#{name}"].error for name in prompts)
         assert all(found[f"none#{name}"].document == "none" for name in prompts)
         long = [found[f"long#{name}"] for name in prompts]
@@ -188,25 +158,23 @@ def test_fields_chat_templates_and_long_documents(job: Path, tmp_path: Path, run
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_done_again(job: Path, tmp_path: Path, run_here: Any) -> None:
+def test_what_is_done_is_not_done_again(job: Path, run_job: Any) -> None:
+    again: dict[str, Any] = {"to": "out", "words": ["--resume"]}
     path = with_prompts(job, PROMPTS)
-    assert run_here(2, [path, *with_settings("documents.shard=1/2")]).returncode == EXIT_OK
-    before = found_in(tmp_path / "out")
+    before = run_job(2, "documents.shard=1/2", of=path, to="out").records
     assert {record.document for record in before.values()} == {"doc-1.txt", "doc-3.txt"} and len(before) == 6
     other = with_prompts(job, {**PROMPTS, "who": "Read this: {text} Who?"}, "other.toml")
-    refused = run_here(2, [other, "--resume"])
-    assert refused.returncode == EXIT_CONFIG and "cannot resume" in refused.stderr and "prompt" in refused.stderr
-    assert run_here(2, [path, "--resume"]).returncode == EXIT_OK
-    after = found_in(tmp_path / "out")
+    refused = run_job(2, of=other, **again, code=EXIT_CONFIG).log
+    assert "cannot resume" in refused and "prompt" in refused
+    after = run_job(2, of=path, **again).records
     assert len(after) == 15 and all(after[name] == record for name, record in before.items())
 
 
-def test_prompts_that_begin_differently_are_said(job: Path, tmp_path: Path, run_here: Any) -> None:
+def test_prompts_that_begin_differently_are_said(job: Path, run_job: Any) -> None:
     path = with_prompts(job, {**PROMPTS, "other": "Think of this: {text} Who?"})
-    run = run_here(1, [path, *with_settings("documents.limit=1")])
-    assert run.returncode == EXIT_OK
-    assert "each document is prefilled 2 times, for the prompts who, when, long; other" in run.stderr
-    assert len(found_in(tmp_path / "out")) == 4
+    run = run_job(1, "documents.limit=1", of=path)
+    assert "each document is prefilled 2 times, for the prompts who, when, long; other" in run.log
+    assert [record.question for record in run.records.values()] == [*PROMPTS.values(), "Think of this: {text} Who?"]
 
 
 def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
@@ -223,38 +191,16 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
     assert len(scan_corpus([str(tmp_path)], prompts=["p"], known=again)) == 2
 
 
-@pytest.mark.parametrize(
-    ("prompts", "settings", "said"),
-    [
-        ({"a b": "{text}"}, (), "prompt.template.'a b': expected a name"),
-        ({"a": "no text"}, (), "prompt.template.a 'no text' contains {text} 0 times"),
-        ({"a": "{text}", "b": "{text}"}, (), "'a' and 'b' have the same template"),
-        ({"a": "{text} {title}"}, (), "prompt.template.a '{text} {title}' has {title}"),
-    ],
-)
-def test_what_does_not_go_with_several_prompts(
-    job: Path, run_here: Any, prompts: dict[str, str], settings: tuple[str, ...], said: str
-) -> None:
-    run = run_here(1, [with_prompts(job, prompts), *with_settings(*settings)])
-    assert run.returncode == EXIT_CONFIG and said in run.stderr and "loading" not in run.stderr
-
-
-def test_prompts_are_in_the_order_of_the_job(job: Path) -> None:
-    spec = spec_of(with_prompts(job, PROMPTS))
-    assert spec.prompts == PROMPTS
-
-
 def test_the_time_of_a_shared_document_is_counted_once() -> None:
     """The first prompt's time includes that of the document, which was counted when the document was prefilled."""
     tally, started = Tally(), []
     prefills = [SimpleNamespace(seconds=seconds) for seconds in (5000.0, 1.0)]
-    way = SimpleNamespace(prefill=lambda row, forwarder, write: prefills)
+    way = SimpleNamespace(prefill=lambda row: prefills)
     plan = SimpleNamespace(row_tokens=1, goes_with=lambda other: True, prompt=None, way=way)
     decoder = SimpleNamespace(start=lambda prompt, prefill: started.append(prefill))
     worker = SimpleNamespace(
         _rows=[plan] * 2,
         _runner=SimpleNamespace(first_rank=0),
-        _forwarder=None,
         _chain=SimpleNamespace(rank=0),
         _context=SimpleNamespace(trace=MagicMock(tally=tally), decoder=decoder),
     )

@@ -36,13 +36,11 @@ def test_log_lines_are_whole_and_say_who_and_how_long(job: Path, mpirun: Any, kv
 
 
 def test_each_phase_has_its_line_before_it_begins(
-    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))  # in which nothing is known
     template = "Here is what somebody wrote down. Read it to its end, and then write a summary of it. " * 3
-    settings = ["parallel.partition=equal_time", "model.device=cpu", f"prompt.template={template} {{text}}"]
-    run = run_here(2, [job, *(part for setting in settings for part in ("--set", setting))])
-    assert run.returncode == 0, run.stderr
+    run = run_job(2, "parallel.partition=equal_time", "model.device=cpu", f"prompt.template={template} {{text}}")
     phases = [
         "is valid; starting 2 ranks",
         "loading ",
@@ -52,7 +50,7 @@ def test_each_phase_has_its_line_before_it_begins(
         "documents: 5",
         "exit code 0",
     ]
-    places = [run.stderr.index(phase) for phase in phases]
+    places = [run.log.index(phase) for phase in phases]
     assert places == sorted(places)
 
 

@@ -3,84 +3,87 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from constants import Kvr
 from made_jobs import last_line
 
 
-@pytest.mark.slow
-def test_folders_that_are_missing_are_wrong_arguments_not_damaged_data(tmp_path: Path, kvr: Path) -> None:
+def test_folders_that_are_missing_are_wrong_arguments_not_damaged_data(tmp_path: Path, run_kvr: Kvr) -> None:
     (tmp_path / "empty").mkdir()
     for command in ("inspect", "export", "status", "merge"):
-        for name, code in (("missing", 78), ("empty", 65)):
-            run = subprocess.run([kvr, command, tmp_path / name], capture_output=True, text=True, check=False)
-            assert run.returncode == code, (command, name, run.stderr)
-            assert name in run.stderr and len(run.stderr.splitlines()) == 1
+        for name, expected in (("missing", 78), ("empty", 65)):
+            code, _, err = run_kvr(command, tmp_path / name)
+            assert code == expected and name in err and len(err.splitlines()) == 1, (command, name, err)
 
 
 WRONG = [
-    (["--set", "documents.path=nowhere"], 78, ["documents.path 'nowhere'", "no such file or folder"]),
-    (["--set", "documents.path={tmp}/void"], 78, ["contains no .txt"]),
-    (["--set", "documents.path={tmp}/void.jsonl"], 78, ["contain no documents"]),
-    (["--set", "prompt.template=Summarise it."], 78, ["prompt.template", "{{text}} 0 times"]),
-    (["--set", "prompt.template={{question}} {{text}}"], 78, ["prompt.template", "{{question}}", "known are {{text}}"]),
-    (["--set", "prompt.reduce_template={{text}} {{x}}"], 78, ["prompt.reduce_template", "has {{x}}"]),
-    (["--set", "prompt.system=Mind {{text}}."], 78, ["prompt.system", "into prompt.template"]),
-    (["--set", "prompt.max_tokens=100000"], 78, ["prompt.max_tokens = 100000", "512"]),
-    (["--set", "generation.max_new_tokens=512"], 78, ["max_new_tokens = 512", "no room"]),
-    (["--set", "model.path=./no-model"], 78, ["model.path './no-model'", "no such file or folder"]),
-    (["--set", "model.path={tmp}/no-weights"], 78, ["no *.safetensors"]),
-    (["--set", "model.path={tmp}/unknown-architecture"], 78, ["cannot be loaded", "no-such-type"]),
-    (["--set", "model.path={tmp}/damaged-weights"], 78, ["cannot be loaded"]),
-    (["--set", "model.path=package:no_such_package/x.gguf"], 78, ["package 'no_such_package' is not installed"]),
-    (["--set", "model.dtype=float31"], 78, ["model.dtype = 'float31'", "'bfloat16'"]),
-    (["--set", "model.device=cuda"], 78, ["model.device = 'cuda'", "no GPU"]),
-    (["--set", "generation.max_tokens=3"], 78, ["unknown key", "did you mean 'max_new_tokens'"]),
-    (["--set", "parallel.ranks_per_chain=3"], 78, ["ranks_per_chain = 3", "[1, 2]"]),
-    (["--set", "output.path={tmp}/job.toml/out"], 78, ["output.path", "cannot be written"]),
-    (["--set", "nonsense"], 78, ["expected section.key=value"]),
+    ("documents.path=nowhere", ["documents.path 'nowhere'", "no such file or folder"]),
+    ("documents.path={tmp}/void", ["contains no .txt"]),
+    ("documents.path={tmp}/void.jsonl", ["contain no documents"]),
+    ("prompt.template=Summarise it.", ["prompt.template", "{{text}} 0 times"]),
+    ("prompt.template={{question}} {{text}}", ["prompt.template", "{{question}}", "known are {{text}}"]),
+    ("prompt.reduce_template={{text}} {{x}}", ["prompt.reduce_template", "has {{x}}"]),
+    ("prompt.system=Mind {{text}}.", ["prompt.system", "into prompt.template"]),
+    ("prompt.max_tokens=100000", ["prompt.max_tokens = 100000", "512"]),
+    ("generation.max_new_tokens=512", ["max_new_tokens = 512", "no room"]),
+    ("model.path=./no-model", ["model.path './no-model'", "no such file or folder"]),
+    ("model.path={tmp}/no-weights", ["no *.safetensors"]),
+    ("model.path={tmp}/unknown-architecture", ["cannot be loaded", "no-such-type"]),
+    ("model.path={tmp}/damaged-weights", ["cannot be loaded"]),
+    ("model.path=package:no_such_package/x.gguf", ["package 'no_such_package' is not installed"]),
+    ("model.dtype=float31", ["model.dtype = 'float31'", "'bfloat16'"]),
+    ("model.device=cuda", ["model.device = 'cuda'", "no GPU"]),
+    ("generation.max_tokens=3", ["unknown key", "did you mean 'max_new_tokens'"]),
+    ("parallel.ranks_per_chain=3", ["ranks_per_chain = 3", "[1, 2]"]),
+    ("output.path={tmp}/job.toml/out", ["output.path", "cannot be written"]),
+    ("nonsense", ["expected section.key=value"]),
+    ("prompt.template={{'a b' = '{{text}}'}}", ["prompt.template.'a b': expected a name"]),
+    ("prompt.template={{a = 'no text'}}", ["prompt.template.a 'no text' contains {{text}} 0 times"]),
+    ("prompt.template={{a = '{{text}}', b = '{{text}}'}}", ["'a' and 'b' have the same template"]),
+    ("prompt.template={{a = '{{text}} {{title}}'}}", ["prompt.template.a '{{text}} {{title}}' has {{title}}"]),
+    ("generation.score=x", ["max_new_tokens = 8 asks for one"]),
+    ("model.adapter=/nowhere", ["no such folder"]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "words"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
-)
+@pytest.mark.parametrize(("setting", "words"), WRONG)
 def test_what_users_get_wrong(
-    options: list[str], code: int, words: list[str], job: Path, tmp_path: Path, tiny_model_dir: Path, run_here: Any
+    setting: str, words: list[str], job: Path, tmp_path: Path, tiny_model_dir: Path, run_here: Any
 ) -> None:
     make_broken_things(tmp_path, tiny_model_dir)
-    run = run_here(2, [job, *(option.format(tmp=tmp_path) for option in options)])
-    assert run.returncode == code, run.stderr
+    run = run_here(2, [job, "--set", setting.format(tmp=tmp_path)])
+    check_refused(run, tmp_path, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--set", "documents.path=nowhere"], 78, WRONG[0][1]),
+        (["none.toml"], 78, ["not found"]),
+        (["--overwrite", "--resume"], 2, ["give only one"]),
+    ],
+)
+def test_what_users_get_wrong_under_mpirun(
+    options: list[str], code: int, words: list[str], job: Path, mpirun: Any, kvr_run: Path, tmp_path: Path
+) -> None:
+    run = mpirun(2, [kvr_run, *([] if options[0].endswith("toml") else [job]), *options])
+    if code == 78:
+        check_refused(run, tmp_path, words)
+    assert run.returncode == code and all(word in run.stderr for word in words)
+
+
+def check_refused(run: Any, folder: Path, words: list[str]) -> None:
+    assert run.returncode == 78, run.stderr
     assert "Traceback" not in run.stderr
     for word in words:
         assert word.format() in run.stderr
     assert run.stderr.count("error: ") == 1, "one rank speaks for all"
-    assert last_line(run.stderr) == f"exit code {code}: the job cannot be run as written"
-    assert not list(tmp_path.glob("out/*.h5*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "code", "words"), [WRONG[0], WRONG[6], (["--overwrite", "--resume"], 2, ["give only one"])]
-)
-def test_what_users_get_wrong_under_mpirun(
-    options: list[str],
-    code: int,
-    words: list[str],
-    job: Path,
-    mpirun: Any,
-    kvr_run: Path,
-    tmp_path: Path,
-) -> None:
-    run = mpirun(2, [kvr_run, job, *options])
-    assert run.returncode == code, run.stderr
-    assert all(word in run.stderr for word in words) and "Traceback" not in run.stderr
-    if code == 78:
-        assert run.stderr.count("error: ") == 1, "one rank speaks for all"
-    assert not list(tmp_path.glob("out/*.h5*"))
+    assert last_line(run.stderr) == "exit code 78: the job cannot be run as written"
+    assert not list(folder.glob("out/*.h5*"))
 
 
 @pytest.mark.slow
@@ -103,18 +106,11 @@ def make_broken_things(tmp_path: Path, tiny_model_dir: Path) -> None:
             (tmp_path / name / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}")
 
 
-def test_missing_and_broken_job_files(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
-    missing = mpirun(2, [kvr_run, tmp_path / "none.toml"])
-    assert missing.returncode == 78 and "not found" in missing.stderr
-    (tmp_path / "broken.toml").write_text("[model\n")
-    broken = mpirun(2, [kvr_run, tmp_path / "broken.toml"])
-    assert broken.returncode == 78 and "cannot be read as TOML" in broken.stderr
-
-
-def test_show_config_names_the_sources(job: Path, mpirun: Any, kvr_run: Path, tmp_path: Path) -> None:
-    run = mpirun(
-        2, [kvr_run, job, "--show-config", "--set", "generation.seed=4"], env={"KVR_GENERATION__MAX_NEW_TOKENS": "7"}
-    )
+def test_show_config_names_the_sources(
+    job: Path, run_here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVR_GENERATION__MAX_NEW_TOKENS", "7")
+    run = run_here(2, [job, "--show-config", "--set", "generation.seed=4"])
     assert run.returncode == 0, run.stderr
     rows = {line.split("=")[0].strip(): line for line in run.stdout.splitlines()}
     assert rows["generation.seed"].endswith("= 4  # --set generation.seed")

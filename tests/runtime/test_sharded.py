@@ -13,18 +13,23 @@ from made_jobs import last_line
 from made_runs import kv_in
 
 from kvr_mpi import open_results
-from kvr_mpi.store.record import Record
 from kvr_mpi.store.volumes import key_of
 
-SHARDED = ("output.kv=sharded", "prompt.max_tokens=400")
+LONGER = "prompt.max_tokens=400"
+SHARDED = ("output.kv=sharded", LONGER)
 
 
-def options(*settings: str) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
+@pytest.fixture
+def truth(run_job: Any) -> Path:
+    """The same job on one rank, which keeps everything."""
+    folder: Path = run_job(1, "output.kv=true", LONGER, to="truth").folder
+    return folder
 
 
-def records(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in open_results(folder)}
+@pytest.fixture
+def unmerged(monkeypatch: pytest.MonkeyPatch, truth: Path) -> None:
+    """From now on runs are too large to be put together at their end."""
+    monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
 
 
 def stored(folder: Path) -> dict[str, Any]:
@@ -34,20 +39,6 @@ def stored(folder: Path) -> dict[str, Any]:
         with results.open(name) as (_, kv):
             found[name] = kv.tokens, {layer: kv.read(layer) for layer in kv.layers}
     return found
-
-
-@pytest.fixture
-def truth(job: Path, tmp_path: Path, run_here: Any) -> Path:
-    """The same job on one rank, which keeps everything."""
-    told = ("output.kv=true", SHARDED[1], f"output.path={tmp_path / 'truth'}")
-    assert run_here(1, [job, *options(*told)]).returncode == 0
-    return tmp_path / "truth"
-
-
-@pytest.fixture
-def unmerged(monkeypatch: pytest.MonkeyPatch, truth: Path) -> None:
-    """From now on runs are too large to be put together at their end."""
-    monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
 
 
 def check_only_own(folder: Path) -> None:
@@ -60,24 +51,20 @@ def check_only_own(folder: Path) -> None:
         record, pieces = results[name], place.pieces
         assert len(pieces) == len({piece.path for piece in pieces}) == max(1, len(record.slices) - 1)
         with results.open(name) as (_, kv):
-            starts = [row[0].first_token for row in kv.pieces]
-            assert starts == list(record.slices[: len(pieces)])
+            assert [row[0].first_token for row in kv.pieces] == list(record.slices[: len(pieces)])
     assert written == Counter(key_of(piece) for place in results.index.places.values() for piece in place.needs)
 
 
 def check_same(folder: Path, truth: Path) -> None:
-    found, wanted = records(folder), records(truth)
-    assert {name: record.token_ids for name, record in found.items()} == {
-        name: record.token_ids for name, record in wanted.items()
-    }
+    answers, wanted = ({one.id: one.token_ids for one in open_results(run)} for run in (folder, truth))
+    assert answers == wanted
     here, there = stored(folder), stored(truth)
     assert here.keys() == there.keys()
     for name, (tokens, layers) in here.items():
         assert tokens == there[name][0] and tokens.first == 0
         assert layers.keys() == there[name][1].keys()
         for number, pair in layers.items():
-            for own, other in zip(pair, there[name][1][number], strict=True):
-                torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(pair, there[name][1][number], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -85,100 +72,89 @@ def check_same(folder: Path, truth: Path) -> None:
     ("ranks", "more"),
     [
         (3, ("parallel.partition=equal_time",)),
-        pytest.param(4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.slow),
+        (4, ("parallel.ranks_per_chain=2",)),
         pytest.param(1, (), marks=pytest.mark.long),
     ],
 )
-def test_the_answers_and_keys_of_one_rank(
-    job: Path, tmp_path: Path, truth: Path, run_here: Any, ranks: int, more: tuple[str, ...]
-) -> None:
+def test_the_answers_and_keys_of_one_rank(truth: Path, run_job: Any, ranks: int, more: tuple[str, ...]) -> None:
     """And what is put together says nothing of how it was cut."""
-    done = run_here(ranks, [job, *options(*SHARDED, *more)])
-    assert done.returncode == 0, done.stderr
-    check_same(tmp_path / "out", truth)
-    assert not list((tmp_path / "out").glob("kv-*.h5"))
-    assert all(
-        len(record.slices) == (2 if "chain" in str(more) else ranks) + 1
-        for record in records(tmp_path / "out").values()
-    )
+    ran = run_job(ranks, *SHARDED, *more)
+    check_same(ran.folder, truth)
+    assert not list(ran.folder.glob("kv-*.h5"))
+    assert {len(record.slices) for record in ran.records.values()} == {min(ranks, 2 if "chain" in str(more) else 3) + 1}
 
 
 @pytest.mark.slow
-def test_prefill_only_sampling_and_texts_that_are_split(job: Path, tmp_path: Path, run_here: Any) -> None:
-    """Whatever else a job asks for, it is as without shards."""
-    for number, more in enumerate(
-        (
-            ("generation.max_new_tokens=0",),
-            ("generation.temperature=0.9", "generation.seed=3"),
-            ("prompt.max_tokens=120", "prompt.too_long=split", "generation.max_new_tokens=4"),
-        )
-    ):
-        folders = tmp_path / f"whole-{number}", tmp_path / f"sharded-{number}"
-        for folder, kv in zip(folders, ("true", "sharded"), strict=True):
-            done = run_here(2, [job, *options(*more, f"output.kv={kv}", f"output.path={folder}")])
-            assert done.returncode == 0, done.stderr
-        check_same(folders[1], folders[0])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("generation.max_new_tokens=0",),
+        ("generation.temperature=0.9", "generation.seed=3"),
+        ("prompt.max_tokens=120", "prompt.too_long=split", "generation.max_new_tokens=4"),
+    ],
+)
+def test_whatever_else_a_job_asks_for_is_as_without_shards(run_job: Any, more: tuple[str, ...]) -> None:
+    whole, sharded = (run_job(2, *more, f"output.kv={kv}").folder for kv in ("true", "sharded"))
+    check_same(sharded, whole)
 
 
 @pytest.mark.usefixtures("unmerged")
 @pytest.mark.parametrize("kv", ["true", pytest.param("sharded", marks=pytest.mark.long)])
 @pytest.mark.slow
 def test_what_every_rank_wrote_of_its_own_is_read_as_one(
-    job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any, tiny_model_dir: Path, kv: str
+    truth: Path, run_job: Any, run_kvr: Any, ask_about: Any, kv: str
 ) -> None:
     """Asked, exported, read from Python, gone on from and put together: as if one rank had written it all."""
-    out = tmp_path / "out"
-    own = f"output.kv={kv}", SHARDED[1]
-    assert run_here(3, [job, *options(*own)]).returncode == 0
-    files = sorted(out.glob("kv-*.h5"))
+    out = run_job(3, f"output.kv={kv}", LONGER, to="out").folder
     cut = {record.id for record in open_results(out) if len(record.slices) > 2}  # others are too short for a chain
-    assert len(files) >= 2 and len(cut) >= 2
-    asking = tmp_path / "ask.toml"
-    asking.write_text(
-        f"""
-        model.path = "{tiny_model_dir}"
-        documents.path = "{out}"
-        questions.ask = ["Who?"]
-        output.path = "{tmp_path / "asked"}"
-        """
-    )
+    assert len(list(out.glob("kv-*.h5"))) >= 2 and len(cut) >= 2
     check_only_own(out)
-    asked = run_here(2, [asking])
-    assert asked.returncode == 0, asked.stderr
-    answers = {name: record.token_ids for name, record in records(tmp_path / "asked").items()}
-    assert max(record.computed_tokens for record in records(tmp_path / "asked").values()) < 40
-    wanted = run_here(1, [asking, *options(f"documents.path={truth}"), "--overwrite"])
-    assert wanted.returncode == 0, wanted.stderr
-    assert answers == {name: record.token_ids for name, record in records(tmp_path / "asked").items()}
+    asked = run_job(2, of=ask_about(out))
+    assert max(record.computed_tokens for record in asked.records.values()) < 40
+    assert asked.tokens == run_job(1, of=ask_about(truth)).tokens
     found, other = open_results(out), open_results(truth)
     for name in found.ids():
         here, there = found.kv(name), other.kv(name)
         assert here.token_ids == there.token_ids and here.text == there.text
         for number, pair in here.layers.items():
             torch.testing.assert_close(pair, there.layers[number], rtol=1e-4, atol=1e-4)
-    again = run_here(2, [job, *options(*own), "--resume"])
-    assert again.returncode == 0 and "5 of them already done" in again.stderr
+    again = run_job(2, f"output.kv={kv}", LONGER, to="out", words=["--resume"])
+    assert "5 of them already done" in again.log
     code, _, said = run_kvr("merge", out)
-    assert code == 0, said
-    assert not list(out.glob("kv-*.h5"))
+    assert code == 0 and not list(out.glob("kv-*.h5")), said
     check_same(out, truth)
 
 
+def lose(path: Path) -> str:
+    path.unlink()
+    return "lost keys and values"
+
+
+def damage(path: Path) -> str:
+    with h5py.File(path) as file:
+        dataset = next(iter(file["kv"].values()))["layer_001/values"]
+        offset = dataset.id.get_offset()
+        del dataset
+    data = bytearray(path.read_bytes())
+    data[offset + 5] ^= 4
+    path.write_bytes(data)
+    return "damaged"
+
+
 @pytest.mark.usefixtures("unmerged")
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("spoil", "kv"), [(lose, "sharded"), (damage, "true")])
 @pytest.mark.slow
-def test_a_part_that_is_lost_is_made_again(
-    job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any, ranks: int
+def test_a_part_that_is_lost_or_damaged_is_made_again(
+    truth: Path, run_job: Any, run_kvr: Any, spoil: Any, kv: str
 ) -> None:
     """Whole documents are done again, on any number of ranks; never is one put together of what is left."""
-    out = tmp_path / "out"
-    assert run_here(3, [job, *options(*SHARDED)]).returncode == 0
-    lost = min(out.glob("kv-*.h5"))
-    lost.unlink()
-    code, _, said = run_kvr("merge", out)
-    assert code == 65 and "lost keys and values" in said
-    again = run_here(ranks, [job, *options(*SHARDED), "--resume"])
-    assert again.returncode == 0 and f"{lost.name} is gone" in again.stderr
+    out = run_job(3, f"output.kv={kv}", LONGER, to="out").folder
+    path = min(out.glob("kv-*.h5"))
+    said = spoil(path)
+    code, _, told = run_kvr("merge", out)
+    assert code == 65 and said in told
+    again = run_job(2, f"output.kv={kv}", LONGER, to="out", words=["--resume"])
+    assert f"{path.name} is gone" in again.log or "is damaged" in again.log
     assert run_kvr("merge", out)[0] == 0
     check_same(out, truth)
 
@@ -198,115 +174,42 @@ def test_a_part_that_is_lost_is_made_again(
 )
 @pytest.mark.long
 def test_ranks_that_write_their_own_store_what_one_would(
-    job: Path, tmp_path: Path, run_here: Any, model_of: Any, kind: str, ranks: int, more: tuple[str, ...]
+    run_job: Any, model_of: Any, kind: str, ranks: int, more: tuple[str, ...]
 ) -> None:
     """Of layers with windows all tokens, too, though the rank that decodes is sent only what it sees."""
-    own = (f"model.path={model_of(kind)}", "output.kv=true", SHARDED[1])
-    alone = [one for one in more if not one.startswith("parallel.")]
-    done = run_here(1, [job, *options(*own, *alone, f"output.path={tmp_path / 'one'}")])
-    assert done.returncode == 0, done.stderr
-    done = run_here(ranks, [job, *options(*own, *more)])
-    assert done.returncode == 0, done.stderr
-    check_same(tmp_path / "out", tmp_path / "one")
+    own = (f"model.path={model_of(kind)}", "output.kv=true", LONGER)
+    alone = run_job(1, *own, *(one for one in more if not one.startswith("parallel.")))
+    check_same(run_job(ranks, *own, *more).folder, alone.folder)
 
 
-@pytest.mark.usefixtures("unmerged")
-@pytest.mark.slow
-def test_a_damaged_part_is_never_used(job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any) -> None:
-    out = tmp_path / "out"
-    assert run_here(2, [job, *options("output.kv=true", SHARDED[1])]).returncode == 0
-    path = min(out.glob("kv-*.h5"))
-    with h5py.File(path) as file:
-        dataset = next(iter(file["kv"].values()))["layer_001/values"]
-        offset = dataset.id.get_offset()
-        del dataset
-    data = bytearray(path.read_bytes())
-    data[offset + 5] ^= 4
-    path.write_bytes(data)
-    code, _, said = run_kvr("merge", out)
-    assert code == 65 and "damaged" in said
-    again = run_here(2, [job, *options("output.kv=true", SHARDED[1]), "--resume"])
-    assert again.returncode == 0 and "is damaged" in again.stderr
-    assert run_kvr("merge", out)[0] == 0
-    check_same(out, truth)
-
-
-def ask_sharded(folder: Path, model: Path, run: Path, name: str = "asked", tokens: int = 8) -> Path:
-    path = folder / f"{name}.toml"
-    path.write_text(
-        f"""
-        model.path = "{model}"
-        documents.path = "{run}"
-        output.path = "{folder / name}"
-        generation.max_new_tokens = {tokens}
-        parallel.ranks_per_chain = "all"
-        [questions]
-        ask = ["Who wrote it, and what for?", "When?"]
-        """
-    )
-    return path
-
-
-@pytest.mark.parametrize("kind", ["llama-gqa", pytest.param("mistral-window", marks=pytest.mark.long)])
-@pytest.mark.slow
-def test_stored_documents_are_asked_by_all_ranks_together(
-    job: Path, tmp_path: Path, run_here: Any, model_of: Any, kind: str
-) -> None:
-    """The answers of one rank that holds everything, however a document is shared out."""
-    model, out = model_of(kind), tmp_path / "out"
-    own = (f"model.path={model}", "prompt.max_tokens=400")
-    assert run_here(2, [job, *options(*own, "output.kv=true")]).returncode == 0
-    asking = ask_sharded(tmp_path, model, out)
-    wanted = None
-    for ranks, more in ((1, ("parallel.ranks_per_chain=1",)), (1, ()), (2, ()), (3, ())):
-        done = run_here(ranks, [asking, *options(*more), "--overwrite"])
-        assert done.returncode == 0, done.stderr
-        found = records(tmp_path / "asked")
-        answers = {name: record.token_ids for name, record in found.items()}
-        wanted = wanted or answers
-        assert len(answers) == 10 and answers == wanted
-        assert all(record.computed_tokens < 40 for record in found.values())
+@pytest.mark.long
+def test_stored_documents_are_asked_by_all_ranks_together(run_job: Any, ask_about: Any, model_of: Any) -> None:
+    """The answers of one rank that holds everything, however a document is shared out: with windows, too."""
+    model = f"model.path={model_of('mistral-window')}"
+    asking = ask_about(run_job(2, model, LONGER, "output.kv=true").folder)
+    wanted = run_job(1, model, of=asking).tokens
+    for ranks in (1, 2, 3):
+        found = run_job(ranks, model, "parallel.ranks_per_chain=all", of=asking)
+        assert len(found.tokens) == 10 and found.tokens == wanted
+        assert all(record.computed_tokens < 40 for record in found.records.values())
 
 
 @pytest.mark.slow
-def test_a_damaged_share_is_an_error_record_and_nobody_waits(
-    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
-) -> None:
+def test_a_damaged_share_is_an_error_record_and_nobody_waits(run_job: Any, ask_about: Any) -> None:
     """One rank finds it; all go on to the next document."""
-    out = tmp_path / "out"
-    assert run_here(2, [job, *options("output.kv=true")]).returncode == 0
+    out = run_job(2, "output.kv=true").folder
     with h5py.File(out / "results.h5", "r+") as file:
         kv_in(file, "doc-2.txt")["layer_001/keys"][3] += 1
-    done = run_here(3, [ask_sharded(tmp_path, tiny_model_dir, out)])
-    assert done.returncode == 65, done.stderr
-    found = records(tmp_path / "asked")
+    found = run_job(3, "parallel.ranks_per_chain=all", of=ask_about(out), code=65).records
     bad = {name for name, record in found.items() if record.status == "error"}
     assert bad == {"doc-2.txt#q1", "doc-2.txt#q2"} and "layer_001" in found["doc-2.txt#q1"].error
 
 
-def test_what_it_does_not_go_with(job: Path, run_here: Any) -> None:
-    refused = run_here(2, [job, *options("output.kv=shards")])
-    assert refused.returncode == 78 and "'sharded'" in refused.stderr
-
-
-def test_bad_documents_stop_nothing(job: Path, tmp_path: Path, run_here: Any) -> None:
-    (tmp_path / "corpus" / "empty.txt").write_text("")
-    (tmp_path / "corpus" / "short.txt").write_text("a")
-    done = run_here(3, [job, *options(*SHARDED, "prompt.template={text}", "prompt.chat_template=false")])
-    assert done.returncode == 65 and last_line(done.stderr).count("2 of 7 documents failed")
-    found = records(tmp_path / "out")
+def test_bad_documents_stop_nothing(job: Path, run_job: Any) -> None:
+    (job.parent / "corpus" / "empty.txt").write_text("")
+    (job.parent / "corpus" / "short.txt").write_text("a")
+    done = run_job(3, *SHARDED, "prompt.template={text}", "prompt.chat_template=false", code=65)
+    assert last_line(done.log).count("2 of 7 documents failed")
+    found = done.records
     assert [record.status for record in found.values()] == ["done"] * 5 + ["error"] * 2
     assert "tokens cannot be spread over 3 ranks" in found["short.txt"].error
-
-
-@pytest.mark.slow
-def test_what_prompts_begin_with_may_be_stored(job: Path, tmp_path: Path, truth: Path, run_here: Any) -> None:
-    """Beginnings that are loaded are in the first share, and the chain computes the rest."""
-    (tmp_path / "corpus" / "doc-4.txt").write_text((tmp_path / "corpus" / "doc-4.txt").read_text() + "And then?")
-    whole, sharded = tmp_path / "whole", tmp_path / "out"
-    for folder, kv in ((whole, "true"), (sharded, "sharded")):
-        told = (f"output.kv={kv}", SHARDED[1], f"documents.reuse={truth}", f"output.path={folder}")
-        done = run_here(2, [job, *options(*told)])
-        assert done.returncode == 0, done.stderr
-    assert any(record.computed_tokens < record.prompt_tokens for record in records(sharded).values())
-    check_same(sharded, whole)

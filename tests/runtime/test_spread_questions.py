@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -11,7 +12,6 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from made_jobs import answers, with_settings
 from transformers import AutoConfig
 
 from kvr_mpi.kv.shares import Share
@@ -19,34 +19,23 @@ from kvr_mpi.prefill.memory_budget import GIB, footprint_of
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import StoredLayer
 
-NEW_TOKENS = 6
 QUESTIONS = ("Who wrote it, and what for?", "When?", "What is it about, in one word?")
 DOCUMENTS = ("doc-2.txt", "doc-3.txt", "doc-4.txt")
 
 
 @pytest.fixture
-def run(job: Path, tmp_path: Path, run_here: Any) -> Path:
+def run(run_job: Any) -> Path:
     """A run with keys and values."""
-    done = run_here(1, [job, *with_settings("output.kv=true", "generation.max_new_tokens=1", "prompt.max_tokens=400")])
-    assert done.returncode == 0, done.stderr
-    return tmp_path / "out"
+    folder: Path = run_job(1, "output.kv=true", "generation.max_new_tokens=1", "prompt.max_tokens=400").folder
+    return folder
 
 
-def ask_job(folder: Path, model: Path, run: Path, questions: tuple[str, ...] = QUESTIONS) -> Path:
-    path = folder / "ask.toml"
-    path.write_text(
-        f"""
-        model.path = "{model}"
-        documents.path = "{run}"
-        output.path = "{folder / "asked"}"
-        generation.max_new_tokens = {NEW_TOKENS}
-        parallel.ranks_per_chain = "all"
-        [questions]
-        ask = {list(questions)}
-        documents = {list(DOCUMENTS)}
-        """
-    )
-    return path
+@pytest.fixture
+def ask(run: Path, run_job: Any, ask_about: Any) -> Callable[..., Any]:
+    """Ask about three of its documents, which all ranks hold together."""
+    spread = ("parallel.ranks_per_chain=all", f"questions.documents={list(DOCUMENTS)}")
+
+    return lambda ranks, *settings: run_job(ranks, *spread, *settings, of=ask_about(run, *QUESTIONS))
 
 
 class Watch:
@@ -94,44 +83,25 @@ def check_read_once(watch: Watch, run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
 def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_beside_it(
-    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+    run: Path, ask: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """With room for all of them, and for one and a question or two: the answers of one rank that holds everything."""
-    asking, asked = ask_job(tmp_path, tiny_model_dir, run), tmp_path / "asked"
-    whole = run_here(1, [asking, *with_settings("parallel.ranks_per_chain=1")])
-    assert whole.returncode == 0, whole.stderr
-    wanted, found = answers(asked), list(open_results(asked))
+    whole = ask(1, "parallel.ranks_per_chain=1")
+    wanted, found = whole.tokens, whole.records.values()
     assert len(wanted) == len(DOCUMENTS) * len(QUESTIONS)
     with monkeypatch.context() as patched:
         watch = Watch(patched)
-        assert run_here(ranks, [asking, "--overwrite"]).returncode == 0
-        roomy = watch.most_bytes
+        roomy = ask(ranks)
+        most_bytes = watch.most_bytes
         check_read_once(watch, run)
-    assert answers(asked) == wanted
-    assert all(0 < record.computed_tokens < 40 for record in open_results(asked))
+    assert roomy.tokens == wanted and all(0 < record.computed_tokens < 40 for record in roomy.records.values())
     longest, fresh = max(one.prompt_tokens for one in found), [one.computed_tokens for one in found]
     config = AutoConfig.from_pretrained(tiny_model_dir)
     each = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4
     activation_bytes = footprint_of(config, torch.float32).activation_bytes
     room = each * (-(-longest // ranks) + 40) + activation_bytes(max(fresh))
     watch = Watch(monkeypatch)
-    done = run_here(ranks, [asking, *with_settings(f"parallel.memory_gib={room / GIB:.9f}"), "--overwrite"])
-    assert done.returncode == 0, done.stderr
+    tight = ask(ranks, f"parallel.memory_gib={room / GIB:.9f}")
     check_read_once(watch, run)
-    assert answers(asked) == wanted
-    assert watch.most_bytes <= room - activation_bytes(min(fresh)) < roomy
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_answers_are_those_to_one_question_at_a_time(
-    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, ranks: int
-) -> None:
-    asked = tmp_path / "asked"
-    assert run_here(ranks, [ask_job(tmp_path, tiny_model_dir, run)]).returncode == 0
-    together, apart = answers(asked), dict[str, tuple[int, ...]]()
-    for number, question in enumerate(QUESTIONS, 1):
-        alone = ask_job(tmp_path, tiny_model_dir, run, (question,))
-        assert run_here(ranks, [alone, "--overwrite"]).returncode == 0
-        apart |= {name.replace("#q1", f"#q{number}"): ids for name, ids in answers(asked).items()}
-    assert together == apart
+    assert tight.tokens == wanted
+    assert watch.most_bytes <= room - activation_bytes(min(fresh)) < most_bytes

@@ -67,44 +67,33 @@ def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(job: Path, tm
 @pytest.mark.parametrize(
     ("stored", "asked"),
     [
-        (("output.kv=true", "compress.method=snapkv", "compress.budget=64", "compress.window=16"), ()),
-        (("output.kv=true",), ("parallel.ranks_per_chain=all",)),
+        (("compress.method=snapkv", "compress.budget=64", "compress.window=16"), ()),
+        ((), ("parallel.ranks_per_chain=all",)),
     ],
 )
 def test_prompts_that_go_on_from_stored_ones_have_their_place_in_time(
-    job: Path, tmp_path: Path, run_here: Any, stored: Any, asked: Any
+    run_job: Any, ask_about: Any, stored: Any, asked: Any
 ) -> None:
-    assert run_here(1, [job, *with_settings(*stored)]).returncode == 0
-    question = tmp_path / "ask.toml"
-    model = next(line for line in job.read_text().splitlines() if "path" in line)
-    question.write_text(
-        f"[model]\n{model.strip()}\n[documents]\npath = '{tmp_path / 'out'}'\n[questions]\n"
-        f"ask = ['Who left?', 'When?']\n[generation]\nmax_new_tokens = 2\n[output]\npath = '{tmp_path / 'asked'}'\n"
-    )
-    run = run_here(2, [question, *TRACED, *with_settings(*asked)])
-    assert run.returncode == 0, run.stderr
-    for trace in read_traces(tmp_path / "asked"):
+    ran = run_job(1, "output.kv=true", *stored)
+    traced = run_job(2, "output.trace=true", *asked, of=ask_about(ran.folder))
+    for trace in read_traces(traced.folder):
         prefills = of_kind(trace, "prefill")
         ends = [span.ended_s for span in of_kind(trace, "write")]
         assert prefills and all(0.0 <= span.began_s < span.ended_s <= max(ends) for span in prefills)
 
 
-def test_a_prompts_shared_beginning_is_not_in_its_own_span_again(job: Path, tmp_path: Path, run_here: Any) -> None:
-    prompts = "[prompt.template]\n" + "".join(f"{name} = '{{text}} {name}?'\n" for name in ("who", "when"))
-    lines = [line for line in job.read_text().splitlines() if "[prompt]" not in line and "template" not in line]
-    job.write_text("\n".join(lines) + "\n" + prompts)
-    run = run_here(1, [job, *TRACED])
-    assert run.returncode == 0, run.stderr
-    (trace,) = read_traces(tmp_path / "out")
+def test_a_prompts_shared_beginning_is_not_in_its_own_span_again(run_job: Any) -> None:
+    prompts = "prompt.template={who = '{text} who?', when = '{text} when?'}"
+    (trace,) = read_traces(run_job(1, "output.trace=true", prompts).folder)
     spans = sorted(of_kind(trace, "prefill"), key=lambda span: span.began_s)
     assert len(spans) > 2 and all(before.ended_s <= after.began_s + 2e-6 for before, after in pairwise(spans))
 
 
-def test_nothing_is_received_before_it_is_sent(job: Path, tmp_path: Path, run_here: Any) -> None:
-    assert run_here(3, [job, *TRACED]).returncode == 0
+def test_spans_nest_and_nothing_is_received_before_it_is_sent(run_job: Any) -> None:
+    folder = run_job(3, "output.trace=true").folder
     begun: dict[Any, float] = {}
     arrived: dict[Any, float] = {}
-    for trace in read_traces(tmp_path / "out"):
+    for trace in read_traces(folder):
         for span in of_kind(trace, "send", "forward", "receive"):
             document = trace.prompts[span.prompt].document
             here, there = trace.header.rank, span.peer
@@ -118,30 +107,8 @@ def test_nothing_is_received_before_it_is_sent(job: Path, tmp_path: Path, run_he
                 begun[key] = min(begun.get(key, 1e18), span.began_s)
     assert arrived.keys() == begun.keys() != set()
     assert all(begun[key] <= when + 1e-5 for key, when in arrived.items())
-
-
-@pytest.mark.slow
-def test_a_resumed_job_adds_its_own_and_overwriting_removes_all(job: Path, tmp_path: Path, run_here: Any) -> None:
-    assert run_here(2, [job, *TRACED, *with_settings("documents.limit=5")]).returncode == 0
-    before = [file.read_bytes() for file in trace_files(tmp_path / "out")]
-    assert len(before) == 2
-    assert run_here(2, [job, *TRACED, "--resume"]).returncode == 0
-    assert [file.name for file in trace_files(tmp_path / "out")] == [
-        "0001-0000.json",
-        "0001-0001.json",
-        "0002-0000.json",
-        "0002-0001.json",
-    ]
-    assert [file.read_bytes() for file in trace_files(tmp_path / "out")[:2]] == before
-    assert len({event["pid"] for event in events_of(tmp_path / "out")}) == 4
-    assert run_here(2, [job, "--overwrite"]).returncode == 0
-    assert not list((tmp_path / "out").glob("trace*")), "what is there of another run would be taken for this one's"
-
-
-def test_spans_of_a_row_nest(job: Path, tmp_path: Path, run_here: Any) -> None:
-    assert run_here(3, [job, *TRACED]).returncode == 0
     rows = defaultdict(list)
-    for event in events_of(tmp_path / "out"):
+    for event in events_of(folder):
         if event["ph"] == "X":
             rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     assert len(rows) > 6
@@ -152,6 +119,20 @@ def test_spans_of_a_row_nest(job: Path, tmp_path: Path, run_here: Any) -> None:
                 open_until.pop()
             assert not open_until or ended <= open_until[-1] + 5, "microseconds, rounded"
             open_until.append(ended)
+
+
+@pytest.mark.slow
+def test_a_resumed_job_adds_its_own_and_overwriting_removes_all(job: Path, tmp_path: Path, run_here: Any) -> None:
+    assert run_here(2, [job, *TRACED, *with_settings("documents.limit=5")]).returncode == 0
+    before = [file.read_bytes() for file in trace_files(tmp_path / "out")]
+    assert len(before) == 2
+    assert run_here(2, [job, *TRACED, "--resume"]).returncode == 0
+    names = [f"000{session}-000{rank}.json" for session in (1, 2) for rank in (0, 1)]
+    assert [file.name for file in trace_files(tmp_path / "out")] == names
+    assert [file.read_bytes() for file in trace_files(tmp_path / "out")[:2]] == before
+    assert len({event["pid"] for event in events_of(tmp_path / "out")}) == 4
+    assert run_here(2, [job, "--overwrite"]).returncode == 0
+    assert not list((tmp_path / "out").glob("trace*")), "what is there of another run would be taken for this one's"
 
 
 def write_spans(folder: Path, count: int, limit_bytes: int = 1 << 20) -> list[str]:

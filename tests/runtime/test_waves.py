@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from job_files import load, write_job
 
-from kvr_mpi.runtime.waves import (
-    MAX_WAVE_S,
-    Held,
-    Next,
-    Refusal,
-    WaveScheduler,
-)
+from kvr_mpi.errors import DocumentError
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.registry import KVR
+from kvr_mpi.runtime.slice_planner import SlicePlanner
+from kvr_mpi.runtime.waves import MAX_WAVE_S, Held, Next, WaveScheduler
 
 FREE = 100
 
@@ -46,22 +49,23 @@ class Request:
         return str(self.document)
 
 
-@dataclass
 class Ranks:
-    """Memory of ranks; a prompt takes its bytes where it decodes, and half of them elsewhere while it is prefilled."""
+    """A chain's memory; a prompt takes its bytes where it decodes, and half of them elsewhere while it is prefilled."""
 
-    size: int
-    planned: list[Planned] = field(default_factory=list)
+    is_spread = False
+
+    def __init__(self, size: int, *, decodes: bool = True) -> None:
+        self.chain, self.new_tokens = SimpleNamespace(size=size), int(decodes)
 
     def plan(self, request: Request, decode_rank: int) -> Planned:
-        self.planned.append(Planned(request, decode_rank, self.size))
-        return self.planned[-1]
+        return Planned(request, decode_rank, self.chain.size)
 
     def pinned_rank(self, request: Request) -> int | None:
         return None
 
-    def why_too_large(self, plan: Planned) -> str | None:
-        return f"{plan.request.bytes} bytes" if plan.request.bytes > FREE else None
+    def check_fits(self, plan: Planned) -> None:
+        if plan.request.bytes > FREE:
+            raise DocumentError(f"{plan.request.bytes} bytes")
 
     def fits_beside(self, plan: Planned, held_bytes: Sequence[int]) -> bool:
         return all(
@@ -73,6 +77,10 @@ class Ranks:
         return request.bytes if rank == decode_rank else request.bytes // 2
 
 
+def scheduler_of(ranks: Any, most: int = 9) -> Any:
+    return WaveScheduler(ranks, most)
+
+
 documents = st.lists(st.lists(st.integers(1, FREE + 5), min_size=1, max_size=3), max_size=20)
 
 
@@ -80,8 +88,8 @@ documents = st.lists(st.lists(st.integers(1, FREE + 5), min_size=1, max_size=3),
 def test_every_prompt_runs_once_and_memory_is_never_exceeded(
     documents: list[list[int]], size: int, most: int, left: int, decodes: bool
 ) -> None:
-    ranks = Ranks(size)
-    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(size, ranks, max_sequences=most, decodes=decodes)
+    ranks = Ranks(size, decodes=decodes)
+    scheduler = scheduler_of(ranks, most)
     queue = [[Request(number, part, size) for part, size in enumerate(one)] for number, one in enumerate(documents)]
     expected = Counter(each for one in queue if max(each.bytes for each in one) <= FREE for each in one)
     held: list[list[Request]] = [[] for _ in range(size)]
@@ -91,16 +99,21 @@ def test_every_prompt_runs_once_and_memory_is_never_exceeded(
     while queue or scheduler.has_waiting:
         assert (waves := waves + 1) <= 1 + sum(map(len, documents)), "a wave without a prompt"
         scheduler.begin_wave(Held(len(one), sum(each.bytes for each in one)) for one in held)
-        while (decision := scheduler.decide(wave_s=0.0, has_documents=bool(queue))) is not Next.DECODE:
+        while True:
+            try:
+                decision = scheduler.decide(wave_s=0.0, has_documents=bool(queue))
+            except DocumentError as error:
+                document = scheduler.next_prompt.document
+                assert any(f"{size} bytes" == str(error) for size in documents[document])
+                refused.append(document)
+                scheduler.drop_document(str(document))
+                continue
             match decision:
+                case Next.DECODE:
+                    break
                 case Next.DOCUMENT:
                     assert not scheduler.has_waiting
                     scheduler.add(queue.pop(0))
-                case Refusal(reason):
-                    document = scheduler.next_request.document
-                    assert any(f"{size} bytes" == reason for size in documents[document])
-                    refused.append(document)
-                    scheduler.drop_document(str(document))
                 case Planned(request, rank):
                     alone = not any(held)
                     scheduler.start_next(decision)
@@ -120,7 +133,7 @@ def test_every_prompt_runs_once_and_memory_is_never_exceeded(
 
 @given(st.integers(1, 6), st.integers(1, 40))
 def test_no_rank_starves(size: int, prompts: int) -> None:
-    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(size, Ranks(size), max_sequences=1000)
+    scheduler = scheduler_of(Ranks(size), 1000)
     scheduler.add(Request(number, 0, 1) for number in range(prompts))
     order = []
     while isinstance(decision := scheduler.decide(wave_s=0.0, has_documents=False), Planned):
@@ -133,7 +146,7 @@ def test_no_rank_starves(size: int, prompts: int) -> None:
 
 
 def test_a_long_wave_ends_as_soon_as_there_is_something_to_decode() -> None:
-    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(2, Ranks(2), max_sequences=9)
+    scheduler = scheduler_of(Ranks(2))
     scheduler.add([Request(0, 0, 1), Request(1, 0, 1)])
     late = MAX_WAVE_S + 1
     first = scheduler.decide(wave_s=late, has_documents=True)
@@ -144,7 +157,7 @@ def test_a_long_wave_ends_as_soon_as_there_is_something_to_decode() -> None:
 
 
 def test_what_was_left_over_counts() -> None:
-    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(2, Ranks(2), max_sequences=9)
+    scheduler = scheduler_of(Ranks(2))
     scheduler.begin_wave([Held(1, 60), Held(0, 0)])
     scheduler.add([Request(0, 0, 70)])
     decision = scheduler.decide(wave_s=0.0, has_documents=False)
@@ -157,11 +170,23 @@ def test_what_was_left_over_counts() -> None:
 
 def test_a_documents_next_prompts_are_looked_at_anew() -> None:
     """The answers about parts make another prompt of the same document, which may be too large by itself."""
-    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(1, Ranks(1), max_sequences=9)
+    scheduler = scheduler_of(Ranks(1))
     scheduler.add([Request(0, 0, 1)])
     decision = scheduler.decide(wave_s=0.0, has_documents=True)
     assert isinstance(decision, Planned)
     scheduler.start_next(decision)
     scheduler.begin_wave([Held()])
     scheduler.add([Request(0, 0, FREE + 1)])
-    assert scheduler.decide(wave_s=0.0, has_documents=True) == Refusal(f"{FREE + 1} bytes")
+    with pytest.raises(DocumentError, match=f"{FREE + 1} bytes"):
+        scheduler.decide(wave_s=0.0, has_documents=True)
+
+
+def test_a_rank_needs_the_memory_of_its_own_slice(tmp_path: Path) -> None:
+    """Whichever rank has the last one."""
+    footprint = SimpleNamespace(route_bytes=lambda route, **given: 10**route.position)
+    spec = load(write_job(tmp_path, "[parallel]\npartition = 'even'"))
+    setup: Any = SimpleNamespace(
+        spec=spec, free_bytes=[0] * 4, rates=[], table=None, strategies=(KVR,), footprint=footprint
+    )
+    slices, routes = SlicePlanner(setup, 3, slice(1, 4), print), KVR.routes(Partition.even(90, 3))
+    assert [slices.needs(routes, rank, 0) for rank in (2, 0, 1)] == [[1, 10, 100], [100, 1, 10], [10, 100, 1]]
