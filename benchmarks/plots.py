@@ -70,32 +70,6 @@ def plot_bench(rows: Sequence[dict[str, Any]], path: Path, about: str = "") -> N
     _save(figure, path, about=about)
 
 
-def plot_extension(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw what a document that grew takes over how much was added, a line for each length it had before.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        ``known`` and ``added`` tokens, ``extend_s`` from what was stored, ``again_s`` from nothing.
-    """
-    figure, (axes,) = _canvas()
-    lengths = list(dict.fromkeys(row["known"] for row in rows))
-    for shade, known in zip(ramp(len(lengths)), lengths, strict=True):
-        mine = [row for row in rows if row["known"] == known]
-        places = [row["added"] for row in mine]
-        axes.plot(
-            places, [row["extend_s"] for row in mine], color=shade, marker="o", label=f"after {tokens_text(known)}"
-        )
-    _label_tokens(axes, [row["added"] for row in rows], "tokens added")
-    _label_seconds(axes, [row["extend_s"] for row in rows])
-    most = max(rows, key=lambda row: row["known"] / row["added"])
-    gain = most["again_s"] / most["extend_s"]
-    told = f"{tokens_text(most['added'])} tokens added to {tokens_text(most['known'])}"
-    axes.set_title(f"{told}: {gain:.1f} times as fast as prefilling everything again", loc="left", fontsize="medium")
-    axes.legend(frameon=False)
-    _save(figure, path)
-
-
 def plot_forecast(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Draw time to first token over ranks for the rows' longest prompt, with both lower bounds (Fig. 8 d).
 

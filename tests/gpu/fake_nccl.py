@@ -69,8 +69,6 @@ class Network:
 
     Parameters
     ----------
-    heeds_limit : bool
-        Take a group's option ``max_ctas``; NCCL's own choice otherwise.
     pauses : callable
         Seconds that a rank rests before each of its transfers, so that runs differ in who is where when.
     """
@@ -79,11 +77,10 @@ class Network:
         self,
         gpus: PretendedCuda,
         *,
-        heeds_limit: bool = True,
         timeout_s: float = TIMEOUT_S,
         pauses: Callable[[], float] | None = None,
     ) -> None:
-        self.gpus, self.heeds_limit, self.timeout_s = gpus, heeds_limit, timeout_s
+        self.gpus, self.timeout_s = gpus, timeout_s
         self.pauses = pauses
         self.lock = threading.Lock()
         self.connections: dict[tuple[int, int, int], threading.Barrier] = {}
@@ -175,7 +172,7 @@ class Group:
         there = grains(tensor.on_cpu)
         gpus.access(stream, there if what == "send" else set(), there if what == "receive" else set(), f"nccl {what}")
         limit = self.options.config.max_ctas
-        blocks = min(BLOCKS, limit) if network.heeds_limit and limit != NOT_SET else BLOCKS
+        blocks = BLOCKS if limit == NOT_SET else min(BLOCKS, limit)
         transfer = Transfer(network, self.rank, tensor, stream, blocks)
         with network.lock:
             queue = network.queues[self.number, source, dest, what]
