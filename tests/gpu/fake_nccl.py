@@ -7,8 +7,10 @@ stream and its GPU has room for its blocks, holds them until the other side has 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,7 +19,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from pretended_cuda import GpuTensor, PretendedCuda, Stream, grains
-from stacks import stacks_of
 
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.nccl import NcclTransport
@@ -228,6 +229,16 @@ def run_on_gpus(
     if failed:
         raise failed[0]
     return found
+
+
+def stacks_of(*prefixes: str) -> str:
+    """The stacks of all threads whose names begin so."""
+    frames = sys._current_frames()
+    told = []
+    for thread in threading.enumerate():
+        if thread.name.startswith(prefixes) and thread.ident in frames:
+            told.append(f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident])[-8:])}")
+    return "\n".join(told)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, network: Network) -> Network:

@@ -35,6 +35,8 @@ MANY_BYTES = 1 << 16
 CPU = torch.device("cpu")
 # A GPU may be given the place of a value, or of indices, in host memory.
 TAKES_HOST = ("aten::copy_", "aten::index", "aten::_to_copy")
+# The host has to know the size of what they give.
+SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::unique")
 KERNELS = {DENSE: "dense", VARLEN: "varlen", CUDNN: "cudnn"}
 
 
@@ -306,7 +308,7 @@ class PretendedCuda:
         if self.watches:
             self._tell(func, device, args, kwargs, found)
         is_copy = target.type == "cpu" and not func._schema.name.endswith("copy_")
-        if is_copy or not isinstance(found, (torch.Tensor, tuple, list, type(None))):
+        if is_copy or not isinstance(found, (torch.Tensor, tuple, list, type(None))) or _is_sized(func, args):
             self.handle(device, "stream_synchronization", self.current_stream(device).id)  # the host has it
             self.waits[func._schema.name] += 1
         if is_copy:
@@ -376,6 +378,13 @@ class PretendedCuda:
             return device
         index = torch.device(device).index
         return self.current_device() if index is None else index
+
+
+def _is_sized(func: Any, args: Any) -> bool:
+    """Whether an operation waits to know how many elements there are; so does an index of truth values."""
+    name = func._schema.name
+    masks = tree_leaves(args[1]) if name == "aten::index" else []
+    return name.startswith(SIZED_BY_VALUES) or any(each is not None and each.dtype == torch.bool for each in masks)
 
 
 class OnDevices(TorchFunctionMode):

@@ -168,8 +168,15 @@ def test_a_gpu_computes_what_a_cpu_does(gpu: PretendedCuda, name: str) -> None:
 
 def test_a_wait_is_seen(gpu: PretendedCuda) -> None:
     row = torch.empty(4, device=GPU)
-    waits = (lambda: torch.tensor([1], device=GPU), lambda: row[[0, 2]], lambda: row.sum().item(), row.tolist)
-    assert [waits_in(gpu, wait) for wait in waits] == [1, 1, 1, 1]
+    waits = (
+        lambda: torch.tensor([1], device=GPU),
+        lambda: row[[0, 2]],
+        lambda: row[row > 0],
+        lambda: row.sum().item(),
+        row.nonzero,
+        row.tolist,
+    )
+    assert [waits_in(gpu, wait) for wait in waits] == [1] * 6
     with pytest.raises(RuntimeError, match="expected all tensors on one device"):
         row + torch.zeros(4)
 
