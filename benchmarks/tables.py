@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -178,20 +176,11 @@ def _ratio(row: dict[str, Any]) -> Ratio:
     return Ratio(row["times_ours"], row["times_ours_low"], row["times_ours_high"], row["pairs"])
 
 
-def write(json_file: str | None, csv_file: str | None, found: Any, columns: list[dict[str, object]]) -> None:
-    """Print or write what was found as JSON, and its rows as CSV."""
-    texts = []
-    if json_file is not None:
-        texts.append((json_file, json.dumps(found, indent=1) + "\n"))
-    if csv_file is not None:
-        file = io.StringIO()
-        writer = csv.DictWriter(file, list(columns[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(columns)
-        texts.append((csv_file, file.getvalue()))
-    for name, text in texts:
-        if name == PRINT:
-            click.echo(text, nl=False)
-            continue
-        with writing(name):
-            Path(name).write_text(text)
+def write(name: str, found: Any) -> None:
+    """Print as JSON what was found, or write it to a file."""
+    text = json.dumps(found, indent=1) + "\n"
+    if name == PRINT:
+        click.echo(text, nl=False)
+        return
+    with writing(name):
+        Path(name).write_text(text)
