@@ -74,14 +74,8 @@ class Network:
         Seconds that a rank rests before each of its transfers, so that runs differ in who is where when.
     """
 
-    def __init__(
-        self,
-        gpus: PretendedCuda,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        pauses: Callable[[], float] | None = None,
-    ) -> None:
-        self.gpus, self.timeout_s = gpus, timeout_s
+    def __init__(self, gpus: PretendedCuda, *, pauses: Callable[[], float] | None = None) -> None:
+        self.gpus = gpus
         self.pauses = pauses
         self.lock = threading.Lock()
         self.connections: dict[tuple[int, int, int], threading.Barrier] = {}
@@ -191,15 +185,13 @@ class Group:
         with self.network.lock:
             barrier = self.network.connections.setdefault((self.number, low, high), threading.Barrier(2))
         try:
-            barrier.wait(self.network.timeout_s)
+            barrier.wait(TIMEOUT_S)
         except threading.BrokenBarrierError:
             raise TimeoutError(f"rank {self.rank} waits for a connection with rank {peer} that nobody makes") from None
         self._connected.add(peer)
 
 
-def run_on_gpus(
-    size: int, network: Network, work: Callable[[NcclTransport], T], *, timeout_s: float = 4 * TIMEOUT_S
-) -> list[T]:
+def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T]) -> list[T]:
     """Run `work` on so many threads, each a rank with a GPU, over the transport's own code.
 
     Raises
@@ -223,9 +215,9 @@ def run_on_gpus(
 
     thread = threading.Thread(target=all_ranks, daemon=True, name="all ranks")
     thread.start()
-    thread.join(timeout_s)
+    thread.join(4 * TIMEOUT_S)
     if thread.is_alive():
-        raise TimeoutError(f"{size} ranks stand still after {timeout_s} s\n{stacks_of('rank ', 'forwarder')}")
+        raise TimeoutError(f"{size} ranks stand still after {4 * TIMEOUT_S} s\n{stacks_of('rank ', 'forwarder')}")
     if failed:
         raise failed[0]
     return found
