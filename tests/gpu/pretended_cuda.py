@@ -180,11 +180,16 @@ class Event:
 
 
 class Graph:
-    """Records nothing: float32 has no paged calls, which is found out on the way."""
+    """Launches and records nothing: float32 has no paged calls, which is found out on the way."""
 
-    def capture_begin(self, **how: Any) -> None: ...
+    def __init__(self, gpus: PretendedCuda) -> None:
+        self.gpus = gpus
 
-    def capture_end(self) -> None: ...
+    def capture_begin(self, **how: Any) -> None:
+        self.gpus._state.records = True
+
+    def capture_end(self) -> None:
+        self.gpus._state.records = False
 
     def replay(self) -> None:
         raise AssertionError("what is pretended here is not recorded")
@@ -202,6 +207,7 @@ class _ThreadState:
     device: int = 0
     streams: dict[int, Stream] | None = None
     makes_tensors: bool = False
+    records: bool = False  # a graph
 
 
 class PretendedCuda:
@@ -328,7 +334,7 @@ class PretendedCuda:
 
     def access(self, stream: Stream, reads: set[int], writes: set[int], what: str) -> None:
         """Tell the sanitizer that a kernel on a stream reads and writes these grains."""
-        if not self.watches:
+        if not self.watches or self._state.records:
             return
         with self._lock:
             errors = self.handlers[stream.device]._handle_kernel_launch(
@@ -435,7 +441,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
         monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpus, torch.device(device)))
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event(gpus, **options))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(gpus))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device=CPU: generator())
