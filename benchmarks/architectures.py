@@ -7,7 +7,6 @@ of JSON for each; ``python -m benchmarks architectures`` has several such proces
 from __future__ import annotations
 
 import json
-import random
 import sys
 import time
 import warnings
@@ -78,8 +77,8 @@ def catalogue() -> dict[str, Entry]:
     return {entry.name: entry for entry in entries}
 
 
-def choose(entries: dict[str, Entry], only: Sequence[str], sample: int | None, seed: int) -> list[str]:
-    """Choose entries: those of the names, a random few, or all.
+def choose(entries: dict[str, Entry], only: Sequence[str]) -> list[str]:
+    """Choose entries: those of the names, or all.
 
     Raises
     ------
@@ -93,10 +92,7 @@ def choose(entries: dict[str, Entry], only: Sequence[str], sample: int | None, s
             f"--only {', '.join(unknown)}: not one of the {len(entries)} entries; expected a model type of "
             f"transformers or the name of a variant{': perhaps ' + ', '.join(like[:12]) if like else ''}"
         )
-    names = list(only or entries)
-    if sample is not None and sample < len(names):
-        names = sorted(random.Random(seed).sample(names, sample), key=names.index)
-    return names
+    return list(only or entries)
 
 
 def build(entry: Entry) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.options import make_parser
-from benchmarks.pairs import ratio_of
+from benchmarks.pairs import Patience, measure_pairs, ratio_of
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.errors import counted
@@ -71,13 +70,11 @@ def main(arguments: Sequence[str]) -> None:
         prefill = prefill_kvr(loaded, ids, partition, world, chunk_tokens=chunk_tokens)
         return float(max(share_json(world, gather_json(world, prefill.seconds))))
 
-    plain, tried = partial(seconds, None), partial(seconds, given.chunks)
-    plain(), tried()  # the first touch of memory
-    pairs = []
-    for number in range(given.pairs):  # the machine drifts: whichever is first is so by turns
-        order = (plain, tried) if number % 2 else (tried, plain)
-        took = {run: run() for run in order}
-        pairs.append((took[plain], took[tried]))
+    ways = {"plain": None, "tried": given.chunks}
+    for chunk_tokens in ways.values():
+        seconds(chunk_tokens)  # the first touch of memory
+    found = measure_pairs(world, "plain", ["tried"], lambda way: seconds(ways[way]), float, Patience(given.pairs))
+    pairs = [(whole, chunked) for chunked, whole in found["tried"]]
     if world.rank:
         return
     footprint = footprint_of(loaded.model.config, loaded.dtype)

@@ -1,4 +1,4 @@
-"""Documents at work in one way to decode them, for `bench.shared_heads`: copies of them, and turns that are timed."""
+"""Documents at work in one way to decode them, for `benchmarks.fairkv`: copies of them, and turns that are timed."""
 
 from __future__ import annotations
 

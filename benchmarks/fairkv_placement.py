@@ -12,9 +12,7 @@ import click
 import numpy as np
 
 from benchmarks import placement as research
-from benchmarks.options import plot_option
 from benchmarks.paper_profiles import RANKS, TABLE_2, paper_profile
-from benchmarks.plots import plot_heads
 from kvr_mpi.cli.options import command, parse_numbers
 from kvr_mpi.compress import placement as place
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
@@ -38,8 +36,7 @@ METHOD = (
 )
 @click.option("--budget", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per head.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@plot_option
-def main(profile: str, ranks: str, copies: int, budget: int, as_json: bool, plot: Path | None) -> None:
+def main(profile: str, ranks: str, copies: int, budget: int, as_json: bool) -> None:
     """Place the heads of PROFILE on ranks in several ways, and print the efficiencies.
 
     PROFILE: HeadKV's scores (.json), DuoAttention's gates (.tsv), token counts (``kvr search --heads``), or ``paper``
@@ -50,8 +47,6 @@ def main(profile: str, ranks: str, copies: int, budget: int, as_json: bool, plot
         _paper(copies, as_json)
         return
     found = read_profile(Path(profile), budget=budget)
-    if plot is not None:
-        plot_heads(found.counts.tolist(), found.source, plot)
     rows = [row for size in sizes for row in _rows(found, size, copies)]
     if as_json:
         click.echo(json.dumps({"source": found.source, "rows": rows}))

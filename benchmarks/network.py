@@ -21,13 +21,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.hosts import Host, Shaper, hosts, run_mpi, shape, why_not
 from benchmarks.options import make_parser
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.errors import counted
+from kvr_mpi.report.table import print_table
 
 GBIT = 1_000_000_000
 MBIT = 1_000_000
@@ -208,11 +206,8 @@ def run_case(name: str, options: argparse.Namespace, quiet: Sequence[Result]) ->
 
 def show(results: Sequence[Result]) -> None:
     """Print the table."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("case", "strategy", "first token", "wait", "time / kvr-s", "loss by noise", "slices"):
-        table.add_column(name, justify="left" if name in ("case", "strategy", "slices") else "right", no_wrap=True)
-    for result in results:
-        table.add_row(
+    rows = [
+        (
             CASES[result.case].title,
             result.strategy,
             f"{result.ttft_s:.3f} s",
@@ -221,7 +216,9 @@ def show(results: Sequence[Result]) -> None:
             "" if result.noise_loss is None else f"{100 * result.noise_loss:+.1f} %",
             result.slices,
         )
-    Console(width=120, highlight=False, force_terminal=False).print(table)
+        for result in results
+    ]
+    print_table(("case", "strategy", "first token", "wait", "time / kvr-s", "loss by noise", "slices"), rows)
 
 
 def say(text: str) -> None:

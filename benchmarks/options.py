@@ -183,23 +183,11 @@ def open_rivals(
     return {name: on_root(world, partial(start, name)) for name in parse_names(names)}
 
 
-def printed_options(function: F) -> F:
-    """Add ``--json`` and ``--csv``, which print, or write where a file is named (`tables.write`)."""
-    return grouped(
-        click.option(
-            "--json",
-            "json_file",
-            is_flag=False,
-            flag_value=PRINT,
-            metavar="[FILE]",
-            help="Print JSON instead of a table, or write it to FILE.",
-        ),
-        click.option(
-            "--csv",
-            "csv_file",
-            is_flag=False,
-            flag_value=PRINT,
-            metavar="[FILE]",
-            help="Print CSV instead of a table, or write it to FILE.",
-        ),
-    )(function)
+printed_json_option = click.option(
+    "--json",
+    "json_file",
+    is_flag=False,
+    flag_value=PRINT,
+    metavar="[FILE]",
+    help="Print JSON instead of a table, or write it to FILE.",
+)

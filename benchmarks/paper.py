@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from benchmarks.options import printed_options
+from benchmarks.options import printed_json_option
 from benchmarks.paper_cells import paper_cells, score
 from benchmarks.tables import write
 from kvr_mpi.cli.options import command
@@ -15,8 +15,8 @@ from kvr_mpi.costs.hardware import load_hardware
 
 @command("paper")
 @click.option("--hardware", default="a100-80gb", show_default=True, help="A hardware profile, or a JSON file.")
-@printed_options
-def main(hardware: str, json_file: str | None, csv_file: str | None) -> None:
+@printed_json_option
+def main(hardware: str, json_file: str | None) -> None:
     """Compare forecasts of the time to the first token with measurements.
 
     \b
@@ -24,9 +24,8 @@ def main(hardware: str, json_file: str | None, csv_file: str | None) -> None:
     python -m benchmarks paper --json
     """  # noqa: D301
     found = score(paper_cells(), load_hardware(hardware))
-    if json_file is not None or csv_file is not None:
-        cells = found.as_json()
-        write(json_file, csv_file, cells, cells["cells"])
+    if json_file is not None:
+        write(json_file, found.as_json())
         return
     click.echo("table     model          GPUs  tokens  GB/s  method  measured  predicted   error")
     for cell, guess, error in zip(found.cells, found.predicted_s, found.errors, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,39 +11,9 @@ from kvr_mpi.compress.placement import (
     LayerPlacement,
     Loads,
     Piece,
-    place_best_effort,
     place_in_proportion,
-    place_with_equal_copies,
     spill_over,
-    split_evenly,
 )
-from kvr_mpi.errors import ConfigError
-
-# Algorithm 1 lists every way to copy heads; beyond so many heads and copies that is no longer done.
-MAX_BACKTRACKED = 16
-
-
-def place_best(loads: Sequence[float], ranks: int) -> LayerPlacement:
-    """Place whole heads as well as can be (branch and bound): as long as that takes, which is short for 8 heads."""
-    return _search(split_evenly(loads, [1] * len(loads)), ranks, place_best_effort(loads, ranks))
-
-
-def place_best_with_equal_copies(
-    loads: Sequence[float], ranks: int, copies: int, max_replicas: int | None = None
-) -> LayerPlacement:
-    """Try every way to copy heads and split each evenly (algorithm 1), each placed as well as can be.
-
-    Raises
-    ------
-    ConfigError
-        If there are too many ways.
-    """
-    best = place_with_equal_copies(loads, ranks, copies, max_replicas)
-    if len(loads) + copies > MAX_BACKTRACKED:
-        raise ConfigError(f"{len(loads)} heads and {copies} copies are too many to try every way")
-    for counts in backtrack(len(loads), copies, min(max_replicas or ranks, ranks)):
-        best = _search(split_evenly(loads, counts), ranks, best)
-    return best
 
 
 def place_best_in_proportion(
@@ -54,19 +24,6 @@ def place_best_in_proportion(
     It takes some milliseconds for 8 heads.
     """
     return place_in_proportion(loads, ranks, copies, max_replicas, (spill_over, _group))
-
-
-def backtrack(heads: int, copies: int, most: int) -> Iterator[list[int]]:
-    """List every way to split heads into no more than so many pieces (FairKV, algorithm 1): pieces of each head."""
-
-    def go_on(counts: list[int], left: int) -> Iterator[list[int]]:
-        if len(counts) == heads:
-            yield list(counts)
-            return
-        for more in range(min(left, most - 1) + 1):
-            yield from go_on([*counts, 1 + more], left - more)
-
-    yield from go_on([], copies)
 
 
 def place_by_total(loads: Loads, ranks: int) -> list[LayerPlacement]:
@@ -92,46 +49,6 @@ def total_efficiency(placed: Sequence[LayerPlacement]) -> float:
 def load_ratio(placed: Sequence[LayerPlacement], other: Sequence[LayerPlacement]) -> float:
     """How many times the other's critical path this one's is shorter: a ratio of loads, not a speed-up."""
     return sum(layer.heaviest for layer in other) / sum(layer.heaviest for layer in placed)
-
-
-def _search(items: Sequence[tuple[float, int]], ranks: int, best: LayerPlacement) -> LayerPlacement:
-    """Branch and bound over all ways to place pieces; returns `best` if none is better."""
-    total = sum(load for load, _ in items)
-    bound = max(total / ranks, items[0][0])
-    if len(items) > ranks:
-        bound = max(bound, items[ranks - 1][0] + items[ranks][0])
-    found, limit = best, best.heaviest
-    loads, heads = [0.0] * ranks, [set[int]() for _ in range(ranks)]
-    chosen: list[Piece] = []
-
-    def go_on(at: int) -> None:
-        nonlocal found, limit
-        if limit <= bound * (1 + 1e-12):
-            return
-        if at == len(items):
-            found, limit = LayerPlacement(ranks, tuple(chosen)), max(loads)
-            return
-        load, head = items[at]
-        seen_empty = False
-        for rank in sorted(range(ranks), key=loads.__getitem__):
-            if head in heads[rank] or loads[rank] + load >= limit * (1 - 1e-12):
-                continue
-            if not heads[rank]:  # ranks that have nothing are alike
-                if seen_empty:
-                    continue
-                seen_empty = True
-            before = loads[rank]
-            loads[rank] += load
-            heads[rank].add(head)
-            chosen.append(Piece(head, rank, load))
-            go_on(at + 1)
-            chosen.pop()
-            heads[rank].discard(head)
-            loads[rank] = before
-
-    if bound < limit * (1 - 1e-12):
-        go_on(0)
-    return found
 
 
 def _group(loads: Sequence[float], ranks: int, copies: int, most: int, limit: float) -> LayerPlacement | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,12 @@ from kvr_mpi.report.style import (
     nice_ticks,
     percent_text,
     plain_number,
-    ramp,
     tokens_text,
 )
 
 # Strategies that are ours, the one to look at last: they are drawn in front.
 OURS = {"auto": "sent", "kvr-e": "soft", "kvr": "ours", "kvr-s": "ours"}
 MARKERS = "ovs^DPX"
-# More ranks than a plot of slices has.
-MOST_SHADES = 65
 # Lines of rivals, which share a colour.
 DASHES = ((), (6, 3), (2, 2), (8, 2, 2, 2), (1, 3))
 
@@ -70,32 +67,6 @@ def plot_bench(rows: Sequence[dict[str, Any]], path: Path, about: str = "") -> N
     _save(figure, path, about=about)
 
 
-def plot_extension(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw what a document that grew takes over how much was added, a line for each length it had before.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        ``known`` and ``added`` tokens, ``extend_s`` from what was stored, ``again_s`` from nothing.
-    """
-    figure, (axes,) = _canvas()
-    lengths = list(dict.fromkeys(row["known"] for row in rows))
-    for shade, known in zip(ramp(len(lengths)), lengths, strict=True):
-        mine = [row for row in rows if row["known"] == known]
-        places = [row["added"] for row in mine]
-        axes.plot(
-            places, [row["extend_s"] for row in mine], color=shade, marker="o", label=f"after {tokens_text(known)}"
-        )
-    _label_tokens(axes, [row["added"] for row in rows], "tokens added")
-    _label_seconds(axes, [row["extend_s"] for row in rows])
-    most = max(rows, key=lambda row: row["known"] / row["added"])
-    gain = most["again_s"] / most["extend_s"]
-    told = f"{tokens_text(most['added'])} tokens added to {tokens_text(most['known'])}"
-    axes.set_title(f"{told}: {gain:.1f} times as fast as prefilling everything again", loc="left", fontsize="medium")
-    axes.legend(frameon=False)
-    _save(figure, path)
-
-
 def plot_forecast(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Draw time to first token over ranks for the rows' longest prompt, with both lower bounds (Fig. 8 d).
 
@@ -124,46 +95,6 @@ def plot_forecast(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
         told = f": with kvr-s {last['ranks']} ranks are {gain:.1f} times as fast as one"
     axes.set_title(f"{title}\n{tokens_text(tokens)} tokens{told}", loc="left", fontsize="medium")
     axes.legend(frameon=False)
-    _save(figure, path)
-
-
-def plot_slices(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw each row's slices as shares of its prompt, a bar a row, rank 0 at the bottom (Fig. 10 a)."""
-    figure, (axes,) = _canvas()
-    labels = [f"{tokens_text(row['context_tokens'])}\n{counted(row['ranks'], 'rank')}" for row in rows]
-    for place, row in enumerate(rows):
-        bounds = row["slices"]
-        shades = ramp(len(bounds) - 1)
-        for start, stop, shade in zip(bounds, bounds[1:], shades, strict=False):
-            low, high = start / bounds[-1], stop / bounds[-1]
-            axes.bar(place, high - low, bottom=low, color=shade, edgecolor="white", linewidth=0.5)
-    axes.set_xticks(range(len(labels)), labels)
-    _set_ticks(axes.yaxis, [0, 0.25, 0.5, 0.75, 1], list(map(percent_text, [0, 0.25, 0.5, 0.75, 1])))
-    axes.set(ylabel="share of the prompt", ylim=(0, 1))
-    longest = max(rows, key=lambda row: (len(row["slices"]), row["context_tokens"]))
-    first, last = longest["slices"][1], longest["slices"][-1] - longest["slices"][-2]
-    told = f"of {longest['ranks']} ranks the first takes {first / max(1, last):.1f} times as many tokens as the last"
-    axes.set_title(f"{title}\nslices of kvr-s: {told}", loc="left", fontsize="medium")
-    _save(figure, path)
-
-
-def plot_heads(counts: Sequence[Sequence[float]], title: str, path: Path) -> None:
-    """Draw how many tokens each head keeps, (layers, kv_heads), a layer a row.
-
-    Raises
-    ------
-    ConfigError
-        If matplotlib is missing or knows no such file type.
-    """
-    figure, (axes,) = _canvas()
-    axes.grid(visible=False)
-    image = axes.imshow(counts, aspect="auto", interpolation="nearest", cmap="cividis")
-    bar = figure.colorbar(image, ax=axes, label="tokens kept")
-    ticks = nice_ticks(min(map(min, counts)), max(map(max, counts)))
-    bar.set_ticks(ticks, labels=[plain_number(tick) for tick in ticks])
-    axes.set(xlabel="KV head", ylabel="layer")
-    axes.set_xticks(range(len(counts[0])))
-    axes.set_title(title, fontsize="small", loc="left")
     _save(figure, path)
 
 
@@ -331,19 +262,10 @@ def _save(figure: Any, path: Path, about: str = "") -> None:
 
 def _turning_dark(drawn: str) -> str:
     """Give an SVG of our colours the colours of black pages, where the reader's system asks for them."""
-    pairs = [*COLOURS.values(), *_ramps(drawn)]
     rules = "".join(
         f'[style*="{what}: {light.lower()}"]{{{what}:{dark} !important}}'
-        for light, dark in pairs
+        for light, dark in COLOURS.values()
         for what in ("fill", "stroke")
     )
     head, start, rest = drawn.partition("<defs>")
     return f"{head}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n {start}{rest}"
-
-
-def _ramps(drawn: str) -> Iterable[tuple[str, str]]:
-    """Pair the shades of ranks that a drawing has."""
-    for count in range(2, MOST_SHADES):
-        shades = ramp(count)
-        if all(f": {shade.lower()}" in drawn for shade in shades):
-            yield from zip(shades, ramp(count, dark=True), strict=True)

@@ -26,8 +26,6 @@ from kvr_mpi.prefill.one_prompt import prefill_single
 
 # Programs by name of the engine.
 PROGRAMS = {"openvino": "run_openvino.py", "llama.cpp": "run_llamacpp.py"}
-# Where the environments are, unless it is said.
-FOLDER = Path(".rivals")
 TIMEOUT_S = 1800.0
 ENDS_S = 5.0
 

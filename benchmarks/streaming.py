@@ -15,7 +15,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 import transformers as tf
 
 from benchmarks.options import make_parser
-from benchmarks.pairs import ratio_of
+from benchmarks.pairs import Patience, measure_pairs, ratio_of
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
@@ -64,17 +64,6 @@ def most_bytes(tokens: int, arguments: list[str]) -> int:
     return int(subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
-def in_turn(count: int, first: Callable[[], float], second: Callable[[], float]) -> list[tuple[float, float]]:
-    """Run two ways in pairs, each first by turns, since the machine drifts; seconds of both."""
-    first(), second()  # the first touch of memory
-    pairs = []
-    for number in range(count):
-        order = (first, second) if number % 2 else (second, first)
-        took = {each: each() for each in order}
-        pairs.append((took[first], took[second]))
-    return pairs
-
-
 def main(arguments: Sequence[str]) -> None:
     """Measure and print."""
     parser = make_parser("streaming", __doc__)
@@ -101,7 +90,12 @@ def main(arguments: Sequence[str]) -> None:
     def chunked() -> float:
         return prefill_kvr(loaded, ids, partition, LocalTransport(), chunk_tokens=given.step).seconds
 
-    pairs = in_turn(given.pairs, rolled, chunked)
+    ways = {"rolled": rolled, "chunked": chunked}
+    rolled(), chunked()  # the first touch of memory
+    found = measure_pairs(
+        LocalTransport(), "rolled", ["chunked"], lambda way: ways[way](), float, Patience(given.pairs)
+    )
+    pairs = [(held, whole) for whole, held in found["chunked"]]
     speed = ratio_of([whole / held for held, whole in pairs])
     reached = "within" if speed.low >= LEAST_SPEED else "under" if speed.high < LEAST_SPEED else "not told from"
     print(

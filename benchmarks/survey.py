@@ -152,11 +152,9 @@ def _last_words(code: int, errors: str) -> str:
 
 @command("architectures")
 @click.option("--only", default="", metavar="NAME,...", help="Check only these model types and variants.")
-@click.option("--sample", type=click.IntRange(1), help="Check only this many, chosen at random.")
-@click.option("--seed", default=0, show_default=True, help="Of the choice of --sample.")
 @click.option("--table", type=click.Path(dir_okay=False, path_type=Path), help="Write the lists into a page.")
 @click.option("--json", "lines", type=click.File("w"), help="Write one line of JSON per architecture.")
-def main(only: str, sample: int | None, seed: int, table: Path | None, lines: IO[str] | None) -> int:
+def main(only: str, table: Path | None, lines: IO[str] | None) -> int:
     """Compare every architecture in transformers, tiny and random, with plain transformers.
 
     \b
@@ -165,7 +163,7 @@ def main(only: str, sample: int | None, seed: int, table: Path | None, lines: IO
     The exit code is 0 only if none is wrong.
     """  # noqa: D301
     entries = catalogue()
-    names = choose(entries, parse_names(only), sample, seed)
+    names = choose(entries, parse_names(only))
     if table is not None:  # before minutes have gone by
         table.parent.mkdir(parents=True, exist_ok=True)
         table.touch()

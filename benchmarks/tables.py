@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.options import PRINT
 from benchmarks.pairs import STARTS_DIFFER, Ratio
@@ -19,6 +15,7 @@ from benchmarks.plots import plot_bench
 from benchmarks.roofline import Roofline
 from kvr_mpi.cli.writing import writing
 from kvr_mpi.errors import counted
+from kvr_mpi.report.table import print_table
 
 LEGEND = (
     f"time as a multiple of ours, above 1 where ours is faster: median of back-to-back pairs (95 % bootstrap interval, "
@@ -29,22 +26,7 @@ LEGEND = (
 def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: Path | None) -> None:
     """Show strategies at all lengths; `found` is of `StrategyRow.as_json`."""
     ours = found[0]["ours"]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    names = (
-        "tokens",
-        "strategy",
-        "first token",
-        "best",
-        "wait",
-        "link MB",
-        "CPU",
-        "peak MB",
-        "predicted",
-        f"x {ours}",
-        "slices",
-    )
-    for name in names:
-        table.add_column(name, justify="left" if name in ("strategy", "slices") else "right", no_wrap=True)
+    names = ("tokens", "strategy", "first token", "best", "wait", "link MB", "CPU", "peak MB", "predicted", f"x {ours}")
 
     def prediction(row: dict[str, Any]) -> str:
         """How far the prediction of any rank's memory was from what was measured."""
@@ -53,22 +35,23 @@ def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: 
         pairs = zip(row["predicted_bytes_by_rank"], row["peak_bytes_by_rank"], strict=True)
         return f"{max((100 * (said / found - 1) for said, found in pairs if found), key=abs, default=0):+.0f} %"
 
-    for row in found:
-        seconds = row["ttft_s"]
-        table.add_row(
-            str(row["context_tokens"]),
-            str(row["strategy"]),
-            f"{seconds:.3f} s",
+    rows = [
+        (
+            row["context_tokens"],
+            row["strategy"],
+            f"{row['ttft_s']:.3f} s",
             f"{row['ttft_min_s']:.3f} s",
-            f"{100 * row['wait_s'] / seconds:.1f} %",
+            f"{100 * row['wait_s'] / row['ttft_s']:.1f} %",
             f"{row['link_bytes'] / 1e6:.0f}",
             f"{row['cpu_s']:.2f} s",
             f"{row['peak_bytes'] / 1e6:.0f}",
             prediction(row),
             "" if row["strategy"] == ours else _ratio(row).describe(),
-            str(row["slices"]),
+            row["slices"],
         )
-    Console(width=160, highlight=False, force_terminal=False).print(table)
+        for row in found
+    ]
+    print_table((*names, "slices"), rows)
     print(f"x {ours}: {LEGEND}")
     for tokens in dict.fromkeys(row["context_tokens"] for row in found):
         print(_verdict([row for row in found if row["context_tokens"] == tokens]))
@@ -81,26 +64,24 @@ def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: 
 
 def print_rooflines(rooflines: Sequence[Roofline], found: list[dict[str, Any]], json_file: Path | None) -> None:
     """Show where a prefill's time goes, and how near strategies (of `StrategyRow.as_json`) come to the least."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("tokens", "part", "seconds", "share", "GFLOP/s", "of multiply-adds", "GB/s", "of memory"):
-        table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
+    rows = []
     for one in rooflines:
         for part in one.parts:
             cells = [str(one.tokens), part.name, f"{part.seconds:.3f}", f"{100 * part.seconds / one.seconds:.0f} %"]
             for work, peak in ((part.flop, one.peaks.flop_per_s), (part.nbytes, one.peaks.bytes_per_s)):
                 rate = work / part.seconds if part.seconds else 0.0
                 cells += [f"{rate / 1e9:.1f}", f"{100 * rate / peak:.0f} %"] if rate else ["", ""]
-            table.add_row(*cells)
+            rows.append(cells)
     peaks = rooflines[0].peaks
     print(
         f"\none rank computing the whole prompt, while all other ranks are busy, too; peak of each rank's processor: "
         f"{peaks.flop_per_s / 1e9:.1f} GFLOP/s of multiply-adds, {peaks.bytes_per_s / 1e9:.1f} GB/s from memory (what "
         "stays in caches can exceed it)"
     )
-    Console(width=160, highlight=False, force_terminal=False).print(table)
+    print_table(("tokens", "part", "seconds", "share", "GFLOP/s", "of multiply-adds", "GB/s", "of memory"), rows)
     for one in rooflines:
-        rows = [row for row in found if row["context_tokens"] == one.tokens]
-        reached = ", ".join(f"{row['strategy']} {100 * one.least_s / row['ttft_min_s']:.0f} %" for row in rows)
+        same = [row for row in found if row["context_tokens"] == one.tokens]
+        reached = ", ".join(f"{row['strategy']} {100 * one.least_s / row['ttft_min_s']:.0f} %" for row in same)
         print(
             f"{one.tokens} tokens: nothing that multiplies as often takes less than {one.least_s:.3f} s on "
             f"{counted(one.ranks, 'rank')}; the best runs reach {reached} of that speed"
@@ -127,13 +108,10 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 def print_corpus(found: list[dict[str, Any]], json_file: Path | None) -> None:
     """Show ways through a corpus; `found` is of `CorpusRow.as_json`."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
     ours = found[0]["ours"]
     names = ("way", "seconds", "best", "documents/h", "prefill tokens/s", "decode tokens/s", "busy", "in prefill")
-    for name in (*names, f"x {ours}"):
-        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
-    for row in found:
-        table.add_row(
+    rows = [
+        (
             row["way"],
             f"{row['seconds']:.1f}",
             f"{row['seconds_min']:.1f}",
@@ -143,7 +121,9 @@ def print_corpus(found: list[dict[str, Any]], json_file: Path | None) -> None:
             f"{100 * row['busy_in_prefill']:.0f} %",
             "" if row["way"] == ours else _ratio(row).describe(),
         )
-    Console(width=180, highlight=False, force_terminal=False).print(table)
+        for row in found
+    ]
+    print_table((*names, f"x {ours}"), rows)
     print(f"x {ours}: {LEGEND}")
     if json_file is not None:
         _write(found, json_file)
@@ -151,31 +131,31 @@ def print_corpus(found: list[dict[str, Any]], json_file: Path | None) -> None:
 
 def print_heads(found: list[dict[str, Any]], json_file: Path | None) -> None:
     """Show ways to decode the same documents; `found` is of `HeadsRow.as_json`."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    names = ("kept", "way", "ms a step", "best", "forecast", "tokens/s", "whole / this", "SHA / this", "compute")
-    for name in (*names, "attention", "E_sync", "E", "KV MB a rank", "heads", "same"):
-        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    rows = []
     for row in found:
         predicted = row["predicted"] or {}
-        table.add_row(
-            f"{row['kept_tokens']:.0f}",
-            row["way"],
-            *(f"{1e3 * row[key]:.1f}" for key in ("step_s", "best_s", "forecast_s")),
-            f"{row['tokens_per_s']:.1f}",
-            *(
-                "" if row["way"] == one else Ratio(**row[key]).describe()
-                for key, one in (("whole_over_this", "whole, SHA"), ("sha_over_this", "SHA"))
-            ),
-            *(f"{1e3 * row[key]:.1f}" for key in ("compute_s", "attention_s")),
-            *(
-                " / ".join(f"{said[key]:.2f}" for said in (predicted, row["measured"]) if said)
-                for key in ("sync", "total")
-            ),
-            " ".join(f"{held / 1e6:.0f}" for held in row["kv_bytes"][:4]),
-            " ".join(f"{heads:.2g}" for heads in row["heads"][:4]),
-            f"{row['same_answers']} of {row['documents']}",
+        rows.append(
+            (
+                f"{row['kept_tokens']:.0f}",
+                row["way"],
+                *(f"{1e3 * row[key]:.1f}" for key in ("step_s", "best_s", "forecast_s")),
+                f"{row['tokens_per_s']:.1f}",
+                *(
+                    "" if row["way"] == one else Ratio(**row[key]).describe()
+                    for key, one in (("whole_over_this", "whole, SHA"), ("sha_over_this", "SHA"))
+                ),
+                *(f"{1e3 * row[key]:.1f}" for key in ("compute_s", "attention_s")),
+                *(
+                    " / ".join(f"{said[key]:.2f}" for said in (predicted, row["measured"]) if said)
+                    for key in ("sync", "total")
+                ),
+                " ".join(f"{held / 1e6:.0f}" for held in row["kv_bytes"][:4]),
+                " ".join(f"{heads:.2g}" for heads in row["heads"][:4]),
+                f"{row['same_answers']} of {row['documents']}",
+            )
         )
-    Console(width=200, highlight=False, force_terminal=False).print(table)
+    names = ("kept", "way", "ms a step", "best", "forecast", "tokens/s", "whole / this", "SHA / this", "compute")
+    print_table((*names, "attention", "E_sync", "E", "KV MB a rank", "heads", "same"), rows)
     print(
         "whole / this, SHA / this: how many times as fast a step is as with the whole cache and heads in order, and as "
         "with the compressed one and heads in order: median of rounds back to back (95 % bootstrap interval)\n"
@@ -196,20 +176,11 @@ def _ratio(row: dict[str, Any]) -> Ratio:
     return Ratio(row["times_ours"], row["times_ours_low"], row["times_ours_high"], row["pairs"])
 
 
-def write(json_file: str | None, csv_file: str | None, found: Any, columns: list[dict[str, object]]) -> None:
-    """Print or write what was found as JSON, and its rows as CSV."""
-    texts = []
-    if json_file is not None:
-        texts.append((json_file, json.dumps(found, indent=1) + "\n"))
-    if csv_file is not None:
-        file = io.StringIO()
-        writer = csv.DictWriter(file, list(columns[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(columns)
-        texts.append((csv_file, file.getvalue()))
-    for name, text in texts:
-        if name == PRINT:
-            click.echo(text, nl=False)
-            continue
-        with writing(name):
-            Path(name).write_text(text)
+def write(name: str, found: Any) -> None:
+    """Print as JSON what was found, or write it to a file."""
+    text = json.dumps(found, indent=1) + "\n"
+    if name == PRINT:
+        click.echo(text, nl=False)
+        return
+    with writing(name):
+        Path(name).write_text(text)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.options import make_parser
-from benchmarks.pairs import ratio_of
+from benchmarks.pairs import Patience, measure_pairs, ratio_of
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.errors import counted
@@ -73,11 +73,10 @@ def main(arguments: Sequence[str]) -> None:
 
         for is_traced in (False, True):
             prefill(is_traced)
-        pairs = []
-        for number in range(wanted.pairs):
-            order = (False, True) if number % 2 else (True, False)
-            seconds = {is_traced: prefill(is_traced) for is_traced in order}
-            pairs.append((seconds[False], seconds[True]))
+        found = measure_pairs(
+            world, "plain", ["traced"], lambda way: prefill(way == "traced"), lambda run: run[0], Patience(wanted.pairs)
+        )
+        pairs = [(plain, traced) for traced, plain in found["traced"]]
         for forwarder in forwarders:
             forwarder.close()
         recorder.is_on = True

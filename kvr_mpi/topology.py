@@ -96,6 +96,11 @@ class Rotation:
     first: int = 0
 
     @classmethod
+    def ending_at(cls, size: int, rank: int) -> Rotation:
+        """Rotate so that this rank has the last slice."""
+        return cls.bringing(size, size - 1, rank)
+
+    @classmethod
     def bringing(cls, size: int, place: int, rank: int) -> Rotation:
         """Rotate so that this rank has this slice."""
         return cls(size, (rank - place) % size)

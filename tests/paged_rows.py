@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import VARLEN, FlashReference
+from fake_flash import VARLEN, FlashReference
 from models import tiny
 from rows import other_prompt
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -57,17 +57,6 @@ def test_no_figure_without_its_command(name: str) -> None:
         assert re.search(r"python -m benchmarks [a-z-]+ |kvr search ", one.command)
 
 
-def test_a_block_of_nothing_that_was_measured_is_refused() -> None:
-    with pytest.raises(SystemExit, match="expected one of .*first-token"):
-        figures.render_page("<!-- begin: nothing -->\n<!-- end: nothing -->", MEASURED)
-
-
-def test_intervals_stand_beside_their_ratios() -> None:
-    one = MEASURED["first-token"]
-    rows = [row | ({"times_ours_low": 1.01, "times_ours_high": 1.5} if "times_ours" in row else {}) for row in one.rows]
-    assert f"| {one.rows[0]['times_ours']:.2f} (1.01-1.50) |" in figures.render(replace(one, rows=rows))
-
-
 def test_what_is_older_than_its_code_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.example"]

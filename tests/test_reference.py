@@ -18,7 +18,6 @@ sys.path.insert(0, str(ROOT / "docs"))
 import reference
 
 from kvr_mpi import errors
-from kvr_mpi.cli import COMMANDS
 from kvr_mpi.cli.environment import VARIABLES
 from kvr_mpi.job import JobSpec
 from kvr_mpi.store import head_rows, kv, log, volumes
@@ -51,10 +50,6 @@ def test_a_page_that_differs_is_named_and_written_anew(
     assert text.startswith("Before\n") and text.endswith("\nafter\n") and "schema_version" in text
     with pytest.raises(SystemExit, match="expected one of .*schema"):
         reference.render_page("<!-- reference: nothing -->\n<!-- end of reference -->")
-
-
-def test_every_command_is_there() -> None:
-    assert re.findall(r"^\| `kvr (\w+)` \| [A-Z].*\. \|$", reference.commands(), re.MULTILINE) == list(COMMANDS)
 
 
 def test_every_key_is_there_and_says_what_it_is() -> None:

@@ -16,15 +16,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.options import make_parser
 from benchmarks.peers.batch_file import write_batch_file
 from benchmarks.peers.killing import Life, PeerError, live
 from benchmarks.peers.peer_programs import Peer, Task, find_peers
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.model.source import convert_gguf, find_model
+from kvr_mpi.report.table import print_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,12 +125,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def show(outcomes: list[Outcome]) -> None:
     """Print a table of what was found."""
-    table = Table("peer", "rows", "computed when killed", "left", "computed again", "same answers", "documents/h")
+    rows = []
     for one in outcomes:
         per_hour = "-" if one.seconds is None else f"{one.rows / one.seconds * 3600:.0f}"
-        same = "-" if one.same is None else str(one.same)
-        table.add_row(one.peer, *map(str, (one.rows, one.computed, one.left, one.again)), same, per_hour)
-    Console().print(table)
+        same = "-" if one.same is None else one.same
+        rows.append((one.peer, one.rows, one.computed, one.left, one.again, same, per_hour))
+    names = ("peer", "rows", "computed when killed", "left", "computed again", "same answers", "documents/h")
+    print_table(names, rows)
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:

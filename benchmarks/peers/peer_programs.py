@@ -186,7 +186,7 @@ def _vllm_environment(folder: Path) -> dict[str, str]:
 
 
 def _why_no(path: Path) -> str | None:
-    return None if path.exists() else f"there is no {path}; `make .rivals/vllm/.installed` makes it"
+    return None if path.exists() else f"there is no {path}; `benchmarks/install_rivals vllm` creates it"
 
 
 def _cached(database: Path) -> dict[str, str]:

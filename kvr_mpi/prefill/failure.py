@@ -101,7 +101,7 @@ def agree(
         return [place] if has_failed else []
     forwarder, size = transfers.forwarder, transfers.forwarder.transport.size
     # Of the way: the decode rank is at the last one, the rank after it at the first.
-    way = Rotation.bringing(size, size - 1, decode_place)
+    way = Rotation.ending_at(size, decode_place)
     step = way.place_of(place)
 
     def tag(step: int) -> int:

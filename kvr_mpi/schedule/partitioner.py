@@ -43,7 +43,7 @@ class Partitioner:
             self._warn_outside(self.table, tokens)
             return choose_slices(self.table, tokens, self.size)
         if self.rates:
-            first = Rotation.bringing(self.size, self.size - 1, decode_rank).first
+            first = Rotation.ending_at(self.size, decode_rank).first
             # Every token also attends to the known ones, which adds the same cost to each.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]
             return Partition.by_ratio(tokens, equal_time(tokens, [*rates[first:], *rates[:first]]), QUANTUM_TOKENS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import subprocess
 import sys
@@ -40,7 +38,7 @@ def test_a_table_says_who_wins() -> None:
     assert names[2:-3] == list(NAMES) and len(names) == len(lines[-1].split()), "a column each"
 
 
-def test_json_and_csv_hold_the_same_rows(tmp_path: Path) -> None:
+def test_json_holds_the_rows(tmp_path: Path) -> None:
     args = ("--model", "llama 7b", "--hardware", "a100-80gb", "--ranks", "1,4", "--contexts", "4k,16k")
     found = json.loads(run(*args, "--json"))
     assert found["relay"] == "store-and-forward", "eager attention is that of the paper"
@@ -57,13 +55,8 @@ def test_json_and_csv_hold_the_same_rows(tmp_path: Path) -> None:
         assert row["bound_s"] <= min(row["ttft_s"].values())
         if row["ranks"] > 1:
             assert row["efficiency"] == pytest.approx(row["ttft_s"]["single"] / row["ranks"] / row["ttft_s"]["kvr-s"])
-    file = tmp_path / "rows.csv"
-    assert run(*args, "--csv", file) == ""
-    rows = list(csv.DictReader(file.read_text().splitlines()))
-    assert [float(row["kvr_s_s"]) for row in rows if row["kvr_s_s"]] == [
-        row["ttft_s"]["kvr-s"] for row in found["rows"] if row["ranks"] > 1
-    ]
-    assert list(csv.DictReader(io.StringIO(run(*args, "--csv")))) == rows
+    file = tmp_path / "rows.json"
+    assert run(*args, "--json", file) == "" and json.loads(file.read_text()) == found
 
 
 def test_a_slower_link_slows_the_chain() -> None:
@@ -85,17 +78,16 @@ def test_a_model_on_disk(tmp_path: Path) -> None:
         run("--model", tmp_path, "--ranks", "2", "--contexts", "512")
 
 
-@pytest.mark.parametrize("kind", ["ttft", "slices"])
-def test_plots(tmp_path: Path, kind: str) -> None:
+def test_plots(tmp_path: Path) -> None:
     file = tmp_path / "plot.svg"
-    run("--ranks", "1,2,4", "--contexts", "4k,8k", "--plot", file, "--plot-kind", kind)
+    run("--ranks", "1,2,4", "--contexts", "4k,8k", "--plot", file)
     assert file.read_text().lstrip().startswith("<?xml")
     for name in ("plot.nonsense", "no/such/folder/plot.svg"):
         with pytest.raises(ConfigError, match="--plot"):
-            run("--ranks", "2", "--contexts", "4k", "--plot", tmp_path / name, "--plot-kind", kind)
+            run("--ranks", "2", "--contexts", "4k", "--plot", tmp_path / name)
 
 
-def test_the_papers_cells_beside_the_models(tmp_path: Path) -> None:
+def test_the_papers_cells_beside_the_models() -> None:
     lines = run(command=paper).splitlines()
     assert sum(line.startswith("Table ") for line in lines) == len(paper_cells())
     assert "time to first token (45): median" in lines[-2] and "KVR-S (20): median" in lines[-1]
@@ -104,11 +96,6 @@ def test_the_papers_cells_beside_the_models(tmp_path: Path) -> None:
     assert set(found["ttft"]) == set(found["speedup"]) == {"median", "p90", "max"}
     assert 0 < found["ttft"]["median"] < found["ttft"]["p90"] < found["ttft"]["max"]
     assert [cell["ttft_s"] for cell in found["cells"]] == [cell.ttft_s for cell in paper_cells()]
-    file = tmp_path / "cells.csv"
-    run("--csv", file, command=paper)
-    assert [float(row["predicted_s"]) for row in csv.DictReader(file.read_text().splitlines())] == [
-        cell["predicted_s"] for cell in found["cells"]
-    ]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.forecast import simulate_groups
 from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.hardware import Hardware, load_hardware
 from kvr_mpi.costs.layer_costs import costs_of
 from kvr_mpi.costs.workload import check_heads, named_workload
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.schedule.simulate import look_out
 
 WORK = named_workload("Llama 3.1 70B")
 H100 = load_hardware("h100-80gb")
@@ -49,18 +47,6 @@ def test_sums_over_hosts_take_the_slower_links() -> None:
     assert times(few)[1] > 2 * times(H100)[1]
 
 
-def test_groups_beside_tensor_parallelism_alone() -> None:
-    """On one host they are the same; over several, groups keep most of their sums at home."""
-    found = look_out("Llama 3.1 70B", None, None, None, lambda: True, 4)
-    one, many = simulate_groups(found, [131072], [4, 32], 4)
-    assert one.kvr_s == pytest.approx(one.tensor_s, rel=0.02) and one.groups == 1
-    assert many.kvr_s < many.tensor_s and many.kvr_s < one.kvr_s
-    assert many.whole_bytes > many.memory_bytes > many.weight_bytes
-
-
-def test_groups_that_do_not_divide_are_refused() -> None:
-    found = look_out("Llama 3.1 70B", None, None, None, lambda: True, 4)
-    with pytest.raises(ConfigError, match="30 ranks cannot be divided into tensor-parallel groups of 4"):
-        simulate_groups(found, [8192], [30], 4)
+def test_groups_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot be divided by it; choose one of \[1, 2, 4, 8, 16, 32, 64\]"):
         check_heads(WORK, 3)

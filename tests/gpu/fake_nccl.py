@@ -7,8 +7,10 @@ stream and its GPU has room for its blocks, holds them until the other side has 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,7 +19,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from pretended_cuda import GpuTensor, PretendedCuda, Stream, grains
-from stacks import stacks_of
 
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.nccl import NcclTransport, open_nccl
@@ -69,21 +70,12 @@ class Network:
 
     Parameters
     ----------
-    heeds_limit : bool
-        Take a group's option ``max_ctas``; NCCL's own choice otherwise.
     pauses : callable
         Seconds that a rank rests before each of its transfers, so that runs differ in who is where when.
     """
 
-    def __init__(
-        self,
-        gpus: PretendedCuda,
-        *,
-        heeds_limit: bool = True,
-        timeout_s: float = TIMEOUT_S,
-        pauses: Callable[[], float] | None = None,
-    ) -> None:
-        self.gpus, self.heeds_limit, self.timeout_s = gpus, heeds_limit, timeout_s
+    def __init__(self, gpus: PretendedCuda, *, pauses: Callable[[], float] | None = None) -> None:
+        self.gpus = gpus
         self.pauses = pauses
         self.lock = threading.Lock()
         self.connections: dict[tuple[int, int, int], threading.Barrier] = {}
@@ -175,7 +167,7 @@ class Group:
         there = grains(tensor.on_cpu)
         gpus.access(stream, there if what == "send" else set(), there if what == "receive" else set(), f"nccl {what}")
         limit = self.options.config.max_ctas
-        blocks = min(BLOCKS, limit) if network.heeds_limit and limit != NOT_SET else BLOCKS
+        blocks = BLOCKS if limit == NOT_SET else min(BLOCKS, limit)
         transfer = Transfer(network, self.rank, tensor, stream, blocks)
         with network.lock:
             queue = network.queues[self.number, source, dest, what]
@@ -193,15 +185,13 @@ class Group:
         with self.network.lock:
             barrier = self.network.connections.setdefault((self.number, low, high), threading.Barrier(2))
         try:
-            barrier.wait(self.network.timeout_s)
+            barrier.wait(TIMEOUT_S)
         except threading.BrokenBarrierError:
             raise TimeoutError(f"rank {self.rank} waits for a connection with rank {peer} that nobody makes") from None
         self._connected.add(peer)
 
 
-def run_on_gpus(
-    size: int, network: Network, work: Callable[[NcclTransport], T], *, timeout_s: float = 4 * TIMEOUT_S
-) -> list[T]:
+def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T]) -> list[T]:
     """Run `work` on so many threads, each a rank with a GPU, over the transport's own code.
 
     Raises
@@ -225,12 +215,22 @@ def run_on_gpus(
 
     thread = threading.Thread(target=all_ranks, daemon=True, name="all ranks")
     thread.start()
-    thread.join(timeout_s)
+    thread.join(4 * TIMEOUT_S)
     if thread.is_alive():
-        raise TimeoutError(f"{size} ranks stand still after {timeout_s} s\n{stacks_of('rank ', 'forwarder')}")
+        raise TimeoutError(f"{size} ranks stand still after {4 * TIMEOUT_S} s\n{stacks_of('rank ', 'forwarder')}")
     if failed:
         raise failed[0]
     return found
+
+
+def stacks_of(*prefixes: str) -> str:
+    """The stacks of all threads whose names begin so."""
+    frames = sys._current_frames()
+    told = []
+    for thread in threading.enumerate():
+        if thread.name.startswith(prefixes) and thread.ident in frames:
+            told.append(f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident])[-8:])}")
+    return "\n".join(told)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, network: Network) -> Network:

@@ -15,7 +15,7 @@ from gpu_machine import most_gib, random_model
 from gpu_steps import Figures, Given
 
 from kvr_mpi.kv import attention
-from kvr_mpi.kv.attention import attend, attend_window, name_attention
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_window, name_attention
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -52,6 +52,12 @@ def truth_of(
         seen = (behind >= 0) & (behind < (window or keys.shape[2] + 1))
         scores = scores.masked_fill(~seen, float("-inf"))
     return scores.softmax(-1) @ values.double().repeat_interleave(group, 1), scores.logsumexp(-1)
+
+
+def error_of(part: PartialAttention, truth: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """How far output and log-sum-exp are off, of the largest of each."""
+    pairs = zip((part.out, part.lse), truth, strict=True)
+    return max(float((mine.double() - theirs).abs().max() / theirs.abs().max()) for mine, theirs in pairs)
 
 
 def attention_is_exact(given: Given) -> Figures:
@@ -91,11 +97,7 @@ def _worst_errors(given: Given) -> Figures:
         if queries == length:
             cases["causal"] = (attend(query, keys, values, params, causal=True), 0, None)
         for name, (part, first, window) in cases.items():
-            out, lse = truth_of(query, keys, values, params, first, window)
-            error = max(
-                float((part.out.double() - out).abs().max() / out.abs().max()),
-                float((part.lse.double() - lse).abs().max() / lse.abs().max()),
-            )
+            error = error_of(part, truth_of(query, keys, values, params, first, window))
             worst[str(dtype)] = max(worst[str(dtype)], error)
             assert error <= ALLOWED[dtype], f"{name}, {dtype}, head_dim {dim}, {queries} queries, {heads}: {error:.1e}"
     return {f"worst error, {dtype}": error for dtype, error in worst.items()}

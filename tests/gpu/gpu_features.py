@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from gpu_correctness import ALLOWED, SMALL, truth_of
+from gpu_correctness import ALLOWED, SMALL, error_of, truth_of
 from gpu_machine import random_model
 from gpu_steps import Absent, Figures, Given
 
@@ -57,11 +57,8 @@ def bent_scores_are_exact(given: Given) -> Figures:
             (attend_window(query, keys, values, params, 256), before, 256),
         ):
             start = before if first == 0 else 0
-            out, lse = truth_of(query, keys[:, :, start:], values[:, :, start:], params, first, window)
-            error = max(
-                float((part.out.double() - out).abs().max() / out.abs().max()),
-                float((part.lse.double() - lse).abs().max() / lse.abs().max()),
-            )
+            truth = truth_of(query, keys[:, :, start:], values[:, :, start:], params, first, window)
+            error = error_of(part, truth)
             assert error <= ALLOWED[torch.bfloat16], f"{name}: {error:.1e}"
             found[f"{name}, worst error"] = max(error, found.get(f"{name}, worst error", 0.0))
     return found

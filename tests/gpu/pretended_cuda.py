@@ -1,8 +1,9 @@
 """GPUs that are not there: tensors that say they are on one, streams, events, and a current GPU for each thread.
 
-What is computed is computed at once, on the CPU. What torch's CUDA sanitizer would have been told on a GPU it is told
-here: every access to a tensor's memory, on which stream, and what waits for what. A tensor's memory is told in pieces
-of `GRAIN` bytes, so that rows of one buffer can be in use by several streams.
+What is computed is computed at once, on the CPU; attention kernels refuse what a GPU's would (`fake_flash`). What
+torch's CUDA sanitizer would have been told on a GPU it is told here: every access to a tensor's memory, on which
+stream, and what waits for what. A tensor's memory is told in pieces of `GRAIN` bytes, so that rows of one buffer can be
+in use by several streams.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import copy
 import itertools
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_flash import CUDNN, DENSE, VARLEN, arguments_of, attend_as, check_flash
 from torch.cuda import _sanitizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -33,6 +35,9 @@ MANY_BYTES = 1 << 16
 CPU = torch.device("cpu")
 # A GPU may be given the place of a value, or of indices, in host memory.
 TAKES_HOST = ("aten::copy_", "aten::index", "aten::_to_copy")
+# The host has to know the size of what they give.
+SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::unique")
+KERNELS = {DENSE: "dense", VARLEN: "varlen", CUDNN: "cudnn"}
 
 
 def grains(real: torch.Tensor) -> set[int]:
@@ -90,15 +95,19 @@ class GpuTensor(torch.Tensor):
         raise TypeError(f"can't convert {self.place} device type tensor to numpy")
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.gpus.handle(self.device, "stream_synchronization", self.gpus.current_stream(self.device).id)
+        self._wait()
         return self.on_cpu.clone()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.on_cpu.untyped_storage()
 
     def tolist(self) -> Any:
-        self.gpus.handle(self.device, "stream_synchronization", self.gpus.current_stream(self.device).id)
+        self._wait()
         return self.on_cpu.tolist()
+
+    def _wait(self) -> None:
+        self.gpus.handle(self.device, "stream_synchronization", self.gpus.current_stream(self.device).id)
+        self.gpus.waits["read back"] += 1
 
     def __dlpack_device__(self) -> tuple[Any, int]:
         return self.on_cpu.__dlpack_device__()
@@ -171,11 +180,16 @@ class Event:
 
 
 class Graph:
-    """Records nothing: float32 has no paged calls, which is found out on the way."""
+    """Launches and records nothing: float32 has no paged calls, which is found out on the way."""
 
-    def capture_begin(self, **how: Any) -> None: ...
+    def __init__(self, gpus: PretendedCuda) -> None:
+        self.gpus = gpus
 
-    def capture_end(self) -> None: ...
+    def capture_begin(self, **how: Any) -> None:
+        self.gpus._state.records = True
+
+    def capture_end(self) -> None:
+        self.gpus._state.records = False
 
     def replay(self) -> None:
         raise AssertionError("what is pretended here is not recorded")
@@ -193,12 +207,22 @@ class _ThreadState:
     device: int = 0
     streams: dict[int, Stream] | None = None
     makes_tensors: bool = False
+    records: bool = False  # a graph
 
 
 class PretendedCuda:
     """All GPUs of the process, and what is wrong with how they are used (`faults`).
 
-    ``watches``: tell the sanitizer every access, which takes longer than all else.
+    Attributes
+    ----------
+    watches : bool
+        Tell the sanitizer every access, which takes longer than all else.
+    calls : Counter
+        Of attention kernels, by form; of flash attention's variable-length form also those of pages.
+    waits : Counter
+        What made the host wait for a GPU, or copied between their memories.
+    cudnn_fault : callable
+        Applied to what cuDNN gives.
     """
 
     def __init__(self) -> None:
@@ -210,6 +234,8 @@ class PretendedCuda:
         self.handlers: dict[torch.device, Any] = defaultdict(_sanitizer.EventHandler)
         self.timed: dict[torch.device, Iterator[int]] = defaultdict(itertools.count)
         self.syncs_of_devices: list[torch.device] = []
+        self.calls, self.waits = Counter[str](), Counter[str]()
+        self.cudnn_fault: Callable[[Any], Any] = lambda found: found
         self._lock, self._local = threading.RLock(), threading.local()
         self._defaults: dict[int, Stream] = {}
 
@@ -284,21 +310,31 @@ class PretendedCuda:
         given = tree_map_only(GpuTensor, lambda each: each.on_cpu, (args, kwargs))
         given = tree_map_only(torch.device, lambda each: CPU, given)
         given[1].pop("pin_memory", None)
-        found = func(*given[0], **given[1])
+        found = self._attend(func, args, kwargs, given) if func in KERNELS else func(*given[0], **given[1])
         if self.watches:
             self._tell(func, device, args, kwargs, found)
         is_copy = target.type == "cpu" and not func._schema.name.endswith("copy_")
-        if is_copy or not isinstance(found, (torch.Tensor, tuple, list)):
+        if is_copy or not isinstance(found, (torch.Tensor, tuple, list, type(None))) or _is_sized(func, args):
             self.handle(device, "stream_synchronization", self.current_stream(device).id)  # the host has it
+            self.waits[func._schema.name] += 1
         if is_copy:
             return found
         return tree_map_only(
             torch.Tensor, lambda each: known[id(each)] if id(each) in known else self.put(each, target), found
         )
 
+    def _attend(self, func: Any, args: Any, kwargs: Any, on_cpu: Any) -> Any:
+        """Run an attention kernel, which refuses what a GPU's would."""
+        told = arguments_of(func, args, kwargs)
+        self.calls["paged" if told.get("block_table") is not None else KERNELS[func]] += 1
+        if func is not CUDNN:
+            check_flash(func, told)
+        found = attend_as(func, arguments_of(func, *on_cpu))
+        return self.cudnn_fault(found) if func is CUDNN else found
+
     def access(self, stream: Stream, reads: set[int], writes: set[int], what: str) -> None:
         """Tell the sanitizer that a kernel on a stream reads and writes these grains."""
-        if not self.watches:
+        if not self.watches or self._state.records:
             return
         with self._lock:
             errors = self.handlers[stream.device]._handle_kernel_launch(
@@ -334,9 +370,10 @@ class PretendedCuda:
     def _check_devices(self, func: Any, device: torch.device, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.device != device and leaf.dim():
-                if leaf.device.type == "cpu" and func._schema.name.startswith(TAKES_HOST):
-                    continue
-                if func._schema.name == "aten::copy_":
+                if func._schema.name == "aten::copy_" or (
+                    leaf.device.type == "cpu" and func._schema.name.startswith(TAKES_HOST)
+                ):
+                    self.waits[func._schema.name] += 1
                     continue
                 raise RuntimeError(
                     f"{func._schema.name}: expected all tensors on one device, found {device}, {leaf.device}"
@@ -347,6 +384,13 @@ class PretendedCuda:
             return device
         index = torch.device(device).index
         return self.current_device() if index is None else index
+
+
+def _is_sized(func: Any, args: Any) -> bool:
+    """Whether an operation waits to know how many elements there are; so does an index of truth values."""
+    name = func._schema.name
+    masks = tree_leaves(args[1]) if name == "aten::index" else []
+    return name.startswith(SIZED_BY_VALUES) or any(each is not None and each.dtype == torch.bool for each in masks)
 
 
 class OnDevices(TorchFunctionMode):
@@ -369,6 +413,8 @@ class OnDevices(TorchFunctionMode):
         elif kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             device = self._full(torch.device(kwargs.pop("device")))
             made = func(*args, **kwargs, device="cpu")
+            if func in (torch.tensor, torch.as_tensor):
+                self.gpus.waits[func.__name__] += 1
             if func is not torch.empty:
                 self.gpus.access(self.gpus.current_stream(device), set(), grains(made), func.__name__)
             return self.gpus.put(made, device)
@@ -379,6 +425,7 @@ class OnDevices(TorchFunctionMode):
         if isinstance(typed, GpuTensor) and typed.device == self._full(device):
             return typed
         real = typed.on_cpu if isinstance(typed, GpuTensor) else typed
+        self.gpus.waits["to"] += 1
         return self.gpus.put(real.clone(), self._full(device))
 
     def _full(self, device: torch.device) -> torch.device:
@@ -394,7 +441,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
         monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpus, torch.device(device)))
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event(gpus, **options))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(gpus))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device=CPU: generator())
@@ -413,4 +460,5 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
 
 
 def _properties(index: int) -> SimpleNamespace:
-    return SimpleNamespace(uuid=f"GPU-{index}", pci_domain_id=0, pci_bus_id=index, pci_device_id=0)
+    place = {"pci_domain_id": 0, "pci_bus_id": index, "pci_device_id": 0}
+    return SimpleNamespace(uuid=f"GPU-{index}", shared_memory_per_block_optin=232_448, **place)

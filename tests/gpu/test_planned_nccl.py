@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,96 +10,30 @@ from typing import Any
 import pytest
 import torch
 from fake_nccl import Network, run_on_gpus
-from job_files import write_job
-from made_jobs import answers, spec_of
+from jobs_together import within_limit
+from made_jobs import answers, with_settings
 from models import tiny
 from pretended_cuda import PretendedCuda
 
 from kvr_mpi.prefill.verify import Finding, verify
-from kvr_mpi.report.log import Log
-from kvr_mpi.runtime.batch import run_job
-from kvr_mpi.runtime.options import Environment, RunOptions
-from kvr_mpi.setup import prepare
-from kvr_mpi.setup.job_setup import Machine
-from kvr_mpi.store.lock import this_process
-from kvr_mpi.transport.base import FailedTogetherError
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.links import Skew, measure_skews
-from kvr_mpi.transport.local import run_local
-from kvr_mpi.transport.nccl import NcclTransport, open_nccl
+from kvr_mpi.transport.nccl import NcclTransport
 
-CPU = torch.device("cpu")
-TEXT = """
-[model]
-path = "{model}"
-dtype = "float32"
-[documents]
-path = "{corpus}"
-[prompt]
-template = "Summarise: {{text}} Summary:"
-[generation]
-max_new_tokens = 4
-[output]
-path = "{output}"
-"""
 COMPRESSED = ("compress.method=ada-snapkv", "compress.budget=32", "compress.window=8")
 Runs = Callable[..., dict[str, tuple[int, ...]]]
 
 
 @pytest.fixture
-def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for number, count in enumerate((1, 30, 6)):
-        (corpus / f"{number}.txt").write_text(f"Document {number}. " + "All that is written here says little. " * count)
-    words = {"model": tiny_model_dir, "corpus": corpus, "output": tmp_path / "out"}
-    return write_job(tmp_path, text=TEXT.replace("{{text}}", "TEXT").format(**words).replace("TEXT", "{text}"))
-
-
-@pytest.fixture
-def run_on(
-    job: Path,
-    tmp_path: Path,
-    cache_dir: Path,
-    gpus: PretendedCuda,
-    network: Network,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Runs:
-    """Run the job with some settings on so many pretended GPUs, each on a host of its own; 0: on one CPU."""
-    environment, numbers, load = (
-        Environment(Machine(cache_dir, cores=2, offline=True), this_process()),
-        itertools.count(),
-        prepare.load_on_all,
-    )
-
-    def load_there(world: Any, path: str, **arguments: Any) -> Any:
-        return gpus.move(load(world, path, **arguments | {"device": "cpu", "kernels": "plain"}), _own())
-
-    def open_there(world: Any, *arguments: Any, **more: Any) -> tuple[Any, str]:
-        ranks = open_nccl(world, _own())
-        warm_up(ranks, _own())
-        return ranks, "transport: nccl"
+def run_on(job: Path, tmp_path: Path, run_on_gpus_here: Any) -> Runs:
+    """Run the job with some settings on so many pretended GPUs; 1: on one CPU."""
+    numbers = itertools.count()
 
     def run(size: int, *settings: str) -> dict[str, tuple[int, ...]]:
         output = tmp_path / f"out-{next(numbers)}"
-        spec = spec_of(job, *settings, f"output.path={output}")
-
-        def rank(world: Any) -> int:
-            try:
-                return run_job(spec, RunOptions(), environment, world, Log(world.rank, stream=io.StringIO()))
-            except FailedTogetherError as error:
-                raise error.cause or error from error
-
-        with monkeypatch.context() as there:
-            there.setattr("kvr_mpi.runtime.batch.own_device", lambda ranks, name: _own() if size else CPU)
-            if size:
-                there.setattr(prepare, "load_on_all", load_there)
-                there.setattr("kvr_mpi.runtime.batch.open_transport", open_there)
-                there.setattr(socket, "gethostname", lambda: threading.current_thread().name)
-                found = run_on_gpus(size, network, lambda ranks: rank(ranks._control), timeout_s=400)
-            else:
-                found = run_local(1, rank)
-        assert found == [0] * max(1, size)
+        words = with_settings(*settings, f"output.path={output}")
+        done = within_limit(lambda: run_on_gpus_here(size, [job, *words]))
+        assert done.returncode == 0, done.stderr
         return answers(output)
 
     return run
@@ -112,8 +43,8 @@ def run_on(
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_planned_job_over_nccl(size: int, gpus: PretendedCuda, run_on: Runs) -> None:
     gpus.watches = size > 2
-    truth = run_on(0)
-    assert run_on(size) == truth and len(truth) == 3
+    truth = run_on(1)
+    assert run_on(size, "parallel.partition=equal_time") == truth and len(truth) == 5
     assert gpus.faults == []
 
 
@@ -121,8 +52,8 @@ def test_a_planned_job_over_nccl(size: int, gpus: PretendedCuda, run_on: Runs) -
 def test_groups_and_compression_send_nothing_that_nccl_refuses(gpus: PretendedCuda, run_on: Runs) -> None:
     """Other settings, each and by twos, are in `test_settings_on_gpus`."""
     gpus.watches = False
-    found = run_on(2, "parallel.tensor_parallel=2", *COMPRESSED, "parallel.partition=even")
-    assert found == run_on(0, *COMPRESSED)
+    found = run_on(2, "parallel.tensor_parallel=2", *COMPRESSED)
+    assert found == run_on(1, *COMPRESSED)
 
 
 @pytest.mark.slow

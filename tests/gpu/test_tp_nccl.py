@@ -20,7 +20,6 @@ from made_groups import ids_of, make_folder, truth_of
 from pretended_cuda import PretendedCuda
 from test_nccl import greedy_there
 
-from kvr_mpi.errors import TransportError
 from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -91,22 +90,3 @@ def test_sums_and_a_chain_never_wait_for_each_other(
     for number, source, dest, side in orders[0]:
         other = "send" if side == "receive" else "receive"
         assert orders[0][number, source, dest, side] == orders[0][number, source, dest, other]
-
-
-def test_two_orders_over_one_link_are_found(gpus: PretendedCuda, network: Network) -> None:
-    """What would be if a sum and a chain had a link in common: one rank begins with the one, one with the other."""
-
-    def work(ranks: NcclTransport) -> None:
-        device = torch.device("cuda", ranks.rank)
-        warm_up(ranks, device)
-        rows, total = torch.zeros(6, device=device), torch.ones(2, device=device)
-        if ranks.rank == 0:
-            sent = ranks.isend(rows, 1, 0)
-            ranks.all_reduce(total)
-            sent.wait()
-        else:
-            ranks.all_reduce(total)
-            ranks.irecv(rows, 0, 0).wait()
-
-    with pytest.raises(TransportError, match="bytes are sent and"):
-        run_on_gpus(2, network, work)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_gpu import FlashReference
+from fake_flash import FlashReference
 
 from kvr_mpi.kv import units
 from kvr_mpi.kv.arena import Arena, make_rows

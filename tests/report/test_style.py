@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plots import log_ticks, plot_bench, plot_extension, token_ticks
+from benchmarks.plots import log_ticks, plot_bench, token_ticks
 from kvr_mpi.report.style import (
     bytes_text,
     even_token_ticks,
@@ -91,14 +91,3 @@ def test_an_svg_turns_dark_and_is_the_same_when_drawn_again(tmp_path: Path) -> N
     used = set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", body))
     assert len(used) > 6
     assert not [pair for pair in used if f'[style*="{pair[0]}: {pair[1]}"]' not in dark], "no colour stays as it is"
-
-
-def test_a_document_that_grew_is_drawn(tmp_path: Path) -> None:
-    rows = [
-        {"known": known, "added": added, "extend_s": 1e-6 * added * known, "again_s": 3e-3 * known}
-        for known in (1024, 4096)
-        for added in (64, 512)
-    ]
-    plot_extension(rows, tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
-    assert "64 tokens added to 4k: 46.9 times as fast as prefilling everything again" in drawn and ">after 1k<" in drawn

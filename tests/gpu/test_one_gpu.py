@@ -1,0 +1,368 @@
+"""What a GPU is asked for, on a pretended one: which attention kernels, with what, and nothing that waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import CONFIGS, prompt
+from pretended_cuda import CPU, OnDevices, PretendedCuda
+from torch.nn.attention.flex_attention import AuxOutput
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from kvr_mpi.kv import attention, flex
+from kvr_mpi.kv.arena import Arena
+from kvr_mpi.kv.attention import AttentionParams, attend, attend_window
+from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import allowed_error, error_share
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.setup import prepare
+from kvr_mpi.setup.prepare import describe_portable
+from kvr_mpi.transport.local import LocalTransport, PretendedChain
+
+GPU = torch.device("cuda", 3)
+ANSWERED = (attention._has_flash, attention._has_cudnn, flex.compiles, flex._options, flex._bend, flex.visible_blocks)
+
+
+@pytest.fixture
+def gpu(gpus: PretendedCuda) -> Iterator[PretendedCuda]:
+    """One of Hopper's kind, for this thread."""
+    gpus.watches = False
+    torch.cuda.set_device(GPU)
+    for known in ANSWERED:
+        known.cache_clear()
+    with OnDevices(gpus), torch.inference_mode():
+        yield gpus
+    for known in ANSWERED:
+        known.cache_clear()
+
+
+def model_of(name: str, layers: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> LoadedModel:
+    """A tiny model of so many layers, prepared for chains."""
+    config = CONFIGS[name]()
+    for key, value in ({"num_hidden_layers": layers} | settings).items():
+        setattr(config, key, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * layers)[:layers]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype)
+    prepare_model(model, chain=True)
+    return LoadedModel(model, None, probe_shape(config, dtype), name, name, dtype, CPU)
+
+
+def as_it_is(loaded: LoadedModel) -> LoadedModel:
+    return loaded
+
+
+def run_alone(loaded: LoadedModel, tokens: int = 40) -> Prefill:
+    return prefill_kvr(loaded, prompt(tokens), Partition((0, tokens)), LocalTransport(), reserve_tokens=4)
+
+
+def run_last(loaded: LoadedModel, size: int = 2) -> Prefill:
+    """The last rank of a chain: it attends to its slice, and to those of the others."""
+    rank = PretendedChain()
+    rank.rank, rank.size, rank.local_rank, rank.local_size = size - 1, size, size - 1, size
+    return prefill_kvr(loaded, prompt(10 * size), Partition(tuple(range(0, 10 * size + 1, 10))), rank)
+
+
+def run_packed(loaded: LoadedModel) -> list[Prefill]:
+    return prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4)
+
+
+Row = tuple[LoadedModel, DecodeCache]
+
+
+def make_row(loaded: LoadedModel) -> Row:
+    return loaded, DecodeCache([prefill.cache for prefill in run_packed(loaded)])
+
+
+def make_row_of_pages(loaded: LoadedModel, keeps_all: bool = True) -> Row:
+    """Documents lie in pages; a step copies their lengths to the GPU once, for all layers."""
+    arena = Arena(loaded.shape.layers, loaded.dtype, GPU, extent_bytes=1 << 24)
+    prefills = prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4, arena=arena)
+    caches = [prefill.cache for prefill in prefills]
+    if not keeps_all:
+        for cache in caches:
+            kept = [torch.arange(3 + head, device=GPU) for head in range(loaded.shape.layers[0].num_kv_heads)]
+            for layer in cache.layers:
+                cache.admit(layer, kept, 4)
+    return loaded, DecodeCache(caches)
+
+
+def make_row_of_heads(loaded: LoadedModel) -> Row:
+    """Heads keep tokens of their own."""
+    return make_row_of_pages(loaded, keeps_all=False)
+
+
+def step(row: Row) -> torch.Tensor:
+    return decode_packed(*row, [3, 4])
+
+
+def waits_in(gpu: PretendedCuda, run: Callable[[], object]) -> int:
+    before = gpu.waits.total()
+    run()
+    return gpu.waits.total() - before
+
+
+@pytest.mark.parametrize(
+    ("name", "prepare", "run", "kernel", "calls"),
+    [
+        ("llama-gqa", as_it_is, run_packed, "varlen", [2, 4]),
+        ("mistral-window", as_it_is, run_packed, "varlen", [2, 4]),
+        ("gemma2-softcap", as_it_is, run_packed, "", [0, 0]),
+        ("llama-gqa", make_row, step, "dense", [4, 8]),
+        ("mistral-window", make_row, step, "dense", [4, 8]),
+        ("gemma2-softcap", make_row, step, "", [0, 0]),
+        ("mistral-window", as_it_is, run_alone, "dense", [2, 4]),
+        # Both slices at once where only the last token is read, and however long the chain three calls before that.
+        ("llama-gqa", as_it_is, run_last, "dense", [3, 7]),
+        ("llama-gqa", as_it_is, lambda loaded: run_last(loaded, 8), "dense", [4, 10]),
+        ("llama-gqa", make_row_of_heads, step, "paged", [2, 4]),
+        ("llama-gqa", make_row_of_pages, step, "paged", [2, 4]),
+        ("mistral-window", make_row_of_pages, step, "paged", [2, 4]),
+        ("gemma2-softcap", make_row_of_pages, step, "", [0, 0]),
+    ],
+)
+def test_nothing_waits_for_the_gpu_in_a_layer(
+    gpu: PretendedCuda, name: str, prepare: Any, run: Any, kernel: str, calls: list[int]
+) -> None:
+    """With every layer more there are more calls of attention, and not one wait."""
+    waits, called = list[list[int]](), list[int]()
+    for layers in (2, 4):
+        prepared = prepare(gpu.move(model_of(name, layers), GPU))
+        gpu.calls.clear()
+        work = partial(run, prepared)
+        waits.append([waits_in(gpu, work), waits_in(gpu, work)])  # the first step makes tables
+        called.append(gpu.calls.total() // 2)
+        assert not gpu.calls.keys() - {kernel}
+    assert waits[0] == waits[1] and called == calls
+    if prepare in (make_row_of_pages, make_row_of_heads):
+        assert waits[0][1] == 1, "tokens and lengths, in one copy"
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma2-softcap"])
+def test_a_gpu_computes_what_a_cpu_does(gpu: PretendedCuda, name: str) -> None:
+    """Documents in a row, and steps of them from pages."""
+    loaded = model_of(name, 2)
+    wide = model_of(name, 2, torch.float32)
+    there = gpu.move(loaded, GPU)
+    found = [*(one.logits for one in run_packed(there)), *step(make_row_of_pages(there))]
+    truth = [*(one.logits for one in run_packed(wide)), *step(make_row(wide))]
+    assert len(found) == len(truth) == 4
+    for one, other in zip(found, truth, strict=True):
+        assert one is not None and other is not None and one.device == GPU
+        assert error_share(one.cpu(), other) <= allowed_error(torch.bfloat16)
+
+
+def test_a_wait_is_seen(gpu: PretendedCuda) -> None:
+    row = torch.empty(4, device=GPU)
+    waits = (
+        lambda: torch.tensor([1], device=GPU),
+        lambda: row[[0, 2]],
+        lambda: row[row > 0],
+        lambda: row.sum().item(),
+        row.nonzero,
+        row.tolist,
+    )
+    assert [waits_in(gpu, wait) for wait in waits] == [1] * 6
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        row + torch.zeros(4)
+
+
+def test_outputs_are_not_widened_without_a_merge(gpu: PretendedCuda) -> None:
+    """As the kernel gives them, to the model: of no layer's attention is anything made in float32."""
+    row = make_row_of_pages(gpu.move(model_of("llama-gqa", 2), GPU))
+    step(row)
+    query = torch.empty(1, 4, 20, 64, dtype=torch.bfloat16, device=GPU)
+    with Widened() as widened:
+        assert step(row).device == GPU
+        part = attend(query, query, query, AttentionParams(0.1), causal=True)
+    assert part.out.dtype == torch.bfloat16 and part.lse.dtype == torch.float32
+    assert not {(2, 8), (6, 8), (20, 64)} & widened.shapes
+    with Widened() as widened:
+        assert part.merge(part).out.dtype == torch.float32
+    assert (20, 64) in widened.shapes, "it sees what is widened"
+
+
+class Widened(TorchDispatchMode):
+    """The last two sizes of what is made float32 of a narrower type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype) and out.dtype == torch.float32:
+            self.shapes.add(tuple(out.shape[-2:]))
+        return out
+
+
+def drawn(heads: int, tokens: int, head_dim: int = 16) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(heads)
+    return torch.randn(1, tokens, heads, head_dim, generator=draw).bfloat16().transpose(1, 2)
+
+
+def check_on(gpu: PretendedCuda, queries: int, *, window: int | None = None, causal: bool = False) -> None:
+    """A GPU's attention is that of a CPU."""
+    params = AttentionParams(0.3)
+    given = drawn(4, 20)[:, :, 20 - queries :], drawn(2, 20), drawn(3, 20)[:, :2]
+    there = [gpu.put(each, GPU) for each in given]
+    wide = [each.float() for each in given]
+    if window is None:
+        found, truth = attend(*there, params, causal=causal), attend(*wide, params, causal=causal)
+    else:
+        found, truth = attend_window(*there, params, window), attend_window(*wide, params, window)
+    torch.testing.assert_close(found.out.cpu().float(), truth.out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found.lse.cpu(), truth.lse, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 20])
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+def test_flash_attention_is_told_what_is_meant(gpu: PretendedCuda, queries: int, window: int | None) -> None:
+    check_on(gpu, queries, window=window)
+    assert gpu.calls == {"dense": 1}
+
+
+@pytest.mark.parametrize(("queries", "causal", "calls"), [(20, True, 3), (20, False, 3), (9, False, 0), (10, False, 3)])
+def test_cudnn_is_told_what_is_meant_of_long_prompts(
+    gpu: PretendedCuda, queries: int, causal: bool, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "CUDNN_SCORES", 4 * 20 * 20 // 2)
+    check_on(gpu, queries, causal=causal)
+    assert gpu.calls["cudnn"] == calls, "tried on two shapes, and then used"
+
+
+def fails(found: Any) -> Any:
+    raise RuntimeError("version mismatch")
+
+
+@pytest.mark.parametrize("fault", [fails, lambda found: (found[0] + 0.5, *found[1:])], ids=["fails", "differs"])
+def test_cudnn_is_not_used_where_it_fails_or_differs(
+    gpu: PretendedCuda, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "CUDNN_SCORES", 4 * 20 * 20 // 2)
+    gpu.cudnn_fault = fault
+    for _ in range(2):
+        check_on(gpu, 20, causal=True)
+    assert gpu.calls == {"cudnn": 1, "dense": 3 if fault is not fails else 2}, "that is found out once"
+
+
+class PretendedFlex:
+    """Checks what it is asked for, and counts it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, query: Any, keys: Any, values: Any, *, block_mask: Any, **how: Any) -> Any:
+        assert query.device == keys.device == values.device == GPU and query.shape[2] > flex.BLOCK
+        assert query.dtype == keys.dtype == values.dtype == torch.bfloat16
+        assert how["return_aux"].lse and how["enable_gqa"] == (query.shape[1] != keys.shape[1])
+        if block_mask is not None:
+            assert block_mask.seq_lengths == (query.shape[2], keys.shape[2])
+            tables = block_mask.kv_num_blocks, block_mask.kv_indices
+            assert all(each.device == GPU and each.dtype == torch.int32 for each in tables)
+        self.calls += 1
+        lse = torch.zeros(query.shape[:3], device=GPU)
+        return torch.zeros(*query.shape[:3], values.shape[3], dtype=query.dtype, device=GPU), AuxOutput(lse=lse)
+
+
+@pytest.fixture
+def flexible(gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> PretendedFlex:
+    """A GPU with a compiler, on which FlexAttention holds."""
+    pretended = PretendedFlex()
+    monkeypatch.setattr(flex, "has_triton", lambda: True)
+    monkeypatch.setattr(flex, "_function", lambda device_type: pretended)
+    monkeypatch.setattr(attention, "why_no_flex", lambda *given: None)
+    return pretended
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "queries", "softcap", "way"),
+    [
+        ((9, 0), torch.bfloat16, 128, 200, None, "flash"),
+        ((8, 0), torch.float16, 256, 200, None, "flash"),
+        ((9, 0), torch.bfloat16, 64, 200, 5.0, "flex"),
+        ((9, 0), torch.bfloat16, 264, 200, None, "flex"),
+        ((9, 0), torch.bfloat16, 100, 200, None, "flex"),
+        ((9, 0), torch.bfloat16, 64, 128, 5.0, "portable"),
+        ((9, 0), torch.bfloat16, 8, 200, 5.0, "portable"),
+        ((9, 0), torch.float32, 64, 200, 5.0, "portable"),
+        ((9, 0), torch.float32, 128, 200, None, "portable"),
+        ((7, 5), torch.float16, 128, 200, None, "portable"),
+        ((7, 5), torch.bfloat16, 64, 200, 5.0, "portable"),
+    ],
+)
+def test_which_way_a_layer_goes(
+    gpu: PretendedCuda,
+    flexible: PretendedFlex,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    queries: int,
+    softcap: float | None,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query, params = torch.zeros(1, 4, queries, head_dim, dtype=dtype, device=GPU), AttentionParams(0.1, softcap)
+    for part in (attend(query, query, query, params, causal=True), attend_window(query, query, query, params, 7)):
+        assert part.out.shape == query.shape and part.lse.shape == query.shape[:3] and part.lse.dtype == torch.float32
+        assert part.out.device == part.lse.device == GPU
+    assert (gpu.calls["dense"], flexible.calls) == {"flash": (2, 0), "flex": (0, 2), "portable": (0, 0)}[way]
+
+
+def test_without_a_compiler_it_is_the_portable_way(gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16, device=GPU)
+    for compiler in (False, True):
+        monkeypatch.setattr(flex, "has_triton", lambda compiler=compiler: compiler)
+        flex.compiles.cache_clear()
+        assert flex.suits_flex(query, query) == compiler
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "room", "side"),
+    [(128, 101_376, None), (256, 166_912, None), (256, 101_376, 64), (512, 166_912, 64), (512, 101_376, 32)],
+)
+def test_blocks_fit_into_the_shared_memory_of_the_gpu(
+    gpu: PretendedCuda, head_dim: int, room: int, side: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As compiled for GPUs of 80, 86 and 90 by `test_wheel`."""
+    about = SimpleNamespace(shared_memory_per_block_optin=room)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    options = flex._options(GPU, head_dim)
+    assert (options.get("BLOCK_M"), options.get("BLOCK_N")) == (side, side)
+
+
+def test_a_layer_of_bent_scores_waits_for_nothing(gpu: PretendedCuda, flexible: PretendedFlex) -> None:
+    loaded = [gpu.move(model_of("gemma2-softcap", layers, head_dim=16), GPU) for layers in (4, 2, 4)]
+    _, few, many = (waits_in(gpu, lambda one=one: run_alone(one, 200)) for one in loaded)  # type: ignore[misc]
+    assert few == many and flexible.calls == 3 + 1 + 3 and not gpu.calls
+
+
+def test_what_goes_the_portable_way_is_said(gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    bent, asked = gpu.move(model_of("gemma2-softcap", 2), GPU), list[Any]()
+    monkeypatch.setattr(prepare, "compiles", lambda device: False)
+    assert "no compiler for this GPU" in next(describe_portable(bent))
+
+    def why(*given: Any) -> str:
+        asked.append(given)
+        return "its outputs differ"
+
+    monkeypatch.setattr(prepare, "compiles", lambda device: True)
+    monkeypatch.setattr(prepare, "why_no_flex", why)
+    assert "than FlexAttention: its outputs differ" in next(describe_portable(bent))
+    assert asked == [(GPU, torch.bfloat16, 6, 2, (8, 8), 50.0)]
+    others = model_of("llama-gqa", 2), model_of("gemma2-softcap", 2, torch.float32)
+    for loaded in (*(gpu.move(one, GPU) for one in others), replace(bent, device=CPU)):
+        assert not list(describe_portable(loaded))
