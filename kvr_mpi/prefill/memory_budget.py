@@ -9,8 +9,9 @@ memory, and every tensor that is alive at once is added up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class _Ledger(TorchDispatchMode):
             self._alive[key] = StorageWeakRef(storage), storage.nbytes()
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Footprint:
     """Memory of a model's prefill, in addition to the weights.
 
@@ -96,7 +97,6 @@ class Footprint:
     heap_share: float = HEAP_SHARE
     takes_chunks: bool = False
     admits: bool = False
-    _known: dict[tuple[int, int | None], int] = field(default_factory=dict)
 
     def route_bytes(
         self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False, drop: PlannedDrop | None = None
@@ -143,13 +143,8 @@ class Footprint:
         else:
             every, below = None, max(1, 1 << (tokens.bit_length() - 1))
             step = below
-        low, high = self._counted(below, every), self._counted(below + step, every)
+        low, high = self.activations(below, every), self.activations(below + step, every)
         return int(self.heap_share * (low + (high - low) * (tokens - below) / step))
-
-    def _counted(self, tokens: int, chunk_tokens: int | None) -> int:
-        if (tokens, chunk_tokens) not in self._known:
-            self._known[tokens, chunk_tokens] = self.activations(tokens, chunk_tokens)
-        return self._known[tokens, chunk_tokens]
 
 
 def footprint_of(
@@ -198,6 +193,7 @@ def footprint_of(
             prefill_kvr(loaded, ids, partition, PretendedChain(), stop_after=layers, chunk_tokens=chunk_tokens)
         return int(ledger.peak_bytes) * shape.dtype_bytes // counted.itemsize
 
+    @functools.cache
     def activations(tokens: int, chunk_tokens: int | None) -> int:
         try:
             return count(tokens, tokens, chunk_tokens)

@@ -17,7 +17,7 @@ from kvr_mpi.errors import ModelError, PartitionError, TransportError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import allowed_error, first_difference, follow
+from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -35,7 +35,7 @@ def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
     truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
     for bounds in BOUNDS:
         found = follow(loaded.model, chain(loaded, ids, bounds, NEW_TOKENS), NEW_TOKENS)
-        assert first_difference(found, truth, NOISE) is None, bounds
+        assert first_difference(differences(found, truth), NOISE) is None, bounds
         assert found.tokens == truth.tokens, bounds
 
 
@@ -60,7 +60,7 @@ def test_smollm_equals_one_process(smollm: LoadedModel) -> None:
     truth = follow(smollm.model, single(smollm, ids), NEW_TOKENS)
     for bounds in [(0, 250, 400), (0, 1, 399, 400), (0, 150, 260, 340, 400)]:
         found = follow(smollm.model, chain(smollm, ids, bounds, NEW_TOKENS), NEW_TOKENS)
-        assert first_difference(found, truth, NOISE) is None, bounds
+        assert first_difference(differences(found, truth), NOISE) is None, bounds
         assert found.tokens == truth.tokens, bounds
 
 
