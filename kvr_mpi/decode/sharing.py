@@ -56,7 +56,7 @@ def tell_documents(ranks: Transport, documents: Sequence[Running[Any]]) -> list[
         cache, writing = document.prefill.cache, document.writing
         assert writing is not None, "it is this rank's own"
         counts = [layer.head_counts for layer in cache.layers]
-        mine.append([cache.length, writing.max_new_tokens - 1, document.last_token, writing.is_greedy, counts])
+        mine.append([cache.length, writing.room, document.last_token, writing.is_greedy, counts])
     everyone = share_json(ranks, gather_json(ranks, mine))
     shared = []
     for turn in itertools.zip_longest(*everyone):
