@@ -155,6 +155,7 @@ def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
     assert chosen("auto", needs[None] - 1) == 2048
     assert chosen("auto", needs[512]) == 512
     assert chosen("auto", 1000) is None, "in no chunks: it is refused as ever"
+    assert choose_chunks("auto", KVR, footprint, lambda size: size is not None) == 4096, "the longest that fits"
     assert chosen(700, needs[None]) == 700
     assert chosen("auto", needs[512], "ring") is None
     assert choose_chunks("auto", KVR, replace(footprint, takes_chunks=False), lambda size: bool(size)) is None
