@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kept import choose_kept, keep_only
-from kvr_mpi.compress.compression import Compression, Retained
+from benchmarks.kept import Retained, choose_kept, keep_only
+from kvr_mpi.compress.compression import Compression
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.partition import Partition

@@ -21,7 +21,7 @@ from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model, run_plain
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import Answer, allowed_error, copy_layers, first_difference, follow
+from kvr_mpi.prefill.exactness import Answer, allowed_error, copy_layers, differences, first_difference, follow
 from kvr_mpi.prefill.one_prompt import (
     PLAIN,
     Prefill,
@@ -230,7 +230,7 @@ def _plain(model: Any, ids: Sequence[int], tokens: int, cuts: Sequence[int] = ()
 
 def difference(found: Answer, truth: Answer) -> str | None:
     """Say where an answer first differs from the truth, and by what share of the spread; None if it does not."""
-    wrong = first_difference(found, truth, NOISE)
+    wrong = first_difference(differences(found, truth), NOISE)
     if wrong is not None:
         return f"{wrong[0]} by {wrong[1]:.1e}"
     return None if found.tokens == truth.tokens[: len(found.tokens)] else "greedy tokens"

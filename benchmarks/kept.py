@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvr_mpi.compress.compression import Compression, Retained
+from kvr_mpi.compress.compression import Compression
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.head_store import check_retained
 from kvr_mpi.kv.route import Range
+
+# For each layer and KV head the positions that are kept, ascending; None: the layer keeps all it has.
+Retained = list[Sequence[torch.Tensor] | None]
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.compress.compression import Compression
+from kvr_mpi.compress.compression import Compression, size_of
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
@@ -85,4 +85,4 @@ class QualityBench:
         found = prefill_kvr(self._loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
         if compression is None or not found.cache.is_ragged:
             return found, float(prompt.tokens)
-        return found, compression.size_of(found.cache).tokens
+        return found, size_of(self._loaded, found.cache, str(compression.settings)).tokens

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from fake_flash import VARLEN, FlashReference
-from models import tiny
-from rows import other_prompt
+from rows import Numbers, batch_of, other_prompt, ready
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import GenerationConfig
 
 from kvr_mpi.decode import step_graph
-from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.step_graph import Recorder
 from kvr_mpi.kv import packed_row, units
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
+from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.prefill.packed import prefill_packed
+
+__all__ = ["Numbers", "ready"]  # for those that decode such documents
 
 NEW_TOKENS = 9
 LENGTHS = [5, 250, 1, 300, 16]  # some answers cross a page
 BLOCK_TABLE = [each.name for each in VARLEN._schema.arguments].index("block_table")
-
-
-class Numbers:
-    """A tokenizer whose texts are numbers."""
-
-    def decode(self, ids: Sequence[int], **options: Any) -> str:
-        return " ".join(map(str, ids))
 
 
 class Watched(FlashReference):
@@ -114,13 +105,6 @@ def steps_recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return made
 
 
-def ready(name: str) -> LoadedModel:
-    """A tiny model, prepared for chains."""
-    loaded = replace(tiny(name), tokenizer=Numbers())
-    prepare_model(loaded.model, chain=True)
-    return loaded
-
-
 def arena_of(loaded: LoadedModel, pages: int) -> Arena:
     """With extents of so many pages for each head of each layer."""
     arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
@@ -130,8 +114,7 @@ def arena_of(loaded: LoadedModel, pages: int) -> Arena:
 
 def answer(loaded: LoadedModel, arena: Arena | None, end: int | None = None) -> dict[str, tuple[int, ...]]:
     """Decode documents that join at any step, and leave when they are answered."""
-    config = GenerationConfig(do_sample=False, eos_token_id=end, pad_token_id=0)
-    batch: DecodeBatch[str] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
+    batch = batch_of(loaded, NEW_TOKENS, eos_token_id=end)
     chance, found, waiting = random.Random(1), dict[str, tuple[int, ...]](), list(LENGTHS)
     while waiting or batch.running:
         for _ in range(min(len(waiting), chance.randint(0, 2))):

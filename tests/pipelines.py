@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from models import VOCAB, tiny
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_by, prefill_single
-from kvr_mpi.prefill.routes import relay, ring
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_single
+from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 
@@ -130,13 +129,11 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
     worst = 0.0
     for prompt, truth in zip(prompts, logits, strict=True):
         told(prompt.fails)
-        prefill = prefill_by(
-            partial(ring, saves_last_layer=True) if prompt.strategy == "ring" else relay,
+        prefill = STRATEGIES[prompt.strategy].prefill(
             tiny(prompt.model),
             prompt.ids,
             prompt.partition,
             chain,
-            strategy=prompt.strategy,
             prefix=prefixes[prompt.model] if prompt.prefix_tokens else None,
             last=prompt.last,
             forwarder=forwarder,

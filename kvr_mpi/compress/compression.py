@@ -19,7 +19,6 @@ import torch
 from kvr_mpi.compress.budget import Budget, TokenCounts
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
 from kvr_mpi.compress.planned_drop import PlannedDrop, compressed_layers, planned_drop
-from kvr_mpi.compress.registry import SINKS
 from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, counted
@@ -28,9 +27,6 @@ from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tensor_parallel import Part
 from kvr_mpi.model.tp_group import TensorParallelGroup
-
-# For each layer and KV head the positions that are kept, ascending; None: the layer keeps all it has.
-Retained = list[Sequence[torch.Tensor] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +132,6 @@ class Compression:
         always = torch.arange(window[0], layer.length, device=scores.device)
         return [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[slice(*self._own)])]
 
-    def size_of(self, cache: Any) -> RetainedSize:
-        """Return how much a compressed cache keeps of its prompt, over all ranks of the tensor-parallel group."""
-        kept, kv_bytes = 0, 0
-        for layer in cache.layers:
-            tokens = sum(layer.head_counts) if layer.shape.elements else 0
-            kept += tokens if layer.layer_idx in self.layers else 0
-            kv_bytes += tokens * (layer.shape.key_dim + layer.shape.value_dim) * cache.dtype.itemsize
-        if self.tp_group is not None:
-            kept, kv_bytes = self.tp_group.total([kept, kv_bytes], cache.device)
-        return RetainedSize(str(self.settings), kept / (len(self.layers) * self.kv_heads), kv_bytes)
-
     @property
     def _own(self) -> tuple[int, int]:
         """Range of this rank's KV heads."""
@@ -166,10 +151,25 @@ class Compression:
         first, last = self._own
         keys, _ = layer.rows(0, stop)
         if not self.settings.rule.observes:
-            return recency_scores(start, SINKS, last - first, keys.device)
+            return recency_scores(start, last - first, keys.device)
         if observed is None or observed.query.shape[2] != stop - start:
             raise ValueError(f"layer {layer.layer_idx} has not observed tokens {start} to {stop}")
         return window_scores(observed.query, keys, observed.params, start=start)
+
+
+def size_of(loaded: LoadedModel, cache: Any, method: str) -> RetainedSize:
+    """Return how much a compressed cache keeps of its prompt, over all ranks of the tensor-parallel group."""
+    compressed = [layer.head_counts for layer in cache.layers if layer.is_ragged]
+    kv_bytes = sum(
+        sum(layer.head_counts) * (layer.shape.key_dim + layer.shape.value_dim) * cache.dtype.itemsize
+        for layer in cache.layers
+        if layer.shape.elements
+    )
+    totals = [sum(map(sum, compressed)), sum(map(len, compressed)), kv_bytes]
+    if loaded.tp_group is not None and loaded.part is not None:
+        totals = loaded.tp_group.total([each * loaded.part.stores for each in totals], cache.device)
+    tokens, heads, kv_bytes = totals
+    return RetainedSize(method, tokens / max(1, heads), kv_bytes)
 
 
 def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compression:

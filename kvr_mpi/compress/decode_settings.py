@@ -6,9 +6,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# Ways to place heads that copy some of them.
-COPYING = ("equal", "proportional")
-
 
 class DecodeSettings(BaseModel):
     """How the ranks of a chain decode what they have prefilled."""

@@ -49,9 +49,7 @@ class HeadProfile:
         return int(self.counts.shape[1])
 
 
-def counts_from_scores(
-    scores: Counts, kv_heads: int, budget: int, *, beta: float = HEADKV_BETA, window: int = HEADKV_WINDOW
-) -> Counts:
+def counts_from_scores(scores: Counts, kv_heads: int, budget: int, window: int = HEADKV_WINDOW) -> Counts:
     """Convert scores of query heads to counts as HeadKV divides its budget, averaging over each KV head's queries.
 
     HeadKV's own code counts for each query head; here a budget is of KV heads, which is what memory and time go by.
@@ -77,31 +75,26 @@ def counts_from_scores(
     grouped = scores.reshape(layers, kv_heads, -1).mean(2)
     if not grouped.sum() > 0:
         raise DataError("all scores are 0; expected some heads to matter")
-    pool = (budget - window) / beta
+    pool = (budget - window) / HEADKV_BETA
     counts: Counts = window + (budget - window - pool) + grouped / grouped.sum() * pool * grouped.size
     return counts
 
 
-def counts_from_gates(gates: Counts, *, share: float = DUO_SHARE) -> Counts:
+def counts_from_gates(gates: Counts) -> Counts:
     """Convert DuoAttention's gates to counts: a fraction of the heads keeps `DUO_FULL` tokens, the others fewer."""
     counts = np.full(gates.size, float(DUO_OTHERS))
-    counts[np.argsort(-gates.ravel(), kind="stable")[: round(share * gates.size)]] = DUO_FULL
+    counts[np.argsort(-gates.ravel(), kind="stable")[: round(DUO_SHARE * gates.size)]] = DUO_FULL
     return counts.reshape(gates.shape)
 
 
 def read_profile(
-    path: Path,
-    *,
-    budget: int = 512,
-    kv_heads: int | None = None,
-    beta: float = HEADKV_BETA,
-    window: int = HEADKV_WINDOW,
+    path: Path, *, budget: int = 512, kv_heads: int | None = None, window: int = HEADKV_WINDOW
 ) -> HeadProfile:
     """Read a profile: ours, HeadKV's scores (``{"layer-head": [scores]}``), or a table of DuoAttention's gates.
 
     Parameters
     ----------
-    budget, kv_heads, beta, window
+    budget, kv_heads, window
         For HeadKV's scores; `kv_heads` defaults to a quarter of the query heads, as Llama 3 8B has them.
 
     Raises
@@ -126,8 +119,8 @@ def read_profile(
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise DataError(f"{path} is not a head profile: {error}") from error
     groups = kv_heads or max(1, scores.shape[1] // 4)
-    rule = f"HeadKV's scores, mean over a KV head's queries, budget {budget}, beta {beta}, window {window}"
-    return HeadProfile(counts_from_scores(scores, groups, budget, beta=beta, window=window), f"{path.name}, {rule}")
+    rule = f"HeadKV's scores, mean over a KV head's queries, budget {budget}, beta {HEADKV_BETA}, window {window}"
+    return HeadProfile(counts_from_scores(scores, groups, budget, window), f"{path.name}, {rule}")
 
 
 def similarities(counts: Counts) -> tuple[list[float], list[float]]:

@@ -38,9 +38,6 @@ class Method:
     paper : on arXiv.
     share_out : how the budget is shared out over layers and heads.
     compete : within a layer, by the text's own scores, instead.
-    observes : whether tokens are judged by the queries of a window; else by where they stand.
-    over_layers : whether layers keep different counts, so that their heads have to be of one size.
-    needs_profile : whether counts are those of a file.
     reads : settings beside those that all read.
     """
 
@@ -50,9 +47,21 @@ class Method:
     share_out: ShareOut
     reads: tuple[str, ...]
     compete: Compete | None = None
-    observes: bool = True
-    over_layers: bool = False
-    needs_profile: bool = False
+
+    @property
+    def observes(self) -> bool:
+        """Whether tokens are judged by the queries of a window; otherwise by their positions."""
+        return "window" in self.reads
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether a file says how many tokens heads keep."""
+        return "profile" in self.reads
+
+    @property
+    def over_layers(self) -> bool:
+        """Whether layers keep different numbers of tokens, so that their heads have to be of one size."""
+        return self.share_out is not evenly
 
     @property
     def is_even(self) -> bool:
@@ -91,11 +100,11 @@ def headkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> T
     return budget.by_weight((profile.counts - window).clip(0))
 
 
-def adakv_counts(scores: torch.Tensor, each: int, floor: float = FLOOR) -> torch.Tensor:
+def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
     """Let a layer's heads compete for its budget, token by token, by their scores (kv_heads, candidates) (Ada-SnapKV).
 
     Heads whose attention is spread over many tokens keep more of them, at the cost of those that look at few. Of
-    `each`, the mean of the heads' counts, the share `floor` (the paper's alpha) is safe in every head: each keeps that
+    `each`, the mean of the heads' counts, the share `FLOOR` (the paper's alpha) is safe in every head: each keeps that
     many of its own best tokens first, and the rest goes to the best of all heads together, as in kvpress. The paper's
     code shares everything out by competition, and then moves each head's count towards the floor.
 
@@ -105,7 +114,7 @@ def adakv_counts(scores: torch.Tensor, each: int, floor: float = FLOOR) -> torch
         (kv_heads,), int64; they add up to ``kv_heads * each``.
     """
     heads, candidates = scores.shape
-    safe = min(int(floor * each), candidates)
+    safe = min(int(FLOOR * each), candidates)
     best = scores.sort(dim=-1, descending=True, stable=True).values[:, safe:]
     chosen = best.flatten().argsort(descending=True, stable=True)[: heads * (each - safe)]
     return safe + (chosen // max(1, candidates - safe)).bincount(minlength=heads)
@@ -120,7 +129,6 @@ METHODS: Mapping[str, Method] = {
             "arXiv:2309.17453",
             evenly,
             (),
-            observes=False,
         ),
         Method(
             "snapkv",
@@ -135,7 +143,6 @@ METHODS: Mapping[str, Method] = {
             "arXiv:2406.02069",
             pyramidkv_counts,
             ("window",),
-            over_layers=True,
         ),
         Method(
             "ada-snapkv",
@@ -151,8 +158,6 @@ METHODS: Mapping[str, Method] = {
             "arXiv:2410.19258",
             headkv_counts,
             ("window", "profile"),
-            over_layers=True,
-            needs_profile=True,
         ),
     )
 }

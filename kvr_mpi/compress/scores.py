@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import torch
 
+from kvr_mpi.compress.registry import SINKS
 from kvr_mpi.model.attention_hook import AttentionParams
 
 # Neighbouring tokens whose scores are pooled, as in kvpress; odd.
 KERNEL = 5
 
 
-def window_scores(
-    query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, *, start: int, kernel: int = KERNEL
-) -> torch.Tensor:
+def window_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, *, start: int) -> torch.Tensor:
     """Score the tokens before a window.
 
     Parameters
@@ -31,8 +30,6 @@ def window_scores(
         How the layer makes weights of products.
     start : int
         Tokens before the window.
-    kernel : int
-        Tokens that are pooled, odd; 1: each for itself.
 
     Returns
     -------
@@ -53,18 +50,18 @@ def window_scores(
         if sinks is not None:
             total = torch.logaddexp(total, sinks[head])
         means.append(torch.exp(products[..., :start] - total.unsqueeze(-1)).mean(dim=(0, 1)))
-    return torch.nn.functional.avg_pool1d(torch.stack(means), kernel, stride=1, padding=kernel // 2)
+    return torch.nn.functional.avg_pool1d(torch.stack(means), KERNEL, stride=1, padding=KERNEL // 2)
 
 
-def recency_scores(tokens: int, sinks: int, kv_heads: int, device: torch.device) -> torch.Tensor:
-    """Score tokens by recency, the first `sinks` above all others (kv_heads, tokens).
+def recency_scores(tokens: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    """Score tokens by recency, the first `SINKS` above all others (kv_heads, tokens).
 
     Attention that has nowhere to go goes to the first tokens, its sinks: without them the rest is weighted wrongly
     (StreamingLLM, section 3.2). Positions stay those of the prompt, as in kvpress: the paper counts within the cache,
     so that a text can go on for ever.
     """
     scores = torch.arange(tokens, dtype=torch.float64, device=device)
-    scores[:sinks] += tokens
+    scores[:SINKS] += tokens
     return scores.expand(kv_heads, tokens)
 
 

@@ -23,8 +23,7 @@ from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
-from kvr_mpi.model.tp_group import guarded
-from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.one_prompt import Prefill
 
 # Most sequences that a rank decodes together: with more, reading the weights is no longer what takes the time.
@@ -46,17 +45,6 @@ class Finished(Generic[K]):
     answer: Answer | None
     error: str | None = None
     rank_s: float = 0.0  # of decoding, as in `Running`
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting(Generic[K]):
-    """The arguments of `DecodeBatch.add`."""
-
-    key: K
-    prefill: Prefill
-    prompt_ids: Sequence[int]
-    seed: int
-    own: OwnGeneration
 
 
 class DecodeBatch(Generic[K]):
@@ -93,7 +81,7 @@ class DecodeBatch(Generic[K]):
         self._loaded, self.group = loaded, Alone[K](loaded) if group is None else group
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
         self._own_rules: dict[OwnGeneration, SamplingParams] = {}
-        self._waiting: list[_Waiting[K]] = []
+        self._waiting: list[Running[K]] = []  # for `begin`, with their first token
         self._running: list[Running[K]] = []
         self._aside: list[Running[K]] = []  # no memory for their next token until another prompt leaves
         self._finished: list[Finished[K] | None] = []  # None: on another rank
@@ -108,9 +96,8 @@ class DecodeBatch(Generic[K]):
     @property
     def keys(self) -> list[K]:
         """Keys of this rank's own prompts in the batch."""
-        waiting = [one.key for one in self._waiting]
-        under_way = [one.key for one in self._running + self._aside if one.key is not None]
-        return waiting + under_way + [one.key for one in self._finished if one is not None]
+        under_way = [one.key for one in self._waiting + self._running + self._aside if one.key is not None]
+        return under_way + [one.key for one in self._finished if one is not None]
 
     @property
     def prefills(self) -> list[Prefill]:
@@ -147,11 +134,10 @@ class DecodeBatch(Generic[K]):
         bool
             Whether its prefill came through, as its home knows.
         """
-        waiting = _Waiting(key, prefill, prompt_ids, seed, own)
+        document = self._begin(key, prefill, prompt_ids, seed, own)
         if self.group.waits:
-            self._waiting.append(waiting)
+            self._waiting.append(document)
             return True
-        document = self._begin(waiting)
         self._running.append(document)
         words = self.group.tell([self._word_of(document)])
         self._go_on([document], words)
@@ -163,8 +149,7 @@ class DecodeBatch(Generic[K]):
     def begin(self) -> list[Finished[K]]:
         """Start the waiting prompts unless others are running; return those that are finished at once."""
         if self.group.waits and not self._running and not self._aside:
-            waiting, self._waiting = self._waiting, []
-            self._running = [self._begin(each) for each in waiting]
+            self._running, self._waiting = self._waiting, []
             self._go_on(self._running, [self._word_of(each) for each in self._running])
             self._running = list(self.group.take_in(self._running))
         return self.take_finished()
@@ -183,9 +168,8 @@ class DecodeBatch(Generic[K]):
         finished, self._finished = self._finished, []
         return [one for one in finished if one is not None]
 
-    def _begin(self, waiting: _Waiting[K]) -> Running[K]:
+    def _begin(self, key: K, prefill: Prefill, ids: Sequence[int], seed: int, own: OwnGeneration) -> Running[K]:
         """Score continuations if asked for, and choose a prompt's first token, on its home rank."""
-        prefill, own, ids = waiting.prefill, waiting.own, waiting.prompt_ids
         rules = self._rules_of(own)
         why = prefill.error or self._why_not_compressed(prefill, len(ids), rules.max_new_tokens)
         why = why or self._why_not_as_asked(own.n, rules, ids)
@@ -207,9 +191,9 @@ class DecodeBatch(Generic[K]):
                 writing.write_first(prefill.logits)
             return writing
 
-        document = Running(prefill, key=waiting.key, writing=begin(waiting.seed))
+        document = Running(prefill, key=key, writing=begin(seed))
         if own.n is not None and own.n > 1 and why is None:
-            document.samples = Samples(prefill, begin, waiting.seed, own.n)
+            document.samples = Samples(prefill, begin, seed, own.n)
         return document
 
     def _rules_of(self, own: OwnGeneration) -> SamplingParams:
@@ -231,15 +215,13 @@ class DecodeBatch(Generic[K]):
         DocumentError
             If that cannot be done, for want of memory, too.
         """
-        try:
-            with guarded(self._loaded.tp_group):
-                return score_continuations(self._loaded, prefill, prompt_tokens, texts, self.group.look_ahead)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise DocumentError(
-                f"not enough memory to score its continuations: {str(error).splitlines()[0]}"
-            ) from error
+        found = attempt(
+            lambda: score_continuations(self._loaded, prefill, prompt_tokens, texts, self.group.look_ahead),
+            self._loaded.tp_group,
+        )
+        if isinstance(found, Failure):
+            raise DocumentError(f"not enough memory to score its continuations: {found.why}")
+        return found
 
     def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:
         """Return why an answer cannot continue from a compressed cache; None if it can."""
@@ -281,13 +263,8 @@ class DecodeBatch(Generic[K]):
     def _step(self, row: Sequence[Running[K]]) -> None:
         """Generate one token for each prompt of a row; if memory is short, split the row from now on."""
         began = time.perf_counter()
-        try:
-            logits = self.group.run(row)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            what = str(error).splitlines()[0]
-        else:
+        logits = attempt(lambda: self.group.run(row))
+        if not isinstance(logits, Failure):
             for document, token in zip(row, self.group.choose(row, logits), strict=True):
                 if document.writing is not None:
                     document.writing.write(token)
@@ -296,7 +273,6 @@ class DecodeBatch(Generic[K]):
                 document.rank_s += ranks * (time.perf_counter() - began) / len(row)
             self._go_on(row, self.group.tell([self._word_of(document) for document in row]))
             return
-        # Out of the except block: the error held on to what the failed step had made.
         self.group.give_back()
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -309,7 +285,7 @@ class DecodeBatch(Generic[K]):
             self._aside.append(row[0])
         else:
             if row[0].writing is not None:
-                row[0].writing.fail(f"not enough memory for its next token, even with no other document: {what}")
+                row[0].writing.fail(f"not enough memory for its next token, even with no other document: {logits.why}")
             self._word_of(row[0])
             self._go_on(row, [(ENDED, 0)])
 

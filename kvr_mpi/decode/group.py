@@ -19,7 +19,7 @@ from kvr_mpi.decode.samples import Samples
 from kvr_mpi.decode.sampling import DecodeSequence
 from kvr_mpi.decode.step_graph import Recorder
 from kvr_mpi.kv.cache import held_bytes
-from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.decode_cache import DecodeCache, Merge
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
@@ -67,6 +67,7 @@ class Group(Generic[K]):
 
     def __init__(self, loaded: LoadedModel, ranks: Transport | None = None) -> None:
         self.loaded, self.ranks = loaded, ranks
+        self._packs: dict[tuple[Running[K], ...], DecodeCache] = {}
 
     def is_home(self, prefill: Prefill) -> bool:
         """Whether this rank chooses a prompt's tokens and delivers its answer."""
@@ -135,11 +136,19 @@ class Group(Generic[K]):
         return held_bytes([each.cache for each in prefills if each.cache is not None and not each.is_plain])
 
     def forget_rows(self) -> None:
-        """Drop data cached for rows of prompts, since the rows change."""
+        """Drop the combined caches of rows of prompts, since the rows change."""
+        self._packs.clear()
 
     def give_back(self) -> None:
         """Free all caches that can be rebuilt, since memory is short."""
         self.forget_rows()
+
+    def _cache_of(self, documents: Sequence[Running[K]], merge: Merge | None = None) -> DecodeCache:
+        """Return the combined cache of a row of prompts, which is kept until rows change."""
+        members = tuple(documents)
+        if members not in self._packs:
+            self._packs[members] = DecodeCache([each.prefill.cache for each in documents], merge)
+        return self._packs[members]
 
 
 class Alone(Group[K]):
@@ -156,7 +165,6 @@ class Alone(Group[K]):
     def __init__(self, loaded: LoadedModel, *, why_alone: str | None = None) -> None:
         super().__init__(loaded)
         self._why_alone, self._anew_at = why_alone, begins_anew_at(loaded.model)
-        self._packs: dict[tuple[Running[K], ...], DecodeCache] = {}
         self.recorder = Recorder(loaded)
 
     def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
@@ -178,10 +186,6 @@ class Alone(Group[K]):
         with guarded(self.loaded.tp_group):
             return self._run(documents)
 
-    def forget_rows(self) -> None:
-        """Drop the combined caches of rows."""
-        self._packs.clear()
-
     def give_back(self) -> None:
         """Also free CUDA graphs."""
         self.forget_rows()
@@ -196,10 +200,7 @@ class Alone(Group[K]):
         last = [each.last_token for each in documents]
         if self._why_alone is not None or documents[0].prefill.is_plain:
             return self._run_alone(documents[0].prefill, last[0]).unsqueeze(0)
-        members = tuple(documents)
-        if members not in self._packs:
-            self._packs[members] = DecodeCache([each.prefill.cache for each in documents])
-        return self.recorder.run(self._packs[members], last)
+        return self.recorder.run(self._cache_of(documents), last)
 
     def _begins_anew(self, document: Running[K]) -> bool:
         """Whether transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`)."""

@@ -27,12 +27,12 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import PartialAttention, gather_parts, merge_gathered
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.decode_cache import DecodeCache, Merge
+from kvr_mpi.kv.decode_cache import Merge
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import decode_packed, why_never_packed
 from kvr_mpi.topology import share_of
@@ -94,9 +94,10 @@ class HeadGroup(Group[K]):
         self._is_greedy = False  # all prompts that were taken in take the likeliest token
         self._part = loaded
         self._shared_heads: SharedHeads | None = None  # once there is something to decode
-        self._packs: dict[tuple[Running[K], ...], DecodeCache] = {}
         self._merging: Merge | None = None
         self._meetings = 0  # of all ranks, in a step so far
+        # Range of this rank's share of the vocabulary.
+        self._share = share_of(loaded.model.lm_head.out_features, ranks.rank, ranks.size)
         # Which ranks had no memory for a step: made once, since then there may be none.
         self._is_short = torch.zeros(ranks.size, dtype=torch.int64, device=loaded.device)
         self.counts = np.zeros((len(loaded.shape.layers), 0, 0), dtype=np.int64)
@@ -104,14 +105,7 @@ class HeadGroup(Group[K]):
 
     def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
         """Place the heads of all ranks' prompts by their number of tokens, and distribute them."""
-        writings = [document.writing for document in documents if document.writing is not None]
-        shared = tell_documents(
-            self.ranks,
-            [document.prefill.cache for document in documents],
-            [document.last_token for document in documents],
-            [writing.max_new_tokens - 1 for writing in writings],
-            [writing.is_greedy for writing in writings],
-        )
+        shared = tell_documents(self.ranks, documents)
         if not shared:
             return []
         self.counts = np.array([document.counts for document in shared], dtype=np.int64).swapaxes(0, 1)
@@ -141,26 +135,17 @@ class HeadGroup(Group[K]):
         Tensor
             Logits (prompts, vocab_size); if all prompts take the likeliest token, that of each (prompts,).
         """
-        members, logits, found = tuple(documents), None, None
         self._meetings = 0
-        try:
-            if members not in self._packs:
-                self._packs[members] = DecodeCache([each.prefill.cache for each in documents], self._merging)
-            logits = decode_packed(self._part, self._packs[members], [each.last_token for each in documents])
-            found = self._likeliest(logits) if self._is_greedy else self._among_all(logits)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        # Out of the except block: the error held on to what had been made.
-        if found is None:
+        found = attempt(lambda: self._run(documents))
+        if isinstance(found, Failure):
             self._play_on(len(documents))
-        self._is_short.zero_()[self.ranks.rank] = found is None
+        self._is_short.zero_()[self.ranks.rank] = isinstance(found, Failure)
         self.ranks.all_reduce(self._is_short)
         if short := self._is_short.nonzero().flatten().tolist():
-            if logits is not None:
-                self._packs[members].take_back()
+            if (cache := self._packs.get(tuple(documents))) is not None:
+                cache.take_back()
             raise MemoryError(f"rank {', '.join(map(str, short))} of its chain ran out of memory")
-        assert found is not None, "it came through"
+        assert not isinstance(found, Failure), "it came through"
         self.ranks.all_reduce(found)  # what each rank gives is zero in the others'
         if not self._is_greedy:
             return found
@@ -169,10 +154,6 @@ class HeadGroup(Group[K]):
     def choose(self, documents: Sequence[Running[K]], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from the result of `run`."""
         return logits.tolist() if self._is_greedy else super().choose(documents, logits)
-
-    def forget_rows(self) -> None:
-        """Drop the combined caches of rows."""
-        self._packs.clear()
 
     def _divide_heads(self, shared: Sequence[SharedDocument], prefills: Sequence[Prefill]) -> list[SliceCache]:
         """Give every rank the heads placed on it."""
@@ -237,6 +218,12 @@ class HeadGroup(Group[K]):
         for meet in (of_layer * len(self.loaded.shape.layers))[self._meetings :]:
             meet()
 
+    def _run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
+        """Run this rank's heads, and return what it found among zeros for what other ranks find."""
+        cache = self._cache_of(documents, self._merging)
+        logits = decode_packed(self._part, cache, [each.last_token for each in documents])
+        return self._likeliest(logits) if self._is_greedy else self._among_all(logits)
+
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the most likely tokens of this rank's share (prompts, share) of the vocabulary; the first of equals.
 
@@ -255,11 +242,6 @@ class HeadGroup(Group[K]):
         found = torch.zeros(len(logits), self.loaded.model.lm_head.out_features, device=logits.device)
         found[:, self._share[0] : self._share[1]] = logits
         return found
-
-    @property
-    def _share(self) -> tuple[int, int]:
-        """Range of this rank's share of the vocabulary."""
-        return share_of(self.loaded.model.lm_head.out_features, self.ranks.rank, self.ranks.size)
 
 
 def why_not_head_parallel(loaded: LoadedModel) -> str | None:

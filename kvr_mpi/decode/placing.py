@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from kvr_mpi.compress.compression import check_profile
-from kvr_mpi.compress.decode_settings import COPYING, DecodeSettings
+from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
 from kvr_mpi.compress.placement import (
     Loads,
@@ -26,6 +26,9 @@ from kvr_mpi.compress.placement import (
 from kvr_mpi.decode.head_parallel import Place, why_not_head_parallel
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel, ModelShape
+
+# Ways to place heads that copy some of them.
+COPYING = {"equal": place_with_equal_copies, "proportional": place_in_proportion}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,10 +51,8 @@ class HeadSharing:
 
     def placing(self, ranks: int) -> Place:
         """Return the function that places one layer's heads on so many ranks."""
-        copies = ranks - 1  # as many as balance them
         if self.settings.placement in COPYING:
-            copying = {"equal": place_with_equal_copies, "proportional": place_in_proportion}
-            return partial(copying[self.settings.placement], copies=copies)
+            return partial(COPYING[self.settings.placement], copies=ranks - 1)  # as many as balance them
         return place_statically if self.settings.placement == "static" else place_best_effort
 
     def efficiency(self, ranks: int) -> float:
@@ -61,8 +62,7 @@ class HeadSharing:
 
     def describe(self, ranks: int) -> str:
         """Describe the placement in a few words."""
-        copies = ranks - 1  # as many as balance them
-        copied = f", up to {copies} copies a layer" if self.settings.placement in COPYING else ""
+        copied = f", up to {ranks - 1} copies a layer" if self.settings.placement in COPYING else ""
         by = "what they keep" if self.settings.profile is None else self.settings.profile
         return f"{self.settings.placement}{copied}" + ("" if self.settings.placement == "static" else f", by {by}")
 

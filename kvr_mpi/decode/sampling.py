@@ -178,11 +178,6 @@ class DecodeSequence:
         self.finish_reason: str | None = None if rules.max_new_tokens else "length"
 
     @property
-    def max_new_tokens(self) -> int:
-        """Maximum number of tokens."""
-        return self._rules.max_new_tokens
-
-    @property
     def room(self) -> int:
         """Tokens left until the maximum."""
         return self._rules.max_new_tokens - len(self.token_ids)

@@ -9,22 +9,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from kvr_mpi.decode.group import Running
 from kvr_mpi.kv.arena import Arena, make_rows
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.routes import relay
+from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.base import FixedTag, gather_json, share_json
 
 # Rows of a KV head that go to one rank: the head, the first row and the one after the last, of those that are held.
 Part = tuple[int, int, int]
-# Of messages with keys and values; nothing else is on its way between these ranks meanwhile.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +46,17 @@ class SharedDocument:
     counts: tuple[tuple[int, ...], ...]
 
 
-def tell_documents(
-    ranks: Transport,
-    caches: Sequence[SliceCache],
-    last_tokens: Sequence[int],
-    slacks: Sequence[int],
-    greedy: Sequence[bool],
-) -> list[SharedDocument]:
-    """Exchange the list of documents; it is the same, in the same order, on all ranks.
+def tell_documents(ranks: Transport, documents: Sequence[Running[Any]]) -> list[SharedDocument]:
+    """Exchange the list of documents, each rank its own; it is the same, in the same order, on all ranks.
 
     Ranks take turns in it, so that each gives away about as much as it is given.
     """
-    mine = [
-        [cache.length, slack, token, is_greedy, [layer.head_counts for layer in cache.layers]]
-        for cache, slack, token, is_greedy in zip(caches, slacks, last_tokens, greedy, strict=True)
-    ]
+    mine = []
+    for document in documents:
+        cache, writing = document.prefill.cache, document.writing
+        assert writing is not None, "it is this rank's own"
+        counts = [layer.head_counts for layer in cache.layers]
+        mine.append([cache.length, writing.room, document.last_token, writing.is_greedy, counts])
     everyone = share_json(ranks, gather_json(ranks, mine))
     shared = []
     for turn in itertools.zip_longest(*everyone):
@@ -115,10 +110,7 @@ def share_documents(
             prefill.cache = None
         else:
             _receive(ranks, document, stores, loaded)
-        cache = SliceCache(loaded, relay(Partition((0, document.tokens)), 0), None)
-        cache.finish()
-        cache.adopt(stores, document.tokens, document.slack)
-        caches.append(cache)
+        caches.append(make_decode_cache(loaded, stores, document.tokens, document.slack))
     return caches
 
 

@@ -13,34 +13,13 @@ import torch
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.group import Group, Running
-from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.self_check import why_not_spread
 from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
 
 K = TypeVar("K")
-
-
-def check_shareable(loaded: LoadedModel) -> None:
-    """Refuse models that do not support sharded keys and values, after a trial on a few tokens.
-
-    Raises
-    ------
-    ConfigError
-        Saying why.
-    """
-    why: str | None = "its rotary embedding has it compute the whole cache anew at some length"
-    if begins_anew_at(loaded.model) is None:
-        why = why_not_spread(loaded)
-    if why is not None:
-        raise ConfigError(
-            f"keys and values of {loaded.shape.architecture} cannot be spread over ranks: {why}. Leave output.kv = "
-            f"'sharded' and parallel.ranks_per_chain out"
-        )
 
 
 class TokenGroup(Group[K]):

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 
 import torch
 
-from kvr_mpi.compress.compression import RetainedSize
+from kvr_mpi.compress.compression import size_of
 from kvr_mpi.kv.arena import Arena, make_rows
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
-from kvr_mpi.prefill.routes import relay
+from kvr_mpi.prefill.failure import Failure, attempt
+from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache, wait_for_compute
 
 
 @torch.inference_mode()
@@ -53,41 +51,31 @@ def prefill_after_compressed(
         If what is stored cannot be read.
     """
     prefix.check(ids)
-    began, partition = time.perf_counter(), Partition((0, len(ids)))
-    try:
-        with guarded(loaded.tp_group):
-            cache = _load(loaded, partition, prefix, len(ids) - prefix.tokens + reserve_tokens, arena)
-            fresh = torch.tensor([list(ids[prefix.tokens :])], device=loaded.device)
-            logits = run_model(loaded.model, fresh, cache)[0]
-            wait_for_compute(loaded.device)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        what = str(error).splitlines()[0]
-    else:
-        return Prefill(
-            partition,
-            cache,
-            logits,
-            time.perf_counter() - began,
-            known_tokens=prefix.tokens,
-            retained=_size_of(loaded, cache, prefix.compression),
-            began_s=began,
-        )
-    # Out of the except block: the error held on to what was made.
-    why = f"there is no memory for its {prefix.tokens} stored tokens and {len(ids) - prefix.tokens} more: {what}"
-    return Prefill(partition, None, None, 0.0, error=why, known_tokens=prefix.tokens, began_s=began)
+    began, partition, fresh = time.perf_counter(), Partition((0, len(ids))), ids[prefix.tokens :]
 
+    def run() -> tuple[SliceCache, torch.Tensor]:
+        slack = len(fresh) + reserve_tokens
+        layers = enumerate(loaded.shape.layers)
+        stores = [_load_layer(loaded, idx, shape, prefix, slack, arena) for idx, shape in layers]
+        cache = make_decode_cache(loaded, stores, prefix.tokens, slack)
+        logits = run_model(loaded.model, torch.tensor([list(fresh)], device=loaded.device), cache)[0]
+        wait_for_compute(loaded.device)
+        return cache, logits
 
-def _load(
-    loaded: LoadedModel, partition: Partition, prefix: SharedPrefix, slack: int, arena: Arena | None
-) -> SliceCache:
-    """Load what is stored into a cache with room for so many more tokens."""
-    stores = [_load_layer(loaded, idx, shape, prefix, slack, arena) for idx, shape in enumerate(loaded.shape.layers)]
-    cache = SliceCache(loaded, relay(partition, 0), None)
-    cache.finish()
-    cache.adopt(stores, prefix.tokens, slack)
-    return cache
+    found = attempt(run, loaded.tp_group)
+    if isinstance(found, Failure):
+        why = f"there is no memory for its {prefix.tokens} stored tokens and {len(fresh)} more: {found.why}"
+        return Prefill(partition, None, None, 0.0, error=why, known_tokens=prefix.tokens, began_s=began)
+    cache, logits = found
+    return Prefill(
+        partition,
+        cache,
+        logits,
+        time.perf_counter() - began,
+        known_tokens=prefix.tokens,
+        retained=size_of(loaded, cache, prefix.compression),
+        began_s=began,
+    )
 
 
 def _load_layer(
@@ -106,17 +94,3 @@ def _load_layer(
         for place, rows in zip(store.own_rows(at, prefix.tokens), stored, strict=True):
             place.copy_(rows)
     return store
-
-
-def _size_of(loaded: LoadedModel, cache: SliceCache, compression: str) -> RetainedSize:
-    """Return how much a prompt keeps, compressed and new; for a tensor-parallel group over all heads."""
-    counts = [count for layer in cache.layers if layer.is_ragged for count in layer.head_counts]
-    kv_bytes = sum(
-        sum(layer.head_counts) * (layer.shape.key_dim + layer.shape.value_dim) * cache.dtype.itemsize
-        for layer in cache.layers
-    )
-    tokens, heads = sum(counts), len(counts)
-    if loaded.tp_group is not None and loaded.part is not None:
-        mine = [each * loaded.part.stores for each in (tokens, heads, kv_bytes)]
-        tokens, heads, kv_bytes = loaded.tp_group.total(mine, cache.device)
-    return RetainedSize(compression, tokens / max(1, heads), kv_bytes)

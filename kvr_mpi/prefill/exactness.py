@@ -126,9 +126,9 @@ def differences(found: Answer, truth: Answer) -> Iterator[tuple[str, float]]:
         yield f"the logits after token {at} of the answer", error_share(one, other)
 
 
-def first_difference(found: Answer, truth: Answer, allowed: float) -> tuple[str, float] | None:
-    """Return the first difference above the allowed error, and its size; None if there is none."""
-    return next(((what, share) for what, share in differences(found, truth) if not share <= allowed), None)
+def first_difference(compared: Iterable[tuple[str, float]], allowed: float) -> tuple[str, float] | None:
+    """Return the first of some `differences` above the allowed error; None if there is none."""
+    return next(((what, share) for what, share in compared if not share <= allowed), None)
 
 
 def why_not_the_same(
@@ -145,7 +145,7 @@ def why_not_the_same(
     """
     allowed = allowed_error(loaded.dtype)
     try:
-        wrong = next(((what, share) for what, share in run() if not share <= allowed), None)
+        wrong = first_difference(run(), allowed)
     except ModelError as error:
         return str(error)
     except (MemoryError, *FAILURES) as error:

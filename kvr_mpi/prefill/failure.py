@@ -13,7 +13,9 @@ different prompts end the job.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,12 +23,23 @@ import torch
 from kvr_mpi.errors import AgreementError, DataError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.transfers import PromptTransfers
+from kvr_mpi.model.tp_group import TensorParallelGroup, guarded
 from kvr_mpi.topology import Rotation
 
 # The status of a rank that has failed; of others it is a digest.
 FAILED = -1
 # The message begins so if it was the stored beginning of a prompt that could not be read.
 UNREADABLE = "what is stored of the prompt's beginning cannot be used"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a computation failed: memory ran out, or a stored document is unreadable."""
+
+    why: str
+    is_unreadable: bool = False
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -38,16 +51,33 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def is_spared(error: BaseException) -> bool:
-    """Whether an error affects only one prompt, so that the chain continues."""
-    return is_out_of_memory(error) or isinstance(error, DataError)
+def attempt(
+    work: Callable[[], T], tp_group: TensorParallelGroup | None = None, *, reads_stored: bool = False
+) -> T | Failure:
+    """Compute something; if memory runs out, return why instead of its error, whose traceback holds tensors.
+
+    Parameters
+    ----------
+    tp_group : TensorParallelGroup or None
+        Ranks that compute it together: if it fails on one, it fails on all.
+    reads_stored : bool
+        A stored document that cannot be read is such a failure, too; otherwise its `DataError` is raised.
+    """
+    try:
+        with guarded(tp_group):
+            return work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return Failure(next(iter(str(error).splitlines()), type(error).__name__))
+    except DataError as error:
+        if not reads_stored:
+            raise
+        return Failure(str(error), is_unreadable=True)
 
 
 def play_on(cache: SliceCache) -> None:
-    """Take part in the remaining transfers of a prompt that failed on this rank, with little memory.
-
-    Call it after the except block: the error's traceback keeps the model's tensors alive.
-    """
+    """Take part in the remaining transfers of a prompt that failed on this rank, with little memory."""
     slots: list[torch.Tensor] = []
     for layer in cache.layers:
         if layer.is_over or layer.segments is None:
@@ -132,11 +162,13 @@ def agree(
     return sorted([place] * has_failed + [source for source, other in found.items() if other == FAILED])
 
 
-def describe_failure(ranks: Sequence[int], computed: Sequence[int], failure: str | None, tokens: int, size: int) -> str:
-    """Describe which ranks of the chain failed, and what to do."""
-    if failure is not None and failure.startswith(UNREADABLE):
-        return failure
-    why = f" ({failure})" if failure else ""
+def describe_failure(
+    ranks: Sequence[int], computed: Sequence[int], failure: Failure | None, tokens: int, size: int
+) -> str:
+    """Describe which ranks of the chain failed, and what to do; `failure` is this rank's own."""
+    if failure is not None and failure.is_unreadable:
+        return f"{UNREADABLE}: {failure.why}"
+    why = "" if failure is None else f" ({failure.why})"
     return (
         f"a prompt of {tokens} tokens: rank {', '.join(map(str, ranks))} of the {size} in its chain ran out of memory "
         f"with a slice of {', '.join(map(str, computed))} tokens{why}; use longer chains, or reserve less memory for "

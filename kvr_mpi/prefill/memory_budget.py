@@ -9,8 +9,9 @@ memory, and every tensor that is alive at once is added up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from kvr_mpi.transport.local import PretendedChain
 # Activations of one layer are those of any other; the second layer runs while the first's are gone.
 LAYERS = 2
 GIB = 1 << 30
+# Of the numbers of ranks that are looked at.
+MOST_RANKS = 4096
 # What the C library's heap takes for activations, over what is alive of them: it keeps what was freed, in pieces that
 # fit the next ones badly. Seen with SmolLM2: 1.9 to 3.0, mostly 2.3, for slices of 256 to 3700 tokens. A GPU's
 # allocator was not measured.
@@ -73,7 +76,7 @@ class _Ledger(TorchDispatchMode):
             self._alive[key] = StorageWeakRef(storage), storage.nbytes()
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Footprint:
     """Memory of a model's prefill, in addition to the weights.
 
@@ -96,7 +99,6 @@ class Footprint:
     heap_share: float = HEAP_SHARE
     takes_chunks: bool = False
     admits: bool = False
-    _known: dict[tuple[int, int | None], int] = field(default_factory=dict)
 
     def route_bytes(
         self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False, drop: PlannedDrop | None = None
@@ -143,13 +145,8 @@ class Footprint:
         else:
             every, below = None, max(1, 1 << (tokens.bit_length() - 1))
             step = below
-        low, high = self._counted(below, every), self._counted(below + step, every)
+        low, high = self.activations(below, every), self.activations(below + step, every)
         return int(self.heap_share * (low + (high - low) * (tokens - below) / step))
-
-    def _counted(self, tokens: int, chunk_tokens: int | None) -> int:
-        if (tokens, chunk_tokens) not in self._known:
-            self._known[tokens, chunk_tokens] = self.activations(tokens, chunk_tokens)
-        return self._known[tokens, chunk_tokens]
 
 
 def footprint_of(
@@ -198,6 +195,7 @@ def footprint_of(
             prefill_kvr(loaded, ids, partition, PretendedChain(), stop_after=layers, chunk_tokens=chunk_tokens)
         return int(ledger.peak_bytes) * shape.dtype_bytes // counted.itemsize
 
+    @functools.cache
     def activations(tokens: int, chunk_tokens: int | None) -> int:
         try:
             return count(tokens, tokens, chunk_tokens)
@@ -243,25 +241,17 @@ def check_fits(
     DocumentError
         Saying how many ranks would do, if any number would.
     """
-    size = len(free_bytes)
-    needs = [
-        footprint.route_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread, drop=drop)
-        for rank in range(size)
-    ]
+    size, tokens = len(free_bytes), partition.tokens
+
+    def needed(cut: Partition, rank: int) -> int:
+        route = make(cut, rank)
+        return footprint.route_bytes(route, reserve_tokens=reserve_tokens, is_spread=is_spread, drop=drop)
+
+    needs = [needed(partition, rank) for rank in range(size)]
     short = [rank for rank, (need, free) in enumerate(zip(needs, free_bytes, strict=True)) if need > free]
     if not short:
         return
-    rank, tokens = short[-1], partition.tokens
-    enough = ranks_that_fit(
-        footprint,
-        tokens,
-        min(free_bytes),
-        reserve_tokens,
-        make=make,
-        slices_per_rank=partition.size // size,
-        is_spread=is_spread,
-        drop=drop,
-    )
+    rank, enough = short[-1], ranks_that_fit(needed, tokens, min(free_bytes), partition.size // size)
     advice = f"{enough} ranks would be enough" if enough else "more ranks would not help"
     if not enough and drop is not None:
         advice += ", since the last one keeps all that compression does not drop"
@@ -291,29 +281,20 @@ def check_rolling_fits(footprint: Footprint, rolling: Rolling, free_bytes: int) 
 
 
 def ranks_that_fit(
-    footprint: Footprint,
-    tokens: int,
-    free: int,
-    reserve_tokens: int,
-    most: int = 4096,
-    *,
-    make: MakeRoute = relay,
-    slices_per_rank: int = 1,
-    is_spread: bool = False,
-    drop: PlannedDrop | None = None,
+    needed: Callable[[Partition, int], int], tokens: int, free: int, slices_per_rank: int = 1
 ) -> int | None:
-    """Return the smallest number of ranks for which even slices fit into `free` bytes each; None if there is none."""
+    """Return the smallest number of ranks for which even slices fit into `free` bytes each; None if there is none.
+
+    Parameters
+    ----------
+    needed : callable
+        Bytes that a rank needs for a partition.
+    """
     size = 1
-    while size <= min(tokens // slices_per_rank, most):
+    while size <= min(tokens // slices_per_rank, MOST_RANKS):
         partition = Partition.even(tokens, slices_per_rank * size)
-        ends = {0, size - 1}  # the ranks between hold no more than the one before the last
-        if size > 1:
-            ends.add(size - 2)
-        needs = (
-            footprint.route_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread, drop=drop)
-            for rank in ends
-        )
-        if all(need <= free for need in needs):
+        # The ranks between hold no more than the one before the last.
+        if all(needed(partition, rank) <= free for rank in {0, max(0, size - 2), size - 1}):
             return size
         size = size + 1 if size < 16 else size + size // 8
     return None

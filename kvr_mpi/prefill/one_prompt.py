@@ -19,6 +19,7 @@ from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache, WriteLayer
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
@@ -31,7 +32,7 @@ from kvr_mpi.model.layer_chunks import UnreadError, cut_layers
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import UNREADABLE, agree, describe_failure, digest_of, is_out_of_memory, is_spared, play_on
+from kvr_mpi.prefill.failure import Failure, agree, attempt, describe_failure, digest_of, play_on
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
@@ -86,59 +87,27 @@ class Prefill:
         return self.strategy == PLAIN
 
 
-class Options(TypedDict, total=False):
-    """Options of every way that uses several ranks.
-
-    reserve_tokens, stop_after
-        See `SliceCache`.
-    prefix
-        What the prompt begins with, if it has been computed: nobody does so again.
-    last
-        The rank that has the last slice, and ends with the cache; the places of the slices are turned round the ranks
-        for that. None: places are ranks.
-    forwarder
-        One that goes on from prompt to prompt, with the ranks of the chain: what this rank still has to send when it
-        has computed goes beside the next prompt. None: everything is sent when the prefill returns.
-    spares_chain
-        If memory runs out on a rank, or a stored prefix cannot be read there, it takes part in the transfers to the
-        end, so that the others come through;
-        `Prefill.error` says so there and on the rank with the last slice. Otherwise the error is raised. The same on
-        all ranks.
-    keeps_all
-        The rank with the last slice is to end with the keys and values of all tokens, even in layers with a window or
-        chunks.
-    is_spread
-        Every rank ends with the keys and values of its own tokens, and none with all (`Prefill.share`).
-    window
-        Tokens whose queries the rank with the last slice keeps, for compression; they have to be in that slice.
-    retain
-        Chooses what each KV head keeps of a layer as soon as it is through, on the rank with the last slice.
-    chunk_tokens
-        Every rank computes its slice in chunks that end at multiples of this, wherever slices end. None: at once.
-    arena
-        Where the rank with the last slice keeps what it keeps; each rank has its own.
-    write_layer
-        Given each layer's keys and values of this rank's slice as soon as the layer is through; each rank has its own.
-        A rank has one slice then, and layers keep no states: those are not stored.
-    """
+class CacheOptions(TypedDict, total=False):
+    """Options that `SliceCache` describes."""
 
     reserve_tokens: int
     stop_after: int | None
     prefix: SharedPrefix | None
-    last: int | None
-    forwarder: Forwarder | None
-    spares_chain: bool
-    keeps_all: bool
     is_spread: bool
     window: Range | None
     retain: Retain | None
-    chunk_tokens: int | None
     arena: Arena | None
     write_layer: WriteLayer | None
 
 
-# Of these, what a rank's cache is told.
-CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window", "retain", "arena", "write_layer")
+class Options(CacheOptions, total=False):
+    """Options of every prefill on several ranks, described at `prefill_kvr`."""
+
+    last: int | None
+    forwarder: Forwarder | None
+    spares_chain: bool
+    keeps_all: bool
+    chunk_tokens: int | None
 
 
 @torch.inference_mode()
@@ -160,6 +129,14 @@ def run_next(model: Any, prefill: Prefill, ids: torch.Tensor) -> torch.Tensor:
 def plain_cache(model: Any) -> DynamicCache:
     """Make an empty transformers cache for a model."""
     return DynamicCache(config=model.config)
+
+
+def make_decode_cache(loaded: LoadedModel, stores: Sequence[HeadStore], tokens: int, slack: int) -> SliceCache:
+    """Make a cache of a prompt's first tokens, or of some of their heads, that has room for `slack` more."""
+    cache = SliceCache(loaded, relay(Partition((0, tokens)), 0), None)
+    cache.finish()
+    cache.adopt(stores, tokens, slack)
+    return cache
 
 
 def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
@@ -189,64 +166,83 @@ def prefix_of_cache(ids: Sequence[int], cache: SliceCache) -> SharedPrefix:
     return SharedPrefix(tuple(ids), stores, states, in_pages=in_pages)
 
 
-def prefill_kvr(
-    loaded: LoadedModel, ids: Sequence[int], partition: Partition, chain: Transport, **options: Unpack[Options]
-) -> Prefill:
-    """Prefill on a chain of ranks, each computing its slice (KV-Runahead, section 4).
-
-    Parameters
-    ----------
-    partition : Partition
-        One slice for each rank of `chain`, in the order of the prompt; with a prefix the first slice includes it.
-    **options
-        Of `prefill_by`.
-    """
-    return prefill_by(relay, loaded, ids, partition, chain, **options)
-
-
 @torch.inference_mode()
-def prefill_by(
-    make: MakeRoute,
+def prefill_kvr(
     loaded: LoadedModel,
     ids: Sequence[int],
     partition: Partition,
     chain: Transport,
     *,
+    make: MakeRoute = relay,
     strategy: str = "kvr",
-    **options: Unpack[Options],
+    last: int | None = None,
+    forwarder: Forwarder | None = None,
+    spares_chain: bool = False,
+    keeps_all: bool = False,
+    chunk_tokens: int | None = None,
+    **of_cache: Unpack[CacheOptions],
 ) -> Prefill:
-    """Prefill on several ranks, which exchange keys and values along a route.
+    """Prefill on a chain of ranks, each computing its slice (KV-Runahead, section 4); or along another route.
 
     Parameters
     ----------
-    make : callable
-        Makes the route of each position of the slices.
     ids : sequence of int
         The whole prompt, the same on every rank.
     partition : Partition
-        The prompt's slices, as the route takes them; with a prefix the first slice includes it.
-    strategy : str
-        The strategy's name.
-    **options
-        See `Options`.
+        The prompt's slices, as the route takes them: of a relay one for each rank. The first slice includes the prefix.
+    make, strategy : callable, str
+        Makes the route of each position of the slices; and the name of that strategy.
+    last : int or None
+        The rank that has the last slice, and ends with the cache; the places of the slices are turned round the ranks
+        for that. None: places are ranks.
+    forwarder : Forwarder or None
+        One that goes on from prompt to prompt, with the ranks of the chain: what this rank still has to send when it
+        has computed goes beside the next prompt. None: everything is sent when the prefill returns.
+    spares_chain : bool
+        If memory runs out on a rank, or a stored prefix cannot be read there, it takes part in the transfers to the
+        end, so that the others come through; `Prefill.error` says so there and on the rank with the last slice.
+        Otherwise the error is raised. The same on all ranks.
+    keeps_all : bool
+        The rank with the last slice ends with the keys and values of all tokens, even in layers with windows or chunks.
+    chunk_tokens : int or None
+        Every rank computes its slice in chunks that end at multiples of this, wherever slices end. None: at once.
+    **of_cache
+        Of `SliceCache`, on each rank.
     """
-    make, known = _prepare(make, loaded, ids, partition, strategy, options)
-    rotation, last = Rotation(chain.size), options.get("last")
+    partition.check_tokens(len(ids))
+    loaded.shape.check_ids(ids)
+    if chunk_tokens is not None:
+        _check_chunks(loaded, chunk_tokens, make(partition, 0).in_order, strategy)
+    make = partial(make, sends_all=keeps_all or not loaded.attends_in_parts, chunk_tokens=chunk_tokens)
+    known, prefix = 0, of_cache.get("prefix")
+    if prefix is not None:
+        prefix.check(ids)
+        partition.check_prefix(prefix.tokens)
+        known = prefix.tokens
+    rotation = Rotation(chain.size)
     if last is not None:
         rotation = Rotation.bringing(chain.size, make(partition, 0, known).decode_position, last)
     route = make(partition, rotation.place_of(chain.rank), known)
     began = time.perf_counter()
-    own, forwarder = None, options.get("forwarder")
+    own = transfers = None
     if forwarder is None and chain.size > 1:
         own = forwarder = Forwarder(chain, forwards=route.forwards, device=loaded.device)
-    transfers = None
     if forwarder is not None and chain.size > 1:
         transfers = PromptTransfers(forwarder, route.segments, len(loaded.shape.layers), rotation)
-    given: dict[str, Any] = {name: value for name, value in options.items() if name in CACHE_OPTIONS}
-    cache = SliceCache(loaded, route, transfers, **given)
-    spares_chain = options.get("spares_chain", False)
-    logits, failure = _run_slice(loaded, ids, cache, forwarder, options)
-    if failure is not None:  # and the error, with all that it held, is forgotten
+    cache = SliceCache(loaded, route, transfers, **of_cache)
+    mine = [token for start, stop in route.owned for token in ids[start:stop]]
+    try:
+        found: torch.Tensor | Failure | None
+        if spares_chain:
+            found = attempt(lambda: _run_slice(loaded, mine, cache), reads_stored=True)
+        else:
+            found = _run_slice(loaded, mine, cache)
+    except BaseException:
+        if forwarder is not None:
+            forwarder.abandon()
+        raise
+    failure = found if isinstance(found, Failure) else None
+    if failure is not None:
         play_on(cache)
     failed: list[int] = []
     if spares_chain:
@@ -257,20 +253,20 @@ def prefill_by(
     cache.finish()
     if own is not None:
         own.close()
-    told = None
+    error = None
     if failed:
         computed = [sum(stop - start for start, stop in make(partition, place, known).owned) for place in failed]
-        told = describe_failure(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
-    has_logits = cache.is_decode_rank and options.get("stop_after") is None and not failed
+        error = describe_failure(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
+    has_logits = cache.is_decode_rank and of_cache.get("stop_after") is None and not failed
     return Prefill(
         partition,
         None if failed or cache.share is not None else cache,
-        logits if has_logits else None,
+        found if has_logits and not isinstance(found, Failure) else None,
         seconds,
         wait_s=cache.clock.waited_s("receive"),
         sent_bytes=transfers.sent_bytes if transfers else 0,
         last=rotation.rank_of(route.decode_position),
-        error=told,
+        error=error,
         layer_times_s=cache.clock.layer_times_s,
         send_wait_s=cache.clock.waited_s("send"),
         strategy=strategy,
@@ -294,50 +290,26 @@ def why_no_chunks(loaded: LoadedModel) -> str | None:
     return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
 
 
-def _prepare(
-    make: MakeRoute, loaded: LoadedModel, ids: Sequence[int], partition: Partition, strategy: str, options: Options
-) -> tuple[MakeRoute, int]:
-    """Refuse incompatible options; return the route maker, and the number of known tokens."""
-    partition.check_tokens(len(ids))
-    loaded.shape.check_ids(ids)
-    if (chunk_tokens := options.get("chunk_tokens")) is not None:
-        if chunk_tokens < 1:
-            raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
-        if why := why_no_chunks(loaded):
-            raise ModelError(why)
-        if not make(partition, 0).in_order:
-            raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
-        make = partial(make, chunk_tokens=chunk_tokens)
-    make = partial(make, sends_all=options.get("keeps_all", False) or not loaded.attends_in_parts)
-    prefix = options.get("prefix")
-    if prefix is None:
-        return make, 0
-    prefix.check(ids)
-    partition.check_prefix(prefix.tokens)
-    return make, prefix.tokens
+def _check_chunks(loaded: LoadedModel, chunk_tokens: int, in_order: bool, strategy: str) -> None:
+    """Refuse chunks that the model or the strategy cannot compute."""
+    if chunk_tokens < 1:
+        raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
+    if why := why_no_chunks(loaded):
+        raise ModelError(why)
+    if not in_order:
+        raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
 
 
-def _run_slice(
-    loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, options: Options
-) -> tuple[torch.Tensor | None, str | None]:
-    """Run this rank's tokens; return logits (vocab_size,) if there are any, or the error."""
-    mine = [token for first, last in cache.route.owned for token in ids[first:last]]
+def _run_slice(loaded: LoadedModel, mine: Sequence[int], cache: SliceCache) -> torch.Tensor | None:
+    """Run this rank's tokens; return logits (vocab_size,) if there are any."""
     logits = None
-    try:
-        with guarded(loaded.tp_group):
-            cache.begin()
-            with contextlib.suppress(UnreadError):
-                row = torch.tensor([mine], device=loaded.device)
-                logits = run_model(loaded.model, row, cache, chunk_lengths=cache.chunk_lengths)[0]
-            cache.settle()
-    except BaseException as error:
-        if not options.get("spares_chain", False) or not is_spared(error):
-            if forwarder is not None:
-                forwarder.abandon()
-            raise
-        what = str(error).splitlines()[0]
-        return None, what if is_out_of_memory(error) else f"{UNREADABLE}: {what}"
-    return logits, None
+    with guarded(loaded.tp_group):
+        cache.begin()
+        with contextlib.suppress(UnreadError):
+            row = torch.tensor([mine], device=loaded.device)
+            logits = run_model(loaded.model, row, cache, chunk_lengths=cache.chunk_lengths)[0]
+        cache.settle()
+    return logits
 
 
 def wait_for_compute(device: torch.device) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.after_compressed import prefill_after_compressed
-from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport.local import LocalTransport
@@ -72,19 +71,24 @@ def prefill_packed(
         pairs = zip(prompts, reserves, strict=True)
         return [prefill_after_compressed(loaded, ids, prefix, reserve, arena) for ids, reserve in pairs]
     if len(prompts) == 1 or why_never_packed(loaded):
-        options: dict[str, Any] = {"prefix": prefix, "spares_chain": True, "window": window, "retain": retain}
-        options["arena"] = arena
         return [
-            prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=reserve, **options)
+            prefill_kvr(
+                loaded,
+                ids,
+                Partition((0, len(ids))),
+                LocalTransport(),
+                reserve_tokens=reserve,
+                prefix=prefix,
+                spares_chain=True,
+                window=window,
+                retain=retain,
+                arena=arena,
+            )
             for ids, reserve in zip(prompts, reserves, strict=True)
         ]
-    try:
-        with guarded(loaded.tp_group):
-            return _prefill_row(loaded, prompts, reserves, prefix, arena)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    # Out of the except block: the error held on to what the failed pass had made.
+    found = attempt(lambda: _prefill_row(loaded, prompts, reserves, prefix, arena), loaded.tp_group)
+    if not isinstance(found, Failure):
+        return found
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
     half = len(prompts) // 2

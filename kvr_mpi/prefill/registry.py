@@ -34,8 +34,8 @@ AUTO = "auto"
 MARGIN = 0.03
 # Tokens of the chunks that are tried where slices do not fit at once, in this order.
 CHUNK_SIZES = (4096, 2048, 1024, 512, 256, 128)
-# Of the few on which a model is proven to run in chunks.
-CHECKED_CHUNK = 2
+# Of the prompt on which a model is proven to run by a strategy, and of its chunks.
+CHECKED_TOKENS, CHECKED_CHUNK = 12, 2
 
 
 class Forecast(Protocol):
@@ -112,13 +112,13 @@ class Strategy:
         ModelError
             If the model cannot run so.
         """
-        from kvr_mpi.prefill.one_prompt import prefill_by, prefill_single
+        from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
 
         if why := self.misfit(loaded):
             raise ModelError(why)
         if self.make is None:
             return prefill_single(loaded.model, ids, loaded.device)
-        return prefill_by(self.make, loaded, ids, partition, chain, strategy=self.name, **options)
+        return prefill_kvr(loaded, ids, partition, chain, make=self.make, strategy=self.name, **options)
 
     def misfit(self, loaded: LoadedModel) -> str | None:
         """Return why a model that runs in chains does not support this strategy; None if it does."""
@@ -138,7 +138,7 @@ class Strategy:
             return None
         return f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only"
 
-    def check(self, loaded: LoadedModel, tokens: int = 12, chunk_tokens: int | None = None) -> None:
+    def check(self, loaded: LoadedModel, chunk_tokens: int | None = None) -> None:
         """Verify on a few tokens that the strategy gives this model's logits, in whole slices or in chunks.
 
         Chains that compute slices at once are proven by `check_chain`, before.
@@ -156,7 +156,7 @@ class Strategy:
             return
         if why := self.misfit(loaded):
             raise ModelError(f"parallel.strategy = {self.name!r}: {why}")
-        tokens = min(tokens, loaded.shape.max_tokens or tokens)
+        tokens = min(CHECKED_TOKENS, loaded.shape.max_tokens or CHECKED_TOKENS)
         ids, cut = loaded.shape.sample_ids(tokens), self.cut_evenly(tokens, 3)
 
         def run() -> Iterator[tuple[str, float]]:

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from kvr_mpi.errors import ModelError
+from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_plain
 from kvr_mpi.model.kernels import forget_kernels
-from kvr_mpi.model.rope import check_rotary
+from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import FAILURES, Answer, differences, error_share, follow, why_not_the_same
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, run_next
@@ -84,7 +84,8 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
     loaded = replace(loaded, attends_in_parts=False, cuts_last_layer=False)
     prepare_model(loaded.model, chain=True, in_parts=False)
     try:
-        _check_whole(loaded, ids, truth)
+        thirds, halves = Partition((0, 1, count - 1, count)), Partition((0, count // 2, count))
+        _compare_all(loaded, ids, [thirds, halves], truth)
     except ModelError as error:
         raise ModelError(_why_refused(loaded, ids, why, str(error))) from error
     if say is not None:
@@ -95,29 +96,11 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
     return loaded
 
 
-def _check_whole(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> None:
-    """Check chains that use the model's own attention, at last without our kernels."""
-    partitions = (Partition((0, 1, len(ids) - 1, len(ids))), Partition((0, len(ids) // 2, len(ids))))
-    try:
-        for partition in partitions:
-            _compare(loaded, ids, partition, truth)
-    except ModelError:
-        if not forget_kernels(loaded.model):
-            raise
-        for partition in partitions:
-            _compare(loaded, ids, partition, truth)
-
-
 def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> LoadedModel:
-    """Check chains that replace the model's attention."""
+    """Check chains that replace the model's attention, with the last layer cut if the model bears it."""
     prepare_model(loaded.model, chain=True)
     tokens = len(ids)
-    try:
-        _compare(loaded, ids, Partition((0, 1, tokens - 1, tokens)), truth)
-    except ModelError:
-        if not forget_kernels(loaded.model):
-            raise
-        _compare(loaded, ids, Partition((0, 1, tokens - 1, tokens)), truth)
+    _compare_all(loaded, ids, [Partition((0, 1, tokens - 1, tokens))], truth)
     halves = Partition((0, tokens // 2, tokens))
     try:
         _compare(loaded, ids, halves, truth)
@@ -125,6 +108,17 @@ def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> L
         loaded = replace(loaded, cuts_last_layer=False)
         _compare(loaded, ids, halves, truth)
     return loaded
+
+
+def _compare_all(loaded: LoadedModel, ids: Sequence[int], partitions: Sequence[Partition], truth: Answer) -> None:
+    """Compare some partitions; if one differs, compare all again without our kernels."""
+    try:
+        for partition in partitions:
+            _compare(loaded, ids, partition, truth)
+    except ModelError:
+        if not forget_kernels(loaded.model):
+            raise
+        _compare_all(loaded, ids, partitions, truth)
 
 
 def _tokens_for(loaded: LoadedModel) -> int:
@@ -216,16 +210,18 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
     return why and f"{loaded.shape.architecture} does not run packed: {why}"
 
 
-def why_not_spread(loaded: LoadedModel) -> str | None:
-    """Decode a small document that two threads hold together; return why this model does not support that, or None.
+def check_spread(loaded: LoadedModel) -> None:
+    """Verify that a model may decode a document that several ranks hold, on a small one that two threads hold.
 
     Models that count positions by what a cache holds would go on from a rank's own share. The model has to be prepared
     for chains (`prepare_model`).
+
+    Raises
+    ------
+    ConfigError
+        If it may not.
     """
-    if reason := why_never_packed(loaded):
-        return reason
-    ids = loaded.shape.sample_ids(LEAST_TOKENS)
-    token = loaded.shape.sample_ids(1, first=NEXT_TOKEN)
+    ids, token = loaded.shape.sample_ids(LEAST_TOKENS), loaded.shape.sample_ids(1, first=NEXT_TOKEN)
 
     def decode(rank: Transport) -> torch.Tensor:
         halves = Partition.even(len(ids), rank.size)
@@ -238,4 +234,11 @@ def why_not_spread(loaded: LoadedModel) -> str | None:
         truth, found = _follow(loaded, alone).steps[0], run_local(2, decode, loaded.device)[-1]
         yield "logits of a decoded token", error_share(found[0].cpu(), truth)
 
-    return why_not_the_same(loaded, run, "those of one rank")
+    why: str | None = "its rotary embedding has it compute the whole cache anew at some length"
+    if begins_anew_at(loaded.model) is None:
+        why = why_never_packed(loaded) or why_not_the_same(loaded, run, "those of one rank")
+    if why is not None:
+        raise ConfigError(
+            f"keys and values of {loaded.shape.architecture} cannot be spread over ranks: {why}. Leave output.kv = "
+            f"'sharded' and parallel.ranks_per_chain out"
+        )

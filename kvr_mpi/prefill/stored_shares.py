@@ -14,9 +14,8 @@ from kvr_mpi.errors import AgreementError, DataError
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import UNREADABLE, digest_of, is_spared
+from kvr_mpi.prefill.failure import UNREADABLE, Failure, attempt, digest_of
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.collectives import all_gather
@@ -71,16 +70,14 @@ def run_shares(
     row = torch.tensor([[token for each in tokens for token in each]], device=loaded.device)
     ends = torch.tensor([stop - 1 for _, stop in cache.bounds], device=loaded.device)
     keep = ends if only_last else torch.arange(row.shape[1], device=loaded.device)
-    logits, status, why = None, _DONE, ""
-    try:
-        with guarded(loaded.tp_group):
-            logits = run_model(loaded.model, row, cache, positions=cache.positions, keep=keep)
-    except (RuntimeError, MemoryError, DataError) as error:
-        if not is_spared(error):
-            raise
-        status, why = _UNREADABLE if isinstance(error, DataError) else _SHORT, str(error)
-    # Out of the except block: the error held on to what had been made.
-    if status != _DONE:
+    found = attempt(
+        lambda: run_model(loaded.model, row, cache, positions=cache.positions, keep=keep),
+        loaded.tp_group,
+        reads_stored=True,
+    )
+    status, why = _DONE, ""
+    if isinstance(found, Failure):
+        status, why = _UNREADABLE if found.is_unreadable else _SHORT, found.why
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         cache.play_on()
@@ -98,10 +95,10 @@ def run_shares(
     if failed[_UNREADABLE]:
         raise DataError(share_json(chain, why, failed[_UNREADABLE][0]))
     if failed[_SHORT]:
-        reason = f" ({why.splitlines()[0]})" if why else ""
+        reason = f" ({why})" if why else ""
         raise MemoryError(f"rank {', '.join(map(str, failed[_SHORT]))} of its chain ran out of memory{reason}")
-    assert logits is not None, "it came through"
-    return logits
+    assert not isinstance(found, Failure), "it came through"
+    return found
 
 
 @torch.inference_mode()
@@ -139,28 +136,29 @@ def prefill_stored(
     assert document.prefix is not None, "it is stored"
     for ids in prompts:
         document.prefix.check(ids)
-    fresh, logits, is_short, why = [ids[known:] for ids in prompts], None, False, document.failure
+    fresh, logits, why = [ids[known:] for ids in prompts], None, document.failure
     pairs = zip(fresh, reserve_tokens, strict=True)
     shares = [Share.after(loaded, document, len(new) + reserve) for new, reserve in pairs]
     if why is None:
-        try:
-            logits = run_shares(loaded, shares, fresh, chain, only_last=True)
-            wait_for_compute(loaded.device)
-        except MemoryError as error:
-            is_short, why = True, f"a question of {len(fresh[0])} tokens about a stored document: {error}"
-        except DataError as error:
-            why = f"{UNREADABLE}: {error}"
+        found = attempt(lambda: run_shares(loaded, shares, fresh, chain, only_last=True), reads_stored=True)
+        wait_for_compute(loaded.device)
+        if not isinstance(found, Failure):
+            logits = found
+        elif found.is_unreadable:
+            why = f"{UNREADABLE}: {found.why}"
             document.end_loading(why)
-    if is_short and len(prompts) > 1:
-        del shares  # the rows they have room for
-        half = len(prompts) // 2
-        return [
-            prefill
-            for some in (slice(None, half), slice(half, None))
-            for prefill in prefill_stored(
-                loaded, prompts[some], document, chain, reserve_tokens=reserve_tokens[some], last=last
-            )
-        ]
+        elif len(prompts) > 1:
+            shares.clear()  # the rows they have room for
+            half = len(prompts) // 2
+            return [
+                prefill
+                for some in (slice(None, half), slice(half, None))
+                for prefill in prefill_stored(
+                    loaded, prompts[some], document, chain, reserve_tokens=reserve_tokens[some], last=last
+                )
+            ]
+        else:
+            why = f"a question of {len(fresh[0])} tokens about a stored document: {found.why}"
     if why is None:
         document.end_loading()
         for share, new in zip(shares, fresh, strict=True):

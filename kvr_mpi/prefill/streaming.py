@@ -21,7 +21,7 @@ from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition, cut_range
 from kvr_mpi.prefill.exactness import error_share, why_not_the_same
-from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
 from kvr_mpi.transport.local import LocalTransport
 
@@ -31,57 +31,40 @@ CHECKED_TOKENS, CHECKED_STEP = 12, 5
 CHECKED_CACHE, CHECKED_SINKS = 6, 2
 
 
-@torch.inference_mode()
-def prefill_streaming(
-    loaded: LoadedModel, ids: Sequence[int], rolling: Rolling | None = None
-) -> tuple[torch.Tensor, RollingCache]:
-    """Prefill on one rank.
+def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> Prefill:
+    """Prefill a prompt on one rank; every step has the same shapes, but for a last one that is shorter.
 
-    Every step has the same shapes, but for a last one that is shorter. The model has to be prepared for chains
-    (`prepare_model`).
-
-    Parameters
-    ----------
-    ids : sequence of int
-        The whole prompt, at least one token.
-
-    Returns
-    -------
-    (Tensor, RollingCache)
-        Logits of the last token (vocab_size,), float32, and what goes on from there, token by token
-        (`attention_hook.run_model`).
+    The model has to be prepared for chains (`prepare_model`). If memory runs out, the result has an error and no cache.
 
     Raises
     ------
     ModelError
         If the cache does not hold all that the model sees, and no approximation was asked for.
     """
-    rolling = rolling or Rolling()
     loaded.shape.check_ids(ids)
+    began, partition = time.perf_counter(), Partition((0, len(ids)))
+    cache, logits, error = None, None, None
+    found = attempt(lambda: _run_steps(loaded, ids, rolling), loaded.tp_group)
+    if isinstance(found, Failure):
+        error = (
+            f"a prompt of {len(ids)} tokens: there is no memory for a {rolling.name} ({found.why}); "
+            f"lower cache.tokens or parallel.chunk_tokens, or the memory for other prompts (parallel.memory_gib)"
+        )
+    else:
+        logits, cache = found
+    wait_for_compute(loaded.device)
+    seconds = time.perf_counter() - began
+    return Prefill(partition, cache, logits, seconds, error=error, began_s=began, rolling=rolling)
+
+
+@torch.inference_mode()
+def _run_steps(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> tuple[torch.Tensor, RollingCache]:
     cache, logits = RollingCache(loaded, rolling, len(ids)), torch.empty(0)
     for first, last in cut_range(0, len(ids), rolling.step_tokens):
         cache.begin_step(is_read=last == len(ids))
         with contextlib.suppress(UnreadError):
             logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache)[0]
     return logits, cache
-
-
-def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> Prefill:
-    """Prefill a prompt of a job like `prefill_streaming`; out of memory, return an error and no cache."""
-    began, cache, logits, error = time.perf_counter(), None, None, None
-    try:
-        logits, cache = prefill_streaming(loaded, ids, rolling)
-    except (RuntimeError, MemoryError) as failure:
-        if not is_out_of_memory(failure):
-            raise
-        error = (
-            f"a prompt of {len(ids)} tokens: there is no memory for a {rolling.name} ({str(failure).splitlines()[0]}); "
-            f"lower cache.tokens or parallel.chunk_tokens, or the memory for other prompts (parallel.memory_gib)"
-        )
-    wait_for_compute(loaded.device)
-    seconds = time.perf_counter() - began
-    partition = Partition((0, len(ids)))
-    return Prefill(partition, cache, logits, seconds, error=error, began_s=began, rolling=rolling)
 
 
 def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
@@ -110,7 +93,7 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     def run() -> Iterator[tuple[str, float]]:
         truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
         found, dropping, one_by_one = (
-            prefill_streaming(loaded, ids, tried)[0] for tried in (whole, drops, replace(drops, step_tokens=1))
+            _run_steps(loaded, ids, tried)[0] for tried in (whole, drops, replace(drops, step_tokens=1))
         )
         yield "the logits of a rolling cache that holds all", error_share(found, truth)
         yield (

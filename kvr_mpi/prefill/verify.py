@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import Answer, allowed_error, differences, follow
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, why_no_chunks
+from kvr_mpi.prefill.one_prompt import prefill_single, why_no_chunks
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.base import FixedTag
@@ -28,8 +28,6 @@ from kvr_mpi.transport.base import FixedTag
 NEW_TOKENS = 32
 NOISE = allowed_error(torch.float32)
 SHORT_TYPE_FACTOR = 1.5
-
-Run = Callable[[Sequence[int]], Prefill]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,42 +68,37 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
             plain = truth if exact is loaded else _plain(loaded, ids)
         world.barrier()
         prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-        for name, decode_rank, strategy in _strategies(loaded, world, tokens, draw):
-            prefill = strategy(ids)
+        for name, strategy, partition, chunk_tokens in _strategies(loaded, world.size, tokens, draw):
+            prefill = strategy.prefill(
+                loaded, ids, partition, world, reserve_tokens=NEW_TOKENS, chunk_tokens=chunk_tokens
+            )
+            decode_rank = prefill.last
             answer = follow(loaded.model, prefill, NEW_TOKENS) if world.rank == decode_rank else None
             del prefill
             found = _to_root(answer, world, decode_rank)
             finding = None
             if found is not None and truth is not None and plain is not None:
-                finding = _compare(name, tokens, found, truth, plain)
-            yield Finding(**share_json(world, _as_dict(finding)))
+                finding = asdict(_compare(name, tokens, found, truth, plain))
+            yield Finding(**share_json(world, finding))
 
 
 def _strategies(
-    loaded: LoadedModel, world: Transport, tokens: int, draw: random.Random
-) -> Iterator[tuple[str, int, Run]]:
-    """Yield name, decode rank and function of each strategy: as in jobs, or as published."""
+    loaded: LoadedModel, size: int, tokens: int, draw: random.Random
+) -> Iterator[tuple[str, Strategy, Partition, int | None]]:
+    """Yield each strategy, as in jobs or else as published, with its name here, slices and chunk size."""
     for one in STRATEGIES.values():
         if one.is_plain or one.misfit(loaded) is not None:
             continue
-        cuts = _cuts(tokens, world.size, draw) if one.has_cuts else {"": one.cut_evenly(tokens, world.size)}
-        for how, partition in cuts.items():
-
-            def run(ids: Sequence[int], one: Strategy = one, cut: Partition = partition) -> Prefill:
-                strategy = one if one.in_jobs else one.as_published
-                return strategy.prefill(loaded, ids, cut, world, reserve_tokens=NEW_TOKENS)
-
-            name = f"{one.name} {how} {partition}" if how else one.name
-            yield name, one.routes(partition)[0].decode_position, run
+        strategy = one if one.in_jobs else one.as_published
+        even = one.cut_evenly(tokens, size)
+        if one.has_cuts:
+            for how, partition in _cuts(tokens, size, draw).items():
+                yield f"{one.name} {how} {partition}", strategy, partition, None
+        else:
+            yield one.name, strategy, even, None
         if one.takes_chunks and why_no_chunks(loaded) is None:
-            cut, length = one.cut_evenly(tokens, world.size), draw.randrange(1, max(2, tokens // (2 * world.size)))
-
-            def run_chunks(
-                ids: Sequence[int], one: Strategy = one, cut: Partition = cut, many: int = length
-            ) -> Prefill:
-                return one.prefill(loaded, ids, cut, world, reserve_tokens=NEW_TOKENS, chunk_tokens=many)
-
-            yield f"{one.name} in chunks of {length}", one.routes(cut)[0].decode_position, run_chunks
+            length = draw.randrange(1, max(2, tokens // (2 * size)))
+            yield f"{one.name} in chunks of {length}", strategy, even, length
 
 
 def does_not_fit(loaded: LoadedModel) -> list[str]:
@@ -173,7 +166,3 @@ def _errors(found: Answer, truth: Answer) -> tuple[float, float]:
 def _in_float32(loaded: LoadedModel) -> LoadedModel:
     with without_kernels(loaded.model):
         return replace(loaded, model=copy.deepcopy(loaded.model).float(), dtype=torch.float32)
-
-
-def _as_dict(finding: Finding | None) -> dict[str, object]:
-    return {} if finding is None else {name: getattr(finding, name) for name in Finding.__slots__}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvr_mpi.compress.compression import size_of
 from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.group import Group
 from kvr_mpi.kv.shares import Share
@@ -43,7 +44,7 @@ class Decoder:
         self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group[Prompt] | None = None
     ) -> None:
         self._compression, self._batch = setup.compression, setup.open_decode_batch(group)
-        self._kernels, tp_group = setup.kernels, setup.loaded.tp_group
+        self._kernels, self._loaded, tp_group = setup.kernels, setup.loaded, setup.loaded.tp_group
         self._group_size = 1 if tp_group is None else tp_group.size
         self._decodes = setup.spec.generation.max_new_tokens > 0  # anything after the first logits
         self._sink, self._stop, self._trace = sink, stop, trace
@@ -70,8 +71,8 @@ class Decoder:
         is_home, share = self._batch.group.is_home(prefill), prefill.share
         if prefill.error is None and is_home:
             if self._compression is not None and prefill.retained is None and prefill.cache.is_ragged:
-                with guarded(self._compression.tp_group):
-                    prefill.retained = self._compression.size_of(prefill.cache)
+                with guarded(self._loaded.tp_group):
+                    prefill.retained = size_of(self._loaded, prefill.cache, str(self._compression.settings))
             if self._decodes:
                 self._sink.report_prefill(prompt.document_id, prefill, prompt.work)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)

@@ -19,7 +19,6 @@ from kvr_mpi.compress.compression import Compression, open_compression
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.placing import HeadSharing, open_sharing
 from kvr_mpi.decode.sampling import ends_of, make_generation_config
-from kvr_mpi.decode.token_parallel import check_shareable
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError, counted
@@ -40,7 +39,7 @@ from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, CHECKED_CHUNK, KVR, Strategy, candidates, check_takes_chunks
-from kvr_mpi.prefill.self_check import check_chain, why_not_packed
+from kvr_mpi.prefill.self_check import check_chain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
@@ -233,7 +232,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
             say(line)
     check_model_combinations(spec, kinds_of(loaded))
     if spec.is_spread:
-        check_shareable(loaded)
+        check_spread(loaded)
     tokenizer, shape = loaded.tokenizer, loaded.shape
     template = spec.prompt.first_template
     if spec.documents.format == "messages":

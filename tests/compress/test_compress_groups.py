@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_groups import ids_of, make_folder, on_groups
 
-from kvr_mpi.compress.compression import RetainedSize, open_compression
+from kvr_mpi.compress.compression import RetainedSize, open_compression, size_of
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel, load_model
@@ -51,7 +51,7 @@ def keep(
     cache = prefill_kvr(loaded, IDS, partition, chain, **options).cache
     if cache is None or not cache.is_decode_rank:
         return [], None
-    size = compression.size_of(cache) if cache.is_ragged else None
+    size = size_of(loaded, cache, "method") if cache.is_ragged else None
     kept = [[head.tolist() for head in layer.positions] for layer in cache.layers if layer.is_ragged]
     return kept, size
 

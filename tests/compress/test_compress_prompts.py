@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import deep, prompt, tiny
 
-from kvr_mpi.compress.compression import Compression, open_compression
+from kvr_mpi.compress.compression import Compression, open_compression, size_of
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, PartitionError
@@ -88,7 +88,7 @@ def test_each_head_keeps_the_window_and_what_follows_it_and_the_budget_is_kept(
             kept += len(head)
     beside = TOKENS - stop
     assert kept == 3 * 2 * (30 + beside)
-    size = compression.size_of(found.cache)
+    size = size_of(tiny("llama-gqa"), found.cache, method)
     assert size.tokens == 30 + beside and size.kv_bytes == kept * 2 * 8 * 4
     whole = TOKENS * tiny("llama-gqa").shape.kv_bytes_per_token
     drop = compression.planned_drop(tiny("llama-gqa"), TOKENS, TEXT)
@@ -168,7 +168,7 @@ def test_what_is_dropped_is_dropped_before_the_next_layers(ranks: int) -> None:
     cut = Partition.even(tokens, ranks)
     cache = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), cut, rank, **options))[-1].cache
     whole = tokens * loaded.shape.kv_bytes_per_token
-    assert len(held) == 16 and cache.held_bytes == compression.size_of(cache).kv_bytes < whole / 10
+    assert len(held) == 16 and cache.held_bytes == size_of(loaded, cache, "snapkv").kv_bytes < whole / 10
     assert max(held) <= cache.held_bytes + (1 + COMPRESSED_AHEAD) * whole / 16 < whole / 2
 
 

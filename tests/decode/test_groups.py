@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from models import prompt, tiny
-from rows import one_thread
+from rows import Numbers, alone, batch_of, count_down, finish, ready, run_out_at
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from kvr_mpi.compress.placement import place_in_proportion
-from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
@@ -30,31 +29,13 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import LocalTransport, run_local
-
-__all__ = ["one_thread"]  # a fixture of every test here
+from kvr_mpi.transport.local import run_local
 
 NEW_TOKENS = 7
 LENGTHS = (34, 51, 20)
 TEXTS = ("7 8 9 10 11", "5", "190 3 4 5 6 7")
-GROUPS = ("alone", "heads", "tokens")
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40}
-
-
-class Numbers:
-    """A tokenizer whose texts are numbers."""
-
-    all_special_ids: tuple[int, ...] = ()
-    unk_token_id = None
-
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": [int(word) for word in text.split()]}
-
-    def decode(self, ids: Sequence[int], **options: Any) -> str:
-        return " ".join(map(str, ids))
-
-    def convert_ids_to_tokens(self, token: int) -> str:
-        return str(token)
+Answers = dict[int, Finished[int]]
 
 
 @dataclass
@@ -64,50 +45,46 @@ class Asking:
     own: Sequence[OwnGeneration]
     config: dict[str, Any]
 
-    def __call__(self, name: str, loaded: LoadedModel, size: int) -> dict[int, Finished[int]]:
-        ranks = run_local(1 if name == "alone" else size, lambda chain: self.answer(name, loaded, chain))
+    def __call__(self, name: str, loaded: LoadedModel, size: int) -> Answers:
+        return self.of_all(run_local(1 if name == "alone" else size, lambda chain: self.answer(name, loaded, chain)))
+
+    def of_all(self, ranks: Sequence[Answers]) -> Answers:
         found = {key: one for rank in ranks for key, one in rank.items()}
         assert len(found) == sum(map(len, ranks)) == len(self.own), "each prompt is handed out once"
         return found
 
-    def answer(self, name: str, loaded: LoadedModel, chain: Transport) -> dict[int, Finished[int]]:
+    def answer(
+        self, name: str, loaded: LoadedModel, chain: Transport, prefilled: Callable[[], object] = lambda: None
+    ) -> Answers:
+        """Answer on a rank, after a call when all prompts are prefilled."""
         torch.set_num_threads(1)
         groups: dict[str, Callable[[], Group[int]]] = {
             "alone": lambda: Alone(loaded),
-            "heads": lambda: HeadGroup(
-                loaded, chain, lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1)
-            ),
+            "heads": lambda: HeadGroup(loaded, chain, in_proportion),
             "tokens": lambda: TokenGroup(loaded, chain),
         }
-        config = GenerationConfig(**{"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | self.config)
-        batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=groups[name]())
-        found: dict[int, Finished[int]] = {}
+        batch = batch_of(loaded, NEW_TOKENS, groups[name](), **self.config)
+        found: Answers = {}
         for number, own in enumerate(self.own):
             home, ids = number % chain.size, prompt(LENGTHS[number % len(LENGTHS)])
-            if name != "tokens" and chain.rank != home:
-                continue
-            batch.add(number, prefilled(name, loaded, ids, chain, home), ids, 100 + number, own)
-            found |= {one.key: one for one in batch.take_finished()}
-        found |= {one.key: one for one in batch.begin()}
-        while batch.running:
-            found |= {one.key: one for one in batch.step()}
-        return found
+            if name == "tokens" or chain.rank == home:
+                prefill = spread(loaded, ids, chain, home) if name == "tokens" else alone(loaded, ids, NEW_TOKENS)
+                batch.add(number, prefill, ids, 100 + number, own)
+                found |= {one.key: one for one in batch.take_finished()}
+        prefilled()
+        return found | finish(batch)
 
 
-def prefilled(name: str, loaded: LoadedModel, ids: Sequence[int], chain: Transport, home: int) -> Prefill:
-    if name == "tokens":
-        partition = Partition.even(len(ids), chain.size)
-        return prefill_kvr(loaded, ids, partition, chain, reserve_tokens=NEW_TOKENS, is_spread=True, last=home)
-    return prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=NEW_TOKENS)
+def in_proportion(loads: Sequence[float], ranks: int) -> Any:
+    return place_in_proportion(loads, ranks, ranks - 1)
 
 
-def ready(name: str = "llama-gqa") -> LoadedModel:
-    loaded = replace(tiny(name), tokenizer=Numbers())
-    prepare_model(loaded.model, chain=True)
-    return loaded
+def spread(loaded: LoadedModel, ids: Sequence[int], chain: Transport, home: int) -> Prefill:
+    partition = Partition.even(len(ids), chain.size)
+    return prefill_kvr(loaded, ids, partition, chain, reserve_tokens=NEW_TOKENS, is_spread=True, last=home)
 
 
-def written(found: dict[int, Finished[int]]) -> dict[int, list[tuple[int, ...]]]:
+def written(found: Answers) -> dict[int, list[tuple[int, ...]]]:
     answers = {key: one.answer for key, one in found.items()}
     return {key: [each.token_ids for each in (a.samples or (a,))] for key, a in answers.items() if a is not None}
 
@@ -116,17 +93,18 @@ def written(found: dict[int, Finished[int]]) -> dict[int, list[tuple[int, ...]]]
 @pytest.mark.parametrize("name", ["heads", "tokens"])
 def test_several_answers_are_those_of_a_rank_alone(name: str, size: int) -> None:
     """Some prompts have one answer, others several, which end at different times; each begins where the prompt ends."""
-    loaded, own = ready(), [OwnGeneration(n=count) for count in (3, 1, 2, 4, 1)]
-    ask = Asking(own, {**SAMPLED, "eos_token_id": list(range(0, 190, 7))})
+    loaded, counts = ready("llama-gqa"), (3, 1, 2, 4, 1)
+    ask = Asking([OwnGeneration(n=count) for count in counts], {**SAMPLED, "eos_token_id": list(range(0, 190, 7))})
     truths = written(ask("alone", loaded, 1))
-    assert [len(truths[number]) for number in range(5)] == [3, 1, 2, 4, 1]
+    assert tuple(len(truths[number]) for number in range(5)) == counts
+    assert max(len(set(answers)) for answers in truths.values()) > 2, "each has random numbers of its own"
     assert len({len(ids) for answers in truths.values() for ids in answers}) > 1
     assert written(ask(name, loaded, size)) == truths
 
 
 @pytest.mark.parametrize("name", ["heads", "tokens"])
 def test_log_probabilities_are_those_of_a_rank_alone(name: str) -> None:
-    loaded = ready()
+    loaded = ready("llama-gqa")
     ask = Asking([OwnGeneration(top_logprobs=top) for top in (3, 0, 2)], {})
     truths, found = ask("alone", loaded, 1), ask(name, loaded, 2)
     assert written(found) == written(truths)
@@ -159,7 +137,7 @@ def test_scores_are_those_of_a_rank_alone(name: str, model: str) -> None:
 
 @pytest.mark.parametrize("name", ["heads", "tokens"])
 def test_what_cannot_be_scored_is_an_error_at_its_home_only(name: str) -> None:
-    loaded = ready()
+    loaded = ready("llama-gqa")
     ask = Asking([OwnGeneration(score=("",)), OwnGeneration(), OwnGeneration(n=2)], {})
     found = ask(name, loaded, 2)
     assert "has no tokens" in str(found[0].error) and "without sampling" in str(found[2].error)
@@ -181,47 +159,20 @@ def test_answers_follow_a_schema(name: str, smollm: LoadedModel) -> None:
     assert answer is not None and set(json.loads(answer.text)) == {"a"}
 
 
-def run_out(loaded: LoadedModel, place: str, times: dict[int, int]) -> tuple[Any, threading.local]:
-    """Let a module fail so many times on ranks, once they have said which they are; returns its hook, and who runs."""
-    run = threading.local()
-
-    def fail(module: Any, *args: Any) -> None:
-        rank = getattr(run, "rank", -1)
-        times[rank] = times.get(rank, 0) - 1
-        if times[rank] >= 0:
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-
-    module = next(module for name, module in loaded.model.named_modules() if name.endswith(place))
-    return module.register_forward_pre_hook(fail), run
-
-
 @pytest.mark.parametrize("documents", [1, 4])
 @pytest.mark.parametrize("place", ["layers.0", "layers.1.self_attn.o_proj", "layers.1.mlp", "norm", "lm_head"])
 def test_ranks_that_share_heads_go_on_when_memory_runs_out_on_one(place: str, documents: int) -> None:
     """In halves, with the same answers; a prompt alone, whose tokens they divide, is an error that says which rank."""
-    loaded = ready()
+    loaded, left = ready("llama-gqa"), {1: 1, 2: 2}
     ask = Asking([OwnGeneration()] * documents, {})
     truths = written(ask("alone", loaded, 1))
-    left = {1: 1, 2: 2}
-    hook, run = run_out(loaded, place, left)
+    hook, run = run_out_at(loaded, place, count_down(left))
 
-    def work(chain: Transport) -> dict[int, Finished[int]]:
-        run.rank = -1
-        group = HeadGroup[int](loaded, chain, lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1))
-        config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-        batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=group)
-        for number in range(chain.rank, documents, chain.size):
-            ids = prompt(LENGTHS[number % len(LENGTHS)])
-            batch.add(number, prefilled("heads", loaded, ids, chain, chain.rank), ids, 100 + number)
-        found = {one.key: one for one in batch.begin()}
-        run.rank = chain.rank
-        while batch.running:
-            found |= {one.key: one for one in batch.step()}
-        return found
+    def work(chain: Transport) -> Answers:
+        return ask.answer("heads", loaded, chain, lambda: setattr(run, "rank", chain.rank))
 
-    ranks = run_local(3, work)
+    found = ask.of_all(run_local(3, work))
     hook.remove()
-    found = {key: one for rank in ranks for key, one in rank.items()}
     if documents == 1:
         assert "rank 1, 2 of its chain ran out of memory" in str(found[0].error) and found[0].prefill.cache is None
     else:
@@ -246,28 +197,23 @@ class RunOut(TorchFunctionMode):
 @pytest.mark.parametrize("due", [1, 2, 3, 5])
 def test_ranks_that_have_met_do_not_meet_again_when_memory_for_what_they_found_runs_out(due: int) -> None:
     """In the merge of one layer, on one rank: its prompt is an error on all, and the next ones are answered."""
-    loaded = ready()
-    lengths = (LENGTHS[0], LENGTHS[1])
-    truths = written(Asking([OwnGeneration()] * len(lengths), {})("alone", loaded, 1))
+    loaded = ready("llama-gqa")
+    truths = written(Asking([OwnGeneration()] * 2, {})("alone", loaded, 1))
 
-    def work(chain: Transport) -> dict[int, Finished[int]]:
+    def work(chain: Transport) -> Answers:
         torch.set_num_threads(1)
-        group = HeadGroup[int](loaded, chain, lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1))
-        config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-        batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=group)
-        found: dict[int, Finished[int]] = {}
+        batch = batch_of(loaded, NEW_TOKENS, HeadGroup(loaded, chain, in_proportion))
+        found: Answers = {}
         # Of the ranks' log-sum-exps, for which they have met.
         with RunOut(due if chain.rank == 1 else 0, torch.Tensor.amax):
             for wave in ((0,), (1,), (0, 1)):  # those by themselves are divided by tokens
                 for number in wave if chain.rank == 0 else ():
-                    ids = prompt(lengths[number])
-                    batch.add(number, prefilled("heads", loaded, ids, chain, 0), ids, 100 + number)
-                answered = batch.begin()
-                while batch.running:
-                    answered += batch.step()
+                    ids = prompt(LENGTHS[number])
+                    batch.add(number, alone(loaded, ids, NEW_TOKENS), ids, 100 + number)
+                answered = finish(batch)
                 if wave == (0,):
-                    assert all("rank 1 of its chain ran out of memory" in str(one.error) for one in answered)
-                found |= {one.key: one for one in answered}
+                    assert all("rank 1 of its chain ran out of memory" in str(one.error) for one in answered.values())
+                found |= answered
         return found
 
     first, second = run_local(2, work)
@@ -277,30 +223,29 @@ def test_ranks_that_have_met_do_not_meet_again_when_memory_for_what_they_found_r
 @pytest.mark.parametrize("config", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_ranks_go_on_when_there_is_no_memory_on_one_to_put_what_all_found_together(config: dict[str, Any]) -> None:
     """In halves, with the same answers: it is known to all before they tell each other what they found."""
-    loaded, documents = ready(), 4
+    loaded, documents = ready("llama-gqa"), 4
     ask = Asking([OwnGeneration()] * documents, config)
     truths = written(ask("alone", loaded, 1))
     func, first = (torch.zeros, documents) if config else (torch.Tensor.max, None)
     left: list[int] = []
 
-    def work(chain: Transport) -> dict[int, Finished[int]]:
+    def work(chain: Transport) -> Answers:
         with RunOut(2 if chain.rank == 1 else 0, func, first) as memory:
             found = ask.answer("heads", loaded, chain)
         left.append(memory.left)
         return found
 
-    ranks = run_local(2, work)
-    assert written({key: one for rank in ranks for key, one in rank.items()}) == truths
+    assert written(ask.of_all(run_local(2, work))) == truths
     assert max(left) <= 0
 
 
 def test_ranks_that_would_run_different_tokens_end_the_job() -> None:
-    loaded = ready()
+    loaded = ready("llama-gqa")
 
     @torch.inference_mode()
     def work(chain: Transport) -> str:
         group = TokenGroup[int](loaded, chain)
-        prefill = prefilled("tokens", loaded, prompt(30), chain, 1)
+        prefill = spread(loaded, prompt(30), chain, 1)
         with pytest.raises(
             AgreementError, match="have run different tokens of prompts that are spread over them"
         ) as bad:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rows
 import torch
 import transformers as tf
 from models import COMMON, CONFIGS, STATES, WHOLE, tiny
-from rows import alone, one_thread, other_prompt
-from transformers import GenerationConfig
+from rows import alone, batch_of, finish, other_prompt
 
 from benchmarks.kept import keep_only
 from kvr_mpi.compress.placement import (
@@ -28,10 +28,8 @@ from kvr_mpi.compress.placement import (
 )
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadGroup
-from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel, probe_shape
-from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import always, kernels_of
 from kvr_mpi.model.products import MULTIPLY, PREPACKED, find_products, give_products
 from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
@@ -39,17 +37,8 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
-__all__ = ["one_thread"]  # a fixture of every test here
-
 NEW_TOKENS = 9
 LENGTHS = [30, 61, 18, 47, 25]
-
-
-class Numbers:
-    """A tokenizer whose texts are numbers."""
-
-    def decode(self, ids: Sequence[int], **options: Any) -> str:
-        return " ".join(map(str, ids))
 
 
 # Biases, norms of heads, multipliers, soft caps, parallel blocks, layers without positions, heads of their own size.
@@ -79,9 +68,7 @@ def ready(name: str) -> LoadedModel:
                 if parameter.ndim == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         loaded = replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
-    loaded = replace(loaded, tokenizer=Numbers())
-    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-    return loaded
+    return rows.ready(loaded)
 
 
 def compressed(loaded: LoadedModel, tokens: int, keep_all: bool = False) -> Prefill:
@@ -99,37 +86,25 @@ def compressed(loaded: LoadedModel, tokens: int, keep_all: bool = False) -> Pref
     return prefill
 
 
-def make_config(**settings: Any) -> GenerationConfig:
-    return GenerationConfig(**{"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | settings)
+def answered(batch: DecodeBatch[int], documents: Sequence[tuple[int, Prefill]]) -> dict[int, Any]:
+    """Answer this rank's documents of so many tokens with all other ranks."""
+    for tokens, prefill in documents:
+        batch.add(tokens, prefill, other_prompt(tokens), tokens)
+    return {key: one.answer for key, one in finish(batch).items()}
 
 
-def truths(loaded: LoadedModel, keep_all: bool = False, stop: Sequence[str] = (), **settings: Any) -> dict[int, Any]:
+def truths(loaded: LoadedModel, keep_all: bool = False, **settings: Any) -> dict[int, Any]:
     """Each document alone on one rank."""
     found = {}
     for tokens in LENGTHS:
-        pool: DecodeBatch[int] = DecodeBatch(loaded, make_config(**settings), stop=stop, max_new_tokens=NEW_TOKENS)
-        pool.add(tokens, compressed(loaded, tokens, keep_all), other_prompt(tokens), tokens)
-        while pool.running:
-            found |= {each.key: each.answer for each in pool.step()}
+        batch = batch_of(loaded, NEW_TOKENS, **settings)
+        found |= answered(batch, [(tokens, compressed(loaded, tokens, keep_all))])
     return found
 
 
-def opened(
-    loaded: LoadedModel, ranks: Transport, place: Any, stop: Sequence[str] = (), **settings: Any
-) -> DecodeBatch[int]:
+def opened(loaded: LoadedModel, ranks: Transport, place: Any, **settings: Any) -> DecodeBatch[int]:
     torch.set_num_threads(1)
-    group = HeadGroup[int](loaded, ranks, place)
-    return DecodeBatch(loaded, make_config(**settings), stop=stop, max_new_tokens=NEW_TOKENS, group=group)
-
-
-def answered(batch: DecodeBatch[int], documents: Sequence[tuple[int, Prefill]], **own: Any) -> dict[int, Any]:
-    """Answer this rank's documents of so many tokens with all other ranks."""
-    for tokens, prefill in documents:
-        batch.add(tokens, prefill, other_prompt(tokens), tokens, OwnGeneration(**own))
-    found = {each.key: each.answer for each in batch.begin()}
-    while batch.running:
-        found |= {each.key: each.answer for each in batch.step()}
-    return found
+    return batch_of(loaded, NEW_TOKENS, HeadGroup(loaded, ranks, place), **settings)
 
 
 def held_bytes(batch: DecodeBatch[int]) -> int:
@@ -137,14 +112,13 @@ def held_bytes(batch: DecodeBatch[int]) -> int:
 
 
 def together(
-    loaded: LoadedModel, size: int, place: Any, keep_all: bool = False, stop: Sequence[str] = (), **settings: Any
+    loaded: LoadedModel, size: int, place: Any, keep_all: bool = False, **settings: Any
 ) -> tuple[dict[int, Any], list[Any]]:
     """All documents on several ranks, each prefilled by one of them."""
 
     def work(ranks: Transport) -> tuple[dict[int, Any], Any]:
-        torch.set_num_threads(1)
         mine = LENGTHS[ranks.rank :: ranks.size] if size < 4 else LENGTHS if ranks.rank == 2 else []
-        batch = opened(loaded, ranks, place, stop, **settings)
+        batch = opened(loaded, ranks, place, **settings)
         return answered(batch, [(each, compressed(loaded, each, keep_all)) for each in mine]), batch.group
 
     ranks = run_local(size, work)
@@ -250,20 +224,15 @@ def test_a_single_document_is_divided_by_tokens(tokens: int, name: str, size: in
         if ranks.rank == 0:
             batch.add(tokens, compressed(loaded, tokens), other_prompt(tokens), 0)
         batch.begin()
-        held, found = held_bytes(batch), []
-        while batch.running:
-            found += [each.answer for each in batch.step()]
+        held = held_bytes(batch)
+        found = [one.answer for one in finish(batch).values()]
         assert isinstance(batch.group, HeadGroup)
         return found, held, int(batch.group.counts.sum())
 
     ranks = run_local(size, work)
     (answer,) = ranks[0][0]
-    pool: DecodeBatch[int] = DecodeBatch(loaded, make_config(), stop=(), max_new_tokens=NEW_TOKENS)
-    pool.add(0, compressed(loaded, tokens), other_prompt(tokens), 0)
-    truth = None
-    while pool.running:
-        truth = next((each.answer for each in pool.step()), None)
-    assert truth is not None and answer.token_ids == truth.token_ids
+    truth = answered(batch_of(loaded, NEW_TOKENS), [(tokens, compressed(loaded, tokens))])[tokens]
+    assert answer.token_ids == truth.token_ids
     row = 4 * 2 * 8
     assert sum(held for _, held, _ in ranks) == row * (ranks[0][2] + 3 * 3 * (NEW_TOKENS - 1))
 

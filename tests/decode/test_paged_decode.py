@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from paged_rows import LENGTHS, NEW_TOKENS, Numbers, Watched, answer, arena_of, pages_read, ready, steps_recorded
-from rows import one_thread, other_prompt
-from transformers import AutoModelForCausalLM, GenerationConfig
+from rows import alone, batch_of, other_prompt
+from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny import shrink
 from kvr_mpi.decode import step_graph
-from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.units import PageTable
 from kvr_mpi.model import LoadedModel, probe_shape
@@ -22,8 +21,6 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
-
-__all__ = ["one_thread"]  # a fixture of every test here
 
 NAMES = ["llama-gqa", "llama-mha", "mistral-window", "qwen2-some-windows", "gemma2-softcap", "gpt-oss-sinks"]
 
@@ -66,8 +63,7 @@ def test_one_call_reads_the_pages_of_all(
 def test_a_layer_takes_one_call_for_all_documents(reads_pages: Watched) -> None:
     loaded = ready("llama-gqa")
     arena = arena_of(loaded, 8)
-    config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    batch: DecodeBatch[int] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
+    batch = batch_of(loaded, NEW_TOKENS)
     prompts = [other_prompt(tokens) for tokens in LENGTHS]
     for ids, prefill in zip(
         prompts, prefill_packed(loaded, prompts, reserve_tokens=NEW_TOKENS, arena=arena), strict=True
@@ -114,11 +110,11 @@ def test_after_a_chain_the_last_rank_alone_has_pages() -> None:
         return prefill_kvr(loaded, ids, partition, rank, reserve_tokens=4, arena=arenas[rank.rank])
 
     *_, last = run_local(3, work)
-    alone = prefill_kvr(loaded, ids, Partition((0, 300)), LocalTransport(), reserve_tokens=4)
-    assert last.logits is not None and alone.logits is not None
-    torch.testing.assert_close(last.logits, alone.logits, atol=1e-4, rtol=1e-4)
+    whole = alone(loaded, ids, 4)
+    assert last.logits is not None and whole.logits is not None
+    torch.testing.assert_close(last.logits, whole.logits, atol=1e-4, rtol=1e-4)
     assert [len(arena.extents) for arena in arenas] == [0, 0, 1]
-    for layer, truth in zip(last.cache.layers, alone.cache.layers, strict=True):
+    for layer, truth in zip(last.cache.layers, whole.cache.layers, strict=True):
         torch.testing.assert_close(layer.rows(0, 300), truth.rows(0, 300), atol=1e-5, rtol=1e-5)
     assert last.cache.held_bytes == 2 * arenas[2].page_bytes, "each head has two pages"
 

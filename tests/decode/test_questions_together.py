@@ -10,18 +10,16 @@ import pytest
 import torch
 from chains import greedy, single
 from made_documents import StoredRows, questions_after, store_rows
-from models import prompt, tiny
-from transformers import GenerationConfig
+from models import prompt
+from rows import batch_of, ready
 
-from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.errors import DataError
 from kvr_mpi.kv.shares import Share
-from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.stored_shares import prefill_stored
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.local import run_local
 
 KNOWN, NEW_TOKENS = 70, 6
 LENGTHS = (20, 1, 9, 14)
@@ -36,13 +34,6 @@ CASES = [
 ]
 
 
-class Numbers:
-    """A tokenizer whose texts are numbers."""
-
-    def decode(self, ids: Any, **options: Any) -> str:
-        return " ".join(map(str, ids))
-
-
 @dataclass
 class Asked:
     """What a rank has of some questions: its prefills, answers, and bytes held before the first token was decoded."""
@@ -55,10 +46,10 @@ class Asked:
 
 def ask(stored: StoredRows, prompts: Sequence[Sequence[int]], rows: Sequence[slice], chain: Transport) -> Asked:
     """Ask some questions at a time, and decode all of them together."""
-    loaded, config = stored.loaded, GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    loaded = stored.loaded
     document = stored.open_on(chain, LONGEST)
     group = TokenGroup[int](loaded, chain)
-    batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=group)
+    batch = batch_of(loaded, NEW_TOKENS, group)
     prefills: list[Prefill] = []
     for row in rows:
         some = prompts[row]
@@ -75,7 +66,7 @@ def ask(stored: StoredRows, prompts: Sequence[Sequence[int]], rows: Sequence[sli
 
 def opened(name: str) -> tuple[StoredRows, list[list[int]], dict[int, list[int]]]:
     """Store a document of a model, and answer questions about it on one rank by plain transformers."""
-    loaded = replace(tiny(name), tokenizer=Numbers())
+    loaded = ready(name)
     prompts = questions_after(prompt(KNOWN), LENGTHS)
     truths = {number: greedy(loaded.model, single(loaded, ids), NEW_TOKENS) for number, ids in enumerate(prompts)}
     return store_rows(loaded, KNOWN), prompts, truths
@@ -106,12 +97,13 @@ def test_each_layer_is_read_once_whatever_is_asked(name: str, ranks: int) -> Non
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_rank_holds_its_share_once_for_all_questions(ranks: int) -> None:
     """1 / p of the document's keys and values, and on the rank that answers what follows it: no more, ten questions."""
-    loaded = replace(tiny("llama-gqa"), tokenizer=Numbers())
+    loaded = ready("llama-gqa")
     stored = store_rows(loaded, 240)
     prompts, each = questions_after(stored.ids, [20] * 10), loaded.shape.kv_bytes_per_token
     share = 240 // ranks * each
     for rank, asked in enumerate(run_local(ranks, lambda chain: ask(stored, prompts, [slice(None)], chain))):
         follows = 10 * (20 + NEW_TOKENS) * each if rank == ranks - 1 else 0
+        assert asked.document._loading is None, "its file is closed"
         assert asked.document.bytes == share <= 1.1 * 240 * each / ranks
         assert asked.held_bytes == share + follows
         assert {prefill.share.document for prefill in asked.prefills if prefill.share} == {asked.document}
@@ -147,26 +139,6 @@ def test_a_share_that_cannot_be_read_fails_all_questions_on_all_ranks() -> None:
             assert "cannot be used: layer_001/keys is damaged" in str(prefill.error)
 
 
-def test_ranks_agree_on_questions_by_one_message_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, prompts, _ = opened("llama-gqa")
-    collectives: list[int] = []
-    exchange = LocalTransport._exchange
-
-    def counted(chain: LocalTransport, data: bytes) -> list[bytes]:
-        collectives.append(chain.rank)
-        return exchange(chain, data)
-
-    monkeypatch.setattr(LocalTransport, "_exchange", counted)
-
-    def work(chain: Transport) -> list[Prefill]:
-        document = stored.open_on(chain, LONGEST)
-        options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * len(prompts), "last": chain.size - 1}
-        return prefill_stored(stored.loaded, prompts, document, chain, **options)
-
-    assert all(prefill.error is None for prefills in run_local(2, work) for prefill in prefills)
-    assert not collectives
-
-
 def test_a_question_that_is_longer_than_the_document_is_held_for_is_refused() -> None:
     """Layers with windows were read for prompts of a length: beyond it the ranks would have too little of them."""
     stored, prompts, _ = opened("mistral-window")
@@ -179,20 +151,6 @@ def test_a_question_that_is_longer_than_the_document_is_held_for_is_refused() ->
     run_local(2, work)
 
 
-def test_what_is_held_for_nothing_is_let_go() -> None:
-    """When the last answer is through, nobody but the chain holds the document's rows, nor its files."""
-    stored, prompts, truths = opened("llama-gqa")
-    ranks = run_local(2, lambda chain: ask(stored, prompts, [slice(None)], chain))
-    assert [asked.answers for asked in ranks] == [{}, truths]
-    assert all(asked.document._loading is None for asked in ranks)
-
-
-def same_logits(loaded: LoadedModel, first: Prefill, second: Prefill) -> None:
-    if first.logits is not None:
-        assert second.logits is not None
-        torch.testing.assert_close(first.logits, second.logits, rtol=1e-4, atol=1e-4)
-
-
 def test_a_question_does_not_depend_on_its_company() -> None:
     stored, prompts, _ = opened("gemma2-softcap")
 
@@ -203,4 +161,5 @@ def test_a_question_does_not_depend_on_its_company() -> None:
     for together, apart in run_local(3, work):
         assert together.answers == apart.answers
         for first, second in zip(together.prefills, apart.prefills, strict=True):
-            same_logits(stored.loaded, first, second)
+            if first.logits is not None:
+                torch.testing.assert_close(first.logits, second.logits, rtol=1e-4, atol=1e-4)

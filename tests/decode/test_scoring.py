@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from models import prompt, tiny
-from rows import long_rope, one_thread
+from models import prompt
+from rows import alone, long_rope, ready
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
@@ -23,34 +22,11 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-__all__ = ["one_thread"]  # a fixture of every test here
-
 IDS = prompt(40)
 TEXTS = ("7 8 9 10 11 12", "5", "190 3", "7 8 9 10 11 13")
 CLOSE = 2e-5
 # Of each way that a layer keeps what it keeps.
 KINDS = ["llama-gqa", "mistral-window", "llama4-chunks", "gpt-oss-sinks", "deepseek-latents", "falcon-h1-both"]
-
-
-class Numbers:
-    """A tokenizer whose texts are numbers."""
-
-    all_special_ids: tuple[int, ...] = ()
-    unk_token_id = None
-
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": self.encode(text)}
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        return [int(word) for word in text.split() if word.isdecimal()]
-
-    def decode(self, ids: Sequence[int], **options: Any) -> str:
-        return " ".join(map(str, ids))
-
-
-def ready(loaded: LoadedModel, *, chain: bool = True) -> LoadedModel:
-    prepare_model(loaded.model, chain=chain and loaded.attends_in_parts)
-    return replace(loaded, tokenizer=Numbers())
 
 
 def scored(loaded: LoadedModel, prefill: Prefill, texts: Sequence[str]) -> tuple[Score, ...]:
@@ -68,13 +44,13 @@ def truth_of(loaded: LoadedModel, text: str) -> torch.Tensor:
 
 
 def prefill_alone(loaded: LoadedModel) -> Prefill:
-    return prefill_kvr(loaded, IDS, Partition((0, len(IDS))), LocalTransport(), reserve_tokens=6)
+    return alone(loaded, IDS, 6)
 
 
 @pytest.mark.parametrize("name", KINDS)
 @torch.inference_mode()
 def test_scores_are_transformers_own(name: str) -> None:
-    loaded = ready(tiny(name))
+    loaded = ready(name)
     truths = {text: truth_of(loaded, text) for text in TEXTS}
     greedy = " ".join(map(str, [int(truths["5"][0].argmax())]))
     prefill = prefill_alone(loaded)
@@ -93,20 +69,20 @@ def test_scores_are_transformers_own(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "mistral-window"), (2, "llama4-chunks"), (3, "llama-gqa")])
 def test_chains_score_alike(ranks: int, name: str) -> None:
-    loaded = ready(tiny(name))
-    alone = scored(loaded, prefill_alone(loaded), TEXTS)
+    loaded = ready(name)
+    expected = scored(loaded, prefill_alone(loaded), TEXTS)
 
     def rank(chain: LocalTransport) -> Any:
         found = prefill_kvr(loaded, IDS, Partition.even(len(IDS), ranks), chain, reserve_tokens=6)
         return None if found.logits is None else scored(loaded, found, TEXTS)
 
     (found,) = [each for each in run_local(ranks, rank) if each is not None]
-    for one, other in zip(found, alone, strict=True):
+    for one, other in zip(found, expected, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=CLOSE) and one.is_greedy == other.is_greedy
 
 
 def test_plain_transformers_cache_is_left_alone() -> None:
-    loaded = ready(tiny("mistral-window"), chain=False)
+    loaded = ready("mistral-window", chain=False)
     prefill = prefill_single(loaded.model, IDS, loaded.device)
     found = scored(loaded, prefill, TEXTS)
     assert prefill.cache.get_seq_length() == len(IDS)
@@ -116,14 +92,14 @@ def test_plain_transformers_cache_is_left_alone() -> None:
 
 
 def test_what_cannot_be_scored_is_said() -> None:
-    loaded = ready(tiny("llama-gqa"))
+    loaded = ready("llama-gqa")
     long = " ".join(["5"] * 500)
     with pytest.raises(DocumentError, match="context has 512 tokens"):
         scored(loaded, prefill_alone(loaded), [long])
     with pytest.raises(DocumentError, match="has no tokens"):
         scored(loaded, prefill_alone(loaded), ["nothing"])
     changing = ready(long_rope())
-    short = prefill_kvr(changing, IDS[:30], Partition((0, 30)), LocalTransport(), reserve_tokens=6)
+    short = alone(changing, IDS[:30], 6)
     with pytest.raises(DocumentError, match="rotary embedding changes"):
         scored(changing, short, [TEXTS[0]])
     batch: DecodeBatch[str] = DecodeBatch(loaded, GenerationConfig(), stop=(), max_new_tokens=0)
@@ -136,7 +112,7 @@ def test_what_cannot_be_scored_is_said() -> None:
 
 def test_what_would_cut_an_answer_by_a_schema_is_refused() -> None:
     """A row's schema and the job's stop strings: the answer would be no JSON, and end as if it were."""
-    loaded, own = ready(tiny("llama-gqa")), OwnGeneration(json_schema='{"type": "object"}', max_new_tokens=4)
+    loaded, own = ready("llama-gqa"), OwnGeneration(json_schema='{"type": "object"}', max_new_tokens=4)
     for config, said in (
         ({"min_new_tokens": 3}, "min_new_tokens = 3"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram"),
@@ -149,15 +125,14 @@ def test_what_would_cut_an_answer_by_a_schema_is_refused() -> None:
 
 
 def test_a_prompt_is_answered_several_times_only_where_that_can_be() -> None:
-    states, changing = ready(tiny("falcon-h1-both")), ready(long_rope())
+    states, changing = ready("falcon-h1-both"), ready(long_rope())
     warm = GenerationConfig(do_sample=True, top_k=5)
     for loaded, config, ids, said in (
-        (ready(tiny("llama-gqa")), GenerationConfig(do_sample=False), IDS, "without sampling would all be the same"),
+        (ready("llama-gqa"), GenerationConfig(do_sample=False), IDS, "without sampling would all be the same"),
         (states, warm, IDS, "keeps states"),
         (changing, warm, IDS[:30], "rotary embedding changes"),
     ):
         batch: DecodeBatch[str] = DecodeBatch(loaded, config, stop=(), max_new_tokens=6)
-        prefill = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=6)
-        batch.add("a", prefill, ids, 0, OwnGeneration(n=2))
+        batch.add("a", alone(loaded, ids, 6), ids, 0, OwnGeneration(n=2))
         (found,) = batch.step()
         assert found.answer is None and said in (found.error or "")

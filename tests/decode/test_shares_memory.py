@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch
 from chains import greedy, single
 from made_documents import questions_after, store_rows
 from models import prompt, tiny
-from transformers import GenerationConfig
+from rows import batch_of, count_down, finish, ready, run_out_at, tokens_of
 
-from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.stored_shares import prefill_stored
@@ -30,44 +28,23 @@ LENGTHS = (90, 60, 75)
 PLACES = ("layers.0", "layers.1.self_attn.o_proj", "layers.1.mlp", "lm_head")
 
 
-class Numbers:
-    """A tokenizer whose texts are numbers."""
-
-    def decode(self, ids: Any, **options: Any) -> str:
-        return " ".join(map(str, ids))
+Answers = dict[int, Finished[int]]
 
 
-def run_out_at(loaded: LoadedModel, place: str, is_due: Callable[[int], bool]) -> tuple[Any, threading.local]:
-    """Let a module fail on the ranks, and in the runs of them, that are asked for; returns its hook, and who runs."""
-    run = threading.local()
-
-    def fail(module: Any, *args: Any) -> None:
-        if is_due(run.rank):
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-
-    module = next(module for name, module in loaded.model.named_modules() if name.endswith(place))
-    return module.register_forward_pre_hook(fail), run
-
-
-def decode(loaded: LoadedModel, run: threading.local, chain: Transport) -> dict[int, Finished[int]]:
+def decode(loaded: LoadedModel, run: threading.local, chain: Transport) -> Answers:
     """Answer prompts of all `LENGTHS` together on a rank."""
     run.rank = -1  # nothing fails while prompts are prefilled
-    config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    group = TokenGroup[int](loaded, chain)
-    batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=group)
+    batch = batch_of(loaded, NEW_TOKENS, TokenGroup(loaded, chain))
     for number, tokens in enumerate(LENGTHS):
         ids, last = prompt(tokens), number % chain.size
         partition = Partition.even(tokens, chain.size)
         done = prefill_kvr(loaded, ids, partition, chain, reserve_tokens=NEW_TOKENS, is_spread=True, last=last)
         batch.add(tokens, done, ids, 0)
-    run.rank, found, steps = chain.rank, dict[int, Finished[int]](), 0
-    while batch.running:
-        assert (steps := steps + 1) < 100, "it never ends"
-        found |= {one.key: one for one in batch.step()}
-    return found
+    run.rank = chain.rank
+    return finish(batch)
 
 
-def of_all(ranks: list[dict[int, Finished[int]]]) -> dict[int, Finished[int]]:
+def of_all(ranks: list[Answers]) -> Answers:
     """Put together what ranks have handed out: each prompt once, by its home."""
     found = {tokens: one for rank in ranks for tokens, one in rank.items()}
     assert len(found) == sum(map(len, ranks)) == len(LENGTHS)
@@ -79,18 +56,13 @@ def of_all(ranks: list[dict[int, Finished[int]]]) -> dict[int, Finished[int]]:
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
 def test_a_row_that_is_too_much_is_run_in_halves(name: str, place: str) -> None:
     """Every answer is that of one rank; the random numbers and the grammar of none are moved on by what failed."""
-    loaded = replace(tiny(name), tokenizer=Numbers())
+    loaded = ready(name)
     truths = {tokens: greedy(loaded.model, single(loaded, prompt(tokens)), NEW_TOKENS) for tokens in LENGTHS}
-    prepare_model(loaded.model, chain=True)
+    ready(name)
     left = {1: 2, 2: 1}  # times that a rank fails
-
-    def is_due(rank: int) -> bool:
-        left[rank] = left.get(rank, 0) - 1
-        return left[rank] >= 0
-
-    hook, run = run_out_at(loaded, place, is_due)
+    hook, run = run_out_at(loaded, place, count_down(left))
     found = of_all(run_local(3, lambda chain: decode(loaded, run, chain)))
-    assert {tokens: list(one.answer.token_ids) for tokens, one in found.items() if one.answer} == truths
+    assert {tokens: list(ids) for tokens, ids in tokens_of(found).items()} == truths
     hook.remove()
     assert all(count < 0 for count in left.values())
 
@@ -98,9 +70,9 @@ def test_a_row_that_is_too_much_is_run_in_halves(name: str, place: str) -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_document_without_memory_is_an_error_on_all_ranks(rank: int) -> None:
     """Its chain goes on with the others."""
-    loaded = replace(tiny("llama-gqa"), tokenizer=Numbers())
+    loaded = ready("llama-gqa")
     truths = {tokens: greedy(loaded.model, single(loaded, prompt(tokens)), NEW_TOKENS) for tokens in LENGTHS}
-    prepare_model(loaded.model, chain=True)
+    ready("llama-gqa")
     run = threading.local()
 
     def fail(module: Any, args: Any, kwargs: Any) -> None:
@@ -113,9 +85,8 @@ def test_a_document_without_memory_is_an_error_on_all_ranks(rank: int) -> None:
     bad = found.pop(60)
     assert bad.answer is None and bad.prefill.share is None
     assert f"rank {rank} of its chain ran out of memory" in str(bad.error)
-    assert {tokens: list(one.answer.token_ids) for tokens, one in found.items() if one.answer} == {
-        tokens: truth for tokens, truth in truths.items() if tokens != 60
-    }
+    del truths[60]
+    assert {tokens: list(ids) for tokens, ids in tokens_of(found).items()} == truths
     hook.remove()
 
 
@@ -127,12 +98,7 @@ def test_questions_without_memory_are_run_in_halves_or_are_errors_on_all_ranks(p
     wholes = [single(loaded, each).logits for each in ids]
     stored = store_rows(loaded, 70)
     left = {1: 3}  # times that a rank fails: with three prompts, with the first of them alone, and with two
-
-    def is_due(rank: int) -> bool:
-        left[rank] = left.get(rank, 0) - 1
-        return left[rank] >= 0
-
-    hook, run = run_out_at(loaded, place, is_due)
+    hook, run = run_out_at(loaded, place, count_down(left))
 
     def work(chain: Transport) -> list[Prefill]:
         run.rank = chain.rank

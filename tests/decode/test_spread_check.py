@@ -8,17 +8,17 @@ from models import CONFIGS, tiny
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny import shrink
-from kvr_mpi.decode.token_parallel import check_shareable
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.self_check import check_spread
 
 
 @pytest.mark.parametrize("name", sorted({*CONFIGS} - {"llama4-chunks", "phi3"}))
 def test_models_that_are_given_their_positions_may_be_spread(name: str) -> None:
     loaded = tiny(name)
     prepare_model(loaded.model, chain=True)
-    check_shareable(loaded)
+    check_spread(loaded)
 
 
 @pytest.mark.parametrize("name", ["bart", "blenderbot", "plbart"])
@@ -32,4 +32,4 @@ def test_models_that_count_positions_by_their_cache_are_refused(name: str) -> No
     loaded = LoadedModel(model, None, shape, "tiny", "tiny", torch.float32, torch.device("cpu"))
     prepare_model(model, chain=True)
     with pytest.raises(ConfigError, match=r"cannot be spread over ranks: logits of a decoded token differ"):
-        check_shareable(loaded)
+        check_spread(loaded)

@@ -25,7 +25,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.streaming import prefill_streaming
+from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.transport.local import LocalTransport
 
 LENGTHS = (700, 64, 1500, 300, 90)
@@ -132,6 +132,6 @@ def rolling_caches_are_exact(given: Given) -> Figures:
     ids, rolling = loaded.shape.sample_ids(tokens, 7, 3), Rolling(window, window // 4)
     truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
     assert truth is not None
-    error = error_share(prefill_streaming(loaded, ids, rolling)[0], truth)
+    error = error_share(prefill_rolling(loaded, ids, rolling).logits, truth)
     assert error <= allowed_error(loaded.dtype), f"{error:.1e}"
     return {"tokens": tokens, "tokens held": rolling.rows, "error": error}

@@ -15,7 +15,7 @@ import torch
 from chains import chain
 from models import prompt, tiny
 from paged_rows import arena_of, pages_read, steps_recorded
-from rows import alone, long_rope, one_thread, other_prompt
+from rows import alone, long_rope, other_prompt
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
@@ -34,8 +34,6 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, run_next
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.routes import relay
-
-__all__ = ["one_thread"]  # a fixture of every test here
 
 NEW_TOKENS = 14
 LENGTHS = [30, 61, 18, 47]

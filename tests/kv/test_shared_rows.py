@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import prompt
 from paged_rows import Numbers, arena_of, pages_read, ready, steps_recorded
-from rows import alone, one_thread
+from rows import alone
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
@@ -23,7 +23,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefix_of_cache
 from kvr_mpi.prefill.packed import prefill_packed
 
-__all__ = ["Numbers", "one_thread"]
+__all__ = ["Numbers"]
 
 NEW_TOKENS = 6
 NAMES = ["llama-gqa", "mistral-window", "qwen2-some-windows", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"]

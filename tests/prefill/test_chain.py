@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,30 +13,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, tiny
 
-from kvr_mpi.errors import ModelError, PartitionError, TransportError
+from kvr_mpi.errors import ModelError, PartitionError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import allowed_error, first_difference, follow
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
+from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NOISE = allowed_error(torch.float32)
 TOKENS = 60
-BOUNDS = [(0, 60), (0, 44, 60), (0, 1, 59, 60), (0, 23, 38, 50, 60)]
+
+
+def check_chains(loaded: LoadedModel, ids: list[int], cuts: Sequence[Sequence[int]]) -> None:
+    """A chain gives the logits, keys, values and greedy tokens of plain transformers, however it cuts the prompt."""
+    truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
+    for bounds in cuts:
+        found = follow(loaded.model, chain(loaded, ids, bounds, NEW_TOKENS), NEW_TOKENS)
+        assert first_difference(differences(found, truth), NOISE) is None, bounds
+        assert found.tokens == truth.tokens, bounds
 
 
 @pytest.mark.parametrize(
     "name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in [*WHOLE, *STATES])]
 )
 def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
-    loaded, ids = tiny(name), prompt(TOKENS)
-    truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
-    for bounds in BOUNDS:
-        found = follow(loaded.model, chain(loaded, ids, bounds, NEW_TOKENS), NEW_TOKENS)
-        assert first_difference(found, truth, NOISE) is None, bounds
-        assert found.tokens == truth.tokens, bounds
+    check_chains(tiny(name), prompt(TOKENS), [(0, 60), (0, 44, 60), (0, 1, 59, 60), (0, 23, 38, 50, 60)])
 
 
 @pytest.mark.quick
@@ -57,11 +60,7 @@ def test_every_partition_is_exact(data: st.DataObject) -> None:
 @pytest.mark.slow
 def test_smollm_equals_one_process(smollm: LoadedModel) -> None:
     ids = smollm.tokenizer("The harbour master wrote down every ship that came in. " * 40)["input_ids"][:400]
-    truth = follow(smollm.model, single(smollm, ids), NEW_TOKENS)
-    for bounds in [(0, 250, 400), (0, 1, 399, 400), (0, 150, 260, 340, 400)]:
-        found = follow(smollm.model, chain(smollm, ids, bounds, NEW_TOKENS), NEW_TOKENS)
-        assert first_difference(found, truth, NOISE) is None, bounds
-        assert found.tokens == truth.tokens, bounds
+    check_chains(smollm, ids, [(0, 250, 400), (0, 1, 399, 400), (0, 150, 260, 340, 400)])
 
 
 @pytest.mark.slow
@@ -184,33 +183,6 @@ def test_passing_ranks_keep_nothing() -> None:
 def test_a_partition_of_another_prompt_is_refused() -> None:
     with pytest.raises(PartitionError, match="add up to 60 tokens; the prompt has 61"):
         prefill_kvr(tiny("llama-gqa"), prompt(61), Partition((0, 60)), LocalTransport())
-
-
-def test_a_failing_rank_wakes_the_others() -> None:
-    loaded = tiny("llama-gqa")
-    prepare_model(loaded.model, chain=True)
-
-    def work(rank: LocalTransport) -> Prefill:
-        if rank.rank == 0:
-            raise RuntimeError("broken on purpose")
-        return prefill_kvr(loaded, prompt(TOKENS), Partition((0, 30, 60)), rank)
-
-    with pytest.raises((RuntimeError, TransportError)):
-        run_local(2, work)
-
-
-def test_shapes_are_known_before_data() -> None:
-    for name, (heads, dim) in {"llama-gqa": (2, 8), "falcon-mqa": (1, 8), "gpt2": (6, 8)}.items():
-        layers = tiny(name).shape.layers
-        assert len(layers) == 3
-        assert all(layer is not None and (layer.num_kv_heads, layer.key_dim) == (heads, dim) for layer in layers)
-    assert tiny("llama-gqa").shape.kv_bytes_per_token == 3 * 2 * 2 * 8 * 4
-
-
-def test_partitions_of_the_paper_are_partitions() -> None:
-    for size in range(1, 9):
-        for ratios in itertools.islice(itertools.permutations(range(1, size + 1)), 5):
-            assert Partition.by_ratio(100, ratios).tokens == 100
 
 
 def test_what_comes_first_changes_nothing() -> None:

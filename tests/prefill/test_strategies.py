@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import single
 from click.testing import CliRunner
 from made_jobs import TEXT, answers, with_settings
 from made_tables import COSTS, a_table, an_entry, fitting
@@ -22,11 +23,10 @@ from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.route import Route
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
+from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.registry import KVR, MARGIN, STRATEGIES, candidates, fastest
 from kvr_mpi.prefill.routes import ring
-from kvr_mpi.prefill.verify import verify
 from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning.table import save_table
@@ -184,11 +184,8 @@ def test_a_tie_is_the_chains() -> None:
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2-softcap", "gpt-oss-sinks"])
 def test_every_strategy_of_the_registry_is_exact_behind_a_prefix(name: str) -> None:
     """As jobs would run it, any rank last."""
-    from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_single
-
     loaded, ids = tiny(name), prompt(61)
-    prepare_model(loaded.model, chain=False)
-    truth = prefill_single(loaded.model, ids, loaded.device).logits
+    truth = single(loaded, ids).logits
     prepare_model(loaded.model, chain=True)
     assert truth is not None
     for known in (0, 9):
@@ -283,18 +280,6 @@ def test_a_rings_slices_are_even(job: Any, run_here: Any) -> None:
     settings = with_settings("parallel.strategy=ring", "parallel.partition=tables")
     run = run_here(2, [job([1]), *settings])
     assert run.returncode == 78 and "a ring's slices are even" in run.stderr
-
-
-def test_partitions_of_a_ring_are_of_twice_its_ranks() -> None:
-    assert RING.cut_evenly(100, 3, 10) == Partition((0, 25, 40, 55, 70, 85, 100))
-
-
-@pytest.mark.parametrize("name", ["gemma2-softcap", "gpt-oss-sinks"])
-def test_verify_holds_with_soft_caps_and_sinks(name: str) -> None:
-    loaded = tiny(name)
-    findings = run_local(2, lambda rank: list(verify(loaded, rank, [15, 61])))[0]
-    assert {found.strategy.split()[0] for found in findings} == set(STRATEGIES) - {"single"}
-    assert all(found.holds for found in findings), findings
 
 
 class Rendezvous(LocalTransport):

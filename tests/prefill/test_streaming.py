@@ -16,23 +16,18 @@ from models import prompt, tiny
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.rolling import SINKS, Rolling
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.exactness import Answer, follow
 from kvr_mpi.prefill.one_prompt import run_next
-from kvr_mpi.prefill.streaming import prefill_rolling, prefill_streaming, prove_rolling
+from kvr_mpi.prefill.streaming import prefill_rolling, prove_rolling
 
 NEW_TOKENS = 12
 
 
-def streamed(loaded: LoadedModel, ids: list[int], rolling: Rolling) -> tuple[torch.Tensor, list[int]]:
+def streamed(loaded: LoadedModel, ids: list[int], rolling: Rolling) -> Answer:
     """Logits and the greedy tokens after them."""
     prepare_model(loaded.model, chain=True)
-    logits, cache = prefill_streaming(loaded, ids, rolling)
-    first, tokens = logits, []
-    with torch.inference_mode():
-        for _ in range(NEW_TOKENS):
-            tokens.append(int(logits.argmax()))
-            logits = run_model(loaded.model, torch.tensor([[tokens[-1]]]), cache)[0]
-    return first, tokens
+    return follow(loaded.model, prefill_rolling(loaded, ids, rolling), NEW_TOKENS)
 
 
 @pytest.mark.parametrize(("cache_tokens", "step_tokens"), [(15, 1), (15, 7), (16, 64), (40, 16)])
@@ -41,23 +36,21 @@ def test_windows_that_fit_give_what_one_process_gives(cache_tokens: int, step_to
     assert {layer.visibility.window for layer in loaded.shape.layers} == {16}
     for tokens in (3, 16, 130):
         ids = prompt(tokens)
-        truth = single(loaded, ids)
-        expected = greedy(loaded.model, truth, NEW_TOKENS)
-        assert truth.logits is not None
-        logits, answer = streamed(loaded, ids, Rolling(cache_tokens, step_tokens))
-        assert torch.allclose(logits, truth.logits, atol=1e-4), tokens
-        assert answer == expected
+        truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
+        found = streamed(loaded, ids, Rolling(cache_tokens, step_tokens))
+        torch.testing.assert_close(found.logits, truth.logits, atol=1e-4, rtol=0)
+        assert found.tokens == truth.tokens
 
 
 def test_what_would_be_another_answer_is_refused() -> None:
     prepare_model(tiny("llama-gqa").model, chain=True)
     with pytest.raises(ModelError, match=r"layer 0 sees all tokens, .* 'streaming-llm'"):
-        prefill_streaming(tiny("llama-gqa"), prompt(20))
+        prefill_rolling(tiny("llama-gqa"), prompt(20), Rolling())
     prepare_model(tiny("mistral-window").model, chain=True)
     with pytest.raises(ModelError, match=r"sees a window of 16 tokens, but a rolling cache keeps only the last 14"):
-        prefill_streaming(tiny("mistral-window"), prompt(20), Rolling(14, 4))
+        prefill_rolling(tiny("mistral-window"), prompt(20), Rolling(14, 4))
     with pytest.raises(ModelError, match="attention can be taken over in every layer"):
-        prefill_streaming(tiny("lfm2-convolutions"), prompt(20))
+        prefill_rolling(tiny("lfm2-convolutions"), prompt(20), Rolling())
 
 
 @pytest.mark.parametrize("step_tokens", [1, 5, 64])
@@ -70,7 +63,7 @@ def test_the_approximation_is_that_of_sinks_and_last_tokens(step_tokens: int) ->
     seen = (behind >= 0) & ((position < 3) | (behind < 20 - 3))
     with torch.inference_mode():
         truth = loaded.model(torch.tensor([ids]), attention_mask=torch.where(seen, 0.0, float("-inf"))[None, None])
-    logits, _ = streamed(loaded, ids, rolling)
+    logits = streamed(loaded, ids, rolling).logits
     assert torch.allclose(logits, truth.logits[0, -1], atol=1e-4)
     assert "streaming-llm" in rolling.name and "exact" in Rolling().name
     full = single(loaded, ids).logits
@@ -93,7 +86,7 @@ def test_a_token_is_taken_back_far_beyond_the_cache() -> None:
 def test_memory_of_keys_and_values_does_not_grow() -> None:
     loaded = tiny("mistral-window")
     prepare_model(loaded.model, chain=True)
-    held = {prefill_streaming(loaded, prompt(tokens), Rolling(16, 8))[1].held_bytes for tokens in (8, 100, 300)}
+    held = {prefill_rolling(loaded, prompt(tokens), Rolling(16, 8)).cache.held_bytes for tokens in (8, 100, 300)}
     assert held == {24 * loaded.shape.kv_bytes_per_token}
 
 
@@ -105,10 +98,9 @@ import json, resource, sys
 from models import prompt, tiny
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.prefill.one_prompt import run_next
-from kvr_mpi.prefill.streaming import prefill_rolling, prefill_streaming, prove_rolling
+from kvr_mpi.prefill.streaming import prefill_rolling
 prepare_model(tiny("mistral-window").model, chain=True)
-prefill_streaming(tiny("mistral-window"), prompt(int(sys.argv[1])), Rolling())
+prefill_rolling(tiny("mistral-window"), prompt(int(sys.argv[1])), Rolling())
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 """
     most: list[Any] = []

@@ -110,6 +110,19 @@ def test_verify_notices_nan_in_any_layer(layer: int, monkeypatch: pytest.MonkeyP
         check_chain(loaded)
 
 
+def test_verify_notices_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the answer of a chain, whose logits, keys and values are right."""
+    follow = exactness.follow
+
+    def other(model: Any, prefill: Any, count: int) -> Any:
+        answer = follow(model, prefill, count)
+        return answer if prefill.is_plain else replace(answer, tokens=[*answer.tokens[:-1], -1])
+
+    monkeypatch.setattr("kvr_mpi.prefill.verify.follow", other)
+    findings = run_local(2, lambda rank: list(verify(tiny("llama-gqa"), rank, [40])))[0]
+    assert findings and not any(finding.holds for finding in findings)
+
+
 def test_too_little_memory_names_the_lengths(
     tiny_model_dir: Path, run_kvr: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused_with_the_number_of_ranks_that_would_do() -
     alone = footprint.route_bytes(relay(Partition((0, 4096)), 0))
     with pytest.raises(DocumentError, match=r"4096 tokens does not fit: rank 0 of 1 needs .* 2 ranks would be enough"):
         check_fits(footprint, Partition((0, 4096)), [(alone + need) // 2], 0)
-    assert ranks_that_fit(footprint, 4096, need, 0) == 2
+    assert ranks_that_fit(lambda cut, rank: footprint.route_bytes(relay(cut, rank)), 4096, need) == 2
     kv_bytes = 4096 * footprint.shape.kv_bytes_per_token
     with pytest.raises(DocumentError, match="more ranks would not help, since the last one keeps them all"):
         check_fits(footprint, partition, [kv_bytes, kv_bytes], 0)
