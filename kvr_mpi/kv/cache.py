@@ -16,11 +16,10 @@ from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore, check_retained
-from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.layer import LayersOwner, SliceLayer
 from kvr_mpi.kv.observation import Observation, Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route
-from kvr_mpi.kv.row import RowCache
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
@@ -37,7 +36,7 @@ LAYERS_HELD = 8
 COMPRESSED_AHEAD = 1
 
 
-class SliceCache(RowCache):
+class SliceCache(LayersOwner):
     """The cache of one rank's slice; on the decode rank, of the whole prompt and then the answer.
 
     Parameters
@@ -80,8 +79,6 @@ class SliceCache(RowCache):
     shared_tokens : int
         Of the prefix, whose keys and values this cache only refers to.
     """
-
-    prefilling, capacity = True, 0
 
     def __init__(
         self,
@@ -143,11 +140,6 @@ class SliceCache(RowCache):
         if arena is not None:
             arena.collect()
 
-    @property
-    def length(self) -> int:
-        """Tokens held in layers that keep keys and values; 0 if no layer does."""
-        return next((layer.length for layer in self.layers if layer.shape.elements), 0)
-
     def begin(self) -> None:
         """Post the receives of the first layers before anything is computed."""
         if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:
@@ -157,7 +149,7 @@ class SliceCache(RowCache):
         self._post_up_to(self._layers_ahead)
 
     def chunks(self, layer_idx: int) -> Chunks:
-        """Chunks of tokens that a layer processes, in order (`Route.chunks`)."""
+        """Return the route's, but in the last layer, whose last token may be one of its own."""
         return self._last_chunks if layer_idx == self._last else self.route.chunks
 
     def chunk_lengths(self, layer_idx: int) -> list[int]:
@@ -177,11 +169,11 @@ class SliceCache(RowCache):
         return [(tokens, self.prompt_tokens if self.prefilling else self.length + tokens)]
 
     def reads_only_last(self, layer_idx: int) -> bool:
-        """Whether only the last token's output of this layer is used, as for the last layer of a prefill."""
+        """Whether it is the last layer of a prefill."""
         return self.prefilling and self.route.saves_last_layer and layer_idx == self._last
 
     def advance(self, layer_idx: int) -> None:
-        """Begin a layer: finish those before it, and post receives as far ahead as the transport allows. Idempotent."""
+        """Finish the layers before, release what is sent, and post receives."""
         if layer_idx <= self._begun:
             return
         self.clock.begin_layers(layer_idx - self._begun)
@@ -195,13 +187,7 @@ class SliceCache(RowCache):
                 self._held.pop(0)
 
     def leave_if_done(self, layer_idx: int) -> None:
-        """Leave the model early if the rest of its output is not used.
-
-        Raises
-        ------
-        UnreadError
-            To leave this layer for the current chunk, or the model.
-        """
+        """Raise `UnreadError` where nobody reads what comes next."""
         is_read = self.is_decode_rank or not self.route.saves_last_layer
         layer = self.layers[layer_idx]
         if layer_idx == self._stop or (layer_idx == self._last and not is_read):

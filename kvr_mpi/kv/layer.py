@@ -8,28 +8,73 @@ function (see ``attention_hook``). `SliceLayer.update` takes this rank's keys an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import RowMemory
+from kvr_mpi.kv.arena import Arena, RowMemory
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
+from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.head_store import HeadStore, Pair, Run
-from kvr_mpi.kv.route import Range, in_two_groups
-from kvr_mpi.kv.row import RowLayer
-from kvr_mpi.kv.transfers import LayerTransfers
+from kvr_mpi.kv.observation import Observation
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.route import Range, Route, in_two_groups
+from kvr_mpi.kv.row import RowCache, RowLayer
+from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import cut_range
 
-if TYPE_CHECKING:
-    from kvr_mpi.kv.cache import SliceCache
-
 # Devices on which the prefix is attended to in two groups.
 GROUPING = ("cuda",)
+
+
+class LayersOwner(RowCache):
+    """What the layers of a slice need of their cache, which is a `cache.SliceCache`."""
+
+    prefilling, capacity = True, 0
+    route: Route
+    transfers: PromptTransfers | None
+    prefix: SharedPrefix | None
+    buffers: LayerBuffers
+    dtype: torch.dtype
+    device: torch.device
+    start: int
+    shared_tokens: int
+    keeps_all: bool
+    is_alone: bool
+    arena: Arena | None
+    observation: Observation | None
+
+    @property
+    def length(self) -> int:
+        """Tokens held in layers that keep keys and values; 0 if no layer does."""
+        return next((layer.length for layer in self.layers if layer.shape.elements), 0)
+
+    def chunks(self, layer_idx: int) -> Sequence[Sequence[Range]]:
+        """Chunks of tokens that a layer processes, in order (`Route.chunks`)."""
+        raise NotImplementedError
+
+    def reads_only_last(self, layer_idx: int) -> bool:
+        """Whether only the last token's output of this layer is used, as for the last layer of a prefill."""
+        raise NotImplementedError
+
+    def advance(self, layer_idx: int) -> None:
+        """Begin a layer: finish those before it, and post receives as far ahead as the transport allows. Idempotent."""
+        raise NotImplementedError
+
+    def leave_if_done(self, layer_idx: int) -> None:
+        """Leave the model early if the rest of its output is not used.
+
+        Raises
+        ------
+        UnreadError
+            To leave this layer for the current chunk, or the model.
+        """
+        raise NotImplementedError
 
 
 class SliceLayer(RowLayer):
@@ -41,9 +86,9 @@ class SliceLayer(RowLayer):
     waits for a layer's whole prefix before it attends.
     """
 
-    cache: SliceCache
+    cache: LayersOwner
 
-    def __init__(self, cache: SliceCache, layer_idx: int, shape: LayerShape) -> None:
+    def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
         super().__init__(cache, layer_idx, shape)
         self.length = cache.start
         self.fresh = 0  # tokens last appended
