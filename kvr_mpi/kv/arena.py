@@ -1,8 +1,8 @@
 """Memory for the rows of one layer of one document: its own buffer, or pages of a pool that documents share.
 
-On GPUs one attention call reads the rows of many documents by a block table (``units``). So each KV head's rows begin
-at a page, as in vLLM (Kwon et al., SOSP 2023, section 4); pages of a head follow each other. Memory comes in extents of
-many pages, and is free again when the last view of it is gone.
+On GPUs one attention call reads the rows of many documents through a block table (``units``). Each KV head's rows
+therefore begin on a page boundary, as in vLLM (Kwon et al., SOSP 2023, section 4); the pages of a head are contiguous.
+Pages are allocated from extents of many pages, and freed with their last view.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from kvr_mpi.kv.buffers import make_flat
 from kvr_mpi.model import LayerShape
 
-# Rows of a page: flash attention takes multiples of this.
+# Rows of a page: flash attention requires a multiple of this.
 PAGE_ROWS = 256
 
 
 def pages_for(rows: int) -> int:
-    """Return the number of pages that hold so many rows."""
+    """Return the number of pages that hold `rows` rows."""
     return -(-rows // PAGE_ROWS)
 
 
@@ -31,8 +31,8 @@ class RowMemory:
     """Rows of one layer of a document.
 
     keys, values : (rows, dim).
-    extent : whose pages they are; None: memory of their own.
-    first : row of the extent that is the first of these.
+    extent : the extent that the pages belong to; None: memory allocated for these rows alone.
+    first : row of the extent at which these rows begin.
     """
 
     keys: torch.Tensor
@@ -54,7 +54,7 @@ class RowMemory:
 
 
 def capacity_of(rows: int, extent: Extent | None) -> int:
-    """Return the rows allocated for a head that needs so many; in an extent, whole pages."""
+    """Return the rows to allocate for a head of `rows` rows; in an extent, whole pages."""
     return rows if extent is None else PAGE_ROWS * pages_for(rows)
 
 
@@ -64,7 +64,7 @@ class Extent:
     Parameters
     ----------
     shape : LayerShape
-        Of a layer with such heads.
+        A layer with heads of that size.
     pages : int
 
     Raises
@@ -75,12 +75,12 @@ class Extent:
 
     def __init__(self, shape: LayerShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages, self.dims = pages, (shape.key_dim, shape.value_dim)
-        rows = (pages + 1) * PAGE_ROWS  # the last page is for what has none in a step of documents in several extents
+        rows = (pages + 1) * PAGE_ROWS  # the last page is a dummy for heads that lie in other extents
         memory = RowMemory.in_flat(make_flat(rows * sum(self.dims), dtype, device), rows, shape)
         self.keys, self.values = memory.keys, memory.values
         for each in (self.keys, self.values):
             each[-PAGE_ROWS:] = 0
-        self._taken: list[tuple[int, int, list[StorageWeakRef]]] = []  # first page, pages, who reads them; ascending
+        self._taken: list[tuple[int, int, list[StorageWeakRef]]] = []  # first page, pages, their storages; ascending
 
     @property
     def taken_pages(self) -> int:
@@ -92,7 +92,7 @@ class Extent:
         self._taken = [run for run in self._taken if not all(one.expired() for one in run[2])]  # type: ignore[no-untyped-call]
 
     def take(self, pages: int) -> RowMemory | None:
-        """Allocate the first run of so many free pages, in use until its last view is gone; None if there is none."""
+        """Allocate the first free run of `pages` pages until its last view is gone; return None if there is none."""
         page = 0
         for start, count, _ in self._taken:
             if start - page >= pages:
@@ -133,7 +133,7 @@ class Arena:
         self.extents: list[Extent] = []
 
     def collect(self) -> None:
-        """Free the pages of documents that have left, and the extents that are empty."""
+        """Free the pages that nothing references any more, and drop empty extents."""
         for extent in self.extents:
             extent.collect()
         self.extents = [extent for extent in self.extents if extent.taken_pages]
@@ -163,7 +163,7 @@ class Arena:
         return None
 
     def _make(self, shape: LayerShape, pages: int) -> Extent:
-        """Allocate an extent large enough for other documents, too, if there is memory for it."""
+        """Allocate an extent that has room for other documents, too; if memory is short, for these pages only."""
         shared = self.spare_bytes // (PAGE_ROWS * (shape.key_dim + shape.value_dim) * self._dtype.itemsize)
         if pages < shared:
             try:
@@ -182,14 +182,14 @@ def make_rows(
     arena: Arena | None = None,
     beside: Extent | None = None,
 ) -> RowMemory:
-    """Allocate memory for heads with so many rows each and room for more, in an arena or (None) outside.
+    """Allocate memory for heads of `counts` rows and `room` more each, in `arena` or (None) separately.
 
-    In an arena, if possible, beside rows that are in an extent.
+    In an arena, the extent `beside` is preferred.
 
     Raises
     ------
     MemoryError, torch.OutOfMemoryError
-        If there is none.
+        If there is no memory for them.
     """
     if arena is not None and counts:
         return arena.take(shape, sum(pages_for(count + room) for count in counts), beside)

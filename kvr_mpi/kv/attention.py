@@ -1,7 +1,7 @@
 """Exact attention in parts: each part has its log-sum-exp, and two parts can be merged.
 
-A rank attends to its own slice and to the prefix it was sent, and merges. No mask of slice x prefix is ever
-made. Shapes are transformers': queries (1, heads, queries, head_dim), keys (1, kv_heads, keys, head_dim),
+A rank attends to its own slice and to the prefix it received, and merges both. No slice x prefix mask is ever
+built. Shapes are transformers': queries (1, heads, queries, head_dim), keys (1, kv_heads, keys, head_dim),
 with heads a multiple of kv_heads (grouped-query attention).
 
 The merge: with o_j = softmax(s_j) v_j over disjoint keys and l_j = logsumexp(s_j), the softmax over both is
@@ -23,17 +23,16 @@ from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.collectives import all_gather
 
-# Widest head that flash attention takes, and that cuDNN's was measured with.
+# Widest heads that flash attention supports, and that cuDNN's attention was measured with.
 FLASH_HEAD_DIM, CUDNN_HEAD_DIM = 256, 128
-# Of these many scores (heads * queries * keys) and more, cuDNN's attention is taken. On an H100 it is twice as fast as
-# flash attention, but makes a plan for each new pair of lengths, which takes 40 ms: as long as 32 layers of so many
-# scores then take less.
+# From this many scores (heads * queries * keys) on, cuDNN's attention is used. On an H100 it is twice as fast as flash
+# attention, but makes a plan for each new pair of lengths, which takes 40 ms. At this size, 32 layers save as much.
 CUDNN_SCORES = 1 << 31
 # Largest score block the portable path makes, in elements (256 MiB in float32).
 MAX_SCORES = 1 << 26
 # Queries that share one band of keys under a sliding window.
 WINDOW_BLOCK = 256
-# Queries and keys that FlexAttention is tried on, and how far it may be off: what rounding to bfloat16 allows.
+# Queries and keys that FlexAttention is tested with, and its tolerance, which allows for rounding to bfloat16.
 TRIAL = (300, 700)
 TRIAL_ERROR = 2e-2
 
@@ -42,8 +41,8 @@ TRIAL_ERROR = 2e-2
 class PartialAttention:
     """Attention over some of the keys: normalised output and log-sum-exp of its scores.
 
-    ``out`` is (1, heads, queries, value_dim): of the model's dtype as kernels give it, float32 once it is merged, which
-    costs a pass over it. ``lse`` is float32 (1, heads, queries).
+    ``out`` (1, heads, queries, value_dim) has the model's dtype when it comes from a kernel, and is float32 after a
+    merge. ``lse`` (1, heads, queries) is float32.
     """
 
     out: torch.Tensor
@@ -82,7 +81,7 @@ class PartialAttention:
     def finish(self, params: AttentionParams) -> torch.Tensor:
         """Return the output (1, heads, queries, value_dim) after all keys are merged.
 
-        One learned score per head, a sink, takes its share of the softmax and gives nothing.
+        A sink, one learned score per head, adds to the softmax denominator but has no value.
         """
         if params.sinks is None:
             return self.out
@@ -92,7 +91,7 @@ class PartialAttention:
 def gather_parts(part: PartialAttention, ranks: Transport) -> list[torch.Tensor]:
     """Gather the parts of all ranks on every rank, with the log-sum-exp as one more element, for `merge_gathered`.
 
-    Every rank calls this. Where a rank has no key for a query its log-sum-exp is -inf; one rank at least has some.
+    Every rank calls this. The log-sum-exp of a query is -inf on a rank without keys for it; one rank must have some.
     """
     return all_gather(ranks, torch.cat([part.out, part.lse.unsqueeze(-1)], -1).contiguous())
 
@@ -112,13 +111,13 @@ def merge_gathered(gathered: list[torch.Tensor]) -> PartialAttention:
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool = False
 ) -> PartialAttention:
-    """Attend to all keys or, if `causal` (as many queries as keys), to those not after the query."""
+    """Attend to all keys or, if `causal` (as many queries as keys), to those up to the query's own."""
     if params.is_plain and keys.shape[-1] == values.shape[-1]:
-        if query.device.type in ("cpu", "meta"):  # meta: only shapes are asked for
+        if query.device.type in ("cpu", "meta"):  # meta: only shapes matter
             if params.kernel is not None and params.kernel.takes(query, keys, values):
                 return PartialAttention(*params.kernel.library.attend(query, keys, values, params.scale, causal=causal))
             heads, queries = query.shape[1:3]
-            if queries == 1:  # decoding: the group's heads as queries read the keys once instead of once each
+            if queries == 1:  # decoding: with a group's heads as queries, keys are read once per group
                 query = query.view(1, keys.shape[1], -1, query.shape[-1])
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, keys, values, 0.0, causal, attn_mask=None, scale=params.scale
@@ -130,7 +129,7 @@ def attend(
                     return _attend_cudnn(query, keys, values, params, causal=causal)
                 except torch.OutOfMemoryError:
                     raise
-                except RuntimeError as error:  # it finds no plan for such lengths
+                except RuntimeError as error:  # cuDNN has no plan for these lengths
                     _cudnn_failures(query.device).append(str(error))
             return _attend_flash(query, keys, values, params, window=None, causal=causal)
     return _attend_bent(query, keys, values, params, offset=0 if causal else None, window=None)
@@ -150,7 +149,7 @@ def attend_up_to(
 def attend_from(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
 ) -> PartialAttention:
-    """Attend from each of as many queries as keys to the key at its own index and those after it."""
+    """Attend anti-causally: query i attends to key i and all keys after it. There are as many queries as keys."""
     part = attend(query.flip(2), keys.flip(2), values.flip(2), params, causal=query.shape[2] > 1)
     return PartialAttention(part.out.flip(2), part.lse.flip(2))
 
@@ -173,7 +172,7 @@ def attend_masked(
 ) -> PartialAttention:
     """Attend causally by masking; the first query is aligned with key `offset`.
 
-    The whole rectangle is computed, as the paper's TSP does it: for a baseline, not for use.
+    All scores of queries x keys are computed, as in the paper's TSP. Use it only as a baseline.
     """
     if params.is_plain and keys.shape[-1] == values.shape[-1] and query.device.type in ("cpu", "meta"):
         after = torch.arange(keys.shape[2], device=query.device) > torch.arange(
@@ -212,7 +211,7 @@ def _suits_cudnn(query: torch.Tensor, keys: torch.Tensor, *, causal: bool) -> bo
 
 @functools.cache
 def _cudnn_failures(device: torch.device) -> list[str]:
-    """Failures of cuDNN by device; after the first one it is not tried again."""
+    """Failures of cuDNN on a device; after the first one, cuDNN is not tried again."""
     return []
 
 
@@ -228,7 +227,7 @@ def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
     )
     params = AttentionParams(128**-0.5)
     try:
-        for last in (256, 768):  # as many keys as queries, causally; and more
+        for last in (256, 768):  # causal over as many keys as queries; then over more keys
             given = query, keys[:, :, :last], values[:, :, :last], params
             mine = _attend_cudnn(*given, causal=last == 256)
             flash = _attend_flash(*given, window=None, causal=last == 256)
@@ -237,7 +236,7 @@ def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
                 for one, other in ((mine.out, flash.out), (mine.lse, flash.lse))
             ):
                 return False
-    except (RuntimeError, AttributeError):  # of another version than torch was built for, or none
+    except (RuntimeError, AttributeError):  # cuDNN is missing, or not the version that torch was built for
         return False
     return True
 
@@ -261,9 +260,9 @@ def _attend_flash(
 ) -> PartialAttention:
     """Run flash attention on a GPU; it reads token-major buffers without a copy.
 
-    The operation that ``scaled_dot_product_attention`` ends in. Unlike ``varlen_attn`` it takes lengths from shapes:
-    no table of them is copied to the GPU, which would wait for all that is queued there. The last query stands at
-    the last key.
+    ``scaled_dot_product_attention`` calls the same operation. Unlike ``varlen_attn`` it takes lengths from shapes, so
+    no table of lengths is copied to the GPU, which would wait for all queued work. The last query is aligned with the
+    last key.
     """
     left, right = (None if window is None else window - 1), (0 if causal and window is not None else None)
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
@@ -289,7 +288,7 @@ def _attend_cudnn(
 ) -> PartialAttention:
     """Run cuDNN's attention on a GPU: over all keys, or causally over as many keys as queries.
 
-    Returns as `_attend_flash`.
+    The result has the shapes of `_attend_flash`.
     """
     assert not causal or query.shape[2] == keys.shape[2], "its first query stands at the first key"
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
@@ -307,11 +306,9 @@ def _attend_bent(
     offset: int | None,
     window: int | None,
 ) -> PartialAttention:
-    """Attend where flash attention is not supported.
+    """Attend where flash attention is not supported: with FlexAttention if it passes its test, else portably.
 
-    FlexAttention is used if it agrees with the portable code.
-
-    `offset` and `window` as of `_attend_blocks`.
+    `offset` and `window` are those of `_attend_blocks`.
     """
     if suits_flex(query, values):
         dims = query.shape[-1], values.shape[-1]
@@ -326,12 +323,12 @@ def _attend_bent(
 def why_no_flex(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dims: tuple[int, int], softcap: float | None
 ) -> str | None:
-    """Return why FlexAttention is not used for such a layer, after comparing it with the portable code; None if it is.
+    """Compare FlexAttention with the portable code for such a layer; return why it is not used, or None if it is.
 
     Parameters
     ----------
     dims : (int, int)
-        Of a head: of its keys, and of its values.
+        Head dimensions of keys and of values.
     """
     draw = torch.Generator(device).manual_seed(0)
     shapes = (heads, TRIAL[0], dims[0]), (kv_heads, TRIAL[1], dims[0]), (kv_heads, TRIAL[1], dims[1])
@@ -365,11 +362,11 @@ def _attend_blocks(
     Parameters
     ----------
     offset : int or None
-        Query i stands at key ``offset + i`` and sees nothing after it; None: every query sees every key.
+        Query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
     window : int or None
         With an offset: see only the last `window` keys.
     dense : bool
-        Compute the scores of keys that no query of a block sees, too.
+        Also compute the scores of keys that no query of a block sees.
     """
     _, heads, queries, _ = query.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
@@ -381,7 +378,7 @@ def _attend_blocks(
         last = min(first + step, queries)
         low = 0 if window is None or offset is None else max(0, offset + first - window + 1)
         high = length if offset is None or dense else offset + last
-        folded = query[0, :, first:last].reshape(kv_heads, -1, query.shape[-1])  # the group joins the queries
+        folded = query[0, :, first:last].reshape(kv_heads, -1, query.shape[-1])  # a group's heads become queries
         score = torch.matmul(folded.float(), keys[0, :, low:high].float().transpose(-1, -2)) * params.scale
         if params.softcap is not None:
             score = torch.tanh(score / params.softcap) * params.softcap

@@ -1,9 +1,9 @@
 """Buffers for keys and values during prefill: token-major rows, one buffer per layer.
 
-The rank that keeps everything gets one piece of memory for all layers, at once: made layer by layer, buffers that stay
-would lie between activations that go, and the holes they leave are lost to the next layer. The other ranks use the few
-buffers that are in flight again and again. On a CPU they are pages of their own, outside of the C library's heap, which
-is left to activations (see `setup.host_memory.keep_heap`), and go back to the system when they are let go.
+The rank that keeps all layers allocates one block for them at once: allocated layer by layer, buffers would alternate
+with activations and fragment memory. The other ranks reuse the few buffers that are in flight. On a CPU, buffers are
+memory maps outside the C library's heap, which is left to activations (see `setup.host_memory.keep_heap`); their pages
+go back to the system when they are freed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LayerBuffers:
         self._free: list[torch.Tensor] = []
         self._keeps = keeps
         self._all: torch.Tensor | None = None
-        self._pages: mmap.mmap | None = None  # of what was made last: all of it, on the rank that keeps it
-        self._taken = 0  # elements of it
+        self._pages: mmap.mmap | None = None  # the map of the last allocation: with `keeps`, of all layers
+        self._taken = 0  # elements of `_all` in use
 
     def take(self, shape: LayerShape) -> torch.Tensor:
         """Return an uninitialised buffer for a layer."""
@@ -58,9 +58,9 @@ class LayerBuffers:
         return flat[:size].view(self._capacity, shape.elements)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Reuse a buffer; on a rank that keeps all layers, return its pages to the system.
+        """Mark a buffer as free for reuse; on a CPU rank that keeps all layers, return its pages to the system.
 
-        That is on a CPU, where memory is in pages; what the buffer holds is not defined afterwards.
+        The contents of the buffer are undefined afterwards.
         """
         if self._keeps:
             self._discard(buffer)
@@ -106,7 +106,7 @@ def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
 
 
 def _make_flat(count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Allocate a tensor (count,); on a CPU also return the memory map it is made of."""
+    """Allocate a tensor (count,); on a CPU also return the memory map that backs it."""
     if device.type != "cpu" or not count:
         return torch.empty(count, dtype=dtype, device=device), None
     try:

@@ -1,7 +1,7 @@
 """The cache of one rank's slice of a prompt as the model sees it: keys, values and states of all layers.
 
-Together with ``layer`` and ``states``, which hold the contents of a layer, and ``row``, these are the only files that
-touch transformers' cache classes. No model code is changed, and the model is not aware of ranks.
+``layer`` and ``states`` hold the contents of a layer. In this package only ``row`` and ``states`` import transformers'
+cache classes. No model code is changed, and the model is not aware of ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvr_mpi.transport.base import LAYERS_AHEAD
 Chunks = Sequence[Sequence[Range]]
 # Takes a layer's keys and values, each (tokens, kv_heads, head_dim); None if it has none.
 WriteLayer = Callable[[tuple[torch.Tensor, torch.Tensor] | None], None]
-# Layers a rank holds until they are sent, before it waits for the link.
+# Layers with unfinished sends that a rank holds before it waits for the sends.
 LAYERS_HELD = 8
-# Layers whose buffers the decode rank has beside that which computes, where a layer is compressed when it is through.
+# Layers posted ahead of the computing one on a decode rank that compresses each layer when it is complete.
 COMPRESSED_AHEAD = 1
 
 
@@ -43,41 +43,41 @@ class SliceCache(LayersOwner):
     ----------
     loaded : LoadedModel
     route : Route
-        The strategy, on this rank.
+        What the strategy does on this rank.
     transfers : PromptTransfers or None
         The prompt's transfers on this rank; None if the chain has only this rank.
     prefix : SharedPrefix or None
         Keys and values of the first tokens, if they have been computed already.
     reserve_tokens : int
-        Room on the decode rank for tokens to be decoded after the prompt.
+        Room for decoded tokens on the decode rank.
     stop_after : int or None
         Leave the model after this many layers (for timing a few of them).
     is_spread : bool
-        Every rank keeps its own tokens, in `share`, and none keeps all.
+        Sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
     window : (int, int) or None
-        Bounds of the observation window, whose queries the decode rank keeps; it has to be in its last range of tokens.
+        Bounds of the observation window, within the decode rank's last range of tokens; that rank keeps its queries.
     retain : Retain or None
-        Chooses what each KV head of a layer keeps as soon as the decode rank has attended in it: the rest is dropped,
-        so that this rank never holds all layers as a whole. Tokens decoded later are kept by all heads.
+        Chooses what each KV head of a layer keeps, once the decode rank has attended in that layer. The rest is
+        dropped, so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
     arena : Arena or None
-        Where the rank that ends with all keys and values keeps each layer's, by heads, as soon as it is through.
+        Page pool, to which the rank that ends with all keys and values moves each complete layer, reordered by heads.
     write_layer : callable or None
-        Given each layer's keys and values of this rank's own tokens when the layer is complete.
+        Called for each complete layer with the keys and values of this rank's own tokens.
 
     Attributes
     ----------
     observation : Observation or None
-        What was kept of the window, on the decode rank.
+        The queries of the window, on the decode rank.
     in_parts : bool
         Our attention attends to the prefix in parts; otherwise the model's own attention attends to all of it at once.
     cuts_last_layer : bool
-        The last layer takes the last token as a chunk of its own, the only one that attends (``layer_chunks``).
+        The last layer processes the last token as a separate chunk, the only one that attends (``layer_chunks``).
     keeps_all : bool
         This rank ends with the keys and values of all tokens.
     is_alone : bool
-        No other rank takes part, and no layer is made ready before the one before it is through.
+        No other rank takes part. A layer's buffer is allocated only after the layer before it is complete.
     shared_tokens : int
-        Of the prefix, whose keys and values this cache only refers to.
+        Tokens of the prefix whose keys and values this cache references instead of copying.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SliceCache(LayersOwner):
         self._write_layer = write_layer
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
-        self.is_alone = transfers is None and not shape.has_states  # states are asked for before keys come
+        self.is_alone = transfers is None and not shape.has_states  # models read states before keys
         self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
         if self.is_alone:
             self._layers_ahead = 0
@@ -125,7 +125,7 @@ class SliceCache(LayersOwner):
             for idx, layer in enumerate(shape.layers)
         ]
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
-        self._last = kept[-1]  # the last layer that keeps anything: what follows looks at each token alone
+        self._last = kept[-1]  # the last layer that keeps anything; those after it work per token
         self._stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
         super().__init__(layers)
@@ -149,7 +149,7 @@ class SliceCache(LayersOwner):
         self._post_up_to(self._layers_ahead)
 
     def chunks(self, layer_idx: int) -> Chunks:
-        """Return the route's, but in the last layer, whose last token may be one of its own."""
+        """Return the route's chunks; in the last layer, the last token may be a separate chunk."""
         return self._last_chunks if layer_idx == self._last else self.route.chunks
 
     def chunk_lengths(self, layer_idx: int) -> list[int]:
@@ -173,7 +173,7 @@ class SliceCache(LayersOwner):
         return self.prefilling and self.route.saves_last_layer and layer_idx == self._last
 
     def advance(self, layer_idx: int) -> None:
-        """Finish the layers before, release what is sent, and post receives."""
+        """Begin a layer: finish those before it, release the ones that are sent, and post receives."""
         if layer_idx <= self._begun:
             return
         self.clock.begin_layers(layer_idx - self._begun)
@@ -187,13 +187,13 @@ class SliceCache(LayersOwner):
                 self._held.pop(0)
 
     def leave_if_done(self, layer_idx: int) -> None:
-        """Raise `UnreadError` where nobody reads what comes next."""
+        """Leave the model by `UnreadError` if the rest of its output is not used."""
         is_read = self.is_decode_rank or not self.route.saves_last_layer
         layer = self.layers[layer_idx]
         if layer_idx == self._stop or (layer_idx == self._last and not is_read):
             is_made = layer.has_all_chunks and (not layer.shape.states or layer.is_sent)
             if len(self.route.chunks) > 1 or is_made:
-                layer.attended = True  # nothing asks what it would give
+                layer.attended = True  # its output is not used
                 raise UnreadError
 
     def settle(self) -> None:
@@ -203,7 +203,7 @@ class SliceCache(LayersOwner):
             self.buffers.clear()
 
     def finish(self) -> None:
-        """End the prefill; unfinished sends continue in the background. Decoding follows."""
+        """End the prefill, so that decoding can begin; unfinished sends continue in the background."""
         if not self.keeps_all:
             for layer in self.layers:
                 layer.let_go()
@@ -231,7 +231,7 @@ class SliceCache(LayersOwner):
             memory = make_rows(shape, counts, slack, self.dtype, self.device, self.arena, beside)
             if not shared or memory.extent is beside:
                 break
-            shared = ()  # there is no room beside them: this prompt has a copy
+            shared = ()  # their extent is full: copy the shared rows
         layer.keep_only(kept, counts, slack, memory, shared)
         if before.buffer is not None:
             self.buffers.give_back(before.buffer)
@@ -250,7 +250,7 @@ class SliceCache(LayersOwner):
                 layer.note_states()
 
     def step_back(self, length: int) -> None:
-        """Truncate to the first `length` tokens, even within a layer, and restore the saved states."""
+        """Truncate to the first `length` tokens, even if a step failed between layers, and restore the saved states."""
         self.current = None
         for layer in self.layers:
             layer.length = length
@@ -289,7 +289,7 @@ def held_bytes(caches: Sequence[Any]) -> int:
 
 
 def _with_last_alone(chunks: Chunks) -> Chunks:
-    """Make the last token a chunk of its own."""
+    """Split off the last token as a separate chunk."""
     *before, (*ranges, (first, last)) = chunks
     rest = [*ranges, (first, last - 1)] if last - first > 1 else ranges
     return [*before, *([rest] if rest else []), [(last - 1, last)]]

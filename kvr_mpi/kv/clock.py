@@ -1,7 +1,7 @@
 """Times of a rank's layers and waits, measured on its device.
 
-A GPU executes work long after the host has queued it, so the host's clock between two moments measures the queueing. On
-a GPU a moment is therefore an event in its stream, and time is read once the stream has passed it.
+A GPU executes work long after the host has queued it, so the host's clock would measure only the queueing. On a GPU a
+timestamp is therefore an event in the stream, read after the stream has passed it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Kind = Literal["receive", "send"]
 class Clock:
     """Records when a rank began each layer of a prompt, and when and why it waited.
 
-    On a GPU a wait lasts from the moment at which everything queued before it is done to the moment at which the rank
-    continues: a rank that waits while its GPU still computes costs nothing.
+    On a GPU a wait begins when all work queued before it is done, and ends when the rank continues: time in which the
+    GPU still computes does not count.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Clock:
         return event
 
     def begin_layers(self, count: int) -> None:
-        """Record the start of the next layers; layers without keys and values start with the next one that has them."""
+        """Record one start for `count` layers; layers without keys and values start with the next that has them."""
         self._layers += [(self.now(), len(self._waits))] * count
 
     @contextmanager

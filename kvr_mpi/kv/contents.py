@@ -12,10 +12,10 @@ from kvr_mpi.kv.layer import SliceLayer
 def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return keys and values of one layer, each (tokens, kv_heads, head_dim), or None if it has none.
 
-    Of a `SliceCache`, only those of tokens from `first` on.
+    From a `SliceCache`, only tokens from `first` on are returned.
 
-    A layer with a window or chunks may hold only its last tokens. Where each head keeps its own tokens they are of
-    (rows, 1, head_dim), one head after the other: `layer_positions` says whose.
+    A layer with a window or chunks may hold only its last tokens. If heads keep different tokens, the tensors are
+    (rows, 1, head_dim), head after head; `layer_positions` returns their positions.
     """
     layer = cache.layers[layer_idx]
     if getattr(layer, "is_ragged", False):

@@ -1,8 +1,8 @@
-"""The cache that the model sees while it decodes one token of each of several documents.
+"""The cache that the model uses in a decode step, which has one token of each of several documents.
 
-The model reads its weights once for all documents. Their keys and values are where they are (``head_store``): a layer
-writes each document's token behind its rows, and one call of `attend_units` attends for all of them (``units``). A
-single document is decoded in the same way.
+The model reads its weights once for all documents. Their keys and values stay in place (``head_store``): a layer
+appends each document's token to its rows, and one `attend_units` call attends for all documents (``units``). A single
+document is decoded in the same way.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class DecodeCache(RowCache):
     Parameters
     ----------
     documents : sequence of SliceCache
-        Each that of a decode rank, after its prefill.
+        The decode rank's cache of each document, after its prefill.
     merge : callable, optional
-        Joins attention to what is held here with that of other ranks; of one document, whose tokens they divide.
+        Merges this rank's attention with that of other ranks, for one document whose tokens are sharded.
 
     Attributes
     ----------
     lengths : list of int
-        Tokens of each document, before the one that is run.
+        Tokens of each document before the one being decoded.
     """
 
     prefilling = False
@@ -70,7 +70,7 @@ class DecodeCache(RowCache):
 
     @functools.cached_property
     def layout(self) -> PageLayout | None:
-        """Layout of the documents' page tables; None if some are not in pages."""
+        """Layout of the documents' page tables; None if some are not in pages, or if ranks merge."""
         return None if self.merge is not None else PageLayout.of(self._stores)
 
     def fill(self, pages: PageTables) -> None:
@@ -120,7 +120,7 @@ class DecodeCache(RowCache):
         self.on_device = lengths
 
     def went_on(self) -> None:
-        """Record that each document has its new token, which was written without `append`."""
+        """Count each document's new token, which a CUDA graph wrote without `append`."""
         for document, length in zip(self.documents, self.lengths, strict=True):
             for layer in document.layers:
                 layer.length = length + 1
@@ -165,7 +165,7 @@ class PagedRows(RowCache):
         Raises
         ------
         ModelError
-            If the layer has no paged calls.
+            If the layer cannot use paged attention.
         """
         shape, seen, dim = query.shape, layer.shape.visibility, layer.shape.value_dim
         if self._pages.layout.slots == 1:

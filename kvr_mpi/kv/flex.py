@@ -1,7 +1,7 @@
 """FlexAttention on GPUs, for scores with soft caps or biases and for heads wider than flash attention supports.
 
-torch compiles it for what it is told of scores and masks (Dong et al., 2024), and gives the log-sum-exp. Uncompiled it
-runs on CPUs, too, where it makes all scores at once: to try what it is told, not for use.
+torch compiles it for a score modification and a block mask (Dong et al., 2024); it returns the log-sum-exp, too.
+Uncompiled it also runs on CPUs, but computes all scores at once: use that only in tests.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch.utils._triton import has_triton
 
-# Queries and keys of a block that is computed, or left out, as a whole.
+# Queries and keys of a block, which is computed or skipped as a whole.
 BLOCK = 128
-# tl.dot takes no narrower heads.
+# Narrowest heads that tl.dot supports.
 LEAST_HEAD_DIM = 16
-# Not the form for few queries, which wants as many heads in a group as a power of two.
+# Not the kernel for few queries, which requires a power of two as the number of heads in a group.
 KERNEL = {"BACKEND": "TRITON"}
-# Bytes of shared memory that torch's own blocks take of heads of up to 256, as compiled for Ampere and Hopper, and that
-# blocks of 64 take of heads of up to 512 (torch's own would take 262,144).
+# Bytes of shared memory that torch's default blocks need for heads of up to 256, compiled for Ampere and Hopper, and
+# that blocks of 64 need for heads of up to 512 (torch's default blocks would need 262,144).
 OWN_BYTES, WIDE_BYTES = 151_552, 139_264
 
-# Kinds of layers that are compiled, by heads, masks and whether scores are bent; torch stops at 8, those of two models.
+# Limit of compiled variants (heads, mask, soft cap); torch's default of 8 is enough for two models only.
 KINDS = 64
 
 Bend = Callable[..., torch.Tensor]
@@ -36,7 +36,7 @@ class NotCompiledError(Exception):
 def suits_flex(query: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether FlexAttention may be faster than the portable code: on a GPU, with a compiler, for many queries.
 
-    In float32 it is left to matrix products, and for few queries, too: tables of one block would be compiled apart.
+    float32 and few queries use matrix products instead: torch would compile another variant for a mask of one block.
     """
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or query.shape[2] <= BLOCK:
         return False
@@ -64,9 +64,9 @@ def attend_flex(
     Parameters
     ----------
     softcap : float or None
-        Scores are bent to stay within it.
+        Scores are soft-capped to this magnitude (tanh).
     offset : int or None
-        Query i stands at key ``offset + i`` and sees nothing after it; None: every query sees every key.
+        Query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
     window : int or None
         With an offset: see only the last `window` keys.
 
@@ -78,7 +78,7 @@ def attend_flex(
     Raises
     ------
     NotCompiledError
-        If the compiler fails, for these lengths or for this kind of layer, or has had enough.
+        If torch fails to compile this variant, or has reached its limit of variants.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -107,14 +107,14 @@ def _function(device_type: str) -> Any:
 
 @functools.cache
 def _options(device: torch.device, head_dim: int) -> dict[str, Any]:
-    """Choose block sizes that fit into a multiprocessor's shared memory: torch's own, or smaller ones."""
+    """Choose block sizes that fit into a multiprocessor's shared memory: torch's defaults, or smaller ones."""
     if device.type != "cuda" or head_dim <= 128:
         return KERNEL
     about: Any = torch.cuda.get_device_properties(device)
     room = about.shared_memory_per_block_optin
     if head_dim <= 256 and room >= OWN_BYTES:
         return KERNEL
-    side = 32 if head_dim > 256 and room < WIDE_BYTES else 64  # of GPUs for graphics, room is 101,376
+    side = 32 if head_dim > 256 and room < WIDE_BYTES else 64  # graphics cards have a room of 101,376
     return KERNEL | {"BLOCK_M": side, "BLOCK_N": side, "num_stages": 1}
 
 
@@ -124,7 +124,7 @@ def _compiled(function: Any, backend: Any = "inductor") -> Any:
 
     compiled: Any = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
     compiled = torch._dynamo.config.patch(recompile_limit=KINDS)(compiled)
-    refused: set[Any] = set()  # what it failed for once would take seconds to fail for again, in every layer
+    refused: set[Any] = set()  # variants that failed: each new try takes seconds, in every layer
 
     def run(*given: Any, **how: Any) -> Any:
         kind = *((each.shape[1::2], each.dtype) for each in given), *(name for name in how if how[name] is None)
@@ -159,11 +159,11 @@ def visible_blocks(queries: int, keys: int, offset: int, window: int | None, dev
     Returns
     -------
     BlockMask
-        Of one batch and head; the same for all layers of a prompt, so the last few are kept.
+        For one batch and head. All layers of a prompt use the same mask, so the last few are cached.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    last = torch.arange(offset, offset + queries, device=device)  # key that each query sees
+    last = torch.arange(offset, offset + queries, device=device)  # last key that each query sees
     first = torch.zeros_like(last) if window is None else (last - (window - 1)).clamp(min=0)
 
     def sees(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def visible_blocks(queries: int, keys: int, offset: int, window: int | None, dev
     bottoms = (tops + (BLOCK - 1)).clamp(max=queries - 1)
     lows = torch.arange(0, keys, BLOCK, device=device)
     highs = lows + (BLOCK - 1)
-    # Neither end of what is seen ever goes back: a block's first query sees the first keys, its last query the last.
+    # Both ends of the visible range ascend: a block's first query sees its first key, and its last query its last key.
     touched = (highs >= first[tops, None]) & (lows <= last[bottoms, None])
     whole = (lows >= first[bottoms, None]) & (highs <= last[tops, None])
     return BlockMask.from_kv_blocks(
@@ -187,7 +187,7 @@ def visible_blocks(queries: int, keys: int, offset: int, window: int | None, dev
 
 
 def _table(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the blocks that are set (query blocks, key blocks): the count of each row, and their indices first."""
+    """Convert a mask (query blocks, key blocks) to each row's count of set blocks, and indices with set ones first."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], order[None, None]

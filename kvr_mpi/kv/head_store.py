@@ -1,13 +1,13 @@
-"""The store that decoding reads: for each KV head a run of rows, with room at its end.
+"""The store that decoding reads: for each KV head a run of rows, with room for the answer at its end.
 
-When a prompt is through, the longest possible answer is known. So each KV head of a layer gets one run of rows: a new
-token is written where it stays, and nothing is copied. Heads may hold different tokens, as compression leaves them:
-keys have their rotary embedding already, so a dropped token leaves no gap. A rank need not hold all heads of a layer,
-nor all rows of a head (``decode.head_parallel``).
+The longest possible answer is known after the prefill. So each KV head of a layer gets one run of rows, and decoding
+appends to it without copying. Heads may hold different tokens after compression: keys already contain their rotary
+embedding, so a dropped token leaves no gap. A rank may hold only some heads of a layer, and only some rows of a head
+(``decode.head_parallel``).
 
-A document's rows are memory of its own, which goes back to the system when the document is answered, or on GPUs pages
-of an ``arena``. Prompts that begin alike refer to one copy of these rows, and have runs of their own for what follows:
-the copy goes with the last of them. What a step of decoding does with the rows of many documents is in ``units``.
+A document's rows are its own memory, freed when the document is answered, or on GPUs pages of an ``arena``. Prompts
+with a common prefix reference one copy of its rows, which is freed with the last of these prompts, and have their own
+runs for the tokens after it. ``units`` runs a decode step over the rows of many documents.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Run:
     """Adjacent KV heads that hold the same number of rows.
 
-    head : index of the first one, among the heads that the model computes here.
+    head : index of the first one, among the heads that the model computes on this rank.
     first : position of the first row, if rows are in the order of positions.
-    count : rows that each head holds, without those of tokens that are appended.
+    count : rows that each head holds, without appended tokens.
     keys, values : views (heads, capacity, dim).
-    row : of the memory or extent, at which the first head's rows begin.
-    owner : the store whose rows these are, if other prompts refer to them.
+    row : row of the memory or extent at which the first head's rows begin.
+    owner : the store that owns these rows, if other prompts share them.
     """
 
     head: int
@@ -73,29 +73,29 @@ class HeadStore:
     Parameters
     ----------
     memory : RowMemory
-        Of all of them.
+        Memory of the runs.
     shape : LayerShape
-        Its number of heads is that of the keys that `write` is given.
+        Its `num_kv_heads` is the number of heads of the keys that `write` receives.
     runs : sequence of Run
     room : int
         Tokens that can be appended.
     origin : int
-        Position of the first token that is appended after the rows that the runs hold.
+        Position of the first token to be appended.
     appends : bool
-        Whether tokens to come are kept here; else another rank has room for them, and `write` does nothing.
+        Whether this store keeps new tokens; otherwise another rank keeps them, and `write` does nothing.
     is_whole : bool
         Every head holds all tokens: rows are in the order of positions.
     shared : sequence of Run
-        Of the first tokens, one after the other; the runs hold what follows them.
+        Shared runs of the first tokens, in order; `runs` hold the tokens after them.
     start : int, optional
-        Position of the runs' first row, if every head holds all tokens from there on; by default after what is shared.
+        Position of the runs' first row, if every head holds all tokens from there on; by default the end of `shared`.
     buffer : Tensor, optional
         The token-major memory (capacity, elements of K and V of all heads), while rows are in it.
 
     Attributes
     ----------
     positions : list of Tensor or None
-        Which tokens of the prompt each head held keeps, (tokens,) int32 on the host; None where that is not known.
+        Positions in the prompt that each held head keeps, (tokens,) int32 on the host; None if they are not known.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class HeadStore:
         self.memory, self.shape, self.runs, self.room, self.origin = memory, shape, runs, room, origin
         self.appends, self.is_whole = appends, is_whole
         self.positions: list[torch.Tensor] | None = None
-        # Each head with its rows, where not all of the layer's are one run: (head, rows of the prompt, keys, values).
+        # Per head: (head, rows of the prompt, keys, values). None if one run has all heads of the layer.
         self.lines: list[tuple[int, int, torch.Tensor, torch.Tensor]] | None = None
         if len(runs) != 1 or runs[0].heads < shape.num_kv_heads:
             self.lines = [
@@ -142,12 +142,12 @@ class HeadStore:
         shared: Sequence[Run] = (),
         start: int | None = None,
     ) -> HeadStore:
-        """Lay the heads one after the other.
+        """Make a store in which the rows of each head are contiguous, head after head.
 
         Parameters
         ----------
         memory : RowMemory
-            Of `arena.make_rows` for these counts and room.
+            From `arena.make_rows`, for these counts and room.
         counts : sequence of int
             Rows that each head holds.
         heads : sequence of int, optional
@@ -171,7 +171,7 @@ class HeadStore:
     def by_tokens(cls, buffer: torch.Tensor, shape: LayerShape, start: int = 0) -> HeadStore:
         """View a token-major buffer (capacity, elements of K and V of all heads) as an empty store.
 
-        A stretch of tokens is contiguous in it: received in place, attended to as a view, and sent without packing.
+        A range of tokens is contiguous: it is received in place, attended to as a view, and sent without packing.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class HeadStore:
         return cls(RowMemory(keys, values), shape, [run], len(buffer), start, is_whole=True, start=start, buffer=buffer)
 
     def laid_by_heads(self, length: int) -> HeadStore:
-        """Reorder the buffer in place so that each head's tokens are contiguous; CPUs attend twice as fast to that.
+        """Reorder the buffer in place so that each head's tokens are contiguous: CPU attention is then twice as fast.
 
         Parameters
         ----------
@@ -213,7 +213,7 @@ class HeadStore:
         return self.memory.nbytes
 
     def count(self, run: Run, length: int) -> int:
-        """Own rows that each head of a run holds when the document has so many tokens."""
+        """Rows of each head of a run, without shared ones, for a document of `length` tokens."""
         return run.count + (length - self.origin if self.appends else 0)
 
     def counts(self, length: int) -> list[int]:
@@ -221,7 +221,7 @@ class HeadStore:
         return [self.shared_tokens + self.count(run, length) for run in self.runs for _ in range(run.heads)]
 
     def own_rows(self, at: int, length: int) -> Pair:
-        """Own keys and values of one held head, as views (rows, dim), when the document has so many tokens."""
+        """Keys and values of one held head, without shared rows, as views (rows, dim), for a document of `length`."""
         for run in self.runs:
             if at < run.heads:
                 count = self.count(run, length)
@@ -230,7 +230,7 @@ class HeadStore:
         raise IndexError(at)
 
     def head_rows(self, at: int, length: int) -> Pair:
-        """Keys and values of one held head (rows, dim) of a document of so many tokens.
+        """Keys and values of one held head (rows, dim), for a document of `length` tokens.
 
         They are views unless rows are shared.
         """
@@ -246,7 +246,7 @@ class HeadStore:
         Raises
         ------
         ModelError
-            If heads hold tokens of their own: no range is there as a whole.
+            If heads hold different tokens, so that no range of tokens is complete.
         """
         if not self.is_whole:
             raise ModelError("its heads keep different tokens, so there is no range of them")
@@ -273,10 +273,10 @@ class HeadStore:
 
     @functools.cached_property
     def paged(self) -> list[tuple[int, Rows, int, Rows]]:
-        """For each run of heads in an extent, return where it lies.
+        """Locate each run of heads in the extent.
 
-        Its first head; of each head (heads,) the extent's row where its rows would begin if none were shared; the rows
-        that each has beside the document's tokens; and the pages of each (heads, pages), those that are shared first.
+        Each has its first head; the row (heads,) of the extent at which a head's rows would begin without sharing; the
+        rows of a head minus appended tokens; and a head's pages (heads, pages), shared ones first.
         """
         found = []
         for run in self.runs:
@@ -292,7 +292,7 @@ class HeadStore:
         return found
 
     def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append keys and values (1, kv_heads, tokens, dim) of all heads from a position on.
+        """Write keys and values (1, kv_heads, tokens, dim) of all heads, beginning at position `first`.
 
         Raises
         ------
@@ -320,14 +320,14 @@ class HeadStore:
         query : Tensor
             (1, heads, tokens, head_dim).
         length : int
-            Tokens of the document, those included.
+            Tokens of the document, including the queries'.
         first : int
-            The first position that they see: all of them, of several.
+            First position that the queries see, the same for all of them.
 
         Returns
         -------
         PartialAttention
-            Of (1, heads, tokens, value_dim); of heads of which nothing is held the log-sum-exp is minus infinity.
+            Of (1, heads, tokens, value_dim); heads without rows have a log-sum-exp of -inf.
         """
         shape, tokens = self.shape, query.shape[2]
         group = query.shape[1] // shape.num_kv_heads
@@ -367,12 +367,12 @@ def _nothing(query: torch.Tensor, value_dim: int) -> PartialAttention:
 
 
 def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, length: int, layer_idx: int) -> None:
-    """Refuse positions that the heads of a layer cannot keep; synchronises with a GPU once.
+    """Check the positions that the heads of a layer are to keep; synchronises with a GPU once.
 
     Raises
     ------
     ModelError
-        If the layer does not see all tokens: it forgets by position.
+        If the layer has a window or chunks: it drops tokens by position.
     ValueError
         If a head keeps nothing, or positions are not ascending within the prompt.
     """

@@ -1,8 +1,8 @@
 """One layer's keys and values of a slice on one rank.
 
 Every attention layer of a causal LM calls ``past_key_values.update(keys, values, layer_idx)`` and then an attention
-function (see ``attention_hook``). `SliceLayer.update` takes this rank's keys and values and sends them as its
-`Route` says; `SliceLayer.attend` attends to what comes from the others (KV-Runahead, section 4.1, Fig. 5).
+function (see ``attention_hook``). `SliceLayer.update` stores this rank's keys and values and sends them along its
+`Route`; `SliceLayer.attend` attends to them and to other ranks' segments (KV-Runahead, section 4.1, Fig. 5).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import cut_range
 
-# Devices on which the prefix is attended to in two groups.
+# Devices on which attention combines the prefix's segments into two groups.
 GROUPING = ("cuda",)
 
 
 class LayersOwner(RowCache):
-    """What the layers of a slice need of their cache, which is a `cache.SliceCache`."""
+    """The attributes and methods of `cache.SliceCache` that its layers use."""
 
     prefilling, capacity = True, 0
     route: Route
@@ -80,10 +80,9 @@ class LayersOwner(RowCache):
 class SliceLayer(RowLayer):
     """One layer's keys and values on one rank; empty for layers without attention, such as a plain MLP.
 
-    Where attention cannot be computed in parts (`SliceCache.in_parts`), `update` returns all keys and values up to the
-    slice once they are here, and the model's own attention runs over them, with the mask that the model makes for
-    continuing from a cache. This is exact wherever transformers continues from a cache exactly, and slower: a rank
-    waits for a layer's whole prefix before it attends.
+    If attention cannot be computed in parts (`SliceCache.in_parts`), `update` waits for the whole prefix and returns
+    all keys and values up to the slice's end. The model's own attention then runs over them, as it continues from a
+    cache. This is as exact as transformers' own cache, but slower: attention does not overlap with transfers.
     """
 
     cache: LayersOwner
@@ -92,10 +91,10 @@ class SliceLayer(RowLayer):
         super().__init__(cache, layer_idx, shape)
         self.length = cache.start
         self.fresh = 0  # tokens last appended
-        self.fresh_ranges: Sequence[Range] = ()  # which those are
-        self.chunks_done = 0  # of the slice, appended
+        self.fresh_ranges: Sequence[Range] = ()  # their positions
+        self.chunks_done = 0  # chunks of the slice that are appended
         self.layout: HeadStore | None = None
-        self.is_over: bool = False  # let go of, with everything sent
+        self.is_over: bool = False  # released, after everything was sent
         self.segments: LayerTransfers | None = None
         if cache.transfers is not None and (shape.elements or shape.states):
             self.segments = LayerTransfers(cache.transfers, layer_idx, shape.visibility)
@@ -125,12 +124,12 @@ class SliceLayer(RowLayer):
         Returns
         -------
         tuple of torch.Tensor
-            The same, or for the model's own attention those of all tokens up to them.
+            The same tensors; for the model's own attention, those of all tokens up to the last new one.
         """
         cache = self.cache
         self._check(key_states, value_states)
         cache.enter(self)
-        if cache.prefilling and cache.is_alone:  # the layer before gives its buffer back first
+        if cache.prefilling and cache.is_alone:  # the previous layer gives its buffer back first
             cache.advance(self.layer_idx)
         if self.layout is None:
             self.post()
@@ -176,7 +175,7 @@ class SliceLayer(RowLayer):
         Raises
         ------
         UnreadError
-            To leave the last layer for a chunk that does not have the last token.
+            To skip the last layer's attention for a chunk without the last token.
         """
         self.attended = True
         # A single token's query heads may come folded into the query length (1, kv_heads, group, head_dim).
@@ -205,12 +204,12 @@ class SliceLayer(RowLayer):
     def _attend_route(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> PartialAttention:
-        """Attend to the own tokens while the others are in flight, then to those in the order of the route."""
+        """Attend to this rank's tokens while segments are in flight, then to the segments in the order of the route."""
         route, layout = self.cache.route, self.layout
         assert layout is not None, "this rank holds keys and values"
         start = route.owned[0][0]
         if route.is_dense or self.fresh_ranges[0][0] > start:
-            if self.segments is not None:  # the first chunk has waited for them, unless nobody reads what it gives
+            if self.segments is not None:  # the first chunk has waited for them, unless its output is unused
                 self.segments.collect()
             if route.is_dense:
                 return attend_masked(query, *layout.rows(0, route.capacity), params, start)
@@ -285,13 +284,13 @@ class SliceLayer(RowLayer):
         Raises
         ------
         ModelError
-            If heads keep tokens of their own: no range is there as a whole.
+            If heads keep different tokens, so that no range of tokens is complete.
         """
         assert self.layout is not None, "this rank holds keys and values"
         return self.layout.rows(first, last)
 
     def lay_by_heads(self) -> None:
-        """Let a CPU decode faster, once the prompt is through: segments travel by token."""
+        """Reorder rows by head after the prefill, which needed them by token for transfers: CPUs then decode faster."""
         if self.segments is not None:
             self.segments.wait_through()
         if self.layout is not None and self.layout.buffer is not None:
@@ -305,7 +304,7 @@ class SliceLayer(RowLayer):
         memory: RowMemory,
         shared: Sequence[Run],
     ) -> None:
-        """Move what is kept, so much of each head, into other memory; see `cache.SliceCache.admit`."""
+        """Copy the retained tokens, `counts` of each head, into `memory`; see `cache.SliceCache.admit`."""
         if self.segments is not None:
             self.segments.wait_through()
         is_whole = retained is None
@@ -320,10 +319,10 @@ class SliceLayer(RowLayer):
         if retained is not None:
             store.positions = [positions.to("cpu", torch.int32) for positions in retained]
         self.layout = store
-        self.segments = None  # they hold the buffer, too
+        self.segments = None  # they reference the buffer, too
 
     def release(self, *, wait: bool) -> bool:
-        """Let go of the buffer if all of it is sent, or wait for that; say whether it is gone."""
+        """Release the buffer if everything is sent, or after waiting for that; return whether it is released."""
         if self.segments is not None:
             if not wait and not self.segments.are_through():
                 return False
@@ -335,20 +334,20 @@ class SliceLayer(RowLayer):
         return True
 
     def let_go(self) -> None:
-        """Forget the buffer; what of it is still being sent is held by the forwarder."""
+        """Drop the buffer; the forwarder keeps what is still being sent."""
         self.layout = self.segments = None
 
     def get_seq_length(self) -> int:
-        """Tokens before the ones to come: the slice's start until the slice is in; models may ask any layer."""
+        """Return the number of tokens before the next ones, at first the slice's start; models may ask any layer."""
         return self.length if self.shape.elements else self.cache.length
 
     def _next_ranges(self) -> Sequence[Range]:
-        """Say which tokens come: the slice's, or its next chunk's; after the prompt, those that go on.
+        """Return the ranges of the new tokens: the slice's next chunk, or after the prefill the tokens that follow.
 
         Raises
         ------
         ModelError
-            If these are others: the model's layers do not take them chunk by chunk.
+            If the model passes other tokens than the next chunk's.
         """
         if not self.cache.prefilling:
             return [(self.length, self.length + self.fresh)]
@@ -376,14 +375,14 @@ def attend_ranges(
     seen: Visibility,
     params: AttentionParams,
 ) -> PartialAttention:
-    """Attend from ranges of tokens to those they see, all of which are here.
+    """Attend from ranges of tokens to those they see, all of which this rank holds.
 
     Parameters
     ----------
     query : torch.Tensor
-        Of the ranges' tokens, one after the other (1, heads, tokens, head_dim).
+        Queries of the ranges' tokens, concatenated (1, heads, tokens, head_dim).
     rows : callable
-        Gives keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
+        Returns keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
     """
     pieces = [piece for bounds in ranges for piece in cut_range(*bounds, seen.chunk)]
     part, at = None, 0

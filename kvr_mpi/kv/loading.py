@@ -9,27 +9,27 @@ from typing import overload
 
 import torch
 
-# Layers read before they are asked for.
+# Layers to read ahead.
 LAYERS_AHEAD = 3
-# Layers kept: prompts of one row go through the layers together, each a few layers ahead of its computing.
+# Layers to keep: the prompts of a packed row ask for a layer one after the other, a few layers ahead of computing.
 LAYERS_KEPT = 8
 
 
 class LoadedLayers(Sequence["torch.Tensor | None"]):
-    """The layers of a `SharedPrefix`, read when they are needed, the next ones meanwhile, and forgotten afterwards.
+    """The layers of a `SharedPrefix`: read on demand, with the next ones read ahead, and dropped afterwards.
 
-    Asking for an earlier layer again, for the next prompt, begins anew.
+    When the next prompt asks for an earlier layer again, that layer is read again.
 
     Parameters
     ----------
     count : int
         How many layers there are.
     load : callable
-        Reads a layer (tokens, elements of K and V of all heads), or gives None if it keeps none; called in a thread of
-        its own, one layer at a time. What it raises comes out where the layer is asked for.
+        Reads a layer (tokens, elements of K and V of all heads), or returns None if it has none. A background thread
+        calls it, one layer at a time; `__getitem__` raises its errors.
     device : torch.device, optional
-        Where the layers are copied to. For a GPU they come in page-locked memory, out of which it copies by itself: any
-        other copy waits for all that the GPU was told before, in every layer.
+        Where the caller copies the layers to. For a GPU, layers are in page-locked memory, from which copies are
+        asynchronous: other copies would wait for all queued work, in every layer.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class LoadedLayers(Sequence["torch.Tensor | None"]):
         try:
             return self._layers[at].result()
         except BaseException:
-            del self._layers[at]  # whoever asks again may have more luck: with memory, for one
+            del self._layers[at]  # so that it can be read again: more memory may be free then
             raise
 
 
 def _begin_thread(gpu: torch.device | None) -> None:
-    """Let a thread have its rank's GPU: otherwise that is GPU 0, with a context of its own there."""
+    """Select the rank's GPU in a thread; otherwise it would use GPU 0 and create a context there."""
     if gpu is not None:
         torch.cuda.set_device(gpu)
 

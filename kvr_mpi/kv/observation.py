@@ -1,4 +1,4 @@
-"""The queries of a prompt's observation window, kept while the prompt is prefilled: what compression judges keys by.
+"""The queries of a prompt's observation window, kept during the prefill: compression scores keys with them.
 
 Only the rank with the last slice keeps them: it ends with all keys, and the window lies in its slice (SnapKV, Li et al.
 2024, section 4: the last tokens of a prompt show what its answer will attend to).
@@ -18,14 +18,14 @@ from kvr_mpi.model.attention_hook import AttentionParams
 
 @dataclass(frozen=True, slots=True)
 class WindowQueries:
-    """One layer's queries of the window (1, heads, window, head_dim), and how its scores are made."""
+    """One layer's queries of the window (1, heads, window, head_dim), and its attention parameters."""
 
     query: torch.Tensor
     params: AttentionParams
 
 
-# Given a layer and what it has observed, chooses what each of its KV heads keeps: positions (tokens,) int64, ascending.
-# None: the layer keeps all it has.
+# Takes a layer and its window queries; returns the positions that each KV head keeps, (tokens,) int64, ascending, or
+# None if the layer keeps everything.
 Retain = Callable[[Any, "WindowQueries | None"], "Sequence[torch.Tensor] | None"]
 
 
@@ -40,14 +40,14 @@ class Observation:
     layers: dict[int, WindowQueries] = field(default_factory=dict)
 
     def keep(self, layer_idx: int, query: torch.Tensor, ranges: Sequence[Range], params: AttentionParams) -> None:
-        """Keep what a layer is asked by the window's tokens, after those that came before.
+        """Append a layer's queries of window tokens to those kept from earlier chunks.
 
         Parameters
         ----------
         query : torch.Tensor
-            Of tokens that come together (1, heads, tokens, head_dim); a single token's heads may come folded.
+            Of tokens computed together (1, heads, tokens, head_dim); a single token's heads may be folded.
         ranges : sequence of (int, int)
-            Which those are: all that this rank computes, or a chunk of them. Of the window are those of the last range
+            The tokens' ranges: all that this rank computes, or a chunk of them. The window lies in the last range
             (`check_in`).
         """
         computed = sum(last - first for first, last in ranges)
@@ -62,12 +62,12 @@ class Observation:
         self.layers[layer_idx] = WindowQueries(rows, params)
 
     def check_in(self, owned: Sequence[Range]) -> None:
-        """Make sure that a rank computes the whole window.
+        """Check that the whole window lies in the last range that this rank computes.
 
         Raises
         ------
         ValueError
-            If it does not: what is kept would depend on how the prompt is cut.
+            If it does not: what compression keeps would depend on the partition.
         """
         (first, last), (start, stop) = owned[-1], self.window
         if not first <= start < stop <= last:

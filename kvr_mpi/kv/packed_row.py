@@ -1,7 +1,7 @@
 """Several short prompts in one row of tokens: the model reads its weights once for all of them.
 
 A packed row (1, tokens) holds the tokens of each prompt, one prompt after the other, each with its own positions. A
-`PackedCache` takes every layer's keys and values apart again and gives each prompt's to its own `SliceCache`, which
+`PackedCache` splits every layer's keys and values by prompt and passes them to each prompt's own `SliceCache`, which
 attends as if it were alone.
 """
 
@@ -25,9 +25,9 @@ class PackedCache(RowCache):
     Parameters
     ----------
     documents : sequence of SliceCache
-        Each that of a rank that prefills its prompt alone.
+        One for each prompt, of a rank that prefills it alone.
     tokens : sequence of int
-        How many tokens of each a row holds.
+        Tokens of each prompt in the row.
     """
 
     prefilling = True

@@ -12,7 +12,7 @@ from kvr_mpi.kv.arena import PAGE_ROWS, Arena, make_rows
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.model import LayerShape
 
-# Reads of a layer each KV head's keys and values (tokens, dim); None if the layer keeps none.
+# Reads each KV head's keys and values (tokens, dim) of a layer; None if the layer has none.
 ReadHeads = Callable[[int], "Sequence[tuple[torch.Tensor, torch.Tensor]] | None"]
 ReadRows = Callable[[int, int, int], "torch.Tensor | None"]
 
@@ -25,20 +25,20 @@ class SharedPrefix:
     ----------
     ids : tuple of int
     layers : sequence
-        For each layer its `HeadStore`; of what is stored, rows (tokens, elements of K and V of all heads), read when
-        they are asked for; None where there are none.
+        For each layer its `HeadStore`; for a stored prefix its rows (tokens, elements of K and V of all heads), read
+        on access; None for layers without keys and values.
     states : dict of int to Tensor
-        By layer, those of layers that keep states (bytes,), as messages hold them.
+        Recurrent states by layer index, (bytes,), in the format of messages.
     read : callable or None
-        Of what is stored: reads of a layer the rows from a token to another, or gives None if it keeps none.
+        For a stored prefix: reads a layer's rows from one token to another; returns None if the layer has none.
     heads : callable or None
-        Of what compression has left: reads a layer's heads, each with tokens of its own; `layers` is empty then.
+        For a compressed prefix: reads a layer's heads, which keep different tokens; `layers` is then empty.
     compression : str
-        And by which method and settings.
+        Its compression method and settings.
     in_pages : bool
-        What is held is, or what is read will be, in pages of the arena where prompts are kept, if they have one.
+        Rows are, or will be once they are read, in pages of the prompts' arena, if there is one.
     source : hashable, optional
-        Where it is stored: two with the same source are the same prefix.
+        Where it is stored; prefixes with the same source are the same.
     """
 
     ids: tuple[int, ...]
@@ -74,7 +74,7 @@ class SharedPrefix:
         DataError
             If they cannot be read.
         """
-        name = layer_idx, arena is not None  # a rank that keeps prompts in pages may have other parts in chains
+        name = layer_idx, arena is not None  # a rank may hold some prompts in pages, and those of chains outside
         found = self._stores.get(name)
         held = self.layers[layer_idx] if found is None else found
         if isinstance(held, HeadStore) or held is None:

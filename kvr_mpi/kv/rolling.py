@@ -1,11 +1,10 @@
 """A rolling cache: keys and values of a prompt's last tokens only, in memory that does not grow with the prompt.
 
-A prompt goes through the model a few tokens at a time. Each layer's buffer has room for `cache_tokens` old tokens and
-a step's new ones, whatever the prompt's length: a ring, in which new tokens are written where the oldest lie. Where a
-layer sees no more than that (a window, chunks) nothing is lost. Where it sees everything this is an approximation,
-StreamingLLM's (Xiao et al. 2024, section 3.2): a token attends to the first few tokens, the *sinks*, which are in front
-of the ring and stay, and to the last ones. Unlike there, tokens keep their positions in the prompt: keys come to a
-cache with the positions in them.
+The model runs a few tokens of the prompt per step. Each layer's buffer is a ring with room for `cache_tokens` old
+tokens and a step's new ones, whatever the prompt's length; new tokens overwrite the oldest. This is exact for layers
+that see no more than that (a window, chunks). For layers that see all tokens it is an approximation, StreamingLLM's
+(Xiao et al. 2024, section 3.2): a token attends to the last tokens and to the first few, the *sinks*, which stay in
+front of the ring. Unlike there, tokens keep their positions in the prompt, since keys enter a cache already rotated.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import cut_range
 
-# The kind of cache that approximates, and the first tokens that it keeps.
+# The approximate kind of cache, and its number of sinks.
 STREAMING_LLM, SINKS = "streaming-llm", 4
-# New tokens of a step, unless a job says how many.
+# New tokens of a step, by default.
 STEP_TOKENS = 64
 
 
@@ -38,9 +37,9 @@ STEP_TOKENS = 64
 class Rolling:
     """What a rolling cache holds of each layer.
 
-    cache_tokens : old ones that a step's first token may see, the sinks included.
-    step_tokens : new ones of a step.
-    sinks : the first tokens, which layers that see more than that hold all the time; 0: there must be no such layers.
+    cache_tokens : old tokens that a step's first token may see, including the sinks.
+    step_tokens : new tokens of a step.
+    sinks : first tokens that stay in layers that see more than this; 0: there must be no such layers.
     """
 
     cache_tokens: int = 448
@@ -74,10 +73,10 @@ class RollingLayer(RowLayer):
 
     def __init__(self, cache: RollingCache, layer_idx: int, shape: LayerShape) -> None:
         super().__init__(cache, layer_idx, shape)
-        self.length = 0  # position of the token after the last that is held
+        self.length = 0  # position after the last token held
         rolling = cache.rolling
         self.sinks = 0 if rolling.holds(shape.visibility) else rolling.sinks
-        # What a token sees, with positions counted after the sinks, which every token sees.
+        # What a token sees besides the sinks, with positions counted from the end of the sinks.
         self._seen = Visibility(window=rolling.cache_tokens - self.sinks) if self.sinks else shape.visibility
         self._ring = rolling.rows - self.sinks
         self._written = 0  # position after the last token that was ever written
@@ -89,7 +88,7 @@ class RollingLayer(RowLayer):
         return self.sinks + self._seen.first_key(max(0, position - self.sinks))
 
     def _cut(self, first: int, last: int, every: int | None) -> list[Range]:
-        """Split a range of positions after the sinks, and at each multiple of `every` after that."""
+        """Split a range of positions at the end of the sinks, and at each multiple of `every` from there."""
         cuts = cut_range(first - self.sinks, last - self.sinks, every)
         return [(start + self.sinks, stop + self.sinks) for start, stop in cuts]
 
@@ -107,7 +106,7 @@ class RollingLayer(RowLayer):
         Raises
         ------
         ModelError
-            If there are more than a step has.
+            If there are more than `step_tokens`.
         """
         count, at = key_states.shape[2], 0
         if count > self.cache.rolling.step_tokens:
@@ -128,7 +127,7 @@ class RollingLayer(RowLayer):
         Raises
         ------
         UnreadError
-            To leave the model where nobody reads what the rest of it would compute.
+            To leave the model if the rest of its output is not used.
         """
         self.attended, fresh = True, keys.shape[2]
         if self.layer_idx == self.cache.left_after:
@@ -145,12 +144,12 @@ class RollingLayer(RowLayer):
     def _attend_piece(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bounds: Range, params: AttentionParams
     ) -> PartialAttention:
-        """Attend causally from a piece of tokens to a piece of keys.
+        """Attend from consecutive tokens of a step to sinks, older tokens and, causally, themselves.
 
         Parameters
         ----------
         keys, values : Tensor
-            Their own (1, kv_heads, tokens, head_dim).
+            Of these tokens (1, kv_heads, tokens, head_dim).
         """
         (first, last), count = bounds, bounds[1] - bounds[0]
         oldest, seen_by_all = self.first_seen(first), self.first_seen(last - 1)
@@ -173,7 +172,7 @@ class RollingLayer(RowLayer):
         Raises
         ------
         ModelError
-            If those after it were written over what the next token would see.
+            If dropped tokens have overwritten some that the next token would see.
         """
         needed, held = self.first_seen(length), self._written - self._ring
         if held > needed:
@@ -200,12 +199,12 @@ class RollingCache(RowCache):
     loaded : LoadedModel
     rolling : Rolling
     prompt_tokens : int
-        Of the whole prompt.
+        Length of the whole prompt.
 
     Raises
     ------
     ModelError
-        If the model sees more than is held, and no approximation was asked for; or cannot be run so at all.
+        If a layer sees more than the cache holds and there are no sinks, or if the model does not support this cache.
     """
 
     is_ragged = False
@@ -230,7 +229,7 @@ class RollingCache(RowCache):
         """Do nothing: its layers have no states."""
 
     def step_back(self, length: int) -> None:
-        """Truncate to the first `length` tokens, at most one step back, even within a layer."""
+        """Truncate to the first `length` tokens, at most one step back, even if a step failed between layers."""
         self.current = None
         for layer in self.layers:
             layer.step_back(length)
@@ -251,7 +250,7 @@ class RollingCache(RowCache):
 
 
 def rolling_of(settings: CacheSettings, chunk_tokens: int | Literal["auto"]) -> Rolling | None:
-    """Make the rolling cache that a job asks for, with steps of so many tokens; None: a whole cache."""
+    """Return the rolling cache that a job asks for, with steps of `chunk_tokens`; None for a whole cache."""
     if not settings.is_rolling:
         return None
     steps = STEP_TOKENS if chunk_tokens == "auto" else chunk_tokens
@@ -259,12 +258,12 @@ def rolling_of(settings: CacheSettings, chunk_tokens: int | Literal["auto"]) -> 
 
 
 def check_rolling(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
-    """Refuse a model shape for which a rolling cache holds too little.
+    """Check that a model can run with a rolling cache.
 
     Raises
     ------
     ModelError
-        Saying of which layer, and what to do.
+        If it cannot, with the layer that sees too much and the setting to change.
     """
     if shape.has_states or not in_parts or any(not layer.elements for layer in shape.layers):
         raise ModelError(

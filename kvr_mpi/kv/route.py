@@ -21,10 +21,10 @@ Range = tuple[int, int]
 class Hop:
     """What one position does with one segment.
 
-    segment : its number among all of the layer.
+    segment : its number among all segments of the layer.
     bounds : its tokens.
-    source : position that it comes from; None: it is this position's own.
-    dest : position that it is sent to, or forwarded to as it arrives; None: it stays.
+    source : position that it is received from; None: this position computes it.
+    dest : position that it is sent to, or forwarded to as it arrives; None: it is not sent.
     """
 
     segment: int
@@ -35,11 +35,11 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of attention, and the segment it waits for.
+    """One step of attention, and the segments it waits for.
 
-    segments : those that have to arrive first.
-    ranges : the tokens attended to, one call of attention each.
-    first_query : the first of this position's queries that attend.
+    segments : the segments that have to arrive first.
+    ranges : the tokens attended to, one attention call each.
+    first_query : index of the first query of this position that attends.
     """
 
     segments: tuple[int, ...]
@@ -53,19 +53,19 @@ class Route:
 
     partition : of the prompt.
     position : whose route this is.
-    decode_position : ends with all keys and values, and the last token.
-    segments : messages of keys and values of a layer, over all positions.
+    decode_position : the position that ends with all keys and values, and computes the last token.
+    segments : number of segments of a layer, over all positions.
     owned : the tokens this position computes.
-    chunks : those that it computes together, in order; one of all, unless it computes them in chunks.
+    chunks : the tokens that a layer computes together, in order; a single chunk unless slices are cut into chunks.
     capacity : tokens a layer's buffer holds.
-    hops : own segments in the order in which they are sent, then the others in the order in which they come.
-    steps : what is attended to after the own tokens.
-    reads_from : the first token of this position that reads what comes; None: it is sent everything.
-    next_reads_from : the first token of the next position, likewise.
-    in_order : each position goes on where the one before has ended; only then can it compute in chunks.
-    saves_last_layer : what nobody reads of the last layer is left out.
-    is_dense : the whole rectangle of own and all tokens is computed, and masked.
-    slots : segments for which a rank without buffers needs room, so that no rank waits for ever (``failure``).
+    hops : own segments in the order of sending, then the others in the order of arrival.
+    steps : attention after that to the own tokens.
+    reads_from : the first token of this position that attends to received tokens; None: it receives everything.
+    next_reads_from : the same for the next position.
+    in_order : each position's tokens follow those of the position before; only such routes can use chunks.
+    saves_last_layer : output of the last layer that is not used is not computed.
+    is_dense : the scores of own tokens x all tokens are computed, and masked.
+    slots : scratch buffers that a failed rank needs, so that the transfers cannot deadlock (``failure``).
     """
 
     partition: Partition
@@ -86,7 +86,7 @@ class Route:
 
     @property
     def forwards(self) -> bool:
-        """Whether this position passes segments on."""
+        """Whether this position forwards segments."""
         return any(hop.source is not None and hop.dest is not None for hop in self.hops)
 
     @property
@@ -136,20 +136,20 @@ class MakeRoute(Protocol):
         Parameters
         ----------
         known : int
-            The first tokens, which every rank has already; they are within the first slice.
+            Number of first tokens that every rank has already, all within the first slice.
         sends_all : bool
-            Send all tokens of layers with a window or chunks, too.
+            Send all tokens also in layers with a window or chunks.
         chunk_tokens : int or None
-            Ranks compute and send their tokens in chunks, which end at multiples of this. A strategy that is not in
-            order takes none; that is refused before (`prefill.one_prompt`).
+            Ranks compute and send their tokens in chunks that end at multiples of this. Only strategies that are
+            `in_order` support chunks, which `prefill.one_prompt` checks before.
         """
 
 
 def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
     """Combine the steps that wait for segments into two; adjacent ranges become one call of attention.
 
-    One call and one merge for each segment cost a GPU more time than is gained by overlapping with segments that are
-    still on their way. The first group has at least half of the tokens.
+    On a GPU, one call and one merge for each segment cost more time than overlapping with transfers saves. The first
+    group has at least half of the tokens.
     """
     coming = [step for step in steps if step.segments]
     joined = [step for step in steps if not step.segments]

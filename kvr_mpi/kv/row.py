@@ -1,7 +1,7 @@
 """Base classes of all caches: a model runs a row of tokens (1, tokens), whichever prompts the tokens belong to.
 
-What a layer keeps and how it attends is in ``cache`` (one rank's slice of a prompt), ``packed_row`` (several prompts),
-``decode_cache`` (answers), ``shares`` (prompts that stay spread over ranks) and ``rolling`` (a prompt's last tokens).
+The caches are in ``cache`` (one rank's slice of a prompt), ``packed_row`` (several prompts), ``decode_cache``
+(answers), ``shares`` (prompts sharded over ranks) and ``rolling`` (a prompt's last tokens).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RowLayer(CacheLayerMixin):
     Attributes
     ----------
     attended : bool
-        Whether the tokens that came last have attended.
+        Whether the tokens last appended have attended.
     """
 
     is_sliding = False
@@ -32,7 +32,7 @@ class RowLayer(CacheLayerMixin):
 
     def __init__(self, cache: RowCache, layer_idx: int, shape: LayerShape) -> None:
         super().__init__()
-        # Two that hold each other would hold their memory until Python looks for such circles.
+        # A strong reference would make a cycle, whose memory only Python's garbage collector frees.
         self.cache = cast("RowCache", weakref.proxy(cache))
         self.layer_idx, self.shape, self.attended = layer_idx, shape, True
 
@@ -89,7 +89,7 @@ class RowCache(Cache):
         Raises
         ------
         ModelError
-            If there is none: the model does not use its cache as we need it.
+            If there is none: the model attends without updating its cache first.
         """
         if self.current is None or self.current.attended:
             raise ModelError("a layer attends without having updated the cache")
@@ -101,7 +101,7 @@ class RowCache(Cache):
         Raises
         ------
         ModelError
-            If the one before it has not.
+            If the layer before it has not attended.
         """
         if self.current is not None and not self.current.attended:
             raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
@@ -133,7 +133,7 @@ class RowCache(Cache):
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """Positions (1, tokens), if only the cache knows them."""
+        """Positions (1, tokens); None if the model counts them itself."""
         return None
 
     @property
@@ -142,5 +142,5 @@ class RowCache(Cache):
         raise NotImplementedError
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """For each prompt, its tokens in a row of so many and its length with them."""
+        """For each prompt, its tokens in a row of `tokens`, and its length with them."""
         raise NotImplementedError

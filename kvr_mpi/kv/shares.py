@@ -1,12 +1,12 @@
 """Sharded keys and values: each rank of a chain keeps its tokens, and all ranks attend together.
 
-Every rank holds a *share* of a prompt: of every layer the keys and values of some tokens. All ranks run the model on
-the same new tokens; in each layer a rank attends to its own share, and what all found is merged by log-sum-exp
-(``attention``). So no rank ever holds a whole prompt, and every rank ends with the same output, to the bit. New tokens
-go to the last share. Prompts that go on from a stored document hold only what follows it: the document is a share, too,
-whose rows are read once, and to which each rank attends once for all of them.
+Every rank holds a *share* of a prompt: the keys and values of some tokens, in all layers. All ranks run the model on
+the same new tokens. In each layer a rank attends to its own share, and all parts are merged by log-sum-exp
+(``attention``). So no rank holds a whole prompt, and all ranks get bit-identical outputs. New tokens go to the last
+share. A stored document is a share, too, which is read once; each rank attends to it once for all prompts that continue
+it, and the shares of these prompts hold only the tokens after the document.
 
-Of a layer with a window or chunks the last share has all that is seen, and the others nothing to add.
+In a layer with a window or chunks, the last share holds all visible tokens, and the other shares add nothing.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class Share:
     ----------
     loaded : LoadedModel
     start, stop : int
-        The tokens that are this rank's.
+        Bounds of this rank's tokens.
     tokens : int
-        Of the whole prompt, or of what is held of it, on all ranks. The rank that has the last ones holds what follows.
+        Tokens on all ranks together. The rank with the last of them also holds the tokens that follow.
     longest : int
-        Most tokens there may come to be, on all ranks.
+        Largest number of tokens on all ranks together, including those that follow.
     prefix : SharedPrefix, optional
-        The stored document that this is, with `read`: each layer's rows are read when it is first come to. What
-        follows it is held by the shares of prompts (`after`).
+        The stored document that this share holds, with `read`: each layer's rows are read when the layer is first used.
+        The tokens after it are in the shares of prompts (`after`).
     document : Share, optional
-        What the prompt goes on from, whose rows are not its own.
+        Share of the stored document that this prompt continues.
 
     Attributes
     ----------
     length : int
         Tokens that all ranks together hold.
     failure : str or None
-        Why what is stored cannot be read, on whichever rank.
+        Why the stored document cannot be read, on this or another rank.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Share:
         Parameters
         ----------
         reserve_tokens : int
-            Room for all that follows.
+            Room for all tokens after the document.
         """
         longest = document.length + reserve_tokens
         if longest > document.longest:
@@ -112,7 +112,7 @@ class Share:
     def first_row(self, seen: Visibility) -> int:
         """Position of the first token of a layer held on this rank.
 
-        If its later tokens do not see all, the last share has what they see, since no other has anything to add.
+        In a layer with a window or chunks, the last share also holds the earlier tokens that its tokens see.
         """
         if not self.is_last or self.document is not None or seen.sees_all(self.longest):
             return self.start
@@ -185,9 +185,9 @@ class SharesCache(RowCache):
     ----------
     loaded : LoadedModel
     shares : sequence of Share
-        This rank's, one of each prompt.
+        This rank's share of each prompt.
     tokens : sequence of int
-        How many new tokens of each a row holds.
+        New tokens of each prompt in the row.
     chain : Transport
         The ranks that have the other shares.
     """
@@ -201,7 +201,7 @@ class SharesCache(RowCache):
         for share, count in zip(shares, tokens, strict=True):
             if share.is_last and share.length + count > share.longest:
                 raise ValueError(f"a share with room for {share.longest} tokens is full; reserve room for more")
-        self._gathered: set[int] = set()  # layers of which the ranks have told each other what they found
+        self._gathered: set[int] = set()  # layers whose parts all ranks have gathered
         super().__init__([RowLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -218,7 +218,7 @@ class SharesCache(RowCache):
         """Attend from the new tokens to all earlier ones on all ranks; every rank gets the same result."""
         shape = query.shape
         query = query.reshape(1, -1, self.bounds[-1][1], shape[-1])
-        # What a window or chunk lets a prompt see of a document is its own affair.
+        # With a window or chunks, each prompt sees other tokens of the document.
         groups = self.groups if layer.shape.visibility.size is None else self.apart
         found = [part for some in groups for part in self._attend(layer, some, query, params)]
         gathered = gather_parts(reduce(PartialAttention.join, found), self.chain)
@@ -273,7 +273,7 @@ class SharesCache(RowCache):
     def _attend_document(
         self, layer: RowLayer, number: int, query: torch.Tensor, params: AttentionParams
     ) -> PartialAttention | None:
-        """Attend to this rank's rows of a stored document; None if other ranks attend to all of it."""
+        """Attend to this rank's rows of a stored document; None if there is none, or `_attend_own` includes it."""
         share, (first, last) = self.shares[number], self.bounds[number]
         document = share.document
         if document is None or not layer.shape.visibility.sees_all(share.length + last - first):

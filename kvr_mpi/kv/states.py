@@ -1,10 +1,10 @@
 """Layers with recurrent states instead of keys and values (Mamba, gated delta rule, short convolutions) in a chain.
 
-A state sums up all tokens before, so a rank can begin such a layer only when the rank before has ended it: rank i runs
-one layer behind rank i-1, and a chain of p ranks takes (layers + p - 1) / layers of its ideal time. The state travels
-as one message of bytes, whose size does not depend on the prompt. transformers' layers read it with
-``get_conv_state`` and ``get_recurrent_state`` and hand back the new one with ``update_*``; with one token they change
-it in place, and tell nobody.
+A state summarises all tokens before it, so a rank can begin such a layer only after the previous rank has finished it.
+Rank i runs one layer behind rank i-1, and a chain of p ranks takes (layers + p - 1) / layers of its ideal time. States
+are sent as one message of bytes per layer, whose size does not depend on the prompt. transformers' layers read states
+with ``get_conv_state`` and ``get_recurrent_state`` and store new ones with ``update_*``; for a single token they change
+them in place, without a call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.layer import LayersOwner, SliceLayer
 from kvr_mpi.model import LayerShape, StateShape
 
-# Every state begins at a multiple of this in a message: views of another type need that.
+# Alignment of each state in a message, which views of another dtype require.
 ALIGNMENT_BYTES = 64
 
 
@@ -37,7 +37,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         self.is_sent = False
         self._noted: list[torch.Tensor] = []
 
-    # transformers reads and sets these three: here they wait for what the rank before sends.
+    # transformers reads and sets these two: here, reading waits for the states of the previous rank.
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor | None]:
@@ -70,7 +70,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         self._post_states()
 
     def _post_states(self) -> None:
-        """Post the receive of the states, or take those of the shared prefix."""
+        """Post the receive of the states, or copy those of the shared prefix."""
         cache = self.cache
         if cache.route.position > 0 and self.segments is not None:
             if self._incoming is None:
@@ -94,12 +94,12 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         """Store the state after this rank's tokens."""
         self._enter()
         state: torch.Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
-        self.has_previous_state[state_idx] = True  # a layer without a convolution sets it nowhere
+        self.has_previous_state[state_idx] = True  # a layer without a convolution does not set it
         self._note_update("recurrent", state_idx)
         return state
 
     def send_states(self, states: torch.Tensor | None = None) -> None:
-        """Send the layer's states, or others (bytes,), once; a layer is complete when the next one begins."""
+        """Send the layer's states, or the given ones (bytes,), unless that was done before."""
         place = self.cache.route.position
         if not self.is_sent and self.segments is not None and place < self.cache.route.decode_position:
             self.segments.send(self.packed() if states is None else states, place + 1)

@@ -1,6 +1,6 @@
 """The transfers of one prompt on one rank: neighbours, message tags, and each layer's segments in flight.
 
-Stands between the strategies (``route``), which say what goes where, and the `Forwarder`, which carries it.
+Translates the routes of a strategy (``route``) into messages of the `Forwarder`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvr_mpi.topology import Rotation
 from kvr_mpi.transport.base import FIRST_PROMPT_TAG
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
-# In place of a segment's number: the states of a layer, which go from each rank to the next.
+# Segment number of a layer's recurrent states, which each rank sends to the next.
 STATES = -1
 
 
 class PromptTransfers:
-    """What the layers of a prompt share on one of several ranks, and how long the transfers took.
+    """What a prompt's `LayerTransfers` share on one rank: forwarder, tags, waiting times, and bytes sent.
 
     Parameters
     ----------
@@ -33,8 +33,8 @@ class PromptTransfers:
     segments : int
         Number of segments the prompt is cut into, over all ranks.
     layers : int
-    rotation : int
-        The rank of the chain that has the first slice; the others follow.
+    rotation : Rotation
+        Maps positions of slices to ranks of the chain.
 
     Raises
     ------
@@ -46,18 +46,18 @@ class PromptTransfers:
         self.forwarder, self.segments, self.layers, self.rotation = forwarder, segments, layers, rotation
         self._turn = 0
         transport = forwarder.transport
-        self._tags_per_layer = max(segments, transport.size) + 1  # of a rank's states, too
+        self._tags_per_layer = max(segments, transport.size) + 1  # one more for states
         if (largest := self.tag(layers, self._tags_per_layer - 1) + 1) > transport.tag_ub:
             raise TransportError(
                 f"{layers} layers in {segments} segments need message tags up to {largest}, and this MPI allows "
                 f"{transport.tag_ub}: use larger chunks (parallel.chunk_tokens), fewer ranks per chain, or another MPI"
             )
         self.clock = Clock(forwarder.device)
-        self.sent_bytes = 0  # what is passed on included
+        self.sent_bytes = 0  # including forwarded bytes
         self._recorder = forwarder.recorder
 
     def begin(self) -> None:
-        """Begin, after at most one earlier prompt is still in flight on this rank."""
+        """Begin the prompt, after waiting until at most one earlier prompt is in flight on this rank."""
         with self.waiting("send"):
             self._turn = self.forwarder.begin()
 
@@ -75,23 +75,23 @@ class PromptTransfers:
 
     def tag(self, layer_idx: int, segment: int) -> int:
         """Return the tag of a segment's messages, unique among this prompt and its neighbours."""
-        # In turn, since the prompt beside this one may be cut into another number of segments.
+        # Tags alternate between two turns, since a neighbouring prompt may have another number of segments.
         number = layer_idx * self._tags_per_layer + segment % self._tags_per_layer
         return FIRST_PROMPT_TAG + 2 * number + self._turn
 
 
 class LayerTransfers:
-    """One layer's messages to, through and from this rank; ranks are identified by the position of their slice.
+    """One layer's messages that this rank sends, forwards and receives; ranks are given by their slice's position.
 
-    A message is a segment of keys and values, whose tokens are given, or the states of the rank before (`STATES`), as a
-    tensor (bytes,). Asking twice for the same is asking once, so that a post that was broken off can be repeated.
+    A message is a segment of keys and values, given by its range of tokens, or recurrent states (`STATES`), given as a
+    tensor (bytes,). `announce`, `send` and `receive` are idempotent, so that an interrupted `post` can be repeated.
     """
 
     def __init__(self, prompt: PromptTransfers, layer_idx: int, visibility: Visibility = FULL) -> None:
         self.prompt, self.layer_idx, self.visibility = prompt, layer_idx, visibility
         self.buffer: torch.Tensor | None = None  # (tokens, elements)
         self.start = 0  # position of its first row
-        self._slots: list[torch.Tensor] = []  # instead of a buffer; a transfer takes the next one in turn
+        self._slots: list[torch.Tensor] = []  # scratch buffers that replace `buffer` after a failure; used in turn
         self._elements = 0
         self._arriving: dict[int, Transfer] = {}  # by segment, in the order they were posted
         self._transfers: list[Transfer] = []
@@ -107,11 +107,11 @@ class LayerTransfers:
                     self.receive(bounds, hop.source, hop.segment, to, first)
             elif hop.dest is not None and onward:
                 self.announce(hop.dest, hop.segment)
-                if self._slots:  # there is nothing to compute first
+                if self._slots:  # after a failure nothing is computed first
                     self.send(onward, hop.dest, hop.segment)
 
     def share(self, route: Route, ranges: Sequence[Range]) -> None:
-        """Send the own segments that are complete in the buffer."""
+        """Send this rank's segments that lie within `ranges`, which are complete in the buffer."""
         for hop in route.hops:
             is_made = any(first <= hop.bounds[0] and hop.bounds[1] <= last for first, last in ranges)
             if hop.source is None and hop.dest is not None and is_made:
@@ -119,7 +119,7 @@ class LayerTransfers:
                     self.send(bounds, hop.dest, hop.segment)
 
     def announce(self, dest: int, segment: int = STATES) -> None:
-        """Announce a message that will be sent, in the order in which `dest` receives."""
+        """Announce a message that will be sent; announce messages in the order in which `dest` receives them."""
         if ("announce", dest, segment) not in self._asked:
             self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.tag(self.layer_idx, segment))
             self._asked.add(("announce", dest, segment))
@@ -158,10 +158,10 @@ class LayerTransfers:
         self._transfers.append(transfer)
 
     def wait_for(self, segment: int = STATES) -> None:
-        """Wait for a message that was posted; the time is counted.
+        """Wait for a posted message; the time is counted.
 
-        Callers wait in a fixed order, whatever comes first: sums in another order differ in their last bits, and the
-        same job is to give the same answers every time.
+        Callers wait in a fixed order, not in the order of arrival: merging in another order would change the last bits,
+        and a job must give the same answers every time.
         """
         transfer = self._arriving.pop(segment)
         with self.prompt.waiting("receive", self.layer_idx, transfer.span.peer):
@@ -188,9 +188,9 @@ class LayerTransfers:
         Parameters
         ----------
         slots : sequence of Tensor
-            Flat; each takes the longest segment. A transfer begins when the last one in its slot is over.
+            Flat buffers that hold the longest segment. A transfer begins when the last one in its slot is complete.
         elements : int
-            Of K and V of all heads, of a token.
+            Elements of K and V of all heads, per token.
         """
         self._slots, self._elements = list(slots), elements
 

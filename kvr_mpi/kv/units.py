@@ -1,7 +1,7 @@
-"""One decode step: write and attend from one token of each of several documents, whatever rows their heads hold.
+"""One decode step: append one token to each of several documents, and attend from it to the rows each head holds.
 
-A unit is one KV head of a document. Three backends read the units of a layer behind `attend_units`: our kernel on
-processors, paged flash attention on GPUs, and torch, document by document, for what neither takes.
+A unit is one KV head of a document. `attend_units` has three backends for the units of a layer: our kernel on CPUs,
+paged flash attention on GPUs, and torch, document by document, if neither supports the layer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.model.unit_table import Unit, UnitTable
 
-# What a page table says of a unit before its pages: the row where it would begin if none were shared, the rows it has
-# beside the document's tokens, and whether it is there.
+# Columns of a page table, for each unit: the row at which it would begin without shared rows, its rows minus appended
+# tokens, and whether it lies in this extent.
 BEGINS, FILLED, IS_HERE, COLUMNS = 0, 1, 2, 3
 
 
@@ -32,11 +32,11 @@ BEGINS, FILLED, IS_HERE, COLUMNS = 0, 1, 2, 3
 class PageLayout:
     """The shape of the page tables of some documents; a recorded CUDA graph fits all documents of the same layout.
 
-    extents : of each layer, those where units lie; a layer's table has every unit in every one of them.
+    extents : of each layer, those that hold its units; a layer's table has an entry for every unit in each of them.
     kv_heads : of each layer.
-    slots : documents in a row, or more.
-    width : pages of a unit, or more.
-    appends : whether tokens to come are kept here.
+    slots : largest number of documents in a row.
+    width : largest number of pages of a unit.
+    appends : whether this rank keeps new tokens.
     is_complete : whether all heads of all documents lie in one extent of each layer.
     """
 
@@ -75,9 +75,9 @@ class PageLayout:
         return [((COLUMNS, extents, units), (extents, units, self.width)) for extents, units in sizes]
 
     def numbers(self, layers: Sequence[Sequence[HeadStore]]) -> Numbers:
-        """Return the tables of all layers as one array: of each layer its columns, and then its pages.
+        """Return the tables of all layers as one array: for each layer its columns, then its pages.
 
-        What is not there reads and writes the extent's spare page.
+        Units that do not lie in an extent read and write its spare page.
         """
         tables = list[Numbers]()
         for shapes, extents, kv_heads, stores in zip(self.shapes, self.extents, self.kv_heads, layers, strict=True):
@@ -91,7 +91,7 @@ class PageLayout:
                     units = slice(document * kv_heads + first, document * kv_heads + first + len(begins))
                     for column, number in ((BEGINS, begins), (FILLED, filled), (IS_HERE, 1)):
                         columns[column, at, units] = number
-                    all_pages[at, units] = pages[:, :1]  # of those beyond its own no row is read
+                    all_pages[at, units] = pages[:, :1]  # padding, which is never read
                     all_pages[at, units, : pages.shape[1]] = pages
             tables += columns.ravel(), all_pages.ravel()
         return np.concatenate(tables)
@@ -148,7 +148,7 @@ class PageTable:
         Parameters
         ----------
         lengths : Tensor
-            Tokens of each document before that one (documents,), int64 on the device.
+            Tokens of each document before the new one (documents,), int64 on the device.
         """
         if not self._layout.appends:
             return
@@ -179,7 +179,7 @@ class PageTable:
         )
 
 
-# A layer's units, as one of the backends reads them: by the kernel, or by paged calls.
+# A layer's units in the format of a backend: our kernel, or paged attention.
 Table = UnitTable | PageTable
 Numbers = npt.NDArray[np.int32]
 
@@ -227,7 +227,7 @@ def write_token(
     keys, values : Tensor
         (1, kv_heads, documents, dim).
     lengths, on_device : sequence of int, Tensor
-        Tokens of each document before that one, on the host and (documents,), int64, on the device.
+        Tokens of each document before the new one, on the host and (documents,), int64, on the device.
     """
     if isinstance(table, PageTable):
         table.write(keys, values, on_device)
@@ -254,7 +254,7 @@ def write_token(
 
 
 def takes_pages(query: torch.Tensor, value_dim: int, params: AttentionParams, seen: Visibility) -> bool:
-    """Whether a layer can use paged calls for such a query and visibility."""
+    """Whether a layer can use paged attention for such a query and visibility."""
     return seen.chunk is None and takes_flash(query, query.new_empty(0, value_dim), params)
 
 
@@ -277,14 +277,14 @@ def attend_units(
     table : UnitTable or PageTable
         Made of them (`unit_tables`).
     lengths : sequence of int
-        Tokens of each document, that one included.
+        Tokens of each document, including the query's.
     seen : Visibility
         Which rows a token sees, where heads hold all tokens.
 
     Returns
     -------
     PartialAttention
-        Of (1, heads, documents, value_dim); of heads that are not held the log-sum-exp is minus infinity.
+        Of (1, heads, documents, value_dim); heads without rows have a log-sum-exp of -inf.
     """
     if isinstance(table, PageTable) and takes_pages(query, stores[0].shape.value_dim, params, seen):
         return table.attend(query, params, seen.window)

@@ -1,6 +1,6 @@
 """Attention over sequences of different lengths in one call on GPUs: packed documents, and KV heads in pages.
 
-Each is a call of flash attention's variable-length form, which is told of the sequences by tensors on the device.
+Both functions call flash attention's variable-length kernel, which reads sequence lengths from device tensors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def attend_documents(
     Parameters
     ----------
     edges : Tensor
-        Where each begins, and where the last ends (documents + 1,), int32 on the device.
+        Cumulative lengths of the documents (documents + 1,), int32 on the device.
     longest : int
-        Tokens of the longest.
+        Tokens of the longest document.
     window : int or None
-        See only the last `window` keys, one's own included.
+        See only the last `window` keys, including the query's own.
     """
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -46,7 +46,7 @@ def attend_documents(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=True,
     )
-    # The log-sum-exp comes as (heads, queries), whatever varlen_attn's own documentation says.
+    # The log-sum-exp is (heads, queries), unlike varlen_attn's own documentation says.
     return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.view(1, *query.shape[1:3]).float())
 
 
@@ -66,19 +66,19 @@ def attend_pages(
     Parameters
     ----------
     query : Tensor
-        Of the query heads of each KV head (units, group, head_dim).
+        Query heads of each unit, which is a KV head (units, group, head_dim).
     keys, values : Tensor
         All pages (pages, rows, 1, head_dim).
     pages : Tensor
-        Of each unit (units, pages of the longest), int32 on the device.
+        Block table (units, pages of the longest unit), int32 on the device.
     counts : Tensor
-        Rows that each has (units,), int32 on the device.
+        Rows of each unit (units,), int32 on the device.
     edges : Tensor
         The numbers from 0 to units, int32 on the device: where each unit's query begins.
     longest : int
-        Most rows that any has.
+        Largest number of rows of a unit.
     window : int or None
-        See only the last `window` rows, the token's own included.
+        See only the last `window` rows, including the token's own.
 
     Returns
     -------
@@ -92,7 +92,7 @@ def attend_pages(
         keys,
         values,
         edges,
-        edges,  # of the keys it is only asked to be there: pages and counts say where they are
+        edges,  # required but not read for keys, which pages and counts locate
         1,
         longest,
         return_aux=AuxRequest(lse=True),
@@ -102,4 +102,4 @@ def attend_pages(
         seqused_k=counts,
         block_table=pages,
     )
-    return out, lse.t().float()  # it comes as (group, units)
+    return out, lse.t().float()  # varlen_attn returns (group, units)
