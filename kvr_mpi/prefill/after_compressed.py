@@ -1,7 +1,7 @@
 """Prefill the rest of a prompt whose stored beginning is compressed, on one rank.
 
-Stands beside `packed`, which it is called by. Its tokens attend to what each head has kept, as those that are decoded
-do; they are all kept themselves.
+`packed` calls it. The new tokens attend to the tokens that each head has kept, as decoded tokens do; all heads keep all
+new tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def prefill_after_compressed(
     reserve_tokens : int
         Room for tokens to be decoded.
     arena : Arena or None
-        Where the rows are kept.
+        Page pool for the rows; None: separate memory.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def prefill_after_compressed(
     Raises
     ------
     DataError
-        If what is stored cannot be read.
+        If the stored keys and values cannot be read.
     """
     prefix.check(ids)
     began, partition, fresh = time.perf_counter(), Partition((0, len(ids))), ids[prefix.tokens :]
@@ -87,7 +87,7 @@ def _load_layer(
     assert heads is not None, "models that are compressed keep keys and values in every layer"
     counts = [len(keys) for keys, _ in heads]
     memory = make_rows(shape, counts, slack, loaded.dtype, loaded.device, arena)
-    # A layer that forgets by position has them all.
+    # A layer with a window or chunks is not compressed.
     is_whole = shape.visibility.size is not None
     store = HeadStore.by_heads(memory, shape, counts, slack, prefix.tokens, is_whole=is_whole)
     for at, stored in enumerate(heads):

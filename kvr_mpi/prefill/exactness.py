@@ -1,4 +1,4 @@
-"""The comparison of any way of computing a prompt with plain transformers.
+"""Comparison of any prefill, and of decoding after it, with plain transformers.
 
 The self-check before every batch, ``kvr verify``, the sweep of architectures and the tests all compare `Answer`s.
 """
@@ -18,7 +18,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import Prefill, run_next
 
 KEYS, VALUES = "keys", "values"
-# What a model's code may raise where a chain, or another attention than its own, is not what it expects.
+# What a model's code may raise if it does not support a chain, or another attention than its own.
 FAILURES = (
     ValueError,
     TypeError,
@@ -54,9 +54,9 @@ def follow(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) 
     Parameters
     ----------
     count : int
-        Of tokens, greedily.
+        Number of tokens to decode, greedily.
     given : sequence of int
-        Tokens to feed instead of the likeliest, as far as they go.
+        First tokens to feed, instead of the likeliest ones.
     """
     assert prefill.logits is not None, "the rank that ends with the cache"
     logits, tokens, steps = prefill.logits, list[int](), list[torch.Tensor]()
@@ -88,8 +88,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def allowed_error(dtype: torch.dtype) -> float:
     """Return the allowed rounding error for a dtype, relative to the spread; wrong positions or masks exceed it by far.
 
-    In float32 sums in another order differ by up to 2.4e-5 (SmolLM2 at 1024 tokens); without one token of the prefix, a
-    tiny model is off by 3e-2 and more.
+    In float32, another order of summation changes results by up to 2.4e-5 (SmolLM2 at 1024 tokens); a missing prefix
+    token changes those of a tiny model by 3e-2 and more.
     """
     return {torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
 
@@ -111,8 +111,8 @@ def error_share(found: torch.Tensor | None, truth: torch.Tensor | None) -> float
 def differences(found: Answer, truth: Answer) -> Iterator[tuple[str, float]]:
     """Yield the name and `error_share` of everything compared, in the order of computation.
 
-    Of keys and values, the last tokens that both hold: a window's cache may hold no others. What only one of them holds
-    is left out, and so are steps that only one of them has.
+    Keys and values are compared for the last tokens that both hold, since a layer with a window may hold no others.
+    Tensors and steps that only one of them has are left out.
     """
     yield "the logits", error_share(found.logits, truth.logits)
     for layer_idx, (mine, theirs) in enumerate(zip(found.layers, truth.layers, strict=True)):
@@ -139,7 +139,7 @@ def why_not_the_same(
     Parameters
     ----------
     run : callable
-        Gives what is compared, with its `error_share`.
+        Returns the name and `error_share` of everything compared.
     others : str
         What it is compared with, for the message.
     """

@@ -1,13 +1,13 @@
 """A rank that fails within a prompt still takes part in all transfers, so that the chain can continue.
 
-It may have run out of memory, or been unable to read the stored beginning of the prompt.
+A rank fails if it runs out of memory, or cannot read the stored prefix of the prompt.
 
-The other ranks wait for segments that this rank passes on, and for it to receive theirs. So it continues to receive, to
-pass on, and to send, through the last layer; its own segments then contain arbitrary data. At the end the ranks
-exchange their status, the last rank drops what it has computed, and the next prompt finds the chain unaffected.
+The other ranks wait for segments from this rank, and for it to receive theirs. So it continues to receive, forward and
+send through the last layer; its own segments then contain arbitrary data. At the end all ranks send their status to the
+rank with the last slice, which drops its result. The next prompt is not affected.
 
-The status also says what a rank has computed: a digest of the prompt's token ids and plan. Ranks that have computed
-different prompts end the job.
+The status of a rank that has not failed is a digest of the prompt's token ids and its plan. If the digests differ, the
+job ends.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model.tp_group import TensorParallelGroup, guarded
 from kvr_mpi.topology import Rotation
 
-# The status of a rank that has failed; of others it is a digest.
+# Status of a rank that has failed; the status of other ranks is a digest.
 FAILED = -1
-# The message begins so if it was the stored beginning of a prompt that could not be read.
+# Beginning of the error message if the stored prefix of a prompt cannot be read.
 UNREADABLE = "what is stored of the prompt's beginning cannot be used"
 
 T = TypeVar("T")
@@ -54,14 +54,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def attempt(
     work: Callable[[], T], tp_group: TensorParallelGroup | None = None, *, reads_stored: bool = False
 ) -> T | Failure:
-    """Compute something; if memory runs out, return why instead of its error, whose traceback holds tensors.
+    """Call `work`; if memory runs out, return a `Failure`, since the exception's traceback would hold tensors.
 
     Parameters
     ----------
     tp_group : TensorParallelGroup or None
         Ranks that compute it together: if it fails on one, it fails on all.
     reads_stored : bool
-        A stored document that cannot be read is such a failure, too; otherwise its `DataError` is raised.
+        Return a `Failure` also if a stored document cannot be read; otherwise its `DataError` is raised.
     """
     try:
         with guarded(tp_group):
@@ -84,7 +84,7 @@ def play_on(cache: SliceCache) -> None:
             continue
         if layer.shape.elements:
             if layer.buffer is None:
-                if not slots:  # the layers that have buffers come first, and have given them back by now
+                if not slots:  # layers with buffers come first, and have given them back
                     slots = cache.buffers.scratch(cache.route.longest_segment, cache.route.slots)
                 layer.segments.do_without(slots, layer.shape.elements)
             layer.segments.post(cache.route)
@@ -104,16 +104,16 @@ def digest_of(ids: Sequence[int], bounds: Sequence[int], strategy: str) -> int:
 def agree(
     transfers: PromptTransfers | None, place: int, decode_place: int, device: torch.device, digest: int | None
 ) -> list[int]:
-    """Tell the decode rank what this rank computed; every rank calls this after its part.
+    """Send this rank's status to the decode rank; every rank calls this after its slice.
 
-    Status messages take the same way as segments, from each place of the slices to the next, up to the decode rank.
+    Status messages are forwarded like segments, from the place of each slice to the next, up to the decode rank.
 
     Parameters
     ----------
     place, decode_place : int
-        Of this rank's slice, and of the decode rank's.
+        Places of this rank's slice and of the decode rank's slice.
     digest : int or None
-        Of `digest_of`; None if this rank has failed.
+        Result of `digest_of`; None if this rank has failed.
 
     Returns
     -------
@@ -124,13 +124,13 @@ def agree(
     Raises
     ------
     AgreementError
-        On the decode rank, if another rank has computed another prompt.
+        On the decode rank, if another rank has computed another prompt or plan.
     """
     has_failed = digest is None
     if transfers is None:
         return [place] if has_failed else []
     forwarder, size = transfers.forwarder, transfers.forwarder.transport.size
-    # Of the way: the decode rank is at the last one, the rank after it at the first.
+    # Steps along the chain: the decode rank has the last one, and the rank after it the first.
     way = Rotation.ending_at(size, decode_place)
     step = way.place_of(place)
 

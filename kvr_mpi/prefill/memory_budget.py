@@ -1,10 +1,10 @@
 """Predicts how much memory a plan takes on each rank.
 
-What a rank holds at most while it prefills its slice is (1) what it held before: weights and libraries, (2) buffers of
-keys and values: on the last rank of all layers and tokens, or with compression of what is kept of them and of the
-layers in flight, elsewhere of the layers in flight, and (3) the activations of one layer, which grow with the slice.
-The last are counted, not guessed: the model's own code runs on the ``meta`` device, where tensors have shapes and no
-memory, and every tensor that is alive at once is added up.
+The peak memory of a rank is the sum of (1) what it held before, weights and libraries, (2) buffers of keys and values:
+on the last rank for all layers and tokens, or with compression for the retained tokens and the layers in flight; on the
+other ranks for the layers in flight, and (3) the activations of one layer, which grow with the slice. Activations are
+counted: the model's own code runs on the ``meta`` device, where tensors have shapes but no memory, and the sizes of all
+tensors that are alive at the same time are added up.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.local import PretendedChain
 
-# Activations of one layer are those of any other; the second layer runs while the first's are gone.
+# Layers to count: all layers have the same activations, and the first layer's are freed before the second runs.
 LAYERS = 2
 GIB = 1 << 30
-# Of the numbers of ranks that are looked at.
+# Largest number of ranks that is tried.
 MOST_RANKS = 4096
-# What the C library's heap takes for activations, over what is alive of them: it keeps what was freed, in pieces that
-# fit the next ones badly. Seen with SmolLM2: 1.9 to 3.0, mostly 2.3, for slices of 256 to 3700 tokens. A GPU's
-# allocator was not measured.
+# Memory of the C library's heap, relative to the activations alive: the heap keeps freed blocks, and fragments.
+# Measured with SmolLM2: 1.9 to 3.0, mostly 2.3, for slices of 256 to 3700 tokens. A GPU's allocator was not measured.
 HEAP_SHARE = 2.3
 
 
 class _Ledger(TorchDispatchMode):
-    """Sums up the bytes of all tensors that exist at the same time, except earlier ones.
+    """Finds the peak of the bytes of all tensors that are alive at the same time, except earlier ones.
 
-    What ``empty`` makes is left out: no model's layer calls it, our buffers of keys and values are made by it, and
-    they are counted apart.
+    Tensors made by ``empty`` are left out: no model's layer calls it. Our buffers of keys and values do, and they are
+    counted separately.
     """
 
     def __init__(self, known: Any) -> None:
@@ -84,14 +83,14 @@ class Footprint:
     ----------
     shape : ModelShape
     activations : callable
-        Bytes of one layer's activations for a slice of so many tokens after a prefix as long, in chunks of so many, or
-        (None) at once.
+        Returns the bytes of one layer's activations, given the tokens of a slice, which follows a prefix of the same
+        length, and of its chunks (None: at once).
     heap_share : float
-        What is taken for them, over that.
+        Memory allocated for activations, relative to their bytes.
     takes_chunks : bool
         Whether the model's layers can be run in chunks.
     admits : bool
-        Whether the decode rank moves each layer to where it is decoded as soon as it is through.
+        Whether the decode rank moves each layer to its decode store as soon as the layer is complete.
     """
 
     shape: ModelShape
@@ -103,11 +102,11 @@ class Footprint:
     def route_bytes(
         self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False, drop: PlannedDrop | None = None
     ) -> int:
-        """Peak bytes of a rank for a prompt under any strategy, in addition to what it holds.
+        """Peak bytes of a rank for a prompt under any strategy, in addition to what it held before.
 
-        An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits. With
-        `is_spread` every rank keeps its own tokens, and none all; with a `drop` the decode rank holds what is kept, and
-        a few layers as a whole.
+        An upper bound: a rank that does not keep all layers is assumed to hold as many as it may before it waits. With
+        `is_spread` every rank keeps only its own tokens; with a `drop` the decode rank holds the retained tokens, and
+        a few whole layers.
         """
         is_decode_rank = route.is_last
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
@@ -137,8 +136,8 @@ class Footprint:
     def activation_bytes(self, tokens: int, chunk_tokens: int | None = None) -> int:
         """Bytes of one layer's activations, interpolated between measured numbers of tokens.
 
-        Without chunks these are powers of two. With them a line is laid through two counts: what is there for the whole
-        slice grows with it, and a chunk's is a chunk's.
+        Without chunks, powers of two are measured. With chunks, two multiples of the chunk are measured: the part for
+        the whole slice grows linearly, and the part for a chunk is constant.
         """
         if chunk_tokens is not None and chunk_tokens < tokens:
             below, every, step = 2 * chunk_tokens, chunk_tokens, 2 * chunk_tokens
@@ -164,14 +163,14 @@ def footprint_of(
     shape : ModelShape, optional
         Found by `probe_shape` if it is not given.
     on_gpu : bool
-        Nothing is added for what the allocator keeps.
+        Add nothing for memory that the allocator keeps.
     in_parts : bool
-        Attention is taken over, if the configuration lets it; otherwise the model's own makes its masks.
+        Replace the model's attention if the configuration allows it; otherwise its own attention makes masks.
 
     Raises
     ------
     ModelError
-        If a chain cannot cut it.
+        If the model cannot run as a chain.
     """
     shape = shape or probe_shape(config, dtype)
     # Grouped experts have a meta kernel for bfloat16 only; their activations are counted in that and scaled.
@@ -199,7 +198,7 @@ def footprint_of(
     def activations(tokens: int, chunk_tokens: int | None) -> int:
         try:
             return count(tokens, tokens, chunk_tokens)
-        except (RuntimeError, IndexError):  # a table of positions, or a mask, ends where the longest prompt does
+        except (RuntimeError, IndexError):  # tables of positions and masks end at the longest prompt
             if (longest := shape.max_tokens) is None or 2 * tokens <= longest or longest < 2:
                 raise
         most = min(tokens, longest - 1)
@@ -208,7 +207,7 @@ def footprint_of(
 
     try:
         activations(1, None)
-    except (RuntimeError, NotImplementedError):  # an operation that meta does not know: only buffers are counted
+    except (RuntimeError, NotImplementedError):  # an operation without a meta kernel: only buffers are counted
         return Footprint(shape, lambda tokens, chunk_tokens: 0)
     return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE, why_no_chunks(loaded) is None, admits=on_gpu)
 
@@ -223,7 +222,7 @@ def check_fits(
     is_spread: bool = False,
     drop: PlannedDrop | None = None,
 ) -> None:
-    """Refuse a prompt that would not fit, before it starts; the same on every rank.
+    """Check that a prompt fits into memory before it starts; the result is the same on every rank.
 
     Parameters
     ----------
@@ -232,14 +231,14 @@ def check_fits(
     make : callable
         The strategy's route.
     is_spread : bool
-        Every rank keeps its own tokens, and none all.
+        Every rank keeps only its own tokens.
     drop : PlannedDrop or None
         What compression drops on the last rank.
 
     Raises
     ------
     DocumentError
-        Saying how many ranks would do, if any number would.
+        If it does not fit; says how many ranks would be enough, if any number would.
     """
     size, tokens = len(free_bytes), partition.tokens
 
@@ -265,12 +264,12 @@ def check_fits(
 
 
 def check_rolling_fits(footprint: Footprint, rolling: Rolling, free_bytes: int) -> None:
-    """Refuse prompts if even a rolling cache does not fit.
+    """Check that a rolling cache fits into memory.
 
     Raises
     ------
     DocumentError
-        Saying what it takes.
+        If it does not fit; says how much memory it needs.
     """
     needs = footprint.rolling_bytes(rolling)
     if needs > free_bytes:
@@ -293,7 +292,7 @@ def ranks_that_fit(
     size = 1
     while size <= min(tokens // slices_per_rank, MOST_RANKS):
         partition = Partition.even(tokens, slices_per_rank * size)
-        # The ranks between hold no more than the one before the last.
+        # The ranks in between need no more than the last but one.
         if all(needed(partition, rank) <= free for rank in {0, max(0, size - 2), size - 1}):
             return size
         size = size + 1 if size < 16 else size + size // 8

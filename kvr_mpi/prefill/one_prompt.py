@@ -1,6 +1,6 @@
 """The ways to prefill one prompt: plain transformers, KV-Runahead and its alternatives, all exact.
 
-Stands between the plan (a `Partition`) and decoding (which reads `Prefill`).
+Each takes a plan (a `Partition`), and returns a `Prefill`, which decoding reads.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class Prefill:
     cache: Any
     logits: torch.Tensor | None  # (vocab_size,) float32; None on every rank but the decode rank
     seconds: float
-    wait_s: float = 0.0  # of them, waiting for other ranks' keys and values
+    wait_s: float = 0.0  # of `seconds`, waiting for other ranks' keys and values
     sent_bytes: int = 0
-    last: int = 0  # the decode rank: it had the last slice
-    error: str | None = None  # it failed, here or (on the last rank) anywhere in the chain: there is no cache
+    last: int = 0  # the decode rank, which had the last slice
+    error: str | None = None  # why it failed, here or (on the last rank) anywhere in the chain; no cache then
     layer_times_s: Sequence[float] = ()  # when each layer's keys were made, excluding wait time
-    send_wait_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
-    strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
-    known_tokens: int = 0  # the first ones, whose keys and values were there already
-    share: Share | None = None  # this rank's, of a prompt that stays spread over its chain: there is no cache
-    stored_tokens: int = 0  # the first ones, whose keys and values the ranks before this one store
-    retained: RetainedSize | None = None  # what compression has left of the cache; None: it is whole
-    rolling: Rolling | None = None  # the cache that does not hold all tokens
+    send_wait_s: float = 0.0  # of `seconds`, waiting for this rank's sends to complete
+    strategy: str = "kvr"  # the strategy used: a name of `registry.STRATEGIES`
+    known_tokens: int = 0  # number of first tokens whose keys and values were known before
+    share: Share | None = None  # this rank's share of a prompt that stays sharded; no cache then
+    stored_tokens: int = 0  # number of first tokens whose keys and values earlier ranks store
+    retained: RetainedSize | None = None  # size of the compressed cache; None: not compressed
+    rolling: Rolling | None = None  # the rolling cache; None: the cache holds all tokens
     began_s: float = 0.0  # on the clock of `layer_begins_s`, time.perf_counter
-    row_share: float = 1.0  # of `seconds`, those that are its own: a row computes several prompts
-    layer_begins_s: Sequence[float] = ()  # when each layer's keys were made; empty on a GPU, which computes on its own
+    row_share: float = 1.0  # this prompt's fraction of `seconds`, which are those of its row
+    layer_begins_s: Sequence[float] = ()  # when each layer's keys were made; empty on a GPU, which is asynchronous
 
     @property
     def held_tokens(self) -> float:
@@ -145,7 +145,7 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
     Raises
     ------
     ModelError
-        If that depends on how the prompts go on.
+        If its keys depend on the length of the whole prompt.
     """
     if kinds := depends_on_length(loaded.model):
         raise ModelError(
@@ -189,25 +189,25 @@ def prefill_kvr(
     ids : sequence of int
         The whole prompt, the same on every rank.
     partition : Partition
-        The prompt's slices, as the route takes them: of a relay one for each rank. The first slice includes the prefix.
+        The prompt's slices, in a relay one for each rank. The first slice includes the prefix.
     make, strategy : callable, str
-        Makes the route of each position of the slices; and the name of that strategy.
+        Makes the route of each position; and the name of that strategy.
     last : int or None
-        The rank that has the last slice, and ends with the cache; the places of the slices are turned round the ranks
-        for that. None: places are ranks.
+        The rank that ends with the cache. The places of the slices are rotated around the ranks accordingly. None:
+        places are ranks.
     forwarder : Forwarder or None
-        One that goes on from prompt to prompt, with the ranks of the chain: what this rank still has to send when it
-        has computed goes beside the next prompt. None: everything is sent when the prefill returns.
+        A forwarder that is reused from prompt to prompt: sends that are unfinished after the prefill overlap with the
+        next prompt. None: everything is sent when the prefill returns.
     spares_chain : bool
-        If memory runs out on a rank, or a stored prefix cannot be read there, it takes part in the transfers to the
-        end, so that the others come through; `Prefill.error` says so there and on the rank with the last slice.
-        Otherwise the error is raised. The same on all ranks.
+        If a rank runs out of memory, or cannot read a stored prefix, it completes its transfers so that the other
+        ranks can finish, and `Prefill.error` is set there and on the rank that ends with the cache. Otherwise the
+        error is raised. Pass the same on all ranks.
     keeps_all : bool
         The rank with the last slice ends with the keys and values of all tokens, even in layers with windows or chunks.
     chunk_tokens : int or None
-        Every rank computes its slice in chunks that end at multiples of this, wherever slices end. None: at once.
+        Every rank computes its slice in chunks that end at multiples of this in the prompt. None: at once.
     **of_cache
-        Of `SliceCache`, on each rank.
+        Options of `SliceCache`, on each rank.
     """
     partition.check_tokens(len(ids))
     loaded.shape.check_ids(ids)
@@ -314,5 +314,5 @@ def _run_slice(loaded: LoadedModel, mine: Sequence[int], cache: SliceCache) -> t
 
 def wait_for_compute(device: torch.device) -> None:
     """Wait until a GPU has finished, so that the measured time is a time to first token."""
-    if device.type == "cuda":  # its own stream: transfers that go on beside it are not waited for
+    if device.type == "cuda":  # only the compute stream: transfers continue in other streams
         torch.cuda.current_stream(device).synchronize()

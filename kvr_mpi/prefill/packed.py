@@ -1,6 +1,6 @@
 """Prefill several short prompts in one packed row, and decode one token each of many answers.
 
-See ``row`` for how the model is made to see several documents as one.
+``kv.row`` describes how a model runs several documents as one row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport.local import LocalTransport
 
-# Tokens of a packed forward.
+# Tokens of a packed forward pass.
 PACK_TOKENS = 2048
 
 
@@ -43,27 +43,27 @@ def prefill_packed(
 ) -> list[Prefill]:
     """Prefill several short prompts in one forward pass, each exactly as alone (`prefill_kvr` on one rank).
 
-    If there is no memory for all of them it goes on in halves; one that does not fit alone has its `Prefill.error`.
+    If memory runs out, the prompts are split into halves; one that does not fit alone gets a `Prefill.error`.
 
     Parameters
     ----------
     prompts : sequence of sequences of int
         At least one, none of them empty.
     reserve_tokens : int or sequence of int
-        Room for tokens to be decoded after each, or after every one.
+        Room for decoded tokens, the same for all prompts or for each.
     prefix : SharedPrefix or None
-        What all of them begin with, if it has been computed; the prompts still contain it.
+        Prefix of all prompts, if it has been computed; the prompts still contain it.
     window : (int, int) or None
-        Of a single prompt: tokens whose queries are kept (`one_prompt.Options`).
+        For a single prompt: tokens whose queries are kept (`one_prompt.Options`).
     retain : Retain or None
-        Of a single prompt: chooses what its heads keep.
+        For a single prompt: chooses what its heads keep.
     arena : Arena or None
         See `SliceCache`.
 
     Returns
     -------
     list of Prefill
-        In the prompts' order, each with its own cache. Every one took as long as all of its forward pass.
+        In the prompts' order, each with its own cache. `seconds` are those of the whole forward pass.
     """
     assert (window is None and retain is None) or len(prompts) == 1, "prompts that are compressed run one by one"
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
@@ -145,7 +145,7 @@ def decode_packed(
     Parameters
     ----------
     run : callable, optional
-        What stands for `run_step`.
+        Called instead of `run_step`.
 
     Returns
     -------

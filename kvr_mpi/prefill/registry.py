@@ -1,8 +1,8 @@
-"""The strategies: for each how it is cut, run, forecast and verified, and what it needs from a model.
+"""The strategies: how each one cuts, runs, forecasts and verifies a prompt, and what it needs from a model.
 
-Stands above the prefill, which runs them, and the cost model, which forecasts them. Jobs, ``first-token``, ``kvr
-verify``, ``kvr plan`` and ``forecast`` take their strategies from here: a new one is a table of routes
-(``routes``), and an entry in `STRATEGIES`.
+The prefill runs them, and the cost model forecasts them. Jobs, ``first-token``, ``kvr verify``, ``kvr plan`` and
+``forecast`` take their strategies from here: a new one is a table of routes (``routes``), and an entry in
+`STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.routes import all_gather, relay, ring
 
-if TYPE_CHECKING:  # what runs strategies is imported when they run: forecasts need no torch
+if TYPE_CHECKING:  # imported when strategies run, since forecasts need no torch
     from typing import Unpack
 
     from kvr_mpi.costs.costmodel import RelayKind
@@ -28,13 +28,13 @@ if TYPE_CHECKING:  # what runs strategies is imported when they run: forecasts n
     from kvr_mpi.prefill.one_prompt import Options, Prefill
     from kvr_mpi.transport import Transport
 
-# What jobs choose when told to choose, and how much faster than a chain the other has to be forecast: forecasts of the
-# two are not surer of each other than that, and a chain sends less at a time and holds less.
+# The setting that lets jobs choose, and by how much another strategy must be forecast faster than a chain: forecasts
+# are no more accurate than that, and a chain sends less at a time and holds less.
 AUTO = "auto"
 MARGIN = 0.03
-# Tokens of the chunks that are tried where slices do not fit at once, in this order.
+# Chunk sizes that are tried, in this order, if whole slices do not fit.
 CHUNK_SIZES = (4096, 2048, 1024, 512, 256, 128)
-# Of the prompt on which a model is proven to run by a strategy, and of its chunks.
+# Tokens of the prompt with which a strategy is verified for a model, and of its chunks.
 CHECKED_TOKENS, CHECKED_CHUNK = 12, 2
 
 
@@ -53,9 +53,9 @@ class Strategy:
     about : in a few words.
     make : makes its routes, as it runs in jobs; None: plain transformers on one rank.
     forecast : its time to the first token.
-    published : the strategy as its authors run it, without the cut of the last layer; None: that is the same.
+    published : the strategy as its authors run it, without the cut of the last layer; None: the same.
     stretches : slices of each rank.
-    has_cuts : whether its slices are searched, measured or looked up; else they are even.
+    has_cuts : whether its slices are tuned; otherwise they are even.
     in_jobs : whether jobs can ask for it.
     needs_parts : whether it attends to a prefix in parts, in another order than the prompt's.
     takes_chunks : whether ranks can compute their slices in chunks.
@@ -110,7 +110,7 @@ class Strategy:
         Raises
         ------
         ModelError
-            If the model cannot run so.
+            If the model does not support the strategy.
         """
         from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
 
@@ -141,12 +141,12 @@ class Strategy:
     def check(self, loaded: LoadedModel, chunk_tokens: int | None = None) -> None:
         """Verify on a few tokens that the strategy gives this model's logits, in whole slices or in chunks.
 
-        Chains that compute slices at once are proven by `check_chain`, before.
+        `check_chain` has already verified chains that compute whole slices.
 
         Raises
         ------
         ModelError
-            If the model cannot run so, or the logits differ.
+            If the model does not support it, or the logits differ.
         """
         from kvr_mpi.prefill.exactness import error_share, why_not_the_same
         from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -245,10 +245,10 @@ def choose_chunks(
     Parameters
     ----------
     asked : int or "auto"
-        By the job; auto: the longest of `CHUNK_SIZES` in which it fits, if it does not fit at once.
+        The job's setting; auto: whole slices if the prompt fits, else the largest of `CHUNK_SIZES` with which it fits.
     fits : callable
-        Whether it does in chunks of so many tokens, or (None) at once, beside nothing else: a prompt's chunks are not
-        to depend on what else there is to do.
+        Whether the prompt fits with chunks of a size, or (None) with whole slices, on otherwise empty ranks: a prompt's
+        chunks must not depend on other prompts.
     """
     if not strategy.takes_chunks or footprint is None:
         return None
@@ -265,7 +265,7 @@ def check_takes_chunks(strategy: Strategy, loaded: LoadedModel, chunk_tokens: in
     Raises
     ------
     ModelError
-        If the strategy takes none, the model cannot, or the logits differ.
+        If the strategy or the model does not support chunks, or the logits differ.
     """
     if chunk_tokens == "auto" or strategy.is_plain:
         return

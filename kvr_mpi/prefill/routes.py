@@ -17,12 +17,12 @@ def relay(
     sends_all: bool = False,
     chunk_tokens: int | None = None,
 ) -> Route:
-    """KV-Runahead: segments go down the chain, forwarded as they arrive (section 4.1, Fig. 5; cut-through is ours).
+    """Relay segments down the chain, forwarded as they arrive (KV-Runahead, section 4.1, Fig. 5; cut-through is ours).
 
-    A rank attends to its own slice while the prefix is on its way, and then to each segment of the prefix, nearest
-    first, since that has the shortest way. In a layer with a window or chunks, only those tokens are sent that the next
-    rank, or a later one, can attend to. Each chunk is a segment, sent as soon as it is computed. The first chunk that
-    attends waits for everything before the slice; later ones find it there.
+    A rank attends to its own slice while the prefix is in flight, and then to each segment of the prefix, beginning
+    with the nearest rank's, which arrive first. In a layer with a window or chunks, a rank sends only tokens that the
+    next rank, or a later one, can attend to. Each chunk is a segment, sent as soon as it is computed. The first chunk
+    that attends waits for the whole prefix; later chunks need not wait.
     """
     last = partition.size - 1
     slices = [_after(partition, each, known) for each in range(partition.size)]
@@ -58,15 +58,15 @@ def ring(
     chunk_tokens: int | None = None,
     saves_last_layer: bool = False,
 ) -> Route:
-    """Zigzag ring attention: rank r owns the r-th stretch from the front and from the back; segments go around.
+    """Pass segments around a zigzag ring: rank r owns the r-th stretch from the front and the r-th from the back.
 
-    Every rank computes the same in every step, without tuning; every segment crosses every link but one. Segments are
-    forwarded as they arrive, and attended to in the order of their coming, both stretches of a rank at once: by all
-    queries to the near one of a rank before, or by those of the far stretch to both of a rank after. What nobody reads
-    of the last layer is left out if that is lent to it.
+    All ranks compute equally much in every step, without tuning; every segment crosses all links but one. Segments are
+    forwarded as they arrive. A rank attends to both stretches of another rank in one step, in the order of arrival: for
+    an earlier rank, all queries attend to its near stretch; for a later rank, the far stretch's queries attend to both.
+    With `saves_last_layer`, output of the last layer that is not used is not computed.
 
-    It takes no chunks: a rank's last tokens see those of all others, so the ranks would wait for each other's chunks in
-    turn, and one of them compute at a time.
+    The ring does not support chunks: a rank's last tokens see those of all other ranks, so ranks would wait for each
+    other's chunks, and compute one at a time.
     """
     size = partition.size // 2
     halves = [_after(partition, each, known) for each in range(partition.size)]
@@ -97,7 +97,7 @@ def ring(
         hops=tuple(hops),
         steps=tuple(steps),
         saves_last_layer=saves_last_layer,
-        slots=4,  # both stretches of two ranks: what comes in can wait for nothing but what came in before
+        slots=4,  # both stretches of two ranks: then a receive waits only for earlier receives
     )
 
 
@@ -111,11 +111,11 @@ def all_gather(
     is_dense: bool,
     saves_last_layer: bool = False,
 ) -> Route:
-    """TSP: even slices; every rank receives all keys and values before it attends (section 3, Fig. 4).
+    """Send each slice to all ranks; a rank receives all keys and values before it attends (TSP, section 3, Fig. 4).
 
-    ``is_dense`` as in the paper: every rank computes its slice against the whole prompt and masks what lies after.
-    Otherwise causal: what lies after a slice is not computed, and what nobody reads of the last layer is left out if
-    that is lent to it. It takes no chunks: a rank attends when it has been sent everything.
+    With `is_dense`, as in the paper, a rank computes its slice against the whole prompt, and masks the tokens after it.
+    Otherwise it does not compute these and, with `saves_last_layer`, no output of the last layer that is not used.
+    Chunks are not supported, since a rank attends only after it has received everything.
     """
     size = partition.size
     own = _after(partition, position, known)

@@ -1,8 +1,8 @@
 """The self-check before every batch: a chain of threads must give this model's own logits on a few tokens.
 
-An architecture whose attention does not go the way we think would otherwise give wrong answers for a whole corpus. What
-shows only in long prompts is compared without running them: rotary embeddings (``model.rope``) and masks
-(``model.masks``, at every prefill).
+An architecture whose attention differs from our assumptions would otherwise give wrong answers for a whole corpus. What
+depends on long prompts is checked without running them: rotary embeddings (``model.rope``) and masks (``model.masks``,
+at every prefill).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 LEAST_TOKENS = 12
-# Operations the check may take, so that it stays within seconds: a window larger than what that allows is not exceeded.
+# Operations that keep the check within seconds; a window is not exceeded if that would take more of them.
 MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}
 # Runs of the whole model that a check takes.
 RUNS = 7
@@ -40,22 +40,21 @@ Say = Callable[[str], None]
 def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None = None) -> LoadedModel:
     """Verify on a few tokens that chains give this model's logits, and prepare the model for chains.
 
-    Three ranks have slices of one token at both ends, since that takes paths of its own; two have a last slice that is
-    cut to its last token after the last attention. The prompt is longer than the smallest window or chunk.
+    Three ranks test slices of one token at both ends, which use other code paths; two ranks test a last slice that the
+    last layer cuts to its last token. The prompt is longer than the smallest window or chunk.
 
     Parameters
     ----------
     tokens : int or None
-        Of the prompt; None: as many as it takes.
+        Of the prompt; None: as many as are needed.
     say : callable or None
-        Told why, if attention cannot be taken over.
+        Called with the reason, if the model's attention cannot be replaced.
 
     Returns
     -------
     LoadedModel
-        The same, or without that cut if its code does not bear it, or with the model's own attention over the whole
-        prefix if that cannot be taken over. Kernels that are not the modules' own are forgotten if it is they that make
-        the difference.
+        The same; without the cut of the last layer if the model does not support it, or with the model's own attention
+        over the whole prefix if that cannot be replaced. Our kernels are dropped if they make the results differ.
 
     Raises
     ------
@@ -97,7 +96,7 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
 
 
 def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> LoadedModel:
-    """Check chains that replace the model's attention, with the last layer cut if the model bears it."""
+    """Check chains that replace the model's attention, with the last layer cut if the model supports it."""
     prepare_model(loaded.model, chain=True)
     tokens = len(ids)
     _compare_all(loaded, ids, [Partition((0, 1, tokens - 1, tokens))], truth)
@@ -188,7 +187,7 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
     Parameters
     ----------
     arena : Arena or None
-        Where those that run together are kept.
+        Page pool of the documents that run together.
     """
     if reason := why_never_packed(loaded):
         return reason
@@ -211,15 +210,15 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
 
 
 def check_spread(loaded: LoadedModel) -> None:
-    """Verify that a model may decode a document that several ranks hold, on a small one that two threads hold.
+    """Verify that a model can decode a sharded document, with a small document on two threads.
 
-    Models that count positions by what a cache holds would go on from a rank's own share. The model has to be prepared
-    for chains (`prepare_model`).
+    A model that counts positions by the tokens in its cache would continue from a rank's own share. The model has to be
+    prepared for chains (`prepare_model`).
 
     Raises
     ------
     ConfigError
-        If it may not.
+        If it cannot.
     """
     ids, token = loaded.shape.sample_ids(LEAST_TOKENS), loaded.shape.sample_ids(1, first=NEXT_TOKEN)
 

@@ -1,6 +1,6 @@
 """Prompts that continue a stored document, on a chain that holds it sharded: each rank loads a shard, all run the rest.
 
-No rank ever holds more than its share (``kv.shares``), so that a document larger than a rank's memory can be asked.
+No rank ever holds more than its share (``kv.shares``), so that prompts can continue a document of any length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.collectives import all_gather
 
-# How a rank has come through a row.
+# Status of a rank after a row.
 _DONE, _SHORT, _UNREADABLE = range(3)
 
 
@@ -40,15 +40,15 @@ def run_shares(
 ) -> torch.Tensor:
     """Run new tokens of sharded prompts in one row; every rank of the chain calls this.
 
-    A rank that fails plays on (``failure``), so that it is known to all of them alike. The new tokens are not counted
-    in: they may be run again, or fewer prompts at a time.
+    A rank that fails completes its transfers (``failure``), so that all ranks raise the same error. `Share.length` does
+    not change: the tokens can be run again, or with fewer prompts at a time.
 
     Parameters
     ----------
     shares : sequence of Share
-        This rank's, one of each prompt.
+        This rank's share of each prompt.
     tokens : sequence of sequences of int
-        New ones of each prompt.
+        New tokens of each prompt.
     only_last : bool
         Compute logits only after each prompt's last token.
 
@@ -60,7 +60,7 @@ def run_shares(
     Raises
     ------
     MemoryError
-        On all ranks, if any had no memory; says which, and why if this one had none.
+        On all ranks, if any ran out of memory; says which ranks, and on those ranks why.
     DataError
         On all ranks, if any could not read its rows of a stored document.
     AgreementError
@@ -111,26 +111,26 @@ def prefill_stored(
     reserve_tokens: Sequence[int],
     last: int,
 ) -> list[Prefill]:
-    """Run the tokens after a stored document of some prompts in one row; every rank of the chain calls this.
+    """Prefill prompts that continue a stored document in one row; every rank of the chain calls this.
 
-    If a rank has no memory for all of them they are run in halves.
+    If a rank runs out of memory, the prompts are split into halves.
 
     Parameters
     ----------
     prompts : sequence of sequences of int
-        Whole prompts, at least one, each of which begins with the document and goes on.
+        Whole prompts, at least one, each of which begins with the document and continues after it.
     document : Share
-        This rank's; layers that have not been read are.
+        This rank's share; layers that are not loaded yet are read from the file.
     reserve_tokens : sequence of int
-        Room for tokens to be decoded after each, in the last share.
+        Room for decoded tokens of each prompt, in the last share.
     last : int
         The rank that has the last share, and ends with the logits.
 
     Returns
     -------
     list of Prefill
-        With this rank's share of each; on all ranks with `error` instead, if some rank could not read its own, or had
-        no memory for a prompt by itself. Every one took as long as all of its row.
+        With this rank's share of each prompt; on all ranks with `error` instead, if any rank could not read its part of
+        the document, or had no memory for a single prompt. `seconds` are those of the whole row.
     """
     began, known = time.perf_counter(), document.length
     assert document.prefix is not None, "it is stored"
@@ -148,7 +148,7 @@ def prefill_stored(
             why = f"{UNREADABLE}: {found.why}"
             document.end_loading(why)
         elif len(prompts) > 1:
-            shares.clear()  # the rows they have room for
+            shares.clear()  # frees their reserved rows
             half = len(prompts) // 2
             return [
                 prefill

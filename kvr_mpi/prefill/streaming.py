@@ -1,7 +1,7 @@
 """Prefill a prompt of any length in constant memory: a few tokens per step, with a rolling cache.
 
-One rank does it alone. For models all of whose layers have windows (or chunks) that fit this is exact; for others it is
-StreamingLLM's approximation, if that is asked for by name (`kv.rolling`).
+Each prompt runs on one rank. This is exact if all layers have windows (or chunks) that fit into the cache; for other
+models it is StreamingLLM's approximation, which a job has to ask for by name (`kv.rolling`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
 from kvr_mpi.transport.local import LocalTransport
 
-# Of the check before a job, and of each of its steps.
+# Tokens of the check before a job, and of each of its steps.
 CHECKED_TOKENS, CHECKED_STEP = 12, 5
-# The same by a cache so small that tokens are dropped, sinks among those it keeps.
+# Tokens and sinks of a cache that is small enough to drop tokens in this check.
 CHECKED_CACHE, CHECKED_SINKS = 6, 2
 
 
 def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> Prefill:
-    """Prefill a prompt on one rank; every step has the same shapes, but for a last one that is shorter.
+    """Prefill a prompt on one rank; every step has the same shapes, except for a shorter last one.
 
     The model has to be prepared for chains (`prepare_model`). If memory runs out, the result has an error and no cache.
 
     Raises
     ------
     ModelError
-        If the cache does not hold all that the model sees, and no approximation was asked for.
+        If a layer sees more than the cache holds, and there are no sinks.
     """
     loaded.shape.check_ids(ids)
     began, partition = time.perf_counter(), Partition((0, len(ids)))
@@ -70,13 +70,13 @@ def _run_steps(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> tup
 def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     """Check that a rolling cache holds what a model sees, and verify its logits on a few tokens.
 
-    A cache that holds all of them has to give those of a whole one. One that drops some has to give the same whether
-    they come one by one or several at a time: what a token sees does not depend on that.
+    A rolling cache that holds all tokens has to give the logits of a whole cache. A rolling cache that drops tokens has
+    to give the same logits in steps of one token as in steps of several.
 
     Raises
     ------
     ModelError
-        If it does not, or the model cannot be run so.
+        If it does not, or the model does not support rolling caches.
     """
     check_rolling(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
     name = loaded.shape.architecture

@@ -1,9 +1,9 @@
 """Verify on the user's own model that every strategy gives the results of one process.
 
-Rank 0 computes the truth with plain transformers; the rank that ends with a strategy's last token sends its
-logits, its keys and values, and the greedy tokens it decodes with them, and rank 0 compares. In float32 they have
-to agree within the noise of the sums; in a shorter type they may be no farther from the float32 truth than
-transformers' own run in that type, times 1.5.
+Rank 0 computes the reference with plain transformers. For each strategy, the rank that ends with the last token sends
+rank 0 its logits, its keys and values, and the tokens that it decodes greedily; rank 0 compares them. In float32 they
+have to agree within rounding errors. In a shorter dtype, their difference from the float32 reference may be at most 1.5
+times that of transformers' own run in that dtype.
 """
 
 from __future__ import annotations
