@@ -1,8 +1,8 @@
 """Batched decoding: prompts join after their prefill, and leave when they are answered.
 
 In each step, the model runs once on a packed row with one token of each prompt. An answer does not depend on the others
-in the row: each has its own keys and values, positions, logits processors and random numbers. Which ranks take part,
-and what each of them computes, is the batch's `group`. Stands between the prefills of a wave and the writer.
+in the row: each has its own keys and values, positions, logits processors and random numbers. The batch's `group`
+defines which ranks take part, and what each of them computes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.one_prompt import Prefill
 
-# Most sequences that a rank decodes together: with more, reading the weights is no longer what takes the time.
+# Largest number of sequences that a rank decodes together: with more, reading the weights no longer dominates a step.
 MAX_SEQUENCES = 64
 # Sampling settings of recent documents that are cached, for documents with the same settings.
 KEPT_RULES = 16
-# Told instead of a prompt's next token: it is answered, or its prefill failed.
+# Sent instead of a prompt's next token: the prompt is answered, or its prefill failed.
 ENDED, FAILED = -1, -2
 
 K = TypeVar("K")
@@ -41,7 +41,7 @@ class Finished(Generic[K]):
     """A prompt that has left the batch, with its answer or error."""
 
     key: K
-    prefill: Prefill  # with all its keys and values that are here; without a cache after an error
+    prefill: Prefill  # with this rank's keys and values; without a cache after an error
     answer: Answer | None
     error: str | None = None
     rank_s: float = 0.0  # of decoding, as in `Running`
@@ -50,8 +50,8 @@ class Finished(Generic[K]):
 class DecodeBatch(Generic[K]):
     """A batch of prompts that are being answered.
 
-    Of a group of several ranks each makes the same calls of `begin` and `step` at the same time; `add` too, unless
-    prompts wait for `begin` (`Group.waits`). Each hands out the answers to the prompts whose home it is.
+    All ranks of a group call `begin` and `step` together, and also `add` unless prompts wait for `begin`
+    (`Group.waits`). Each rank returns the answers to the prompts whose home it is.
 
     Parameters
     ----------
@@ -61,12 +61,12 @@ class DecodeBatch(Generic[K]):
         Stop strings.
     max_new_tokens : int
     group : Group, optional
-        The ranks that answer; by default this one alone, with packed rows.
+        The ranks that decode; by default this rank alone, with packed rows.
 
     Attributes
     ----------
     most_rows : int or None
-        How many prompts step at once, once memory was too short for all of them.
+        Largest number of prompts in a row; None until memory was too short for all of them.
     """
 
     def __init__(
@@ -119,20 +119,20 @@ class DecodeBatch(Generic[K]):
         Parameters
         ----------
         key : object
-            Comes back in `Finished`.
+            Returned in `Finished`.
         prefill : Prefill
             With logits at the prompt's home, and room for its ``max_new_tokens``.
         prompt_ids : sequence of int
-            All of them, for the processors that look back.
+            The whole prompt, for logits processors that look back.
         seed : int
             For sampling: the same seed, prompt and settings give the same answer.
         own : OwnGeneration
-            Settings of the prompt, where they are not the job's.
+            Settings of the prompt that replace the job's.
 
         Returns
         -------
         bool
-            Whether its prefill came through, as its home knows.
+            Whether its prefill succeeded, according to its home rank.
         """
         document = self._begin(key, prefill, prompt_ids, seed, own)
         if self.group.waits:
@@ -157,7 +157,7 @@ class DecodeBatch(Generic[K]):
     @torch.inference_mode()
     def step(self) -> list[Finished[K]]:
         """Generate one token for every prompt, and return those that are finished."""
-        if not self._running and self._aside:  # no memory for any of them: one has to give its own back
+        if not self._running and self._aside:  # no memory for any of them: one has to finish or fail
             self._running.append(self._aside.pop(0))
         for row in self.group.rows(self._running, self.most_rows):
             self._step(row)
@@ -213,7 +213,7 @@ class DecodeBatch(Generic[K]):
         Raises
         ------
         DocumentError
-            If that cannot be done, for want of memory, too.
+            If a continuation cannot be scored, or memory runs out.
         """
         found = attempt(
             lambda: score_continuations(self._loaded, prefill, prompt_tokens, texts, self.group.look_ahead),
@@ -295,8 +295,8 @@ class DecodeBatch(Generic[K]):
         Returns
         -------
         token, tokens : int
-            The token to run next; if another answer begins with it, how many tokens are left of what was run. Or that
-            the prompt is answered, or failed. (0, 0) for a prompt whose home is another rank.
+            The token to run next, `ENDED` or `FAILED`; and the length to truncate the cache to if another answer begins
+            with this token, else 0. (0, 0) for a prompt whose home is another rank.
         """
         writing, tokens = document.writing, 0
         if writing is None:
@@ -324,7 +324,7 @@ class DecodeBatch(Generic[K]):
                 self.group.forget_rows()
                 if document.writing is None:
                     self._finished.append(None)
-                self._running += self._aside  # which may find memory now
+                self._running += self._aside  # there may be memory for them now
                 self._aside.clear()
                 continue
             document.last_token = token

@@ -1,8 +1,8 @@
 """Answers that follow a JSON schema: each step allows only tokens that continue a valid answer.
 
-The schema becomes a grammar, and the grammar a mask over the vocabulary in each step; both are llguidance's
-(https://github.com/guidance-ai/llguidance). The mask is the first of the logits processors, so that temperature, top-k
-and the like act on what is left.
+llguidance (https://github.com/guidance-ai/llguidance) compiles the schema to a grammar, and computes a mask over the
+vocabulary in each step. The mask is the first logits processor, so that temperature, top-k and others act on the
+allowed tokens only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Grammars:
         self._tokens: dict[int | None, Any] = {}  # by the number of logits
 
     def matcher(self, schema: str, vocab_size: int | None = None) -> Any:
-        """Start an answer that follows a schema; the number of logits defaults to that of the tokenizer's tokens.
+        """Make the matcher of one answer; the number of logits defaults to the size of the tokenizer's vocabulary.
 
         Raises
         ------
         ConfigError
-            If llguidance is missing, or cannot do it with this tokenizer.
+            If llguidance is missing, or does not support this schema or tokenizer.
         """
         try:
             from llguidance import LLMatcher
@@ -73,7 +73,7 @@ class SchemaProcessor:
     grammars : Grammars
     schema : str
     prompt_tokens : int
-        Of the prompt, which is not looked at.
+        Length of the prompt, to which the schema does not apply.
     """
 
     def __init__(self, grammars: Grammars, schema: str, prompt_tokens: int) -> None:
@@ -86,7 +86,7 @@ class SchemaProcessor:
         Raises
         ------
         DocumentError
-            If that cannot be said, so that the answer cannot go on.
+            If llguidance cannot compute the mask, so that the answer cannot continue.
         """
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 

@@ -1,9 +1,8 @@
 """The ranks that decode together, and what each computes in a step.
 
-A rank answers by itself (`Alone`), or with others that have some heads each (`head_parallel.HeadGroup`) or some tokens
-each (`token_parallel.TokenGroup`). Choosing tokens, several answers, schemas, scores and what to do when memory runs
-out are the same for all of them (``batch``). One rank of a group chooses a prompt's tokens: it is the prompt's home,
-and tells the others what comes next.
+A rank decodes alone (`Alone`), or with other ranks that each hold some heads (`head_parallel.HeadGroup`) or some tokens
+(`token_parallel.TokenGroup`). ``batch`` chooses tokens and handles samples, schemas, scores and memory errors for all
+groups. One rank of a group is the prompt's home: it chooses the prompt's tokens and sends them to the other ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ K = TypeVar("K")
 class Running(Generic[K]):
     """A running prompt as a rank knows it.
 
-    prefill : with the keys and values that this rank has.
-    last_token : the one to run next.
-    key, writing, samples : at the prompt's home; samples if there is to be more than one answer.
-    rank_s : seconds of all ranks of the group: its share of the steps it was in.
+    prefill : with the keys and values that this rank holds.
+    last_token : the token to run next.
+    key, writing, samples : on the prompt's home rank; samples if several answers are requested.
+    rank_s : its share of the duration of its steps, summed over the ranks of the group.
     """
 
     prefill: Prefill
@@ -58,11 +57,11 @@ class Group(Generic[K]):
     ----------
     loaded : LoadedModel
     ranks : Transport or None
-        All of them; None: this one alone.
+        All ranks of the group; None: this rank alone.
     """
 
-    # Whether prompts wait for `DecodeBatch.begin`, which all ranks call; otherwise they are taken in one by one, where
-    # several ranks have a part of each by all of them.
+    # Whether prompts wait for `DecodeBatch.begin`, which all ranks call together; otherwise `add` takes them in one by
+    # one, on all ranks that hold a part of them.
     waits = False
 
     def __init__(self, loaded: LoadedModel, ranks: Transport | None = None) -> None:
@@ -88,7 +87,7 @@ class Group(Generic[K]):
         Raises
         ------
         MemoryError, RuntimeError
-            If memory ran out on any of the ranks: on all of them, and nothing has changed.
+            On all ranks, if memory ran out on any of them; the prompts are unchanged.
         """
         raise NotImplementedError
 
@@ -97,7 +96,7 @@ class Group(Generic[K]):
 
         The result is 0 on other ranks than the prompt's home.
         """
-        likeliest = logits.argmax(-1)  # of all at once: a GPU is told once
+        likeliest = logits.argmax(-1)  # of all prompts at once: one kernel on a GPU
         for at, each in enumerate(documents):
             if each.writing is not None and not each.writing.is_greedy:
                 likeliest[at] = each.writing.choose(logits[at])
@@ -118,7 +117,7 @@ class Group(Generic[K]):
 
     def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
         """Compute logits (tokens, vocab_size) after each of some tokens that follow a prompt, without changing it."""
-        if prefill.is_plain:  # which cannot be shortened where layers have windows or states
+        if prefill.is_plain:  # a plain cache with windows or states cannot be truncated
             behind = replace(prefill, cache=copy.deepcopy(prefill.cache))
             tokens = torch.tensor(ids, device=self.loaded.device).view(-1, 1, 1)
             return torch.stack([run_next(self.loaded.model, behind, token) for token in tokens])
@@ -157,7 +156,7 @@ class Alone(Group[K]):
     Parameters
     ----------
     loaded : LoadedModel
-        Prepared for chains if the prompts' caches are chains'; plain caches step one by one.
+        Prepared for chains, unless all prompts have plain caches; these step one by one.
     why_alone : str or None
         Why prompts step one by one (`why_not_packed`); None if this model runs packed.
     """

@@ -1,13 +1,13 @@
-"""Head-parallel decoding: all ranks decode the documents of all ranks, each some of the heads.
+"""Head-parallel decoding, as in FairKV: all ranks decode the documents of all ranks, each some of the heads.
 
-After the prefill every document's keys and values are on one rank. Here they are shared out by (document, KV head), as
-a placement says (``compress.placement``, from what the heads actually keep), and all ranks step together (a
-`DecodeBatch` of a `HeadGroup`): each computes its heads' part of attention and of the output projection, a share of the
-MLP and of the vocabulary, with two sums over all ranks in a layer (``model.shared_heads``). A document's home is the
-rank that prefilled it. FairKV decodes so; weights do not move, since every rank has them all from the prefill.
+After the prefill, a document's keys and values are on one rank, its home. They are distributed by (document, KV head)
+according to a placement (``compress.placement``), made from the tokens that heads actually keep. All ranks step in
+lockstep (a `DecodeBatch` of a `HeadGroup`): each computes its heads' part of attention and of the output projection,
+and a share of the MLP and of the vocabulary, with two all-reduces per layer (``model.shared_heads``). Weights do not
+move, since every rank has all of them from the prefill.
 
-Of a single document no copies could take turns: there every rank has a part of each head's tokens instead, attends with
-all heads, and the parts are merged by their log-sum-exp, which takes a third sum in a layer.
+A single document cannot be divided among copies of a head. Then every rank holds a part of each head's tokens instead
+and attends with all heads; the parts are merged by log-sum-exp, which takes a third collective per layer.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ Place = Callable[[Sequence[float], int], LayerPlacement]
 class HeadGroup(Group[K]):
     """Ranks that hold some heads of every prompt of a wave, whichever rank prefilled it.
 
-    An answer does not depend on the placement, nor on how many ranks there are, but for the order of sums.
+    Answers do not depend on the placement or on the number of ranks, except for the order of sums.
 
     Parameters
     ----------
     loaded : LoadedModel
         Prepared for chains.
     ranks : Transport
-        Those that share the heads.
+        The ranks that share the heads.
     place : callable
         Places one layer's heads by their loads, such as `placement.place_in_proportion`.
     loads : array, optional
-        What heads are placed by (layers, kv_heads); by default what the prompts' heads keep.
+        Loads of heads for the placement (layers, kv_heads); by default the tokens that the prompts' heads keep.
     arena : Arena, optional
-        Where this rank keeps its heads' rows.
+        Page pool for the rows of this rank's heads.
 
     Attributes
     ----------
     counts : array
-        Keys that are held of the prompts taken in last, (layers, prompts, kv_heads).
+        Number of keys of the prompts taken in last, (layers, prompts, kv_heads).
     owners : list of array
         For each layer the rank of each (prompt, KV head).
 
     Raises
     ------
     ModelError
-        If the model's heads cannot be shared out.
+        If the model's heads cannot be distributed.
     """
 
     waits = True
@@ -91,14 +91,14 @@ class HeadGroup(Group[K]):
             )
         super().__init__(loaded, ranks)
         self._place, self._loads, self._arena = place, loads, arena
-        self._is_greedy = False  # all prompts that were taken in take the likeliest token
+        self._is_greedy = False  # all prompts that were taken in are greedy
         self._part = loaded
-        self._shared_heads: SharedHeads | None = None  # once there is something to decode
+        self._shared_heads: SharedHeads | None = None  # made with the first prompts
         self._merging: Merge | None = None
-        self._meetings = 0  # of all ranks, in a step so far
+        self._meetings = 0  # collectives of all ranks, in this step so far
         # Range of this rank's share of the vocabulary.
         self._share = share_of(loaded.model.lm_head.out_features, ranks.rank, ranks.size)
-        # Which ranks had no memory for a step: made once, since then there may be none.
+        # Which ranks ran out of memory in a step: allocated now, since there may be no memory then.
         self._is_short = torch.zeros(ranks.size, dtype=torch.int64, device=loaded.device)
         self.counts = np.zeros((len(loaded.shape.layers), 0, 0), dtype=np.int64)
         self.owners: list[Owners] = []
@@ -109,7 +109,7 @@ class HeadGroup(Group[K]):
         if not shared:
             return []
         self.counts = np.array([document.counts for document in shared], dtype=np.int64).swapaxes(0, 1)
-        # The likeliest token is told in two numbers; whatever else chooses needs all logits in one place.
+        # For greedy prompts each rank sends two numbers; other settings need the logits of the whole vocabulary.
         self._is_greedy = all(document.is_greedy for document in shared)
         loads = self.counts.sum(1).astype(np.float64) if self._loads is None else self._loads
         placed = place_layers(loads, self.ranks.size, self._place)
@@ -133,7 +133,7 @@ class HeadGroup(Group[K]):
         Returns
         -------
         Tensor
-            Logits (prompts, vocab_size); if all prompts take the likeliest token, that of each (prompts,).
+            Logits (prompts, vocab_size); if all prompts are greedy, the next token of each (prompts,).
         """
         self._meetings = 0
         found = attempt(lambda: self._run(documents))
@@ -146,7 +146,7 @@ class HeadGroup(Group[K]):
                 cache.take_back()
             raise MemoryError(f"rank {', '.join(map(str, short))} of its chain ran out of memory")
         assert not isinstance(found, Failure), "it came through"
-        self.ranks.all_reduce(found)  # what each rank gives is zero in the others'
+        self.ranks.all_reduce(found)  # each element is zero on all ranks but one
         if not self._is_greedy:
             return found
         return found[found[..., 0].argmax(0), torch.arange(len(documents), device=found.device), 1].long()
@@ -158,7 +158,7 @@ class HeadGroup(Group[K]):
     def _divide_heads(self, shared: Sequence[SharedDocument], prefills: Sequence[Prefill]) -> list[SliceCache]:
         """Give every rank the heads placed on it."""
         ranks = self.ranks
-        # A model without any head is none: a rank that owns none of a layer computes one, and gives zeros for it.
+        # A layer needs at least one head: a rank that owns none computes head 0 without rows, which gives zeros.
         heads = [sorted({int(head) for head in np.nonzero(own == ranks.rank)[1]}) or [0] for own in self.owners]
 
         def parts_of(document: int, rank: int) -> list[list[Part]]:
@@ -219,7 +219,7 @@ class HeadGroup(Group[K]):
             meet()
 
     def _run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
-        """Run this rank's heads, and return what it found among zeros for what other ranks find."""
+        """Run this rank's heads; return its results, with zeros in the places of other ranks' results."""
         cache = self._cache_of(documents, self._merging)
         logits = decode_packed(self._part, cache, [each.last_token for each in documents])
         return self._likeliest(logits) if self._is_greedy else self._among_all(logits)
@@ -230,7 +230,7 @@ class HeadGroup(Group[K]):
         Returns
         -------
         Tensor
-            (ranks, prompts, 2), float64: of this rank their logits, and the tokens.
+            (ranks, prompts, 2), float64: their logits and token ids at this rank's index, else zeros.
         """
         found = torch.zeros(self.ranks.size, len(logits), 2, dtype=torch.float64, device=logits.device)
         values, places = logits.max(-1)

@@ -1,8 +1,8 @@
 """Log-probabilities of the tokens of an answer, from the model's raw logits.
 
-Taken of the logits as they come out of the model: no temperature, no top-k or top-p, no penalty and no grammar. So they
-say what the model held likely, which is what two answers can be compared by; with greedy decoding the token that was
-written is the first of the likeliest, unless a penalty or a grammar had another one written.
+They are computed from the logits before temperature, top-k, top-p, penalties and grammars. So they are the model's own
+probabilities, by which answers can be compared. In greedy decoding, the chosen token is the likeliest one unless a
+penalty or a grammar prevented that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 class TokenLogprobs:
     """Natural log-probabilities of the answer's tokens, in order.
 
-    logprobs : of the tokens that were written (tokens,).
-    top_tokens, top_logprobs : in each place the likeliest tokens, the first first; (tokens * top,), flat.
+    logprobs : of the chosen tokens (tokens,).
+    top_tokens, top_logprobs : the likeliest tokens at each position, in descending order; flat (tokens * top,).
     texts : of all of these tokens, by id.
     """
 
@@ -35,7 +35,7 @@ class LogprobTrace:
     Parameters
     ----------
     top : int
-        How many of the likeliest tokens are kept in each place.
+        Number of likeliest tokens to keep at each position.
     """
 
     def __init__(self, top: int) -> None:

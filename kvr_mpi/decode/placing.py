@@ -1,6 +1,6 @@
 """The section ``[decode]`` of a job applied to a model: where heads are placed, or why they cannot be distributed.
 
-Stands between the job and `head_parallel`.
+Makes the placement function that `head_parallel` uses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HeadSharing:
     """How heads are distributed over ranks.
 
     layers, kv_heads : of the model.
-    profile : what they are placed by; None: by what the documents' heads keep.
+    profile : loads of heads for the placement; None: the tokens that the documents' heads keep.
     """
 
     settings: DecodeSettings
@@ -50,13 +50,13 @@ class HeadSharing:
         return None if self.profile is None else self.profile.counts
 
     def placing(self, ranks: int) -> Place:
-        """Return the function that places one layer's heads on so many ranks."""
+        """Return the function that places one layer's heads on `ranks` ranks."""
         if self.settings.placement in COPYING:
-            return partial(COPYING[self.settings.placement], copies=ranks - 1)  # as many as balance them
+            return partial(COPYING[self.settings.placement], copies=ranks - 1)  # enough to balance the ranks
         return place_statically if self.settings.placement == "static" else place_best_effort
 
     def efficiency(self, ranks: int) -> float:
-        """Forecast the fraction of time that ranks attend, by the profile or for heads of equal size."""
+        """Forecast the fraction of time in which ranks attend, from the profile or for heads of equal size."""
         loads = np.ones((self.layers, self.kv_heads)) if self.loads is None else self.loads
         return sync_efficiency(place_layers(loads, ranks, self.placing(ranks)))
 
@@ -73,12 +73,12 @@ def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | N
     Parameters
     ----------
     why_not : str or None
-        What is known already: what else the job asks for, or why this model's documents are not decoded packed.
+        A reason that is known already: another setting of the job, or why this model does not run packed.
 
     Raises
     ------
     ConfigError
-        If that is what the job asks for; or if the profile is of another model.
+        If the job requires a placement that is not possible, or the profile is of another model.
     """
     if settings.mode == "data-parallel":
         return None

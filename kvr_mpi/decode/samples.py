@@ -1,7 +1,7 @@
 """Several answers from one prefill, one after the other, each from the cache as the prompt left it.
 
-An answer's keys and values are forgotten when the next one begins, so that more samples take no more memory; meanwhile
-other documents fill the row. Every sample has random numbers of its own, told by its place: the first one's are those
+An answer's keys and values are dropped when the next one begins, so that more samples need no more memory; other
+documents fill the row meanwhile. Every sample has its own seed, derived from its index; the first sample has the seed
 of a prompt that is answered once.
 """
 
@@ -26,11 +26,11 @@ class Samples:
     prefill : Prefill
         Of the decode rank, before anything is decoded.
     begin : callable
-        Begins an answer with random numbers of a seed.
+        Begins an answer with a seed.
     seed : int
-        Of the first one.
+        Seed of the first answer.
     count : int
-        How many there are to be.
+        Number of answers.
 
     Attributes
     ----------
@@ -47,8 +47,8 @@ class Samples:
     def follow(self, finished: DecodeSequence) -> DecodeSequence | None:
         """Store a finished answer; start the next one if more are wanted.
 
-        A plain cache is then as the prompt left it; any other is to go back to `tokens`, on all ranks that have some
-        of it.
+        A plain cache is restored to its state after the prompt; the caller has to truncate any other cache to `tokens`,
+        on all ranks that hold a part of it.
         """
         self._done.append(finished.answer())
         if len(self._done) == self._count:

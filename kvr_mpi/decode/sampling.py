@@ -1,7 +1,7 @@
 """Choice of the next token, and the end of an answer.
 
-That is transformers' business: a `GenerationConfig`, the logits processors it makes, its stop strings. Stands between
-the logits, which a `DecodeBatch` computes for all documents at once, and the answers.
+Both are transformers': a `GenerationConfig`, its logits processors and its stop strings. A `DecodeBatch` computes the
+logits of all documents at once; a `DecodeSequence` makes one document's answer from them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Answer:
     token_ids: tuple[int, ...]  # without the end-of-text token
     text: str
     finish_reason: str  # "stop": end-of-text or a stop string; "length": max_new_tokens
-    seconds: float  # from the first logits to the last token, with company or without
-    logprobs: TokenLogprobs | None = None  # of its tokens, if they are asked for
+    seconds: float  # wall time from the first logits to the last token
+    logprobs: TokenLogprobs | None = None  # of its tokens, if they are requested
     scores: tuple[Score, ...] = ()  # of given continuations
     samples: tuple[Answer, ...] = ()  # all answers, this one first, if there is more than one
 
@@ -74,9 +74,9 @@ class SamplingParams:
         Stop strings; an answer ends before the first one.
     max_new_tokens : int
     own : OwnGeneration
-        What is wanted beside that; of it only what is told of answers counts here, and their schema.
+        Only its `top_logprobs` and `json_schema` are used here.
     grammars : Grammars, optional
-        Of the model, if there are some already.
+        Of the model, if they exist already.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SamplingParams:
     def adapted(self, own: OwnGeneration) -> SamplingParams:
         """Return the settings for a row; values that it does not set are the job's.
 
-        A row that gives a temperature, or another setting of sampling, is sampled; one with the temperature 0 is not.
+        A row that sets a temperature, or another sampling setting, is sampled; a row with temperature 0 is greedy.
         """
         changes = sampling_settings({name: getattr(own, name) for name in SAMPLING})
         if own.repetition_penalty is not None:
@@ -131,11 +131,11 @@ class SamplingParams:
 
     def processors(self, prompt_tokens: int, device: torch.device) -> Any:
         """Make the logits processors of one document; some of them are stateful."""
-        # Private, but what generate() itself does; it makes every processor that a configuration can ask for.
+        # Private, but generate() calls it, too; it makes all logits processors that a configuration asks for.
         self.config._eos_token_tensor = torch.tensor(sorted(self.ends), device=device) if self.ends else None
-        self.config.max_length = prompt_tokens + self.max_new_tokens  # where an answer is made to end, in BART's
+        self.config.max_length = prompt_tokens + self.max_new_tokens  # where BART's processor forces the end
         made = self.model._get_logits_processor(self.config, input_ids_seq_length=prompt_tokens, device=device)
-        if self.json_schema is not None:  # before those that narrow down what is left
+        if self.json_schema is not None:  # before those that drop unlikely tokens
             made.insert(0, SchemaProcessor(self.grammars, self.json_schema, prompt_tokens))
         return made
 
@@ -213,7 +213,7 @@ class DecodeSequence:
     def write_first(self, logits: torch.Tensor) -> None:
         """Choose the first token from the prompt's logits (vocab_size,), unless none is wanted."""
         if self.finish_reason is None:
-            self.write(int(self.choose(logits.clone())))  # other answers to the prompt begin with the same
+            self.write(int(self.choose(logits.clone())))  # a copy: other samples begin with the same logits
 
     def fail(self, why: str) -> None:
         """Record an error; the answer ends."""

@@ -1,7 +1,7 @@
 """Log-probabilities of given continuations, each computed from the same cache, which stays unchanged.
 
-A continuation's first token is judged by the prefill's own logits, all others by one pass over the tokens before them.
-The log-probabilities are the model's own (see ``logprobs``): nothing of a job's sampling has a say in them.
+A continuation's first token is scored by the prefill's logits, all others by one forward pass over the continuation.
+The log-probabilities are the model's own (see ``logprobs``), and do not depend on the job's sampling settings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Score:
     """The log-probabilities of a continuation.
 
     logprobs : natural logarithms of the probabilities of its tokens (tokens,), each after all before it.
-    is_greedy : whether each of them is the likeliest in its place: greedy decoding would write it.
+    is_greedy : whether each token is the likeliest at its position: greedy decoding would generate this text.
     """
 
     text: str
@@ -54,7 +54,7 @@ def score_continuations(
     texts : sequence of str
         Each is tokenised by itself, after the prompt's last token.
     look_ahead : callable
-        Computes logits (tokens, vocab_size) after each of some tokens behind the prompt, and leaves it as it was.
+        Computes logits (tokens, vocab_size) after each of some tokens that follow the prompt, without changing it.
 
     Returns
     -------
@@ -64,7 +64,7 @@ def score_continuations(
     Raises
     ------
     DocumentError
-        If one has no tokens, or they do not fit behind the prompt.
+        If a continuation has no tokens, or does not fit after the prompt.
     """
     found = [_score(loaded, prefill, prompt_tokens, text, look_ahead) for text in texts]
     return tuple(score for score in found if score is not None)
@@ -97,7 +97,7 @@ def continuation_ids(loaded: LoadedModel, text: str) -> list[int]:
     Raises
     ------
     DocumentError
-        If it has none.
+        If it has no tokens.
     """
     ids = list(encode_text(loaded.tokenizer, text))
     if not ids:

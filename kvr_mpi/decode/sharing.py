@@ -1,7 +1,7 @@
 """Distribution of keys and values from the ranks that prefilled documents to the ranks that own the heads.
 
-Between the prefills and `head_parallel`. A document at a time, one message to each owner, with its heads' keys and
-values layer by layer; the whole cache is forgotten when they are sent.
+`head_parallel` calls this after the prefills. Documents are distributed one at a time. Each owner receives one message
+with its heads' keys and values, layer by layer; then the home rank drops the whole cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.base import FixedTag, gather_json, share_json
 
-# Rows of a KV head that go to one rank: the head, the first row and the one after the last, of those that are held.
+# Rows of a KV head that go to one rank: the head, the first row and the one after the last, among the rows it holds.
 Part = tuple[int, int, int]
 
 
@@ -33,9 +33,9 @@ class SharedDocument:
     home : the rank that prefilled it, and writes its answer.
     tokens : its length.
     slack : tokens that may still be appended.
-    last_token : written last.
-    is_greedy : whether the likeliest token is always the next one.
-    counts : keys that are held of it, by layer and KV head.
+    last_token : the token written last.
+    is_greedy : whether the next token is just the argmax of the logits.
+    counts : number of its keys, by layer and KV head.
     """
 
     home: int
@@ -47,9 +47,9 @@ class SharedDocument:
 
 
 def tell_documents(ranks: Transport, documents: Sequence[Running[Any]]) -> list[SharedDocument]:
-    """Exchange the list of documents, each rank its own; it is the same, in the same order, on all ranks.
+    """Gather the documents of all ranks into one list, which is the same on all ranks.
 
-    Ranks take turns in it, so that each gives away about as much as it is given.
+    The list alternates between ranks, so that each rank sends about as much at a time as it receives.
     """
     mine = []
     for document in documents:
@@ -85,20 +85,20 @@ def share_documents(
     documents : sequence of SharedDocument
         Of all ranks.
     prefills : sequence of Prefill
-        Of this rank's among them; their caches are forgotten.
+        Of this rank's documents among them; their caches are dropped.
     parts_of : callable
-        Says for a document's place and a rank what it owns, by layer, heads ascending.
+        Returns the parts of a document (by index) that a rank owns, by layer, heads ascending.
     heads : sequence of sequence of int
         For each layer the KV heads this rank's model computes.
     arena : Arena or None
-        Where this rank keeps what it owns.
+        Page pool for the rows that this rank owns.
     appends : bool
-        Whether this rank keeps the tokens to come of what it owns.
+        Whether this rank keeps new tokens for the heads that it owns.
 
     Returns
     -------
     list of SliceCache
-        Of all documents, with what this rank owns.
+        Of all documents, with the rows that this rank owns.
     """
     own, caches = iter(prefills), []
     for at, document in enumerate(documents):

@@ -1,11 +1,11 @@
 """Decode steps on a GPU as CUDA graphs: one launch per step instead of a thousand kernels.
 
-The kernels of a step read everything that changes from memory of the device: tokens, lengths, and where each prompt's
-rows lie. So they are recorded once for so many slots, and replayed for whichever prompts have them; slots without one
-read and write a page that is nobody's. Prompts may join and leave: the numbers are written anew, the graph stays.
+The kernels of a step read everything that changes from device memory: tokens, lengths, and page tables. So a step is
+recorded once for a number of slots, and replayed for any prompts in these slots; empty slots read and write a spare
+page. When prompts join or leave, the page tables are rewritten, and the graph stays.
 
-What a model's code decides on the host stays as it was when it was recorded. So models that are known to decide
-something there are not recorded, and the first replays of each graph are compared with steps that run without it.
+Decisions that a model's code takes on the host are fixed when the graph is recorded. So models that are known to take
+such decisions are not recorded, and the first replays of each graph are compared with steps that run without it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.packed import decode_packed, run_step
 
-# Steps in so many slots before they are recorded: recording takes about as long as one of them.
+# Steps of a layout before it is recorded: recording takes about as long as one step.
 STEPS_BEFORE = 3
 # Replays of a graph that are compared with steps that run without it.
 STEPS_CHECKED = 2
-# Slots come in these steps, so that there are few graphs and few empty slots; pages in powers of two, from these on.
+# Slots are rounded up to `FEW_SLOTS` or a multiple of `SLOTS`, and pages to a power of two >= `PAGES`, for few graphs.
 FEW_SLOTS, SLOTS, PAGES = (1, 2, 4), 8, 8
-# Graphs that are kept, the last used: each has some memory of its own.
+# Graphs to keep, the last used ones: each takes some memory.
 MOST_GRAPHS = 8
 
 
@@ -50,7 +50,7 @@ class StepGraph:
     recorder : Recorder
     layout : PageLayout
     cache : DecodeCache
-        Of prompts that have such a layout, or a narrower one, between two steps.
+        Of prompts that have this layout or a narrower one, between two steps.
 
     Attributes
     ----------
@@ -60,9 +60,9 @@ class StepGraph:
     Raises
     ------
     ModelError
-        If a layer has no paged calls.
+        If a layer cannot use paged attention.
     RuntimeError
-        If what the model does cannot be recorded, or there is no memory for it.
+        If the step cannot be recorded, or memory runs out.
     """
 
     def __init__(self, recorder: Recorder, layout: PageLayout, cache: DecodeCache) -> None:
@@ -77,7 +77,7 @@ class StepGraph:
             self._logits = run_step(loaded, rows, self._inputs)
 
     def run(self, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:
-        """Replay a step after `DecodeCache.begin`; returns as `run_step`."""
+        """Replay a step after `DecodeCache.take_up`; return the logits of `run_step`."""
         count = inputs.shape[1]
         if self._filled_for is not cache:
             cache.fill(self._pages)
@@ -104,7 +104,7 @@ class Recorder:
         self._taken: dict[PageLayout, int] = {}
 
     def run(self, cache: DecodeCache, tokens: Sequence[int]) -> torch.Tensor:
-        """Run one more token of each prompt; returns as `decode_packed`."""
+        """Run one more token of each prompt; return the logits of `decode_packed`."""
         graph = self._graph_for(cache)
         if graph is None:
             return decode_packed(self.loaded, cache, tokens)
@@ -158,7 +158,7 @@ class Recorder:
     def _record(self, layout: PageLayout, cache: DecodeCache) -> StepGraph | None:
         try:
             return StepGraph(self, layout, cache)
-        except ModelError as error:  # some models' layers are read document by document
+        except ModelError as error:  # some models' layers cannot use paged attention
             self.why_not = str(error)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
