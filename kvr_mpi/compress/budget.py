@@ -14,9 +14,9 @@ TokenCounts = npt.NDArray[np.int64]
 class Budget:
     """Tokens of one prompt to keep in addition to those that every head keeps.
 
-    each : tokens a KV head keeps of the candidates, on average.
-    candidates : tokens before the window, of which they are chosen; not fewer than `each`.
-    layers, kv_heads : that are compressed, and of each.
+    each : candidates that a KV head keeps, on average.
+    candidates : tokens before the window, from which heads choose; at least `each`.
+    layers, kv_heads : number of compressed layers, and of KV heads in each.
     """
 
     each: int
@@ -31,7 +31,7 @@ class Budget:
     def by_weight(self, weights: npt.NDArray[np.float64]) -> TokenCounts:
         """Divide in proportion to weights (layers, kv_heads); the total is the same as for even shares.
 
-        No head gets more than there are candidates: what it could not hold goes to the others.
+        No head gets more than there are candidates; the excess goes to the other heads.
         """
         flat = np.maximum(np.broadcast_to(weights, (self.layers, self.kv_heads)).ravel().astype(np.float64), 0)
         total, shares = self.each * flat.size, np.zeros(flat.size)

@@ -1,8 +1,8 @@
 """A compression method applied to prompts: as each layer completes, choose the tokens that its KV heads keep.
 
-A prefill's last rank has all keys of a layer, and the window's queries: it drops what is not kept before the next layer
-is computed, and decoding goes on from what is kept. What follows the window is kept by every head, beside the budget:
-after a document that is what is asked.
+The last rank of a prefill has all keys of a layer, and the window's queries. It drops the tokens that are not kept
+before it computes the next layer, and decoding continues from the retained tokens. Every head also keeps the tokens
+after the window, in addition to the budget: after a document, these are the question.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvr_mpi.model.tp_group import TensorParallelGroup
 class RetainedSize:
     """What compression keeps of a prompt, and the method.
 
-    tokens : of a KV head, on average over the layers that are compressed.
+    tokens : mean number per KV head, over the compressed layers.
     kv_bytes : of all layers.
     """
 
@@ -46,9 +46,9 @@ class RetainedSize:
 class Compression:
     """A compression method with its settings, for one model.
 
-    layers : which are compressed: those whose queries see all tokens. One with a window or chunks keeps all it has.
-    kv_heads : of a layer, of the whole model.
-    part, tp_group : which of them this rank has, and who has the others; None: all.
+    layers : indices of the compressed layers, whose queries see all tokens; the others keep everything they have.
+    kv_heads : KV heads of a layer, over all ranks.
+    part, tp_group : this rank's heads, and the ranks that have the other heads; None: this rank has all heads.
     """
 
     settings: CompressSettings
@@ -71,19 +71,19 @@ class Compression:
         return f"{self.settings}; {counted(len(self.layers), 'layer')} of {counted(self.kv_heads, 'KV head')}"
 
     def window_of(self, tokens: int, text: Range) -> Range | None:
-        """Return before which token of a prompt tokens are chosen, and after which all are kept.
+        """Return a prompt's observation window: heads choose among the tokens before it, and keep all tokens after it.
 
         Parameters
         ----------
         tokens : int
             Of the prompt.
         text : (int, int)
-            Where the document's text is in it.
+            Range of the document's text in the prompt.
 
         Returns
         -------
         (int, int) or None
-            The window that observes, empty if the method looks at none; None if all of the prompt is kept.
+            The window's range, empty if the method does not observe; None if the whole prompt is kept.
         """
         stop = text[1] if self.settings.observes == "document" else tokens
         if self.settings.kept_of(stop) >= stop:
@@ -91,7 +91,7 @@ class Compression:
         return stop - self.settings.observed_tokens, stop
 
     def observed_of(self, tokens: int, text: Range) -> Range | None:
-        """Return whose queries the prefill must keep, as `window_of`; None if none are needed."""
+        """Return the tokens whose queries the prefill must keep (`window_of`); None if no queries are needed."""
         return self.window_of(tokens, text) if self.settings.rule.observes else None
 
     def planned_drop(self, loaded: LoadedModel, tokens: int, text: Range) -> PlannedDrop | None:
@@ -110,7 +110,7 @@ class Compression:
         tokens : int
             Of the prompt.
         text : (int, int)
-            Where the document's text is in it.
+            Range of the document's text in the prompt.
         """
         if (window := self.window_of(tokens, text)) is None:
             return None
@@ -178,7 +178,7 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
     Raises
     ------
     ConfigError
-        If the model cannot be compressed so: it keeps no keys and values of heads, or the profile is of another one.
+        If the model does not keep keys and values per head, or the profile is of another model.
     """
     shape, name = loaded.shape, f"compress.method = {settings.method!r}: {loaded.shape.architecture}"
     if shape.has_states:
@@ -215,7 +215,7 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
 
 
 def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, kv_heads: int) -> HeadProfile | None:
-    """Read the method's profile; refuse one of another model."""
+    """Read the method's profile, and check that it is of this model."""
     if settings.profile is None:
         return None
     window = settings.window
@@ -226,7 +226,7 @@ def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, k
 
 
 def check_profile(name: str, profile: HeadProfile, loaded: LoadedModel, layers: int, kv_heads: int) -> None:
-    """Refuse a profile of another model.
+    """Check that a profile is of this model.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ class DecodeSettings(BaseModel):
 
     @model_validator(mode="after")
     def _settings_fit_the_mode(self) -> DecodeSettings:
-        # By value: ranks are sent a job with all its defaults.
+        # Compare values: a job is sent to ranks with all its defaults set.
         changed = [
             name for name in ("placement", "profile") if getattr(self, name) != type(self).model_fields[name].default
         ]

@@ -1,7 +1,7 @@
 """Head profiles: how many tokens each KV head keeps, measured or derived from published scores.
 
-A profile is an average: of one text's compression or of many's. Scores of heads become counts by the rule of the method
-they were published for (`counts_from_scores`, `counts_from_gates`), which is stated with the profile.
+A profile is the mean over the compression of one or more texts. Published scores of heads are converted to counts by
+the rule of their method (`counts_from_scores`, `counts_from_gates`); the profile's `source` names the rule.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from kvr_mpi.errors import DataError, MissingError
 
 Counts = npt.NDArray[np.float64]
-# HeadKV (Fu et al. 2024), as published: of each head's budget beyond the window, 1 / beta goes into a pool that is
-# shared out by scores over all heads of the model; the last tokens of the prompt are always kept.
+# HeadKV (Fu et al. 2024), as published: of each head's budget beyond the window, 1 / beta goes into a pool, which is
+# distributed by scores over all heads of the model; the last tokens of the prompt are always kept.
 HEADKV_BETA, HEADKV_WINDOW = 1.2, 8
 # DuoAttention (Xiao et al. 2024): a retrieval head keeps everything, the others sinks and recent tokens.
 DUO_SHARE, DUO_FULL, DUO_OTHERS = 0.5, 8192, 384
@@ -30,8 +30,8 @@ class HeadProfile:
     """Tokens kept by each head (layers, kv_heads).
 
     counts : (layers, kv_heads).
-    source : what it is from, and by which rule.
-    model : fingerprint of the model it was measured on; empty: not said.
+    source : its origin, and the rule for its counts.
+    model : fingerprint of the model it was measured on; empty: not known.
     """
 
     counts: Counts
@@ -52,7 +52,7 @@ class HeadProfile:
 def counts_from_scores(scores: Counts, kv_heads: int, budget: int, window: int = HEADKV_WINDOW) -> Counts:
     """Convert scores of query heads to counts as HeadKV divides its budget, averaging over each KV head's queries.
 
-    HeadKV's own code counts for each query head; here a budget is of KV heads, which is what memory and time go by.
+    HeadKV's own code has a budget per query head; here it is per KV head, which determines memory and time.
 
     Parameters
     ----------
@@ -60,12 +60,12 @@ def counts_from_scores(scores: Counts, kv_heads: int, budget: int, window: int =
         (layers, query heads), not negative.
     kv_heads : int
     budget : int
-        Mean count of a KV head, the window included.
+        Mean count of a KV head, including the window.
 
     Raises
     ------
     DataError
-        If the heads cannot be divided so, or the budget is no larger than the window.
+        If the query heads are not a multiple of the KV heads, or the budget is no larger than the window.
     """
     layers, heads = scores.shape
     if kv_heads < 1 or heads % kv_heads:
@@ -100,7 +100,7 @@ def read_profile(
     Raises
     ------
     DataError
-        If it is none of these.
+        If the file is none of these.
     """
     if not path.is_file():
         raise MissingError(f"{path}: no such file; expected a head profile (.json or .tsv)")
@@ -126,8 +126,8 @@ def read_profile(
 def similarities(counts: Counts) -> tuple[list[float], list[float]]:
     """Compare each document's counts with the mean of the others: raw and mean-centred cosines.
 
-    FairKV's Table 1 has the raw ones. Those are near 1 whatever heads do, since all counts are positive; less the mean
-    over all heads, they tell whether the same heads keep more.
+    FairKV's Table 1 has raw cosines. These are always near 1, since all counts are positive; mean-centred cosines show
+    whether the same heads keep more.
 
     Parameters
     ----------

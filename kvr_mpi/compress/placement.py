@@ -1,10 +1,10 @@
 """Placement of a layer's heads on ranks so that all ranks have equal load (FairKV).
 
-A *piece* is a head on a rank, with its share of the head's work: a head with copies on several ranks has each decode
-other rows of the batch. FairKV splits a copied head evenly; in proportion it balances better (McNaughton's wrap-around
-rule). Its objective (eq. 4) is the most that any rank has of all layers together. But every layer ends in an
-all-reduce, so a step takes the sum over layers of the most that any rank has of that layer: that is what is made small
-here, layer by layer, and ranks are renamed within a layer afterwards, so that none holds most of all of them.
+A *piece* is a head on a rank, with its share of the head's work: each copy of a head decodes other rows of the batch.
+FairKV splits a copied head evenly; splitting in proportion balances better (McNaughton's wrap-around rule). FairKV's
+objective (eq. 4) is the largest load of a rank over all layers together. But every layer ends in an all-reduce, so a
+step takes the sum of the largest load in each layer. So the largest load is minimised here layer by layer; ranks are
+renamed within a layer afterwards, so that their total memory is balanced.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Loads = npt.NDArray[np.float64]
 Owners = npt.NDArray[np.int64]
 # The bisection for a proportional split ends within this share of the mean load.
 PRECISION = 1e-4
-# Places a layer's heads so that no rank has more than a limit; None if there is no way. (loads, ranks, copies, most
-# pieces of one head, limit)
+# From (loads, ranks, copies, most pieces of one head, limit) to a placement of a layer's heads in which no rank exceeds
+# the limit; None if it finds none.
 Fit = Callable[[Sequence[float], int, int, int, float], "LayerPlacement | None"]
 
 
@@ -69,7 +69,7 @@ class LayerPlacement:
 def place_statically(loads: Sequence[float], ranks: int) -> LayerPlacement:
     """Give each rank the same number of heads, in order, as tensor parallelism does (SHA).
 
-    Where the heads cannot be divided so, the first ranks have one more; of ranks beyond the heads the last have none.
+    If the heads do not divide evenly, the first ranks have one more; with fewer heads than ranks, the last have none.
     """
     parts = np.array_split(np.arange(len(loads)), ranks)
     pieces = (Piece(head, rank, float(loads[head])) for rank, part in enumerate(parts) for head in part.tolist())
@@ -86,14 +86,14 @@ def place_with_equal_copies(
 ) -> LayerPlacement:
     """Copy heads, and split each evenly over its copies (fair-copying, sections 4.1 to 4.3).
 
-    One copy after the other, of the head whose pieces are heaviest.
+    Copies are added one by one, each of the head with the heaviest pieces.
 
     Parameters
     ----------
     copies : int
-        Most pieces beyond one of each head (CH).
+        Largest number of pieces in addition to one per head (CH).
     max_replicas : int or None
-        Most pieces of one head (R_max, eq. 3); None: as many as ranks.
+        Largest number of pieces of one head (R_max, eq. 3); None: as many as ranks.
     """
     most = min(max_replicas or ranks, ranks)
     _check(copies, most)
@@ -113,13 +113,13 @@ def place_in_proportion(
 ) -> LayerPlacement:
     """Copy heads, and split each in any proportion: whole heads where they fit, the rest spills over.
 
-    The largest load is searched by bisection; never worse than even splits. With ``ranks - 1`` copies all ranks have
-    exactly as much.
+    The largest load is minimised by bisection, and is never larger than with even splits. With ``ranks - 1`` copies all
+    ranks have the same load.
 
     Parameters
     ----------
     fits : sequence of callable, optional
-        Tried in order for each limit; only whole heads and what spills over by default.
+        Tried in order, each with a bisection; by default only `spill_over`.
     """
     most = min(max_replicas or ranks, ranks)
     _check(copies, most)
@@ -149,12 +149,12 @@ def place_layers(
     loads : array
         (layers, kv_heads).
     place : callable
-        For one layer, such as `place_best_effort`.
+        Places one layer, such as `place_best_effort`.
     """
     totals, placed = np.zeros(ranks), []
     for layer in loads:
         found = place([float(load) for load in layer], ranks)
-        # The rank with most of this layer becomes the one with least of those before.
+        # The rank with the largest load in this layer becomes the one with the smallest load so far.
         names = [0] * ranks
         for mine, name in zip(np.argsort(-found.loads, kind="stable"), np.argsort(totals, kind="stable"), strict=True):
             names[int(mine)] = int(name)
@@ -176,7 +176,7 @@ def _check(copies: int, most: int) -> None:
 
 
 def split_evenly(loads: Sequence[float], counts: Sequence[int]) -> list[tuple[float, int]]:
-    """Split each head into so many equal pieces; return (load, head), the heaviest first."""
+    """Split each head into its count of equal pieces; return (load, head), the heaviest first."""
     pieces = [(load / count, head) for head, (load, count) in enumerate(zip(loads, counts, strict=True))]
     return sorted((piece for piece, count in zip(pieces, counts, strict=True) for _ in range(count)), reverse=True)
 
@@ -196,7 +196,7 @@ def _lpt(items: Sequence[tuple[float, int]], ranks: int) -> LayerPlacement:
 def spill_over(loads: Sequence[float], ranks: int, copies: int, most: int, limit: float) -> LayerPlacement | None:
     """Place heads so that no rank exceeds `limit`; None if that takes too many copies.
 
-    The largest head goes where it fits most tightly; one that fits nowhere fills the emptiest ranks.
+    Each head, the largest first, goes to the rank with the least room that fits; if none fits, it fills the emptiest.
     """
     room, pieces, left = [limit] * ranks, [], copies
     tiny = 1e-9 * limit
@@ -220,9 +220,9 @@ def spill_over(loads: Sequence[float], ranks: int, copies: int, most: int, limit
 
 
 def assign_rows(placed: LayerPlacement, counts: npt.NDArray[np.int64]) -> Owners:
-    """Assign the documents of each head to its pieces: the largest first, where the most load is missing.
+    """Assign the documents of each head to its pieces: the largest first, to the piece that lacks the most load.
 
-    Documents are whole: this comes as near to the loads of the pieces as they allow.
+    Documents are not split, so the loads of the pieces are only met approximately.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Predicts how much memory compression saves and needs during prefill.
 
-A rank's plan must not be less than what it will take. All methods keep the budget to the token over all heads, but not
-all of them in each head: a rank that has only some of a layer's heads may have those that keep most.
+A plan must not underestimate a rank's memory. All methods keep exactly the budget over all heads, but some distribute
+it unevenly: a rank that has only some of a layer's heads may have those that keep most.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.model import ModelShape
 
-# Bytes for each candidate of each KV head: scores and their pools, and two sorts with their indices.
+# Bytes for each candidate of each KV head: scores, pooled scores, and two sorts with their indices.
 SORTED_BYTES = 96
 # Copies of the window's products with all keys that are alive at once in `scores.window_scores`.
 PRODUCTS = 3
@@ -21,8 +21,8 @@ PRODUCTS = 3
 class PlannedDrop:
     """The effect of compression on the memory of the rank that prefills a prompt's last slice.
 
-    kv_bytes : of keys and values that it will have dropped, at least.
-    choosing_bytes : that choosing takes in one layer, with positions that are kept; at most.
+    kv_bytes : lower bound of the keys and values that are dropped.
+    choosing_bytes : upper bound of the memory for choosing tokens in one layer, and for the retained positions.
     """
 
     kv_bytes: int
@@ -48,7 +48,7 @@ def planned_drop(
     tokens : int
         Of the prompt.
     stop : int or None
-        Up to which is chosen; what follows is kept. None: that is not known, and nothing is counted as dropped.
+        End of the observation window; later tokens are kept. None: not known; nothing is counted as dropped.
     group_ranks : int
         Ranks that share the heads of a layer.
     """

@@ -35,10 +35,10 @@ class Method:
 
     name : in jobs, records and tables.
     about : in a few words.
-    paper : on arXiv.
-    share_out : how the budget is shared out over layers and heads.
-    compete : within a layer, by the text's own scores, instead.
-    reads : settings beside those that all read.
+    paper : its arXiv id.
+    share_out : distributes the budget over layers and heads.
+    compete : distributes a layer's budget over its heads by the text's own scores instead; None: not used.
+    reads : settings in addition to those that all methods read.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Method:
 
     @property
     def observes(self) -> bool:
-        """Whether tokens are judged by the queries of a window; otherwise by their positions."""
+        """Whether tokens are scored by the queries of a window; otherwise by their positions."""
         return "window" in self.reads
 
     @property
     def needs_profile(self) -> bool:
-        """Whether a file says how many tokens heads keep."""
+        """Whether a file defines how many tokens each head keeps."""
         return "profile" in self.reads
 
     @property
@@ -77,8 +77,8 @@ def evenly(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCou
 def pyramidkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
     """Give lower layers more, since attention narrows upwards (PyramidKV, section 4.2).
 
-    Counts fall linearly from the first layer to the last, which keeps 1 / `PYRAMID_BETA` of the mean. Where the first
-    layer would keep more than there is, the slope is less, and the mean the same (as in the paper's code).
+    Counts fall linearly from the first layer to the last, which keeps 1 / `PYRAMID_BETA` of the mean. If the first
+    layer would keep more tokens than there are, the slope is reduced and the mean stays (as in the paper's code).
     """
     import numpy as np
 
@@ -92,9 +92,9 @@ def headkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> T
     """Give more to heads that were found to retrieve or reason (HeadKV).
 
     Counts are the same for every prompt: those of a profile, beyond the window, scaled to the budget over all heads of
-    the model (`head_profile` says how published scores become a profile). HeadKV's own code repeats keys before it
-    caches them, and so counts its budget for each *query* head: with groups of four, a budget of 128 there is up to 512
-    tokens of a KV head. Here a budget is of KV heads, which is what memory goes by.
+    the model (`head_profile` converts published scores to a profile). HeadKV's own code repeats keys before it caches
+    them, so its budget is per *query* head: with groups of four, a budget of 128 there is up to 512 tokens of a KV
+    head. Here the budget is per KV head, which determines memory.
     """
     assert profile is not None, "it is read when the job is set up"
     return budget.by_weight((profile.counts - window).clip(0))
@@ -103,10 +103,10 @@ def headkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> T
 def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
     """Let a layer's heads compete for its budget, token by token, by their scores (kv_heads, candidates) (Ada-SnapKV).
 
-    Heads whose attention is spread over many tokens keep more of them, at the cost of those that look at few. Of
-    `each`, the mean of the heads' counts, the share `FLOOR` (the paper's alpha) is safe in every head: each keeps that
-    many of its own best tokens first, and the rest goes to the best of all heads together, as in kvpress. The paper's
-    code shares everything out by competition, and then moves each head's count towards the floor.
+    Heads whose attention is spread over many tokens keep more tokens than heads that attend to few. As in kvpress, each
+    head first keeps its own best tokens, the fraction `FLOOR` (the paper's alpha) of `each`, which is the mean count.
+    The rest of the budget goes to the best tokens of all heads together. The paper's code distributes the whole budget
+    by competition, and then moves each head's count towards the floor.
 
     Returns
     -------

@@ -1,9 +1,9 @@
 """Scores for choosing tokens: attention from a window of queries, or recency.
 
 SnapKV (Li et al. 2024, arXiv:2404.14469, section 4.2): the softmax over all keys a query sees, its mean over the
-window's queries, pooled along the tokens so that neighbours of what is attended to are kept, too. Under grouped-query
-attention a KV head is scored by the mean of its query heads, since it is kept or dropped for all of them (as kvpress
-does it; SnapKV's own code repeats keys, and chooses for each query head).
+window's queries, pooled along the tokens so that neighbours of attended tokens are kept, too. Under grouped-query
+attention a KV head's scores are the mean over its query heads, since a token is kept or dropped for all of them (as in
+kvpress; SnapKV's own code repeats keys, and chooses for each query head).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def window_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionPara
     keys : torch.Tensor
         Of all tokens up to the window's last (1, kv_heads, start + window, head_dim).
     params : AttentionParams
-        How the layer makes weights of products.
+        The layer's scale, soft cap and sinks.
     start : int
         Tokens before the window.
 
@@ -40,7 +40,7 @@ def window_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionPara
     later = torch.ones(window, window, dtype=torch.bool, device=query.device).triu(1)
     sinks = None if params.sinks is None else params.sinks.float().view(kv_heads, -1, 1)
     means = []
-    # One head at a time: a row is as long as the text.
+    # One head at a time: a row of products is as long as the text.
     for head, group in enumerate(query[0].view(kv_heads, -1, window, query.shape[-1])):
         products = torch.matmul(group.float(), keys[0, head].float().transpose(0, 1)) * params.scale
         if params.softcap is not None:
@@ -56,9 +56,9 @@ def window_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionPara
 def recency_scores(tokens: int, kv_heads: int, device: torch.device) -> torch.Tensor:
     """Score tokens by recency, the first `SINKS` above all others (kv_heads, tokens).
 
-    Attention that has nowhere to go goes to the first tokens, its sinks: without them the rest is weighted wrongly
-    (StreamingLLM, section 3.2). Positions stay those of the prompt, as in kvpress: the paper counts within the cache,
-    so that a text can go on for ever.
+    Surplus attention goes to the first tokens, its sinks: without them, the other tokens' weights are wrong
+    (StreamingLLM, section 3.2). Tokens keep their positions in the prompt, as in kvpress; the paper counts positions
+    within the cache, so that a text can have any length.
     """
     scores = torch.arange(tokens, dtype=torch.float64, device=device)
     scores[:SINKS] += tokens
@@ -73,5 +73,5 @@ def top_tokens(scores: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]
     list of torch.Tensor
         For each head the positions, ascending, int64.
     """
-    order = scores.argsort(dim=-1, descending=True, stable=True)  # of equal scores the first: the same everywhere
+    order = scores.argsort(dim=-1, descending=True, stable=True)  # ties: the first token, on every rank
     return [tokens[:count].sort().values for tokens, count in zip(order, counts.tolist(), strict=True)]

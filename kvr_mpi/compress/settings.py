@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from kvr_mpi.compress.registry import METHODS, SINKS, Method
 
-# Settings that only some methods read (`Method.reads`); another's would be ignored, and so are refused.
+# Settings that only some methods read (`Method.reads`); other methods would ignore them, so they are refused.
 OWN_SETTINGS = ("window", "profile")
 
 
@@ -48,7 +48,7 @@ class CompressSettings(BaseModel):
     @model_validator(mode="after")
     def _settings_fit_the_method(self) -> CompressSettings:
         method = self.rule
-        # By value: ranks are sent a job with all its defaults.
+        # Compare values: a job is sent to ranks with all its defaults set.
         changed = [name for name in OWN_SETTINGS if getattr(self, name) != type(self).model_fields[name].default]
         foreign = [name for name in changed if name not in method.reads]
         if foreign:
@@ -82,7 +82,7 @@ class CompressSettings(BaseModel):
         return self.window if self.rule.observes else SINKS + 1
 
     def kept_of(self, tokens: int) -> int:
-        """Return how many of so many tokens a KV head keeps on average."""
+        """Return how many of `tokens` tokens a KV head keeps on average."""
         if self.budget >= 1:
             return min(tokens, int(self.budget))
         return min(tokens, max(self.always_kept, math.ceil(tokens * self.budget - 1e-9)))
