@@ -125,7 +125,7 @@ class SliceCache(LayersOwner):
             for idx, layer in enumerate(shape.layers)
         ]
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
-        self._last = kept[-1]  # the last layer that keeps anything; those after it work per token
+        self._last = kept[-1]  # the last layer that keeps anything; later layers work token by token
         self._stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
         super().__init__(layers)

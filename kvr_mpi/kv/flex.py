@@ -114,7 +114,7 @@ def _options(device: torch.device, head_dim: int) -> dict[str, Any]:
     room = about.shared_memory_per_block_optin
     if head_dim <= 256 and room >= OWN_BYTES:
         return KERNEL
-    side = 32 if head_dim > 256 and room < WIDE_BYTES else 64  # graphics cards have a room of 101,376
+    side = 32 if head_dim > 256 and room < WIDE_BYTES else 64  # 101,376 bytes on graphics cards
     return KERNEL | {"BLOCK_M": side, "BLOCK_N": side, "num_stages": 1}
 
 

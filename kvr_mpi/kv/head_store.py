@@ -275,8 +275,8 @@ class HeadStore:
     def paged(self) -> list[tuple[int, Rows, int, Rows]]:
         """Locate each run of heads in the extent.
 
-        Each has its first head; the row (heads,) of the extent at which a head's rows would begin without sharing; the
-        rows of a head minus appended tokens; and a head's pages (heads, pages), shared ones first.
+        For each run: its first head; per head (heads,) the row at which it would begin if its shared rows lay before
+        its own; a head's rows, minus the document's tokens if it appends; the pages (heads, pages), shared ones first.
         """
         found = []
         for run in self.runs:

@@ -111,7 +111,7 @@ class SliceLayer(RowLayer):
         if cache.prefix is None or not cache.prefilling:
             return
         known = cache.prefix.store(self.layer_idx, self.shape, cache.device, cache.arena)
-        if known is not None:  # where it is read and damaged, that has failed
+        if known is not None:  # a damaged file has raised a DataError
             layout.shared = known.as_shared(cache.prefix.tokens) if layout.start else ()
             if layout.start < cache.prefix.tokens:
                 layout.write(layout.start, *known.rows(layout.start, cache.prefix.tokens))

@@ -113,7 +113,7 @@ class Route:
         return _seen_from(bounds, self.next_reads_from, visibility)
 
     def first_held(self, visibility: Visibility) -> int:
-        """Position of the first token from which this rank holds all keys and values of such a layer."""
+        """Position of the first token from which this rank holds all keys and values of a layer."""
         first = 0 if self.reads_from is None else visibility.first_key(self.reads_from)
         received_from = min((hop.bounds[0] for hop in self.hops if hop.source is not None), default=0)
         return 0 if first <= received_from else first

@@ -23,7 +23,7 @@ class CacheSettings(BaseModel):
 
     @model_validator(mode="after")
     def _settings_fit_the_kind(self) -> CacheSettings:
-        # By value: ranks are sent a job with all its defaults.
+        # Compare values: a job is sent to ranks with all its defaults set.
         if self.kind == "whole" and self.tokens != type(self).model_fields["tokens"].default:
             raise ValueError("cache.tokens is for rolling caches: set cache.kind = 'rolling', or leave it out")
         return self

@@ -107,7 +107,7 @@ class LayerTransfers:
                     self.receive(bounds, hop.source, hop.segment, to, first)
             elif hop.dest is not None and onward:
                 self.announce(hop.dest, hop.segment)
-                if self._slots:  # after a failure nothing is computed first
+                if self._slots:  # after a failure: nothing to compute first
                     self.send(onward, hop.dest, hop.segment)
 
     def share(self, route: Route, ranges: Sequence[Range]) -> None:

@@ -23,8 +23,8 @@ from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.model.unit_table import Unit, UnitTable
 
-# Columns of a page table, for each unit: the row at which it would begin without shared rows, its rows minus appended
-# tokens, and whether it lies in this extent.
+# Columns of a page table, for each unit: the row at which it would begin if its shared rows lay before its own; its
+# rows, minus the document's tokens if it appends; and whether it lies in this extent.
 BEGINS, FILLED, IS_HERE, COLUMNS = 0, 1, 2, 3
 
 
@@ -279,7 +279,7 @@ def attend_units(
     lengths : sequence of int
         Tokens of each document, including the query's.
     seen : Visibility
-        Which rows a token sees, where heads hold all tokens.
+        Which rows a token sees, if heads hold all tokens.
 
     Returns
     -------

@@ -46,7 +46,7 @@ def attend_documents(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=True,
     )
-    # The log-sum-exp is (heads, queries), unlike varlen_attn's own documentation says.
+    # The log-sum-exp is (heads, queries); varlen_attn's own documentation is wrong.
     return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.view(1, *query.shape[1:3]).float())
 
 
