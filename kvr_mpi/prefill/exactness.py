@@ -86,7 +86,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def allowed_error(dtype: torch.dtype) -> float:
-    """Return the allowed rounding error for a dtype, relative to the spread; wrong positions or masks exceed it by far.
+    """Return the allowed rounding error for a dtype, as an `error_share`; wrong positions or masks exceed it by far.
 
     In float32, another order of summation changes results by up to 2.4e-5 (SmolLM2 at 1024 tokens); a missing prefix
     token changes those of a tiny model by 3e-2 and more.
@@ -95,7 +95,7 @@ def allowed_error(dtype: torch.dtype) -> float:
 
 
 def error_share(found: torch.Tensor | None, truth: torch.Tensor | None) -> float:
-    """Return the largest difference relative to the truth's spread.
+    """Return the largest absolute difference, divided by the truth's spread (maximum minus minimum).
 
     It is infinite for missing values, NaN or other shapes.
     """

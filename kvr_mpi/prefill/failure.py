@@ -95,7 +95,7 @@ def play_on(cache: SliceCache) -> None:
 
 
 def digest_of(ids: Sequence[int], bounds: Sequence[int], strategy: str) -> int:
-    """Return a 63-bit hash of a prompt's token ids and its partition."""
+    """Return a 63-bit hash of a prompt's token ids, partition and strategy."""
     digest = hashlib.sha256(np.asarray(ids, "<i8").tobytes())
     digest.update(f"{strategy} {list(bounds)}".encode())
     return int.from_bytes(digest.digest()[:8], "little") >> 1

@@ -182,7 +182,7 @@ def prefill_kvr(
     chunk_tokens: int | None = None,
     **of_cache: Unpack[CacheOptions],
 ) -> Prefill:
-    """Prefill on a chain of ranks, each computing its slice (KV-Runahead, section 4); or along another route.
+    """Prefill on a chain, each rank computing its slice: with KV-Runahead (section 4), or another route.
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 LEAST_TOKENS = 12
-# Operations that keep the check within seconds; a window is not exceeded if that would take more of them.
+# Most operations of a check, which then takes seconds; its prompt stays short if exceeding a window would take more.
 MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}
 # Runs of the whole model that a check takes.
 RUNS = 7

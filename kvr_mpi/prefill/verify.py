@@ -85,7 +85,7 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
 def _strategies(
     loaded: LoadedModel, size: int, tokens: int, draw: random.Random
 ) -> Iterator[tuple[str, Strategy, Partition, int | None]]:
-    """Yield each strategy, as in jobs or else as published, with its name here, slices and chunk size."""
+    """Yield each strategy, as in jobs or else as published, with its name in findings, slices and chunk size."""
     for one in STRATEGIES.values():
         if one.is_plain or one.misfit(loaded) is not None:
             continue
