@@ -202,7 +202,7 @@ class DecodeBatch(Generic[K]):
         if own == AS_THE_JOB:
             return self._rules
         rules = self._own_rules.pop(own, None) or self._rules.adapted(own)
-        self._own_rules[own] = rules  # the last used last
+        self._own_rules[own] = rules  # the most recently used last
         if len(self._own_rules) > KEPT_RULES:
             del self._own_rules[next(iter(self._own_rules))]
         return rules

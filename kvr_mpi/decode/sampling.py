@@ -160,7 +160,7 @@ class DecodeSequence:
     finish_reason : str or None
         See `Answer`; None while there is more to write.
     error : str or None
-        Why it cannot go on.
+        Why the answer failed.
     scores : tuple of Score
         See `Answer`.
     """
@@ -204,7 +204,7 @@ class DecodeSequence:
         if self._processors:
             try:
                 logits = self._processors(self.ids.unsqueeze(0), logits.unsqueeze(0))[0]
-            except KvrError as error:  # this answer cannot go on; others can
+            except KvrError as error:  # only this answer fails
                 self.fail(str(error))
         if self._generator is None:
             return logits.argmax()

@@ -32,7 +32,7 @@ STEPS_BEFORE = 3
 STEPS_CHECKED = 2
 # Slots are rounded up to `FEW_SLOTS` or a multiple of `SLOTS`, and pages to a power of two >= `PAGES`, for few graphs.
 FEW_SLOTS, SLOTS, PAGES = (1, 2, 4), 8, 8
-# Graphs to keep, the last used ones: each takes some memory.
+# Graphs to keep, the most recently used: each takes some memory.
 MOST_GRAPHS = 8
 
 
@@ -150,7 +150,7 @@ class Recorder:
             self._taken[layout] = self._taken.get(layout, 0) + 1
             if self._taken[layout] <= STEPS_BEFORE or (graph := self._record(layout, cache)) is None:
                 return None
-        self._graphs[layout] = graph  # the last used last
+        self._graphs[layout] = graph  # the most recently used last
         while len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         return graph
