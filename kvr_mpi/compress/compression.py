@@ -95,7 +95,7 @@ class Compression:
         return self.window_of(tokens, text) if self.settings.rule.observes else None
 
     def planned_drop(self, loaded: LoadedModel, tokens: int, text: Range) -> PlannedDrop | None:
-        """Predict what this rank drops of a prompt, and the memory it takes; None if all of it is kept."""
+        """Predict what this rank drops of a prompt, and the memory for choosing; None if all of it is kept."""
         if (window := self.window_of(tokens, text)) is None:
             return None
         heads = loaded.model.config.get_text_config().num_attention_heads
@@ -219,7 +219,7 @@ def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, k
     if settings.profile is None:
         return None
     window = settings.window
-    # Only what is beyond the window counts, in proportion: any budget above it gives the same shares.
+    # Only the proportions of counts beyond the window matter: any budget above the window gives the same shares.
     profile = read_profile(Path(settings.profile), budget=2 * window, kv_heads=kv_heads, window=window)
     check_profile(f"compress.profile = {settings.profile!r}", profile, loaded, layers, kv_heads)
     return profile

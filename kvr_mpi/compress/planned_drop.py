@@ -37,7 +37,7 @@ def compressed_layers(shape: ModelShape) -> tuple[int, ...]:
 def planned_drop(
     settings: CompressSettings, shape: ModelShape, heads: int, tokens: int, stop: int | None, group_ranks: int = 1
 ) -> PlannedDrop | None:
-    """Predict what is dropped of a prompt on a rank; None if all of it is kept and no layer is moved.
+    """Predict what a rank drops of a prompt; None if the whole prompt is kept and no layer is moved.
 
     Parameters
     ----------

@@ -23,9 +23,9 @@ SINKS = 4
 PYRAMID_BETA = 20.0
 # Ada-SnapKV's, as in kvpress.
 FLOOR = 0.2
-# (budget, window, profile) to the candidates each head keeps (layers, kv_heads); the same for every text.
+# (budget, window, profile) to the number of candidates each head keeps (layers, kv_heads); the same for every text.
 ShareOut = Callable[["Budget", int, "HeadProfile | None"], "TokenCounts"]
-# (scores (kv_heads, candidates), mean count) to the candidates each head of one layer keeps (kv_heads,).
+# (scores (kv_heads, candidates), mean count) to the number of candidates each head of one layer keeps (kv_heads,).
 Compete = Callable[["torch.Tensor", int], "torch.Tensor"]
 
 
