@@ -18,25 +18,17 @@ from kvr_mpi.store.results import open_results
 SHORT = {"KVR_DOCUMENTS__LIMIT": "1", "KVR_GENERATION__MAX_NEW_TOKENS": "2", "KVR_PARALLEL__PARTITION": "even"}
 
 
-def test_its_files_are_found() -> None:
-    job = find_shipped("jobs", "demo.toml")
-    assert job.is_file() and len(list((job.parent / "demo").iterdir())) == 8
-    with pytest.raises(ConfigError, match="jobs/nothing.toml was not installed with kvr-mpi"):
-        find_shipped("jobs", "nothing.toml")
-
-
 def test_what_is_wrong_is_said_once_before_any_rank(
     tmp_path: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ConfigError, match="jobs/nothing.toml was not installed with kvr-mpi"):
+        find_shipped("jobs", "nothing.toml")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVR_MODEL__PATH", SMOLLM.replace("smollm2", "smollm3"))
     code, out, err = run_kvr("demo")
     assert code == EXIT_CONFIG and out == "" and err.count("package 'llm_smollm3' is not installed") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_it_starts_its_ranks_itself(run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_SIZE", "2")  # it starts its ranks itself
     code, _, err = run_kvr("demo")
     assert code == EXIT_USAGE and "here: 2 ranks" in err
 

@@ -13,7 +13,7 @@ from constants import Kvr
 from made_jobs import TEXT, with_settings
 
 from benchmarks.fairkv_placement import main as fairkv_placement
-from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 
 METHOD = with_settings("compress.method=ada-snapkv", "compress.budget=48", "compress.window=16")
 
@@ -62,21 +62,17 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "code", "why"),
+    ("settings", "why"),
     [
-        ([], EXIT_CONFIG, "no [compress]"),
-        (with_settings("compress.method=snapkv", "compress.budget=64"), EXIT_CONFIG, "method = 'snapkv'"),
-        ([*METHOD, *with_settings("compress.budget=500")], EXIT_CONFIG, "none of 4 documents"),
-        ([*METHOD, "--heads", "nowhere/heads.json"], EXIT_CONFIG, "there is no folder nowhere"),
-        ([*METHOD, "--heads", "README.md"], EXIT_CONFIG, "README.md exists; add --overwrite"),
+        ([], "no [compress]"),
+        (with_settings("compress.method=snapkv", "compress.budget=64"), "method = 'snapkv'"),
+        ([*METHOD, *with_settings("compress.budget=500")], "none of 4 documents"),
+        ([*METHOD, "--heads", "nowhere/heads.json"], "there is no folder nowhere"),
+        ([*METHOD, "--heads", "README.md"], "README.md exists; add --overwrite"),
     ],
 )
 def test_what_gives_no_profile_is_refused(
-    job: Path, tmp_path: Path, run_kvr: Kvr, settings: list[str], code: int, why: str
+    job: Path, tmp_path: Path, run_kvr: Kvr, settings: list[str], why: str
 ) -> None:
-    found, _, err = run_kvr("search", job, "--heads", tmp_path / "heads.json", *settings)
-    assert found == code and why in err, err
-
-
-def test_a_profile_is_of_a_job(run_kvr: Kvr) -> None:
-    assert run_kvr("search", "--heads", "heads.json")[0] == EXIT_USAGE
+    code, _, err = run_kvr("search", job, "--heads", tmp_path / "heads.json", *settings)
+    assert code == EXIT_CONFIG and why in err, err
