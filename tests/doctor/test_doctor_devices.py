@@ -8,24 +8,29 @@ import pytest
 from made_facts import GPU, only, place, statuses
 
 from kvr_mpi.doctor import devices
-from kvr_mpi.doctor.facts import DeviceFacts
+from kvr_mpi.doctor.facts import DeviceFacts, RankFacts
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.transport.mpi_query import cuda_support, describe_mpi, loaded_libraries
 
 
-def test_devices() -> None:
-    apart = [place(0, device=GPU), place(1, device=replace(GPU, index=1, uuid="b"))]
-    assert "rank 1: GPU 1 of 2 on node1" in only(devices.check_devices(apart)).found
-    # Each task sees its own GPU as number 0: other uuids are other GPUs, and the same number elsewhere is too.
-    assert statuses(devices.check_devices([place(0, device=GPU), place(1, device=replace(GPU, uuid="b"))])) == ["ok"]
-    assert statuses(devices.check_devices([place(0, device=GPU), place(1, "node2", device=GPU)])) == ["ok"]
-    same = [place(0, device=GPU), place(1, device=GPU)]
-    assert "ranks 0-1 on node1" in only(devices.check_devices(same)).found
-    assert statuses(devices.check_devices(same)) == ["fail"]
-    assert statuses(devices.check_devices(same, share_gpu=True)) == ["ok"]
-    assert "rank 1: no GPU, although" in only(devices.check_devices([place(0, device=GPU), place(1)])).found
-    broken = place(1, device=DeviceFacts(error="TimeoutError: asking torch"))
-    assert only(devices.check_devices([place(0, device=GPU), broken])).status == "fail"
+@pytest.mark.parametrize(
+    ("second", "status", "words"),
+    [
+        (place(1, device=replace(GPU, index=1, uuid="b")), "ok", "rank 1: GPU 1 of 2 on node1"),
+        # Each task sees its own GPU as number 0: other uuids are other GPUs, and the same number elsewhere is too.
+        (place(1, device=replace(GPU, uuid="b")), "ok", "rank 1"),
+        (place(1, "node2", device=GPU), "ok", "node2"),
+        (place(1, device=GPU), "fail", "ranks 0-1 on node1"),
+        (place(1), "fail", "rank 1: no GPU, although"),
+        (place(1, device=DeviceFacts(error="TimeoutError: asking torch")), "fail", "TimeoutError: asking torch"),
+    ],
+)
+def test_devices(second: RankFacts, status: str, words: str) -> None:
+    facts = [place(0, device=GPU), second]
+    found = only(devices.check_devices(facts))
+    assert found.status == status and words in found.found
+    if second.device == GPU:
+        assert statuses(devices.check_devices(facts, share_gpu=True)) == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -48,10 +53,7 @@ ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        (
-            replace(ABLE, name="A100", total_bytes=40 << 30, free_bytes=40 << 30),
-            "H200 (80 GiB): rank 0, A100 (40 GiB)",
-        ),
+        (replace(ABLE, name="A100", total_bytes=40 << 30), "H200 (80 GiB): rank 0, A100 (40 GiB)"),
         (replace(ABLE, capability=(7, 0)), "rank 1: H200 is older than Ampere"),
         (replace(ABLE, free_bytes=20 << 30), "rank 1: other processes use the GPU, 20.0 of 80.0 GiB are free"),
         (replace(ABLE, has_nccl=False), "rank 1: this torch is built without NCCL"),

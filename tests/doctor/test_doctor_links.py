@@ -1,29 +1,22 @@
-"""Links are measured and compared, changed data are noticed, and silence ends."""
+"""What is tried between ranks: links, clocks, a folder that all share; changed data are noticed, and silence ends."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from made_facts import only, statuses
+from made_facts import only, place, statuses
 
-from kvr_mpi.doctor import links
+from kvr_mpi.doctor import folder, links
 from kvr_mpi.doctor.deadlines import SilentError, gather_tried, meet, within
-from kvr_mpi.doctor.findings import exit_code
-from kvr_mpi.transport.links import Effort, measure_links
+from kvr_mpi.doctor.findings import Finding, exit_code
+from kvr_mpi.transport.links import Effort
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 SMALL = Effort(rounds=2, repeats=2, first_bytes=4096, max_bytes=4096)
-
-
-def test_links_are_measured() -> None:
-    found = run_local(3, lambda world: measure_links(world, torch.device("cpu"), SMALL))
-    assert found[2] is None
-    for link in found[:2]:
-        assert link is not None
-        assert link.intact and link.latency_s > 0 and link.bytes_per_s > 0
 
 
 class Noisy(LocalTransport):
@@ -43,34 +36,38 @@ class Mute(LocalTransport):
         return super().isend(tensor, dest, tag + 1_000_000)
 
 
-def test_changed_data_are_noticed() -> None:
+def test_links_are_measured_and_changed_data_noticed() -> None:
     def work(world: LocalTransport) -> Any:
-        noisy = Noisy(world._hub, world.rank)
-        return gather_tried(world, lambda: links.measure_chain(noisy, torch.device("cpu"), SMALL, 20.0), 20.0)
+        mine = Noisy(world._hub, world.rank) if noisy else world
+        return gather_tried(world, lambda: links.measure_chain(mine, torch.device("cpu"), SMALL, 20.0), 20.0)
 
+    noisy = False
+    first, second, last = run_local(3, work)[0]
+    for link in (first["value"], second["value"]):
+        assert link["intact"] and link["latency_us"] > 0 and link["gigabytes_per_s"] > 0
+    assert last == {"value": None}
+    noisy = True
     findings = links.check_links(run_local(2, work)[0], ["a", "b"], "host")
     assert findings[-1].status == "fail" and "rank 0 (a) -> 1 (b)" in findings[-1].found
     assert exit_code(findings) == 69
 
 
 def test_silence_ends() -> None:
-    def links_of(world: LocalTransport) -> str:
-        try:
-            links.measure_chain(Mute(world._hub, world.rank), torch.device("cpu"), SMALL, 0.2)
-        except SilentError as error:
-            return str(error)
-        return ""
+    def heard(world: LocalTransport) -> list[str]:
+        mine = Mute(world._hub, 1) if world.rank == 1 else world
+        said = []
+        for call in (
+            lambda: links.measure_chain(mine, torch.device("cpu"), SMALL, 0.2),
+            lambda: meet(mine, 0.3),
+        ):
+            try:
+                call()
+            except SilentError as error:
+                said.append(str(error))
+        return said
 
-    assert run_local(2, links_of)[0].startswith("an answer of rank 1 did not arrive")
-
-    def meeting(world: LocalTransport) -> str:
-        try:
-            meet(world if world.rank != 1 else Mute(world._hub, 1), 0.3)
-        except SilentError as error:
-            return str(error)
-        return ""
-
-    assert "rank 1 did not answer" in run_local(3, meeting)[0]
+    of_links, of_meeting = run_local(2, heard)[0]
+    assert of_links.startswith("an answer of rank 1 did not arrive") and "rank 1 did not answer" in of_meeting
 
 
 def test_links_are_compared_with_their_kind() -> None:
@@ -90,6 +87,34 @@ def test_links_are_compared_with_their_kind() -> None:
     assert statuses(lost) == ["ok", "fail"]
     silent = links.check_links([usual[0], {"error": "SilentError: no answer"}], "aa", "host")
     assert statuses(silent) == ["fail"], "the last rank has no link of its own to tell it with"
+
+
+def test_shared_folder(tmp_path: Path) -> None:
+    facts = [place(rank, f"node{rank}") for rank in range(3)]
+
+    def work(world: LocalTransport) -> list[Finding]:
+        path = tmp_path / "elsewhere" if world.rank == 2 and apart else tmp_path / "runs"
+        return folder.check_shared(world, path, facts)
+
+    apart = False
+    (tmp_path / "runs").mkdir()
+    assert "the same on all 3 hosts" in only(run_local(3, work)[0]).found
+    (tmp_path / "elsewhere").mkdir()
+    apart = True
+    found = only(run_local(3, work)[0])
+    assert found.status == "fail" and "rank 2 on node2" in found.found and "rank 1" not in found.found
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_clocks() -> None:
+    facts = [place(0), place(1), place(2, "node2")]
+    assert links.first_on_each_host(facts) == [2]
+    assert only(links.check_clocks({}, facts[:2])).status == "ok"
+    assert only(links.check_clocks({2: 0.2}, facts)).status == "ok"
+    found = only(links.check_clocks({2: -3.5}, facts))
+    assert found.status == "warn" and "node2 is 3.500 s behind node1" in found.found
+    skews_s = run_local(3, lambda world: links.measure_clocks(world, [1, 2]))[0]
+    assert set(skews_s) == {1, 2} and all(abs(skew_s) < 30 for skew_s in skews_s.values())
 
 
 def test_one_broken_rank_does_not_hold_the_others() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from made_facts import MPI, VERSIONS, only, place, statuses
 
-from kvr_mpi.doctor import ranks
+from kvr_mpi.doctor import folder, ranks
 from kvr_mpi.doctor.facts import look_at_rank
 from kvr_mpi.doctor.findings import exit_code, fail, number_ranges, ok, to_json, to_lines, warn
 from kvr_mpi.errors import TransportError
@@ -80,11 +81,18 @@ def test_slurm(changes: dict[str, str | None], words: list[str]) -> None:
     assert len(warnings) == len(words) and all(one.remedy for one in warnings)
     for word, one in zip(words, warnings, strict=True):
         assert word in one.found
-
-
-def test_slurm_restarts_and_absence() -> None:
     assert "not in a SLURM job" in only(ranks.check_slurm({"SLURM_NTASKS": "8"}, 1, 1, NOW_S)).found
     assert "restarted 2 times" in ranks.check_slurm({**JOB, "SLURM_RESTART_COUNT": "2"}, 4, 2, NOW_S)[0].found
+
+
+def test_folder(tmp_path: Path) -> None:
+    findings = folder.check_folder(tmp_path)
+    assert [one.check for one in findings] == ["folder", "locking", "space"]
+    assert findings[0].status == "ok"
+    assert "does not exist yet" in folder.check_folder(tmp_path / "new" / "run")[0].found
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    found = only(folder.check_folder(Path("/proc")))
+    assert found.status == "fail" and "/proc cannot be written" in found.found
 
 
 def test_versions() -> None:
@@ -101,16 +109,12 @@ def test_versions() -> None:
 
 
 def test_a_launch_that_fails_says_what_happened_apart_from_what_to_do() -> None:
+    ranks_by_launcher = {(): 0, (("SLURM_PROCID", "3"),): 3, (("PMI_RANK", "1"), ("SLURM_PROCID", "0")): 1}
+    assert {given: launched_rank(dict(given)) for given in ranks_by_launcher} == ranks_by_launcher
     with pytest.raises(TransportError) as caught:
         connect({"SLURM_NTASKS": "8"})
     assert "8 ranks were intended" in caught.value.found and "srun --mpi=pmi2" in caught.value.remedy
     assert str(caught.value) == f"{caught.value.found}; {caught.value.remedy}"
-
-
-def test_launched_rank() -> None:
-    assert launched_rank({}) == 0
-    assert launched_rank({"SLURM_PROCID": "3"}) == 3
-    assert launched_rank({"PMI_RANK": "1", "SLURM_PROCID": "0"}) == 1
 
 
 def test_this_process_looks_at_itself() -> None:

@@ -31,14 +31,13 @@ def test_what_a_process_wrote_is_kept_however_it_ends(program: str, step: str, p
     assert not outcome.lost
 
 
-@pytest.mark.parametrize("closes", [True, False])
-def test_a_process_that_lives_on_without_a_word_is_killed(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("closes", "problem"), [(True, "SIGKILL"), (False, "hangs")])
+def test_a_process_that_lives_on_without_a_word_is_killed(
+    closes: bool, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "LEAVE_TIMEOUT_S", 0.5)
-    program = f"import os, signal, time; {closes} and os.close(1); time.sleep(600)"
-    began = time.monotonic()
-    outcome = Child([sys.executable, "-c", program], os.environ).outcome(limit_s=5.0)
-    assert "SIGKILL" in outcome.problem if closes else "hangs" in outcome.problem
-    assert time.monotonic() - began < 120
+    program = f"import os, time; {closes} and os.close(1); time.sleep(600)"
+    assert problem in Child([sys.executable, "-c", program], os.environ).outcome(limit_s=5.0).problem
 
 
 def test_a_process_whose_ranks_are_lost_waits_until_that_is_reported() -> None:
@@ -66,8 +65,6 @@ def test_no_process_outlives_its_parent() -> None:
 
 def test_a_command_is_limited_with_all_that_it_starts() -> None:
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    began = time.monotonic()
-    code, _, _ = run_limited([sys.executable, "-c", program], os.environ, 1.0)
-    assert code is None and time.monotonic() - began < 60
+    assert run_limited([sys.executable, "-c", program], os.environ, 1.0)[0] is None
     assert run_limited(["/no/such/program"], {}, 1.0)[0] == 127
     assert run_limited([sys.executable, "-c", "print(1)"], os.environ, 60.0)[:2] == (0, "1\n")

@@ -11,16 +11,16 @@ import pytest
 from made_facts import GPU, MPI, only, place
 
 from kvr_mpi.doctor import trial
+from kvr_mpi.doctor.facts import DeviceFacts
 from kvr_mpi.doctor.process import python_module
 
 
-def test_what_is_tried() -> None:
-    claiming = place(0, device=GPU, mpi=replace(MPI, cuda=True))
-    assert trial.is_to_be_tried([claiming])
-    assert not trial.is_to_be_tried([place(0, device=GPU)])
-    assert not trial.is_to_be_tried([place(0, mpi=replace(MPI, cuda=True))])
-    assert "tried" in only(trial.check_cuda_awareness([claiming])).found
-    assert "staged" in only(trial.check_cuda_awareness([place(0, device=GPU)])).found
+@pytest.mark.parametrize(("device", "cuda"), [(GPU, True), (GPU, False), (DeviceFacts(), True)])
+def test_what_is_tried(device: DeviceFacts, cuda: bool) -> None:
+    facts = [place(0, device=device, mpi=replace(MPI, cuda=cuda))]
+    assert trial.is_to_be_tried(facts) == (cuda and device is GPU)
+    word = "no GPU" if device is not GPU else "tried" if cuda else "staged"
+    assert word in only(trial.check_cuda_awareness(facts)).found
 
 
 READY = '{"ready": 0}{"ready": 1}'
@@ -50,6 +50,7 @@ def test_how_a_trial_ends(said: str, then: str, status: str, words: str) -> None
     found = trial.try_transfers([sys.executable, "-c", program], dict(os.environ), "cuda", 2.0)
     assert found.status == status and words in found.found
     assert (found.status == "ok") == (not found.remedy)
+    assert "did not start" in trial.try_transfers(["/no/such/mpirun"], {}, "host", 1.0).found
 
 
 @pytest.mark.slow
@@ -59,10 +60,6 @@ def test_two_real_ranks_swap_buffers() -> None:
     command = [*launcher, *python_module("kvr_mpi.doctor.trial", "host", "120")]
     found = trial.try_transfers(command, trial.trial_environment(os.environ, launcher[0]), "host", 120.0)
     assert found.status == "ok" and "checksums correct" in found.found, found
-
-
-def test_a_trial_without_its_launcher() -> None:
-    assert "did not start" in trial.try_transfers(["/no/such/mpirun"], {}, "host", 1.0).found
 
 
 def test_a_trial_starts_as_if_by_hand() -> None:

@@ -15,20 +15,15 @@ from kvr_mpi.report.log import Detail, Level, Log
 
 
 class RecordedStream(io.StringIO):
-    """A stream that remembers in which pieces it was written, and when it was flushed."""
+    """A stream that remembers in which pieces it was written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[str] = []
-        self.unflushed = 0
 
     def write(self, text: str) -> int:
         self.pieces.append(text)
-        self.unflushed += 1
         return super().write(text)
-
-    def flush(self) -> None:
-        self.unflushed = 0
 
 
 @settings(max_examples=100)
@@ -38,7 +33,7 @@ def test_every_line_is_whole_prefixed_and_written_in_one_piece(text: str, rank: 
     Log(rank, stream=stream).line(text)
     who = rf" rank {rank} {re.escape(socket.gethostname())}" if rank else ""
     prefix = re.compile(STAMP + who + r"\] ")
-    assert stream.pieces and stream.unflushed == 0
+    assert stream.pieces
     for piece in stream.pieces:
         assert prefix.match(piece) and piece.endswith("\n") and piece.count("\n") == 1 and "\r" not in piece
     assert [prefix.sub("", piece, count=1)[:-1] for piece in stream.pieces] == (text.splitlines() or [""])
