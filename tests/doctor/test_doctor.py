@@ -59,24 +59,16 @@ def test_doctor_alone_says_what_fails(kvr: Path) -> None:
         pytest.param({"PMI_FD": "999", "PMI_SIZE": "2", "PMI_RANK": "0"}, marks=pytest.mark.long),
     ],
 )
-def test_a_launcher_that_does_not_match(environ: dict[str, str], kvr: Path, tmp_path: Path) -> None:
-    run, other = (
-        subprocess.run(
-            [kvr, "doctor", "--json"],
-            env={**os.environ, **environ, **rank},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-        for rank in ({}, {"PMI_RANK": "1"})
-    )
+def test_a_launcher_that_does_not_match(environ: dict[str, str], kvr: Path) -> None:
+    command, given = [kvr, "doctor", "--json"], {**os.environ, **environ}
+    run = subprocess.run(command, env=given, capture_output=True, text=True, timeout=90, check=False)
     assert run.returncode == 69, run.stdout + run.stderr
     found = findings_of(run)
     assert found["launcher"]["status"] == "fail" and "does not match" in found["launcher"]["found"]
     assert "srun --mpi=pmi2" in found["launcher"]["remedy"]
     assert found["folder"]["status"] == found["versions"]["status"] == "ok", "the other checks were made"
+    given["PMI_RANK"] = "1"
+    other = subprocess.run(command, env=given, capture_output=True, text=True, timeout=90, check=False)
     assert (other.returncode, other.stdout) == (0, ""), "one speaks for all"
 
 

@@ -67,13 +67,15 @@ def test_any_document_is_what_the_stream_gives(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt"])
-@pytest.mark.parametrize("change", ["text", "shorter", "gone", "garbage"])
+@pytest.mark.parametrize("change", ["text", "shorter", "gone", "pipe", "garbage"])
 def test_a_text_that_changes_becomes_an_error(tmp_path: Path, name: str, change: str) -> None:
     folder = write_corpus(tmp_path / "c")
     corpus, before = scan_corpus([str(folder)]), {doc.id: doc for doc in read_corpus([str(folder)])}
     file = folder / name
-    if change == "gone":
+    if change in ("gone", "pipe"):
         file.unlink()
+        if change == "pipe":
+            os.mkfifo(file)  # nobody waits for it
     elif change == "garbage":
         file.write_bytes(random.Random(1).randbytes(file.stat().st_size))
     elif change == "shorter":
@@ -89,6 +91,7 @@ def test_a_text_that_changes_becomes_an_error(tmp_path: Path, name: str, change:
         else:
             assert document.id == entry.id and document.text == "" and document.error is not None
             assert str(file) in document.error and "job began" in document.error
+            assert change != "pipe" or "a named pipe" in document.error
 
 
 @pytest.mark.parametrize("field", ["title", "label"])

@@ -1,4 +1,4 @@
-"""Where documents come from: folders, globs and files, each read once, in order, and nothing odd is opened."""
+"""Where documents come from: folders, globs and files, each read once and to the last character; nothing odd is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from made_corpora import WRITERS, errors_of, read
+from hypothesis import example, given, settings
+from made_corpora import errors_of, read, read_one, unicode_text
 from made_runs import record, take
 from made_runs import write as write_results
 
-from kvr_mpi.documents import SUFFIXES, Document, describe_types, find_files, other_files, scan_corpus
+from kvr_mpi.documents import SUFFIXES, Document, describe_types, find_files, other_files
 from kvr_mpi.errors import EXIT_CONFIG, CorpusError
 
 
@@ -118,19 +119,6 @@ def test_what_is_no_regular_file_is_an_error_and_never_opened(tmp_path: Path, pa
             find_files([str(tmp_path / name)])
 
 
-def test_a_file_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    for suffix, write in WRITERS.items():
-        write(tmp_path / f"rows{suffix}", [{"id": suffix, "text": "one"}])
-    write_files(tmp_path, "plain.txt")
-    corpus = scan_corpus([str(tmp_path)])
-    for file in corpus.files:
-        Path(file.path).unlink()
-        os.mkfifo(file.path)
-    for number in range(len(corpus)):
-        error = corpus.read(number).error
-        assert error is not None and "no longer" in error and "a named pipe" in error
-
-
 def test_globs_follow_links_and_end_where_these_lead_back(tmp_path: Path) -> None:
     """Two links in each of three folders: 40 levels of them, as the kernel allows, would be 2^40 ways."""
     docs = tmp_path / "docs"
@@ -144,3 +132,70 @@ def test_globs_follow_links_and_end_where_these_lead_back(tmp_path: Path) -> Non
     for pattern in ("**/*.txt", "**", "**/*/**/*.txt"):
         found = [name for _, name in find_files([str(docs / pattern)])]
         assert {*found} == {"a.txt", "b.txt", "c.txt", "d.txt"} and (len(found) == 4 or "*/**" in pattern), pattern
+
+
+# Text files
+
+
+@settings(max_examples=50)
+@given(text=unicode_text.filter(str.strip))
+@example(text="one\r\ntwo\rthree\n")
+def test_a_text_file_is_its_text(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = tmp_path_factory.mktemp("corpus") / "a.txt"
+    mark = "\ufeff" if len(text) % 2 else ""  # no part of the text
+    file.write_bytes((mark + text).encode())
+    document = read_one(file)
+    assert document == Document("a.txt", text if mark else text.removeprefix("\ufeff"))
+    assert document.chars == len(document.text)
+
+
+OTHER = "; set documents.encoding to the encoding of all files, or re-encode it"
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "is empty: there is no text"),
+        ("\u2003\u00a0\n".encode(), "is empty: there is no text"),
+        (b"\xef\xbb\xbf", "is empty: there is no text"),
+        (b"caf\xe9", f"is not UTF-8: byte 0xe9 at position 3{OTHER}"),
+        ("text".encode("utf-16"), f"is not UTF-8: byte 0xff at position 0{OTHER}"),
+        (("Der Kapit\xe4n sah das \tzweite Boot nicht.\r\n" * 20).encode("cp437"), OTHER),
+        (("\u8239\u9577\u306f\u4e8c\u96bb\n" * 20).encode("shift_jis"), OTHER),
+        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "is a binary file"),
+        (b"PK\x03\x04\x14\x00\xff", "is a binary file"),
+        (bytes(range(256)) * 4, "is a binary file"),
+    ],
+)
+def test_what_is_no_text_is_an_error_and_the_others_go_on(tmp_path: Path, raw: bytes, why: str) -> None:
+    (tmp_path / "a.txt").write_bytes(raw)
+    (tmp_path / "b.txt").write_text("sound")
+    bad, good = read(tmp_path)
+    assert (bad.id, bad.text) == ("a.txt", "") and bad.error is not None and why in bad.error
+    assert ("re-encode" in bad.error) == (why.endswith(OTHER))
+    assert good == Document("b.txt", "sound")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+def test_text_in_another_encoding_is_read_and_binary_files_are_still_refused(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("caf\xe9 \xdcber".encode(encoding))
+    (tmp_path / "z.txt").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(33))
+    text, image = read(tmp_path, encoding=encoding)
+    assert text.text == "caf\xe9 \xdcber" and text.error is None
+    assert (image.error is not None and "binary file" in image.error) or encoding != "latin-1"
+
+
+def test_a_file_that_cannot_be_read_is_an_error_and_the_others_go_on(tmp_path: Path) -> None:
+    gone = ["gone.jsonl", "gone.jsonl.gz", "gone.parquet", "gone.txt"]
+    for name in gone:
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    (tmp_path / "x.txt").mkdir()
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("its name is not Unicode")
+    (tmp_path / "z.txt").write_text("sound")
+    documents = read(tmp_path)
+    assert {document.id for document in documents if document.error is None} == {"z.txt"} and len(documents) == 7
+    errors = errors_of(documents)
+    assert all(f"{tmp_path / name} cannot be read" in errors[name] for name in (*gone, "x.txt"))
+    assert "No such file" in errors["gone.txt"] and "directory" in errors["x.txt"]
+    assert "cannot be read" in errors_of(read(tmp_path / "gone.txt"))["gone.txt"], "named by itself, too"
+    assert "a text file has no fields" in errors_of(read(tmp_path, columns=("title",)))["z.txt"]

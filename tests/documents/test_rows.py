@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import random
@@ -74,14 +73,11 @@ LONG = f"expected 1 to {MAX_ID_CHARS} characters"
         ({"id": True, "text": "x"}, "the id field 'id' is a bool"),
         ({"id": math.nan, "text": "x"}, "the id field 'id' is nan"),
         ({"id": "a\nb", "text": "x"}, rf"contains '\\n'; {LONG}"),
-        ({"id": "\x9bm", "text": "x"}, rf"contains '\\x9b'; {LONG}"),
         ({"id": "invoice\u202etxt.exe", "text": "x"}, rf"contains '\\u202e'; {LONG}"),
-        ({"id": "a\u2028b", "text": "x"}, rf"contains '\\u2028'; {LONG}"),
         ({"id": "x" * (MAX_ID_CHARS + 1), "text": "x"}, f"has {MAX_ID_CHARS + 1} characters; {LONG}"),
         ({"id": "", "text": "x"}, f"has 0 characters; {LONG}"),
         ({"id": "bad", "text": None}, r":1: the text field 'text' is missing; expected a string \(fields: id, label"),
         ({"id": "bad", "text": 5}, "text field 'text' is a int"),
-        ({"id": "bad", "text": {"b": 1}}, "text field 'text' is a dict"),
         ({"id": "bad", "text": " \n"}, "bad is empty"),
         ({"id": "bad", "text": "x", "title": None}, "the field 'title', used in the template, is missing"),
         ({"id": "bad", "text": "x", "title": ["t"]}, "the field 'title', used in the template, is a list"),
@@ -124,17 +120,6 @@ def test_later_copies_of_an_id_are_errors_with_names_of_their_own(tmp_path: Path
     assert copies[0].passed == scan_corpus([str(tmp_path)], rows=RowFormat(passed=("n",))).read(1).passed == {"n": 2}
 
 
-def test_files_of_one_name_in_two_folders_are_copies(tmp_path: Path) -> None:
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.txt").write_text(folder)
-    assert [(each.id, each.text) for each in read(tmp_path / "one", tmp_path / "two")] == [
-        ("a.txt", "one"),
-        ("a.txt#2", ""),
-    ]
-    assert {document.id for document in read(tmp_path)} == {"one/a.txt", "two/a.txt"}
-
-
 @settings(max_examples=60)
 @given(names=st.lists(st.text("ab#2\n", max_size=4), min_size=1, max_size=12))
 def test_ids_are_unique_whatever_they_were(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
@@ -162,11 +147,9 @@ def test_blank_lines_marks_and_line_ends(tmp_path: Path) -> None:
     [
         (b'{"id": "bad", "text": "unfinished', "is not JSON"),
         (b'{"id": "bad", "text": "caf\xe9"}', "is not JSON"),
-        (b'{"text": "one"} {"text": "two"}', "is not JSON"),
         (b'{"id": ' + b"9" * 5000 + b', "text": "words"}', "is not JSON"),
         pytest.param(b"[" * 100_000, "is not JSON", id="deep"),
         (b"[1]", "is a JSON list, not an object"),
-        (b"null", "is a JSON NoneType, not an object"),
         # JSON can write it, UTF-8 cannot: it would break the hash, the tokeniser, and the output file.
         (b'{"text": "ab\\ud800c"}', "lone surrogate at character 2"),
         (b'{"id": "a\\ud800", "text": "one"}', "the id 'a"),
@@ -220,16 +203,10 @@ def test_parquet_strings_that_are_not_utf8_are_an_error(tmp_path: Path) -> None:
     documents = read(tmp_path)
     assert documents[-1] == Document("z.txt", "sound")
     assert len(errors_of(documents)) >= 1
-
-
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_parquet_may_store_strings_in_any_way(tmp_path: Path, kind: pa.DataType) -> None:
-    ids = [datetime.date(2024, 1, 31), datetime.date(2024, 2, 1)]
-    file = write_parquet(tmp_path / "a.parquet", id=ids, text=pa.array(["one", "two"]).cast(kind))
-    assert read(file) == [Document("2024-01-31", "one"), Document("2024-02-01", "two")]
-    write_parquet(file, id=pa.array([], pa.string()), text=pa.array([], pa.string()))
-    assert read(file) == []
-    assert set(errors_of(read(write_parquet(file, body=["one", "two"])))) == {"a.parquet:1", "a.parquet:2"}
+    assert set(errors_of(read(write_parquet(tmp_path / "b.parquet", body=["x", "y"])))) == {
+        "b.parquet:1",
+        "b.parquet:2",
+    }
 
 
 @pytest.mark.slow

@@ -37,7 +37,6 @@ def test_split_parts_cover_every_token_once_in_order(
     assert whole == ids
     assert all(1 <= len(body) <= frame.text_budget for body in bodies)
     assert all(part.tokens <= frame.max_tokens and part.dropped_tokens == 0 for part in parts)
-    assert split_text(tokenizer, frame, ids) == parts
     assert len(ids) > frame.text_budget or parts == [frame.around(ids)], "what fits is not split"
 
 

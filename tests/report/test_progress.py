@@ -1,9 +1,10 @@
-"""Progress: a line for every document, with an estimate that is not made up, or a bar."""
+"""Progress: a whole line for every document, with an estimate that is not made up, or a bar."""
 
 from __future__ import annotations
 
 import io
 import re
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -100,14 +101,6 @@ def test_the_time_left_goes_by_characters(chars: list[int], step_s: float) -> No
     assert lines[-1].endswith(", done\n")
 
 
-@settings(max_examples=80)
-@given(name=TEXT, error=TEXT, status=st.sampled_from(["done", "error"]))
-def test_progress_is_whole_lines_without_carriage_returns(name: str, error: str, status: str) -> None:
-    lines = report_lines([(Record(name, status, error=error), 10)] * 2, 1, deadline_s=START_S + 9)
-    assert all(re.match(STAMP + r"\] ", line) and line.endswith("\n") and "\r" not in line for line in lines)
-    assert "".join(lines).count("wall time left") == 2 + 2 * (name + error).count("wall time left")
-
-
 def test_no_time_left_is_made_up_from_short_documents_alone() -> None:
     """Nine tenths of a wave are prefilled when its first document, a short one, is done."""
 
@@ -154,7 +147,29 @@ def test_a_bar_draws_any_name_and_tells_errors(
     assert "50 tokens/s, wall time left 90.0 s" in shown
 
 
-def test_a_bar_ends_even_if_the_job_fails() -> None:
-    for _ in range(2):  # rich allows one bar at a time: the second would fail if the first were still drawn
-        with pytest.raises(ZeroDivisionError), Progress(Log(stream=io.StringIO()), 1, 1, bar=True):
-            raise ZeroDivisionError
+# Lines of any text
+
+
+class RecordedStream(io.StringIO):
+    """A stream that remembers in which pieces it was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return super().write(text)
+
+
+@settings(max_examples=100)
+@given(text=TEXT, rank=st.integers(0, 3))
+def test_every_line_is_whole_prefixed_and_written_in_one_piece(text: str, rank: int) -> None:
+    stream = RecordedStream()
+    Log(rank, stream=stream).line(text)
+    who = rf" rank {rank} {re.escape(socket.gethostname())}" if rank else ""
+    prefix = re.compile(STAMP + who + r"\] ")
+    assert stream.pieces
+    for piece in stream.pieces:
+        assert prefix.match(piece) and piece.endswith("\n") and piece.count("\n") == 1 and "\r" not in piece
+    assert [prefix.sub("", piece, count=1)[:-1] for piece in stream.pieces] == (text.splitlines() or [""])

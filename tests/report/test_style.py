@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plots import log_ticks, plot_bench, plot_extension, token_ticks
-from kvr_mpi.report.style import (
-    bytes_text,
-    even_token_ticks,
-    nice_ticks,
-    percent_text,
-    plain_number,
-    tokens_text,
-)
+from benchmarks.plots import log_ticks, plot_bench, token_ticks
+from kvr_mpi.report.style import bytes_text, even_token_ticks, nice_ticks, percent_text, plain_number, tokens_text
 
 
 def test_lengths_and_sizes_are_said_plainly() -> None:
@@ -25,7 +18,7 @@ def test_lengths_and_sizes_are_said_plainly() -> None:
         1023: "1023 B",
         2048: "2 KiB",
         3.4 * 2**20: "3.4 MiB",
-        12 * 2**30: "12 GiB",
+        12 << 30: "12 GiB",
         3.1 * 2**40: "3.1 TiB",
     }
     assert {size: bytes_text(size) for size in sizes} == sizes
@@ -75,14 +68,3 @@ def test_a_title_goes_by_pairs_and_not_by_the_spread(tmp_path: Path) -> None:
         plot_bench([ours, {**same, **ratio, "strategy": "ring", "ttft_s": 7.0}], tmp_path / "plot.svg", about="today")
         drawn = (tmp_path / "plot.svg").read_text()
         assert title in drawn and ">time as a multiple of kvr-s<" in drawn and "today" in drawn
-
-
-def test_a_document_that_grew_is_drawn(tmp_path: Path) -> None:
-    rows = [
-        {"known": known, "added": added, "extend_s": 1e-6 * added * known, "again_s": 3e-3 * known}
-        for known in (1024, 4096)
-        for added in (64, 512)
-    ]
-    plot_extension(rows, tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
-    assert "64 tokens added to 4k: 46.9 times as fast as prefilling everything again" in drawn and ">after 1k<" in drawn

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import shlex
-from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -100,28 +99,3 @@ def test_errors_come_first_and_are_counted_by_reason() -> None:
 def test_a_reason_is_one_short_line(error: str) -> None:
     reason = shorten(error)
     assert len(reason) <= REASON_CHARS and reason == " ".join(reason.split()) and shorten(reason) == reason
-
-
-CAUSES = (
-    "body.presence_penalty is {number}: only 0 is supported yet",
-    "body.tools is [{{'type': 'function', 'n': {number}}}]: only [] is supported yet",
-    "{name} isn't UTF-8: byte 0x{number:x} at position {number}; re-encode it",
-    "the document's text is empty",
-    "{name}",
-)
-
-
-@given(st.lists(st.tuples(st.sampled_from(CAUSES), st.integers(0, 999), st.sampled_from(["a", "b c.txt", "d/e"]))))
-def test_documents_that_failed_alike_are_counted_together_under_a_real_message(
-    drawn: list[tuple[str, int, str]],
-) -> None:
-    """However they are spread over runs that are added up."""
-    errors = [(name, cause.format(number=number, name=name), cause) for cause, number, name in drawn]
-    counts = count_reasons((name, error, 1) for name, error, _ in errors)
-    assert sum(counts.values()) == len(errors) and {*counts} <= {error for _, error, _ in errors}
-    by_cause = Counter(cause for *_, cause in errors if cause != "{name}")
-    found = Counter({cause: counts[error] for _, error, cause in errors if error in counts and cause != "{name}"})
-    assert found == by_cause
-    halves = [count_reasons((name, error, 1) for name, error, _ in errors[start::2]) for start in (0, 1)]
-    added = count_reasons(("", why, count) for half in halves for why, count in half.items())
-    assert sum(added.values()) == len(errors)
