@@ -48,7 +48,7 @@ def test_offline_as_the_hub_library_reads_it_and_by_default_in_a_job(value: str,
     assert is_offline({"HF_HUB_OFFLINE": value, "SLURM_JOB_ID": "1"}) is in_a_job
 
 
-# Pipes and keys
+# Pipes
 
 
 @pytest.mark.parametrize("words", ["export RUN", "export RUN --format csv", "inspect RUN 000", "inspect RUN 001"])
@@ -62,17 +62,6 @@ def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path, kvr: Path, words
     with os.fdopen(sink, "wb") as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.stderr == ""
-
-
-def test_the_tab_key_completes(kvr: Path) -> None:
-    """As the lines do that ``_KVR_COMPLETE=bash_source kvr`` prints."""
-    for words, found in (("kvr export x --format par", "plain,parquet\n"), ("kvr-run --over", "plain,--overwrite\n")):
-        name, *rest = words.split()
-        asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(rest))}
-        asked[f"_{name.upper().replace('-', '_')}_COMPLETE"] = "bash_complete"
-        command, env = [kvr.with_name(name)], {**os.environ, **asked}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-        assert (done.stdout, done.stderr) == (found, "")
 
 
 def test_what_is_wrong_with_a_demo_is_said_before_it_starts_its_ranks_itself(

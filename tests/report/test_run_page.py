@@ -133,15 +133,6 @@ def test_the_time_of_a_run_and_its_failures_are_counted_as_they_were() -> None:
     assert str(draw_memory(run).drawing).count('<polyline class="s-ours"') == 2, "no line from job to job"
 
 
-def test_ranks_per_prompt_are_the_same_all_over_the_page() -> None:
-    """A document that was split says nothing of how many ranks a prompt had: its slices are the last prompt's."""
-    split = done("split", parts=5, slices=(0, 300), prompt_tokens=9000)
-    page = page_with([split, done("a"), done("b")]).decode()
-    assert "<b>2</b><span>ranks per prompt" in page and "all prompts ran on 2 ranks" in page
-    page = page_with([done("a"), done("reused", slices=(0, 900), computed_tokens=10)]).decode()
-    assert "<b>1 and 2</b><span>ranks per prompt" in page and "all prompts ran" not in page
-
-
 def test_a_page_asks_for_nothing_and_forbids_it() -> None:
     page = page_with([done("a", answer="x" * 5000), done("b", ttft_s=float("nan"))])
     assert packed(page)["answer"][0] == "x" * 5000 and packed(page)["ttft"][1] == 0
