@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,7 +54,7 @@ def write_lines(path: Path, *rows: Any) -> Path:
 
 
 def write_gzip(path: Path, *rows: Any) -> Path:
-    path.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
+    path.write_bytes(gzip.compress(write_lines(path, *rows).read_bytes()))
     return path
 
 
@@ -70,8 +69,3 @@ WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
     ".parquet": lambda path, rows: write_parquet(path, **{key: [row[key] for row in rows] for key in rows[0]}),
 }
 tables = pytest.mark.parametrize("suffix", WRITERS)
-
-
-def rows_that_do_not_compress() -> list[dict[str, str]]:
-    words = random.Random(0)
-    return [{"id": f"{number}", "text": words.randbytes(40).hex()} for number in range(1000)]

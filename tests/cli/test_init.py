@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 from constants import Kvr
 
-import kvr_mpi
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.job import load_job
@@ -40,18 +38,10 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     assert spec.prompt.template == f"{ASKED}\n\n{{text}}" and spec.output.path == "runs/minutes"
     code, out, err = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "h200")
     assert code == EXIT_OK and "a.txt" in out and "1 .docx" in out, err
-    (place / "my corpus" / "a.txt").write_text("The ferry left at seven. " * 40)
-    slow = json.loads((Path(kvr_mpi.__file__).parent / "costs/data/h200.json").read_text())
-    (place / "slow.json").write_text(json.dumps({**slow, "gemm_flop_per_s": 1e6, "attention_flop_per_s": 1e6}))
-    out = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "slow.json")[1]
-    assert re.search(r"^a\.txt +\d+ +0-1 ", out, re.MULTILINE), out
-    code, out, _ = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "h200", "--json")
-    assert json.loads(out)["other_files"] == ["my corpus/skip.docx"]
     before = Path("minutes.toml").read_bytes()
     code, _, err = run_kvr(*words)
-    assert (
-        code == EXIT_CONFIG and "exists, and is not overwritten" in err and Path("minutes.toml").read_bytes() == before
-    )
+    assert code == EXIT_CONFIG and "exists, and is not overwritten" in err
+    assert Path("minutes.toml").read_bytes() == before
 
 
 def test_documents_that_cannot_be_answered_are_named(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
@@ -60,13 +50,8 @@ def test_documents_that_cannot_be_answered_are_named(place: Path, tiny_model_dir
         (place / "my corpus" / name).write_bytes(content)
     code, out, _ = run_kvr("init", "job.toml", "--corpus", "my corpus", "--model", tiny_model_dir)
     assert code == EXIT_OK and "3 documents of the first 4 will have error records" in out
-    planned = run_kvr("plan", "job.toml", "--ranks", "2", "--hardware", "h200")[1]
-    for text in (out, planned):
-        for name, why in {"nothing.txt": "is empty", "program.txt": "a binary file", "latin.txt": "byte 0xe9"}.items():
-            assert any(line.startswith(f"  {name}: ") and why in line for line in text.splitlines()), text
-    for number in range(3):
-        (place / "my corpus" / f"nothing-{number}.txt").write_bytes(b"")
-    assert "  ... and 1 more\n" in run_kvr("plan", "job.toml", "--ranks", "2", "--hardware", "h200")[1]
+    for name, why in {"nothing.txt": "is empty", "program.txt": "a binary file", "latin.txt": "byte 0xe9"}.items():
+        assert any(line.startswith(f"  {name}: ") and why in line for line in out.splitlines()), out
 
 
 def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
@@ -76,7 +61,6 @@ def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_k
     Path("job.toml").write_text(more)
     spec, sources = load_job(Path("job.toml"), (), {})
     assert count == 7 and spec.output.kv and spec.generation.temperature == 0.7 and len(sources) > count
-    assert max(map(len, text.splitlines())) < 140 or str(tiny_model_dir) in text
 
 
 @pytest.mark.parametrize(

@@ -10,47 +10,25 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from constants import Kvr
-from made_jobs import TEXT, with_settings
+from made_jobs import with_settings
 
 from benchmarks.fairkv_placement import main as fairkv_placement
-from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 
 METHOD = with_settings("compress.method=ada-snapkv", "compress.budget=48", "compress.window=16")
 
 
-@pytest.fixture
-def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
-    """Four documents, one of them shorter than the budget."""
-    (tmp_path / "corpus").mkdir()
-    for number in range(3):
-        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(f"Document {number}. " + TEXT * (4 + number))
-    (tmp_path / "corpus" / "short.txt").write_text("Late.")
-    path = tmp_path / "job.toml"
-    path.write_text(
-        f"""
-        [model]
-        path = "{tiny_model_dir}"
-        [documents]
-        path = "{tmp_path / "corpus"}"
-        [prompt]
-        chat_template = false
-        [output]
-        path = "{tmp_path / "out"}"
-        """
-    )
-    return path
-
-
 def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: Kvr, run_here: Any) -> None:
     output = tmp_path / "heads.json"
+    (tmp_path / "corpus" / "doc-0.txt").write_text("Late.")
     groups = with_settings("parallel.tensor_parallel=2", "parallel.ranks_per_chain=4")  # of a job that will use it
     code, out, err = run_kvr("search", job, *METHOD, *groups, "--heads", output)
     assert code == EXIT_OK, err
     assert "3 layers of 2 KV heads" in out and "mean_centred" in out
-    assert "left out: short.txt: shorter than the budget" in err
+    assert "left out: doc-0.txt: shorter than the budget" in err
     found = json.loads(output.read_text())
     each = np.array(found["of_each_document"])
-    assert found["documents"] == ["doc-0.txt", "doc-1.txt", "doc-2.txt"] and each.shape == (3, 3, 2)
+    assert found["documents"] == [f"doc-{n}.txt" for n in range(1, 5)] and each.shape == (4, 3, 2)
     assert (each.sum(2) == 2 * 48).all() and each.min() >= 16 + int(0.2 * 32) and len(np.unique(each)) > 1
     np.testing.assert_allclose(found["counts"], each.mean(0))
     assert found["compress"]["method"] == "ada-snapkv" and found["software"]["torch"] and found["created"]
@@ -62,21 +40,16 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "code", "why"),
+    ("settings", "why"),
     [
-        ([], EXIT_CONFIG, "no [compress]"),
-        (with_settings("compress.method=snapkv", "compress.budget=64"), EXIT_CONFIG, "method = 'snapkv'"),
-        ([*METHOD, *with_settings("compress.budget=500")], EXIT_CONFIG, "none of 4 documents"),
-        ([*METHOD, "--heads", "nowhere/heads.json"], EXIT_CONFIG, "there is no folder nowhere"),
-        ([*METHOD, "--heads", "README.md"], EXIT_CONFIG, "README.md exists; add --overwrite"),
+        ([], "no [compress]"),
+        (with_settings("compress.method=snapkv", "compress.budget=64"), "method = 'snapkv'"),
+        ([*METHOD, *with_settings("compress.budget=500")], "none of 5 documents"),
+        ([*METHOD, "--heads", "nowhere/heads.json"], "there is no folder nowhere"),
     ],
 )
 def test_what_gives_no_profile_is_refused(
-    job: Path, tmp_path: Path, run_kvr: Kvr, settings: list[str], code: int, why: str
+    job: Path, tmp_path: Path, run_kvr: Kvr, settings: list[str], why: str
 ) -> None:
-    found, _, err = run_kvr("search", job, "--heads", tmp_path / "heads.json", *settings)
-    assert found == code and why in err, err
-
-
-def test_a_profile_is_of_a_job(run_kvr: Kvr) -> None:
-    assert run_kvr("search", "--heads", "heads.json")[0] == EXIT_USAGE
+    code, _, err = run_kvr("search", job, "--heads", tmp_path / "heads.json", *settings)
+    assert code == EXIT_CONFIG and why in err, err

@@ -5,96 +5,84 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from constants import Kvr
+from constants import SMOLLM, Kvr
 from shown_runs import write_run
 
+from kvr_mpi.cli.environment import is_offline
 from kvr_mpi.cli.launch import guarded
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
+from kvr_mpi.cli.shipped import find_shipped
+from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
 from kvr_mpi.store.record import Record
-from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.local import LocalTransport
 
 # Arguments and paths
 
 
 @pytest.mark.parametrize(
-    "arguments", [["export"], ["export", "x", "--format", "xml"], ["inspect"], ["inspect", "a", "b", "c"], ["explain"]]
+    ("arguments", "words"),
+    [
+        ("export", "Usage: kvr"),
+        ("export x --format xml", "Usage: kvr"),
+        ("inspect a b c", "Usage: kvr"),
+        ("search --heads heads.json", "Usage: kvr"),
+        ("stauts", "No such command 'stauts'. Did you mean 'status'?"),
+        ("exprot", "No such command 'exprot'. Did you mean 'export'"),
+        ("xyz", "No such command 'xyz'.\n"),
+    ],
 )
-def test_wrong_arguments_are_a_usage_error(arguments: list[str], run_kvr: Kvr) -> None:
-    code, out, err = run_kvr(*arguments)
-    assert code == EXIT_USAGE and out == "" and "Usage: kvr" in err and "Traceback" not in err
+def test_wrong_arguments_are_a_usage_error(arguments: str, words: str, run_kvr: Kvr) -> None:
+    code, out, err = run_kvr(*arguments.split())
+    assert code == EXIT_USAGE and out == "" and words in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("command", ["inspect", "export"])
-def test_nothing_to_read_is_bad_data_or_a_wrong_path(tmp_path: Path, command: str, run_kvr: Kvr) -> None:
-    (tmp_path / "empty").mkdir()
-    for path, expected in ((tmp_path / "absent.h5", EXIT_CONFIG), (tmp_path / "empty", EXIT_BAD_DATA)):
-        code, out, err = run_kvr(command, path)
-        assert code == expected and out == "" and len(err.splitlines()) == 1 and path.name in err
+@pytest.mark.parametrize(
+    ("value", "alone", "in_a_job"),
+    [("1", True, True), ("yes", True, True), ("0", False, False), ("off", False, False), ("", False, True)],
+)
+def test_offline_as_the_hub_library_reads_it_and_by_default_in_a_job(value: str, alone: bool, in_a_job: bool) -> None:
+    assert is_offline({"HF_HUB_OFFLINE": value}) is alone
+    assert is_offline({"HF_HUB_OFFLINE": value, "SLURM_JOB_ID": "1"}) is in_a_job
 
 
 # Pipes
 
 
-def test_head_gets_its_line_and_nobody_complains(tmp_path: Path, kvr: Path) -> None:
-    # More than fits into a pipe, so that export is still writing when head has gone.
-    path = write_run(tmp_path / "run", [Record(f"{n:03d}", "done", answer="x" * 5000) for n in range(60)])
-    for command in (f"{kvr} export {path}", f"{kvr} export {path} --format csv", f"{kvr} inspect {path} 000"):
-        done = subprocess.run(
-            f"{command} | head -1", shell=True, capture_output=True, text=True, timeout=300, check=True
-        )
-        assert len(done.stdout.splitlines()) == 1
-        assert done.stderr == ""
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["export"], ["inspect", "--json"], ["inspect", "nasty"]],
-    ids=" ".join,
-)
-def test_a_reader_that_has_gone_is_no_traceback(result: Path, kvr: Path, arguments: list[str]) -> None:
-    # Little output stays in a buffer until the very end; it is there that writing fails.
+@pytest.mark.parametrize("words", ["export RUN", "export RUN --format csv", "inspect RUN 000", "inspect RUN 001"])
+def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path, kvr: Path, words: str) -> None:
+    # A run is more than fits into a pipe; a short answer stays in a buffer until the end, where writing fails.
+    records = [Record(f"{n:03d}", "done", answer="x" * (5000 if n else 5)) for n in range(60)]
+    path = write_run(tmp_path / "run", records)
     source, sink = os.pipe()
     os.close(source)
-    command: list[str | Path] = [kvr, arguments[0], result, *arguments[1:]]
+    command = [kvr, *words.replace("RUN", str(path)).split()]
     with os.fdopen(sink, "wb") as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.stderr == ""
 
 
-# Names
-
-
-@pytest.mark.parametrize(
-    ("wrote", "meant"), [("stauts", " Did you mean 'status'?"), ("exprot", " Did you mean 'export'"), ("xyz", "\n")]
-)
-def test_a_misspelt_command_is_told_what_is_like_it(wrote: str, meant: str, run_kvr: Kvr) -> None:
-    code, _, err = run_kvr(wrote)
-    assert code == EXIT_USAGE and f"No such command '{wrote}'.{meant}" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("kvr st", ["plain,status"]),
-        ("kvr plan --har", ["plain,--hardware"]),
-        ("kvr export x --format par", ["plain,parquet"]),
-        ("kvr plan jobs/", ["file,jobs/"]),
-        ("kvr-run --over", ["plain,--overwrite"]),
-    ],
-)
-def test_the_tab_key_completes(words: str, found: list[str], kvr: Path) -> None:
-    """As the lines do that ``_KVR_COMPLETE=bash_source kvr`` prints."""
-    name, *rest = words.split()
-    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(rest))}
-    asked[f"_{name.upper().replace('-', '_')}_COMPLETE"] = "bash_complete"
-    command = [kvr.with_name(name)]
-    done = subprocess.run(
-        command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout.splitlines() == found and done.stderr == ""
+def test_what_is_wrong_with_a_demo_is_said_before_it_starts_its_ranks_itself(
+    tmp_path: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="jobs/nothing.toml was not installed with kvr-mpi"):
+        find_shipped("jobs", "nothing.toml")
+    (tmp_path / "nothing.toml").touch()
+    installed = SimpleNamespace(parts=("share", "jobs", "nothing.toml"), locate=lambda: tmp_path / "nothing.toml")
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.files", lambda name: [installed])
+        assert find_shipped("jobs", "nothing.toml").samefile(tmp_path / "nothing.toml"), "of a wheel"
+    (tmp_path / "nothing.toml").unlink()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVR_MODEL__PATH", SMOLLM.replace("smollm2", "smollm3"))
+    code, out, err = run_kvr("demo")
+    assert code == EXIT_CONFIG and out == "" and err.count("package 'llm_smollm3' is not installed") == 1
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("PMI_SIZE", "2")
+    code, _, err = run_kvr("demo")
+    assert code == EXIT_USAGE and "here: 2 ranks" in err
 
 
 # Under a launcher
@@ -105,7 +93,6 @@ def test_the_tab_key_completes(words: str, found: list[str], kvr: Path) -> None:
     [
         (["plan", "nowhere.toml"], EXIT_CONFIG, "Error: "),
         (["verify", "--vanished"], EXIT_USAGE, "No such option"),
-        (["vanished"], EXIT_USAGE, "No such command"),
         (["run", "--help"], EXIT_OK, "Usage: kvr run"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -126,7 +113,7 @@ def test_a_rank_that_fails_alone_ends_all_with_its_code(capsys: pytest.CaptureFi
         def abort(self, code: int) -> None:  # type: ignore[override]
             ended.append(code)
 
-    def fail(error: Exception) -> int:
+    def fail(error: BaseException) -> int:
         raise error
 
     for error, code in ((ConfigError("no \x1b[2J ranks"), EXIT_CONFIG), (ZeroDivisionError(), EXIT_BUG)):
@@ -134,13 +121,7 @@ def test_a_rank_that_fails_alone_ends_all_with_its_code(capsys: pytest.CaptureFi
     told = capsys.readouterr().err
     assert ended == [EXIT_CONFIG, EXIT_BUG] and "error: no \\x1b[2J ranks" in told
     assert "ZeroDivisionError" in told and told.count("exit code") == 2
-
-
-def test_who_interrupts_a_job_is_told_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted() -> int:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run_local(1, lambda world: guarded(world, interrupted))
+        guarded(World(), lambda: fail(KeyboardInterrupt()))
     out, err = capsys.readouterr()
     assert "exit code 130: interrupted" in out + err and "--resume" in out + err and "Traceback" not in out + err

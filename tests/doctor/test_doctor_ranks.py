@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
-from made_facts import MPI, VERSIONS, only, place, statuses
+from made_facts import GPU, MPI, VERSIONS, only, place, statuses
 
-from kvr_mpi.doctor import ranks
-from kvr_mpi.doctor.facts import look_at_rank
-from kvr_mpi.doctor.findings import exit_code, fail, number_ranges, ok, to_json, to_lines, warn
+from kvr_mpi.doctor import devices, folder, ranks
+from kvr_mpi.doctor.facts import DeviceFacts, RankFacts
+from kvr_mpi.doctor.findings import exit_code, fail, number_ranges, ok, to_lines, warn
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.mpi import connect, launched_rank
+from kvr_mpi.transport.mpi_query import cuda_support, describe_mpi, loaded_libraries
 
 
 def test_launcher() -> None:
@@ -80,11 +81,18 @@ def test_slurm(changes: dict[str, str | None], words: list[str]) -> None:
     assert len(warnings) == len(words) and all(one.remedy for one in warnings)
     for word, one in zip(words, warnings, strict=True):
         assert word in one.found
-
-
-def test_slurm_restarts_and_absence() -> None:
     assert "not in a SLURM job" in only(ranks.check_slurm({"SLURM_NTASKS": "8"}, 1, 1, NOW_S)).found
     assert "restarted 2 times" in ranks.check_slurm({**JOB, "SLURM_RESTART_COUNT": "2"}, 4, 2, NOW_S)[0].found
+
+
+def test_folder(tmp_path: Path) -> None:
+    findings = folder.check_folder(tmp_path)
+    assert [one.check for one in findings] == ["folder", "locking", "space"]
+    assert findings[0].status == "ok"
+    assert "does not exist yet" in folder.check_folder(tmp_path / "new" / "run")[0].found
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    found = only(folder.check_folder(Path("/proc")))
+    assert found.status == "fail" and "/proc cannot be written" in found.found
 
 
 def test_versions() -> None:
@@ -101,23 +109,12 @@ def test_versions() -> None:
 
 
 def test_a_launch_that_fails_says_what_happened_apart_from_what_to_do() -> None:
+    ranks_by_launcher = {(): 0, (("SLURM_PROCID", "3"),): 3, (("PMI_RANK", "1"), ("SLURM_PROCID", "0")): 1}
+    assert {given: launched_rank(dict(given)) for given in ranks_by_launcher} == ranks_by_launcher
     with pytest.raises(TransportError) as caught:
         connect({"SLURM_NTASKS": "8"})
     assert "8 ranks were intended" in caught.value.found and "srun --mpi=pmi2" in caught.value.remedy
     assert str(caught.value) == f"{caught.value.found}; {caught.value.remedy}"
-
-
-def test_launched_rank() -> None:
-    assert launched_rank({}) == 0
-    assert launched_rank({"SLURM_PROCID": "3"}) == 3
-    assert launched_rank({"PMI_RANK": "1", "SLURM_PROCID": "0"}) == 1
-
-
-def test_this_process_looks_at_itself() -> None:
-    facts = look_at_rank(0, 0, {"OMP_NUM_THREADS": "2"}, with_mpi=False)
-    assert facts.cores and facts.threads == "2" and facts.mpi is None
-    assert facts.versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # only one names the build
-    assert not facts.device.error
 
 
 def test_findings_become_an_exit_code_lines_for_a_terminal_and_json() -> None:
@@ -125,8 +122,84 @@ def test_findings_become_an_exit_code_lines_for_a_terminal_and_json() -> None:
     assert exit_code([fail("folder", "", "x")]) == 78
     assert [exit_code([fail("folder", "", "x"), fail(check, "", "x")]) for check in ("launcher", "links")] == [69, 69]
     findings = [ok("clocks", "one"), fail("space", "none\x1b[2J left", "make room")]
-    assert to_json(findings)["ok"] is False and to_json(findings)["findings"][1]["remedy"] == "make room"
     lines = to_lines(findings)
     assert lines[0].split() == ["ok", "clocks", "one"] and "remedy: make room" in lines[2]
     assert lines[-1] == "1 ok, 0 warnings, 1 failed" and all(line.isprintable() for line in lines)
     assert number_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+# GPUs, their allocator and an MPI that knows them
+
+
+@pytest.mark.parametrize(
+    ("second", "status", "words"),
+    [
+        (place(1, device=replace(GPU, index=1, uuid="b")), "ok", "rank 1: GPU 1 of 2 on node1"),
+        # Each task sees its own GPU as number 0: other uuids are other GPUs, and the same number elsewhere is too.
+        (place(1, device=replace(GPU, uuid="b")), "ok", "rank 1"),
+        (place(1, "node2", device=GPU), "ok", "node2"),
+        (place(1, device=GPU), "fail", "ranks 0-1 on node1"),
+        (place(1), "fail", "rank 1: no GPU, although"),
+        (place(1, device=DeviceFacts(error="TimeoutError: asking torch")), "fail", "TimeoutError: asking torch"),
+    ],
+)
+def test_devices(second: RankFacts, status: str, words: str) -> None:
+    facts = [place(0, device=GPU), second]
+    found = only(devices.check_devices(facts))
+    assert found.status == status and words in found.found
+    if second.device == GPU:
+        assert statuses(devices.check_devices(facts, share_gpu=True)) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("device", "status", "words"),
+    [
+        (DeviceFacts(), "ok", "no GPU"),
+        (DeviceFacts(driver=True), "warn", "built without CUDA"),
+        (DeviceFacts(driver=True, built="13.0", visible=""), "warn", "hides"),
+        (DeviceFacts(driver=True, built="13.0", unusable="the driver is too old"), "fail", "the driver is too old"),
+    ],
+)
+def test_no_gpu(device: DeviceFacts, status: str, words: str) -> None:
+    found = only(devices.check_devices([place(0, device=device)]))
+    assert found.status == status and words in found.found
+
+
+ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (replace(ABLE, name="A100", total_bytes=40 << 30), "H200 (80 GiB): rank 0, A100 (40 GiB)"),
+        (replace(ABLE, capability=(7, 0)), "rank 1: H200 is older than Ampere"),
+        (replace(ABLE, free_bytes=20 << 30), "rank 1: other processes use the GPU, 20.0 of 80.0 GiB are free"),
+        (replace(ABLE, has_nccl=False), "rank 1: this torch is built without NCCL"),
+        (replace(ABLE, module_loading="lazy"), "rank 1: CUDA_MODULE_LOADING=LAZY"),
+        (replace(ABLE, loads_directly=False), "rank 1: weights are loaded through host memory"),
+        (replace(ABLE, allocator="max_split_size_mb:64, expandable_segments: True"), "rank 1: PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+def test_what_a_gpu_cannot_do(second: DeviceFacts, words: str) -> None:
+    found = only(devices.check_abilities([place(0, device=ABLE), place(1, device=second)]))
+    assert found.status == "warn" and words in found.found and found.remedy
+
+
+def test_gpus_that_can_all_it_takes() -> None:
+    part = replace(ABLE, name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
+    assert "(MIG)" in only(devices.check_abilities([place(0, device=part), place(1, device=part)])).found
+    assert devices.check_abilities([place(0, device=ABLE), place(1, device=ABLE)]) == []
+    assert devices.check_abilities([place(0), place(1)]) == [], "no GPU is another check's"
+
+
+def test_cuda_support() -> None:
+    assert cuda_support([], {})[0] is None
+    assert cuda_support(["/x/libmpi_cray.so"], {"MPICH_GPU_SUPPORT_ENABLED": "1"})[0] is False
+    assert cuda_support(["/x/libmpi_gtl_cuda.so.0"], {"MPICH_GPU_SUPPORT_ENABLED": "1"})[0] is True
+    assert cuda_support([], {"I_MPI_OFFLOAD": "1"})[0] is True
+    assert cuda_support([], {"I_MPI_OFFLOAD": "0"})[0] is None
+    connect({})
+    assert loaded_libraries()
+    mpi = describe_mpi({})
+    assert mpi is not None and mpi.thread_level == "THREAD_MULTIPLE"
+    assert mpi.cuda is False and mpi.cuda_why.endswith("says no"), "the wheels' MPIs are built without CUDA"

@@ -1,4 +1,4 @@
-"""Where documents come from: folders, globs and files, each read once, in order, and nothing odd is opened."""
+"""Where documents come from: folders, globs and files, each read once and to the last character; nothing odd is."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ import socket
 from pathlib import Path
 
 import pytest
-from made_corpora import WRITERS, errors_of, read
+from hypothesis import example, given, settings
+from made_corpora import errors_of, read, read_one, unicode_text
 from made_runs import record, take
 from made_runs import write as write_results
 
-from kvr_mpi.documents import SUFFIXES, Document, describe_types, find_files, other_files, scan_corpus
+from kvr_mpi.documents import SUFFIXES, Document, describe_types, find_files, other_files
 from kvr_mpi.errors import EXIT_CONFIG, CorpusError
 
 
-def test_a_folder_is_read_to_its_depths_in_order(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.md", "deep/er/c.txt", "deep/a.txt", "Z.TXT"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"text of {name}")
-    (tmp_path / "notes.pdf").write_text("of no known format, and passed over")
-    documents = read(tmp_path)
-    assert {document.id for document in documents} == {"b.txt", "a.md", "deep/er/c.txt", "deep/a.txt", "Z.TXT"}
-    assert all(document == Document(document.id, f"text of {document.id}") for document in documents)
-    assert documents == read(tmp_path) == read(tmp_path)
-    found = [Path(file) for file, _ in find_files([str(tmp_path)])]
-    assert found == sorted(found)
+def write_files(folder: Path, *names: str) -> None:
+    """Write files whose text is their name."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
 
 
-def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
+def test_folders_are_read_to_their_depths_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = tmp_path / ".cache" / "corpus"  # hidden folders above the corpus do not count
-    for name in ("seen.txt", ".hidden.txt", ".git/inside.txt", "sub/.hidden.md"):
-        (corpus / name).parent.mkdir(parents=True, exist_ok=True)
-        (corpus / name).write_text("text")
-    assert [document.id for document in read(corpus)] == ["seen.txt"]
+    names = ["Z.TXT", "a.md", "b.txt", "deep/a.txt", "deep/er/c.txt"]
+    write_files(corpus, *names, ".hidden.txt", ".git/inside.txt", "deep/.hidden.md")
+    write_files(corpus, "c.PDF", "deep/skip.docx", "deep/er/more.docx", "deep/README", ".d.pdf", ".hidden/e.pdf")
+    assert read(corpus) == [Document(name, name) for name in names]
+    assert {document.text for document in read(corpus / "*.txt")} == {"b.txt"}
+    assert {document.text for document in read(corpus / "**" / "*.txt")} == {"b.txt", "deep/a.txt", "deep/er/c.txt"}
+    monkeypatch.chdir(corpus)
+    others = other_files(["deep", str(corpus), "b.txt", "*.txt"])
+    found = sorted(os.path.relpath(file) for file in others)
+    assert found == ["c.PDF", "deep/README", "deep/er/more.docx", "deep/skip.docx"]
+    assert describe_types(others) == "2 .docx, 1 .pdf, 1 without a suffix"
+    assert other_files(["b.txt"]) == other_files(["**/*.md"]) == []
 
 
 def test_output_folders_hold_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "log-2023.jsonl", "accounts/log-0001.jsonl", "project/notes.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"text": "words"}')
-    (tmp_path / "project" / "run.json").write_text('{"name": "somebody else\'s"}')
     wanted = ["a.txt", "accounts/log-0001.jsonl", "log-2023.jsonl", "project/notes.md"]
+    write_files(tmp_path, *wanted, "project/run.json")
     for name in ("out", "deep/out", "deep/locked"):
         take(tmp_path / name, mode="new").close()
         write_results(tmp_path / name, 0, [record("a")])
-        (tmp_path / name / "answers.jsonl").write_text('{"text": "words"}')
+        write_files(tmp_path / name, "answers.jsonl")
     for file in (*(tmp_path / "deep" / "out").glob(".lock-*"), tmp_path / "deep" / "locked" / "run.json"):
         file.unlink()
     assert [name for _, name in find_files(["."])] == wanted
@@ -60,30 +60,14 @@ def test_output_folders_hold_no_documents(tmp_path: Path, monkeypatch: pytest.Mo
             find_files([path])
 
 
-def test_globs_match_files_in_order(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.txt", "c.md", "sub/d.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    assert [document.text for document in read(tmp_path / "*.txt")] == ["a.txt", "b.txt"]
-    assert {document.text for document in read(tmp_path / "**" / "*.txt")} == {"a.txt", "b.txt", "sub/d.txt"}
-
-
-def test_paths_are_read_as_and_in_the_order_in_which_they_are_named(
+def test_paths_are_read_once_as_and_in_the_order_in_which_they_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("a.txt", "b.txt", "draft [1].txt"):  # full of wildcards, and a file first
-        (tmp_path / name).write_text(name)
-    named = ["~/b.txt", str(tmp_path / "draft [1].txt"), "~/a.txt"]
-    assert [document.id for document in read(*named)] == ["b.txt", "draft [1].txt", "a.txt"]
-
-
-def test_a_file_named_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
-    assert len(find_files(["docs", "docs/*.txt", "docs/a.txt", "./docs"])) == 1
-    assert len(find_files(["docs", str(tmp_path / "docs")])) == 1
+    write_files(tmp_path, "a.txt", "b.txt", "draft [1].txt", "docs/d.txt")  # full of wildcards, and a file first
+    named = ["~/b.txt", str(tmp_path / "draft [1].txt"), "~/a.txt", "docs", "docs/*.txt", "./docs", "*.txt"]
+    assert [document.id for document in read(*named)] == ["b.txt", "draft [1].txt", "a.txt", "d.txt"]
 
 
 @pytest.mark.parametrize(
@@ -106,33 +90,26 @@ def test_a_path_without_documents_says_what_was_looked_for_and_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "others/b.pdf", "others/.hidden.txt", "empty/.git/c.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("text")
+    write_files(tmp_path, "a.txt", "others/b.pdf", "others/.hidden.txt", "empty/.git/c.txt")
     words = words.replace("HERE", re.escape(str(tmp_path))).replace("SUFFIXES", re.escape(", ".join(SUFFIXES)))
     with pytest.raises(CorpusError, match=r"documents\.path.*" + words) as caught:
         find_files(path.split())
     assert caught.value.exit_code == EXIT_CONFIG
 
 
-def make_odd_files(folder: Path) -> set[str]:
-    """Names of files that must not be opened, one of each suffix and kind."""
-    for name in ("pipe.txt", "pipe.jsonl", "pipe.jsonl.gz", "pipe.parquet"):
-        os.mkfifo(folder / name)
-    (folder / "zero.txt").symlink_to("/dev/zero")
-    (folder / "zero.jsonl").symlink_to("/dev/zero")
-    (folder / "to-pipe.md").symlink_to(folder / "pipe.txt")
-    with socket.socket(socket.AF_UNIX) as door, contextlib.chdir(folder):
-        door.bind("door.txt")
-    return {file.name for file in folder.iterdir()}
-
-
 @pytest.mark.parametrize("pattern", ["", "**/*"])
 def test_what_is_no_regular_file_is_an_error_and_never_opened(tmp_path: Path, pattern: str) -> None:
-    names = make_odd_files(tmp_path)
-    (tmp_path / "sound.txt").write_text("sound")
+    for name in ("pipe.txt", "pipe.jsonl", "pipe.jsonl.gz", "pipe.parquet"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "to-pipe.md").symlink_to(tmp_path / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as door, contextlib.chdir(tmp_path):
+        door.bind("door.txt")
+    names = {file.name for file in tmp_path.iterdir()}
+    write_files(tmp_path, "sound.txt")
     documents = read(tmp_path / pattern)
-    assert [document.text for document in documents if document.error is None] == ["sound"]
+    assert [document.text for document in documents if document.error is None] == ["sound.txt"]
     errors = errors_of(documents)
     assert set(errors) == names
     assert all("not a regular file" in error for error in errors.values())
@@ -142,52 +119,83 @@ def test_what_is_no_regular_file_is_an_error_and_never_opened(tmp_path: Path, pa
             find_files([str(tmp_path / name)])
 
 
-def test_a_file_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    for suffix, write in WRITERS.items():
-        write(tmp_path / f"rows{suffix}", [{"id": suffix, "text": "one"}])
-    (tmp_path / "plain.txt").write_text("one")
-    corpus = scan_corpus([str(tmp_path)])
-    for file in corpus.files:
-        Path(file.path).unlink()
-        os.mkfifo(file.path)
-    for number in range(len(corpus)):
-        error = corpus.read(number).error
-        assert error is not None and "no longer" in error and "a named pipe" in error
-
-
-def test_globs_end_where_links_lead_back(tmp_path: Path) -> None:
+def test_globs_follow_links_and_end_where_these_lead_back(tmp_path: Path) -> None:
     """Two links in each of three folders: 40 levels of them, as the kernel allows, would be 2^40 ways."""
+    docs = tmp_path / "docs"
+    write_files(docs, "a/a.txt", "b/b.txt", "c/c.txt", ".hidden/h.txt")
+    write_files(tmp_path, "far/deep/d.txt")
     for name in ("a", "b", "c"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.txt").write_text(name)
-        (tmp_path / name / "up").symlink_to(tmp_path)
-        (tmp_path / name / "self").symlink_to(tmp_path / name)
-    (tmp_path / "elsewhere").symlink_to(tmp_path / "a")
-    assert {name for _, name in find_files([str(tmp_path / "**/*/**/*.txt")])} == {"a.txt", "b.txt", "c.txt"}
-    for pattern in ("**/*.txt", "**"):
-        found = find_files([str(tmp_path / pattern)])
-        assert [name for _, name in found] == ["a.txt", "b.txt", "c.txt"], pattern
+        (docs / name / "up").symlink_to(docs)
+        (docs / name / "self").symlink_to(docs / name)
+    (docs / "elsewhere").symlink_to(docs / "a")
+    (docs / "link").symlink_to(tmp_path / "far")
+    for pattern in ("**/*.txt", "**", "**/*/**/*.txt"):
+        found = [name for _, name in find_files([str(docs / pattern)])]
+        assert {*found} == {"a.txt", "b.txt", "c.txt", "d.txt"} and (len(found) == 4 or "*/**" in pattern), pattern
 
 
-def test_globs_follow_links_to_other_folders(tmp_path: Path) -> None:
-    (tmp_path / "far" / "deep").mkdir(parents=True)
-    (tmp_path / "far" / "deep" / "d.txt").write_text("d")
-    (tmp_path / "docs" / ".hidden").mkdir(parents=True)
-    (tmp_path / "docs" / ".hidden" / "h.txt").write_text("h")
-    (tmp_path / "docs" / "a.txt").write_text("a")
-    (tmp_path / "docs" / "link").symlink_to(tmp_path / "far")
-    assert [document.text for document in read(tmp_path / "docs" / "**" / "*.txt")] == ["a", "d"]
+# Text files
 
 
-def test_files_of_other_types_below_folders_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub" / "deep").mkdir(parents=True)
-    (tmp_path / ".hidden").mkdir()
-    names = "a.txt sub/b.md c.PDF sub/skip.docx sub/deep/more.docx sub/README .d.pdf .hidden/e.pdf"
-    for name in names.split():
-        (tmp_path / name).write_text("text")
-    others = other_files(["sub", str(tmp_path), "a.txt", "*.txt"])
-    found = sorted(os.path.relpath(file) for file in others)
-    assert found == ["c.PDF", "sub/README", "sub/deep/more.docx", "sub/skip.docx"]
-    assert describe_types(others) == "2 .docx, 1 .pdf, 1 without a suffix"
-    assert other_files(["a.txt"]) == other_files(["**/*.md"]) == []
+@settings(max_examples=50)
+@given(text=unicode_text.filter(str.strip))
+@example(text="one\r\ntwo\rthree\n")
+def test_a_text_file_is_its_text(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = tmp_path_factory.mktemp("corpus") / "a.txt"
+    mark = "\ufeff" if len(text) % 2 else ""  # no part of the text
+    file.write_bytes((mark + text).encode())
+    document = read_one(file)
+    assert document == Document("a.txt", text if mark else text.removeprefix("\ufeff"))
+    assert document.chars == len(document.text)
+
+
+OTHER = "; set documents.encoding to the encoding of all files, or re-encode it"
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "is empty: there is no text"),
+        ("\u2003\u00a0\n".encode(), "is empty: there is no text"),
+        (b"\xef\xbb\xbf", "is empty: there is no text"),
+        (b"caf\xe9", f"is not UTF-8: byte 0xe9 at position 3{OTHER}"),
+        ("text".encode("utf-16"), f"is not UTF-8: byte 0xff at position 0{OTHER}"),
+        (("Der Kapit\xe4n sah das \tzweite Boot nicht.\r\n" * 20).encode("cp437"), OTHER),
+        (("\u8239\u9577\u306f\u4e8c\u96bb\n" * 20).encode("shift_jis"), OTHER),
+        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "is a binary file"),
+        (b"PK\x03\x04\x14\x00\xff", "is a binary file"),
+        (bytes(range(256)) * 4, "is a binary file"),
+    ],
+)
+def test_what_is_no_text_is_an_error_and_the_others_go_on(tmp_path: Path, raw: bytes, why: str) -> None:
+    (tmp_path / "a.txt").write_bytes(raw)
+    (tmp_path / "b.txt").write_text("sound")
+    bad, good = read(tmp_path)
+    assert (bad.id, bad.text) == ("a.txt", "") and bad.error is not None and why in bad.error
+    assert ("re-encode" in bad.error) == (why.endswith(OTHER))
+    assert good == Document("b.txt", "sound")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+def test_text_in_another_encoding_is_read_and_binary_files_are_still_refused(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("caf\xe9 \xdcber".encode(encoding))
+    (tmp_path / "z.txt").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(33))
+    text, image = read(tmp_path, encoding=encoding)
+    assert text.text == "caf\xe9 \xdcber" and text.error is None
+    assert (image.error is not None and "binary file" in image.error) or encoding != "latin-1"
+
+
+def test_a_file_that_cannot_be_read_is_an_error_and_the_others_go_on(tmp_path: Path) -> None:
+    gone = ["gone.jsonl", "gone.jsonl.gz", "gone.parquet", "gone.txt"]
+    for name in gone:
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    (tmp_path / "x.txt").mkdir()
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("its name is not Unicode")
+    (tmp_path / "z.txt").write_text("sound")
+    documents = read(tmp_path)
+    assert {document.id for document in documents if document.error is None} == {"z.txt"} and len(documents) == 7
+    errors = errors_of(documents)
+    assert all(f"{tmp_path / name} cannot be read" in errors[name] for name in (*gone, "x.txt"))
+    assert "No such file" in errors["gone.txt"] and "directory" in errors["x.txt"]
+    assert "cannot be read" in errors_of(read(tmp_path / "gone.txt"))["gone.txt"], "named by itself, too"
+    assert "a text file has no fields" in errors_of(read(tmp_path, columns=("title",)))["z.txt"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
+import random
 import re
 import sys
 from pathlib import Path
@@ -19,8 +19,6 @@ from made_corpora import (
     WRITERS,
     errors_of,
     read,
-    read_one,
-    rows_that_do_not_compress,
     tables,
     unicode_text,
     write_gzip,
@@ -36,30 +34,16 @@ from kvr_mpi.documents import MAX_ID_CHARS, Corpus, Document, RowFormat, scan_co
 
 @tables
 def test_rows_are_documents_in_their_order(tmp_path: Path, suffix: str) -> None:
-    rows = [{"id": f"row {number}", "text": f"text {number}", "more": number} for number in range(600)]
-    documents = read(WRITERS[suffix](tmp_path / f"a{suffix}", rows))
-    assert documents == [Document(row["id"], row["text"]) for row in rows]
-    assert documents == read(tmp_path)
-
-
-@tables
-def test_fields_may_have_other_names(tmp_path: Path, suffix: str) -> None:
-    rows = [{"id": "not this", "key": "a", "body": "words", "text": "not this"}]
+    made = {"title": "Rain", "year": 1931, "more": [1, None], "id": "not this", "text": "not this"}
+    rows = [{"key": f"row {number}", "body": f"text {number}", **made} for number in range(600)]
+    read_as: dict[str, Any] = {"id_field": "key", "text_field": "body", "columns": ("title", "year")}
     file = WRITERS[suffix](tmp_path / f"a{suffix}", rows)
-    assert read_one(file, id_field="key", text_field="body") == Document("a", "words")
-
-
-@tables
-def test_fields_are_filled_in_and_passed_on(tmp_path: Path, suffix: str) -> None:
-    row = {"id": "a", "text": "It rained.", "title": "Rain", "year": 1931, "more": [1, None]}
-    rows = RowFormat(columns=("title", "year"), passed=("more", "year"))
-    file = WRITERS[suffix](tmp_path / f"a{suffix}", [row])
-    document = read_one(file, columns=rows.columns, passed=rows.passed)
-    assert document.columns == {"title": "Rain", "year": "1931"}
-    assert document.passed == {"more": [1, None], "year": 1931}
-    corpus = scan_corpus([str(file)], rows=rows)
-    assert corpus.read(0) == document
-    assert Corpus.from_json(json.loads(json.dumps(corpus.to_json()))).read(0) == document
+    documents = read(file, **read_as, passed=("more", "year"))
+    columns, passed = {"title": "Rain", "year": "1931"}, {"more": [1, None], "year": 1931}
+    assert documents == [Document(row["key"], row["body"], columns=columns, passed=passed) for row in rows]
+    corpus = scan_corpus([str(file)], rows=RowFormat(**read_as, passed=("more", "year")))
+    again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
+    assert corpus.read(599) == again.read(599) == documents[599]
 
 
 @tables
@@ -71,12 +55,11 @@ def test_a_row_without_an_id_is_named_by_its_place(tmp_path: Path, suffix: str) 
 
 
 @tables
-@pytest.mark.parametrize(
-    "name", [0, -3, 2.5, "a/b", "/etc/passwd", "../up", ".", "Größe 文", "a#2", "x" * MAX_ID_CHARS]
-)
-def test_ids_are_numbers_or_any_text(tmp_path: Path, suffix: str, name: Any) -> None:
-    file = WRITERS[suffix](tmp_path / f"a{suffix}", [{"id": name, "text": "words"}])
-    assert read_one(file) == Document(str(name), "words")
+def test_ids_are_numbers_or_any_text(tmp_path: Path, suffix: str) -> None:
+    texts = ["a/b", "/etc/passwd", "../up", ".", "Größe 文", "a#2", "x" * MAX_ID_CHARS]
+    for names in ([0, -3], [2.5], texts):
+        file = WRITERS[suffix](tmp_path / f"a{suffix}", [{"id": name, "text": "words"} for name in names])
+        assert read(file) == [Document(str(name), "words") for name in names]
 
 
 LONG = f"expected 1 to {MAX_ID_CHARS} characters"
@@ -90,17 +73,11 @@ LONG = f"expected 1 to {MAX_ID_CHARS} characters"
         ({"id": True, "text": "x"}, "the id field 'id' is a bool"),
         ({"id": math.nan, "text": "x"}, "the id field 'id' is nan"),
         ({"id": "a\nb", "text": "x"}, rf"contains '\\n'; {LONG}"),
-        ({"id": "\x9bm", "text": "x"}, rf"contains '\\x9b'; {LONG}"),
         ({"id": "invoice\u202etxt.exe", "text": "x"}, rf"contains '\\u202e'; {LONG}"),
-        ({"id": "a\u2028b", "text": "x"}, rf"contains '\\u2028'; {LONG}"),
         ({"id": "x" * (MAX_ID_CHARS + 1), "text": "x"}, f"has {MAX_ID_CHARS + 1} characters; {LONG}"),
         ({"id": "", "text": "x"}, f"has 0 characters; {LONG}"),
-        (
-            {"id": "bad", "text": None},
-            r":1: the text field 'text' is missing; expected a string \(fields: id, label",
-        ),
+        ({"id": "bad", "text": None}, r":1: the text field 'text' is missing; expected a string \(fields: id, label"),
         ({"id": "bad", "text": 5}, "text field 'text' is a int"),
-        ({"id": "bad", "text": {"b": 1}}, "text field 'text' is a dict"),
         ({"id": "bad", "text": " \n"}, "bad is empty"),
         ({"id": "bad", "text": "x", "title": None}, "the field 'title', used in the template, is missing"),
         ({"id": "bad", "text": "x", "title": ["t"]}, "the field 'title', used in the template, is a list"),
@@ -115,15 +92,6 @@ def test_what_is_wrong_with_a_row_is_its_error(tmp_path: Path, suffix: str, row:
     assert good == Document("b", "sound", columns={"title": "t"}, passed={"label": 2})
     corpus = scan_corpus([str(file)], rows=RowFormat(**options))  # type: ignore[arg-type]
     assert bad.passed == corpus.read(0).passed == {"label": 1}, "its record still has what is passed on"
-
-
-@tables
-def test_a_limit_stops_after_so_many(tmp_path: Path, suffix: str) -> None:
-    rows = [{"id": f"{number}", "text": "words"} for number in range(5)]
-    rows[1]["text"] = ""  # an error record counts, too
-    file = WRITERS[suffix](tmp_path / f"a{suffix}", rows)
-    for limit in (1, 3, 5, 99):
-        assert [document.id for document in read(file, limit=limit)] == [row["id"] for row in rows[:limit]]
 
 
 @settings(max_examples=30)
@@ -150,15 +118,6 @@ def test_later_copies_of_an_id_are_errors_with_names_of_their_own(tmp_path: Path
     assert [(copy.id, copy.text) for copy in [*copies, last]] == [("7#2", ""), ("7#3", ""), ("7#4", "")]
     assert all(copy.error and re.search("duplicate id '7'.*make ids unique", copy.error) for copy in copies)
     assert copies[0].passed == scan_corpus([str(tmp_path)], rows=RowFormat(passed=("n",))).read(1).passed == {"n": 2}
-
-
-def test_files_of_one_name_in_two_folders_are_copies(tmp_path: Path) -> None:
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.txt").write_text(folder)
-    documents = read(tmp_path / "one", tmp_path / "two")
-    assert [(document.id, document.text) for document in documents] == [("a.txt", "one"), ("a.txt#2", "")]
-    assert {document.id for document in read(tmp_path)} == {"one/a.txt", "two/a.txt"}
 
 
 @settings(max_examples=60)
@@ -188,11 +147,9 @@ def test_blank_lines_marks_and_line_ends(tmp_path: Path) -> None:
     [
         (b'{"id": "bad", "text": "unfinished', "is not JSON"),
         (b'{"id": "bad", "text": "caf\xe9"}', "is not JSON"),
-        (b'{"text": "one"} {"text": "two"}', "is not JSON"),
         (b'{"id": ' + b"9" * 5000 + b', "text": "words"}', "is not JSON"),
         pytest.param(b"[" * 100_000, "is not JSON", id="deep"),
         (b"[1]", "is a JSON list, not an object"),
-        (b"null", "is a JSON NoneType, not an object"),
         # JSON can write it, UTF-8 cannot: it would break the hash, the tokeniser, and the output file.
         (b'{"text": "ab\\ud800c"}', "lone surrogate at character 2"),
         (b'{"id": "a\\ud800", "text": "one"}', "the id 'a"),
@@ -209,22 +166,13 @@ def test_a_broken_line_keeps_the_others(tmp_path: Path, line: bytes, why: str) -
 # Damaged files
 
 
-def test_a_truncated_archive_keeps_what_came_before(tmp_path: Path) -> None:
-    file = write_gzip(tmp_path / "a.jsonl.gz", *rows_that_do_not_compress())
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    (tmp_path / "z.txt").write_text("sound")
-    *good, bad, last = read(tmp_path)
-    assert good == [Document(row["id"], row["text"]) for row in rows_that_do_not_compress()[: len(good)]]
-    assert len(good) > 100 and last == Document("z.txt", "sound")
-    assert bad.id == "a.jsonl.gz"
-    assert bad.error is not None and re.search(r"a\.jsonl\.gz cannot be read: .*ended before", bad.error)
-
-
 # The first block of gzip follows the header of ten bytes; 0xff is a kind of block that there is not.
 @pytest.mark.parametrize("place", ["empty", "truncated", "foreign", "header", "block", "data", "checksum"])
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
 def test_a_damaged_file_is_an_error_and_the_others_go_on(tmp_path: Path, suffix: str, place: str) -> None:
-    file = WRITERS[suffix](tmp_path / f"a{suffix}", rows_that_do_not_compress())
+    words = random.Random(0)
+    rows = [{"id": f"{number}", "text": words.randbytes(40).hex()} for number in range(1000)]  # no compression
+    file = WRITERS[suffix](tmp_path / f"a{suffix}", rows)
     raw = bytearray(file.read_bytes())
     starts = {"header": 0, "block": 10, "data": len(raw) // 4, "checksum": len(raw) - 8}
     if place in starts:
@@ -234,10 +182,14 @@ def test_a_damaged_file_is_an_error_and_the_others_go_on(tmp_path: Path, suffix:
     changed = {"empty": b"", "truncated": raw[: len(raw) // 2], "foreign": b"words"}.get(place, raw)
     file.write_bytes(changed)
     (tmp_path / "z.txt").write_text("sound")
-    documents = read(tmp_path)
-    assert documents[-1] == Document("z.txt", "sound")
+    *good, last = read(tmp_path)
+    assert last == Document("z.txt", "sound")
     if place != "empty" or suffix == ".parquet":
-        assert "cannot be read" in errors_of(documents)[file.name]
+        bad = good.pop()
+        assert bad.id == file.name and "cannot be read" in (bad.error or "")
+    if suffix == ".jsonl.gz" and place == "truncated":
+        assert re.search(r"a\.jsonl\.gz cannot be read: .*ended before", bad.error or "") and len(good) > 100
+        assert good == [Document(row["id"], row["text"]) for row in rows[: len(good)]], "what came before is kept"
 
 
 # Parquet
@@ -251,20 +203,10 @@ def test_parquet_strings_that_are_not_utf8_are_an_error(tmp_path: Path) -> None:
     documents = read(tmp_path)
     assert documents[-1] == Document("z.txt", "sound")
     assert len(errors_of(documents)) >= 1
-
-
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_parquet_may_store_strings_in_any_way(tmp_path: Path, kind: pa.DataType) -> None:
-    ids = [datetime.date(2024, 1, 31), datetime.date(2024, 2, 1)]
-    file = write_parquet(tmp_path / "a.parquet", id=ids, text=pa.array(["one", "two"]).cast(kind))
-    assert read(file) == [Document("2024-01-31", "one"), Document("2024-02-01", "two")]
-    write_parquet(file, id=pa.array([], pa.string()), text=pa.array([], pa.string()))
-    assert read(file) == []
-
-
-def test_parquet_without_either_field_is_an_error_a_row(tmp_path: Path) -> None:
-    documents = read(write_parquet(tmp_path / "a.parquet", body=["one", "two"]))
-    assert set(errors_of(documents)) == {"a.parquet:1", "a.parquet:2"}
+    assert set(errors_of(read(write_parquet(tmp_path / "b.parquet", body=["x", "y"])))) == {
+        "b.parquet:1",
+        "b.parquet:2",
+    }
 
 
 @pytest.mark.slow

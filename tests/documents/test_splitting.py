@@ -37,35 +37,20 @@ def test_split_parts_cover_every_token_once_in_order(
     assert whole == ids
     assert all(1 <= len(body) <= frame.text_budget for body in bodies)
     assert all(part.tokens <= frame.max_tokens and part.dropped_tokens == 0 for part in parts)
-    assert split_text(tokenizer, frame, ids) == parts
     assert len(ids) > frame.text_budget or parts == [frame.around(ids)], "what fits is not split"
 
 
-@pytest.mark.parametrize("budget", [40, 80, 150, 300, 500])
+@pytest.mark.parametrize("budget", [40, 150, 500])
 @pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param(long_text(3000), id="words"),
-        pytest.param(
-            "\n\n".join(["It was a dark night, and the rain fell on the roof of the inn."] * 200), id="paragraphs"
-        ),
-        pytest.param("nothing" * 3000, id="no seams"),
-    ],
+    "text", [long_text(3000), "It was a dark night, and the rain fell on the inn.\n\n" * 200, "nothing" * 3000]
 )
 def test_split_parts_are_nearly_equal(tokenizer: Any, text: str, budget: int) -> None:
     # A seam is looked for in the last 15 % of a part: no part needs to be half as long as another.
-    frame = Frame((1,), (2,), budget + 2)
-    ids = encode_text(tokenizer, text)
-    lengths = [len(body_of(frame, part)) for part in split_text(tokenizer, frame, ids)]
-    assert len(lengths) > 1
-    assert min(lengths) >= max(lengths) / 2, lengths
-
-
-@pytest.mark.parametrize("excess", [1, 2, 10])
-def test_a_text_just_too_long_becomes_two_halves(tokenizer: Any, long_ids: list[int], excess: int) -> None:
-    frame = Frame((1,), (2,), 202)
-    first, second = (len(body_of(frame, part)) for part in split_text(tokenizer, frame, long_ids[: 200 + excess]))
-    assert min(first, second) >= max(first, second) / 2
+    frame, ids = Frame((1,), (2,), budget + 2), encode_text(tokenizer, text)
+    for tokens in (budget + 1, budget + 10, len(ids)):
+        lengths = [len(body_of(frame, part)) for part in split_text(tokenizer, frame, ids[:tokens])]
+        assert len(lengths) > 1 if tokens == len(ids) else len(lengths) == 2, tokens
+        assert min(lengths) >= max(lengths) / 2, lengths
 
 
 def split_and_decode(tokenizer: Any, text: str, budget: int) -> list[str]:
@@ -77,19 +62,15 @@ def split_and_decode(tokenizer: Any, text: str, budget: int) -> list[str]:
 
 
 # Each has an end of its kind in every 15 % of a part of 100 tokens.
-LINE = "rain and wind\n"
-SENTENCE = "The rain fell, and the wind blew. "
-
-
 @pytest.mark.parametrize("budget", [100, 130, 170])
 @pytest.mark.parametrize(
     ("text", "end"),
     [
         pytest.param("Rain fell on the old inn.\n\n" * 80, "\n\n", id="paragraphs"),
         pytest.param("Rain\nfell\non it.\n\n" * 80, "\n\n", id="paragraphs of lines"),
-        pytest.param(LINE * 200, "\n", id="lines"),
+        pytest.param("rain and wind\n" * 200, "\n", id="lines"),
         pytest.param("Rain. Wind. Snow\n" * 150, "\n", id="lines of sentences"),
-        pytest.param(SENTENCE * 100, ".", id="sentences"),
+        pytest.param("The rain fell, and the wind blew. " * 100, ".", id="sentences"),
     ],
 )
 def test_parts_end_where_the_text_pauses(tokenizer: Any, text: str, end: str, budget: int) -> None:

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.plots import log_ticks, plot_bench, token_ticks
-from kvr_mpi.report.style import (
-    bytes_text,
-    even_token_ticks,
-    nice_ticks,
-    percent_text,
-    plain_number,
-    tokens_text,
-)
+from kvr_mpi.report.style import bytes_text, even_token_ticks, nice_ticks, percent_text, plain_number, tokens_text
 
 
 def test_lengths_and_sizes_are_said_plainly() -> None:
@@ -26,7 +18,7 @@ def test_lengths_and_sizes_are_said_plainly() -> None:
         1023: "1023 B",
         2048: "2 KiB",
         3.4 * 2**20: "3.4 MiB",
-        12 * 2**30: "12 GiB",
+        12 << 30: "12 GiB",
         3.1 * 2**40: "3.1 TiB",
     }
     assert {size: bytes_text(size) for size in sizes} == sizes
@@ -40,9 +32,6 @@ def test_ticks_are_few_round_and_within(high: float) -> None:
         assert 2 <= len(ticks) <= 10 and ticks == sorted(ticks)
         assert -1e-12 <= ticks[0] and ticks[-1] <= high * 1.001
         assert all("e" not in plain_number(tick) or tick < 1e-4 for tick in ticks)
-
-
-def test_ticks_of_lengths_are_powers_of_two() -> None:
     assert [tokens_text(tick) for tick in token_ticks(900, 20_000)] == ["1k", "2k", "4k", "8k", "16k"]
     assert len(token_ticks(64, 1 << 24)) <= 9
     assert [tokens_text(tick) for tick in even_token_ticks(5900)] == ["0", "1k", "2k", "3k", "4k", "5k"]
@@ -56,6 +45,12 @@ def test_a_plot_says_lengths_seconds_and_its_finding(tmp_path: Path) -> None:
     ]
     plot_bench(rows, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
+    plot_bench(rows, tmp_path / "plot.svg")
+    assert drawn == (tmp_path / "plot.svg").read_text()
+    (dark,) = re.findall(r"<style>@media \(prefers-color-scheme: dark\){(.*?)}</style>", drawn)
+    used = set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", drawn.replace(dark, "")))
+    left = [pair for pair in used if f'[style*="{pair[0]}: {pair[1]}"]' not in dark]
+    assert len(used) > 6 and not left, "in the dark, no colour stays as it is"
     assert all(f">{label}<" in drawn for label in ("4k", "8k", "5", "10", "20"))
     assert "kvr is fastest at 8k tokens on 2 ranks: 50 % ahead of ring" in drawn
     assert drawn.index(">ring<") < drawn.index(">kvr<"), "ours in front, and last in the legend"
@@ -78,16 +73,3 @@ def test_a_title_goes_by_pairs_and_not_by_the_spread(tmp_path: Path) -> None:
         plot_bench(rows_in_pairs(low, told=told), tmp_path / "plot.svg", about="rows of today")
         drawn = (tmp_path / "plot.svg").read_text()
         assert title in drawn and ">time as a multiple of kvr-s<" in drawn and "rows of today" in drawn
-
-
-def test_an_svg_turns_dark_and_is_the_same_when_drawn_again(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        plot_bench(rows_in_pairs(1.1, told=True), tmp_path / name / "plot.svg")
-    drawn = (tmp_path / "a" / "plot.svg").read_text()
-    assert drawn == (tmp_path / "b" / "plot.svg").read_text()
-    (dark,) = re.findall(r"<style>@media \(prefers-color-scheme: dark\){(.*?)}</style>", drawn)
-    body = drawn.replace(dark, "")
-    used = set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", body))
-    assert len(used) > 6
-    assert not [pair for pair in used if f'[style*="{pair[0]}: {pair[1]}"]' not in dark], "no colour stays as it is"

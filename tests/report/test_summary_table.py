@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
-from collections import Counter
-from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -19,84 +18,54 @@ from kvr_mpi.store.record import Record
 from kvr_mpi.store.summary import REASON_CHARS, Summary, count_reasons, shorten
 
 
-def show(records: Sequence[Record], result: Path) -> None:
-    """Print the table of a run that has these documents."""
+def show(*records: Record, result: str = "r.h5") -> str:
+    """What is printed of a run that has these documents."""
     failed = [record for record in records if record.status == "error"]
     reasons = count_reasons((record.id, shorten(record.error), 1) for record in failed)
     rows = [*failed, *(record for record in records if record.status == "done")][:MAX_ROWS]
-    print_summary(Summary(len(records) - len(failed), len(failed), reasons), rows, result)
+    with redirect_stdout(io.StringIO()) as printed:
+        print_summary(Summary(len(records) - len(failed), len(failed), reasons), rows, Path(result))
+    return printed.getvalue()
 
 
-@pytest.fixture(params=[None, "60", "300"], ids=["no-terminal", "narrow", "wide"])
-def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+@pytest.mark.parametrize("columns", [None, "60", "300"], ids=["no-terminal", "narrow", "wide"])
+def test_the_table_shows_each_document_and_counts_them(columns: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    if request.param is not None:
-        monkeypatch.setenv("COLUMNS", request.param)
-    width: str | None = request.param
-    return width
-
-
-def test_the_table_shows_each_document_and_counts_them(capsys: pytest.CaptureFixture[str], columns: str | None) -> None:
-    records = [
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    out = show(
         done("minutes.md", prompt_tokens=2628, slices=(0, 1400, 2628), ttft_s=5.147, prefill_tokens_per_s=510.6,
              answer="The council\nmet."),
         done("book.txt", prompt_tokens=9999, slices=(0, 9999), parts=3, answer="Long."),
         done("scored.txt", scores='[{"text": " yes", "logprob": -12.5}, {"text": " no", "logprob": -11}]'),
         Record("broken.txt", "error", error="not UTF-8"),
-    ]  # fmt: skip
-    show(records, Path("runs/x/results.h5"))
-    out, err = capsys.readouterr()
+    )  # fmt: skip
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert err == ""
-    assert "1400+1228" in rows["minutes.md"] and "5.15 s" in rows["minutes.md"] and "511" in rows["minutes.md"]
-    assert "2628" in rows["minutes.md"] and "The council met." in rows["minutes.md"]
+    assert all(word in rows["minutes.md"] for word in ("1400+1228", "5.15 s", "511", "2628", "The council met."))
     assert "3 prompts" in rows["book.txt"] and "' yes' -12.500" in rows["scored.txt"]
     assert "error: not UTF-8" in rows["broken.txt"]
-    assert "3 done, 1 failed. Results: runs/x/results.h5" in out
+    assert "3 done, 1 failed. Results: r.h5" in out
+    assert "kvr inspect r.h5 minutes.md\n" in out, "a document with an answer"
+    assert "kvr inspect r.h5 bad.txt\n" in show(Record("bad.txt", "error", error="not UTF-8")), "better than none"
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_ROWS, MAX_ROWS + 1, MAX_ROWS + 25])
-def test_the_table_is_cut_and_says_by_how_much(capsys: pytest.CaptureFixture[str], count: int) -> None:
-    show([done(f"doc-{n:03d}") for n in range(count)], Path("results.h5"))
-    out = capsys.readouterr().out
+def test_the_table_is_cut_and_says_by_how_much(count: int) -> None:
+    out = show(*(done(f"doc-{n:03d}") for n in range(count)))
     assert len(re.findall(r"doc-\d+", out.partition("See the results")[0])) == min(count, MAX_ROWS)
     assert f"{count} done, 0 failed" in out
     assert (f"... and {count - MAX_ROWS} more" in out) == (count > MAX_ROWS) == ("... and" in out)
 
 
-@pytest.mark.parametrize("name", ["[red]x[/red]", "[/b]", ":warning:", "[link=https://x.org]y", "100%", "\\[x]"])
-def test_names_and_answers_are_shown_as_they_are(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    show([done(name, answer=name + " says"), Record("bad", "error", error=name)], Path("results.h5"))
-    out = capsys.readouterr().out
+@pytest.mark.parametrize("name", ["[red]x[/red]", "[/b]", ":warning:", "[link=https://x.org]y", "\\[x]", "x" * 300])
+def test_names_answers_and_paths_are_shown_as_they_are(name: str) -> None:
+    path = str(Path("runs", name, "results.h5"))
+    out = show(done(name, answer=name[:30] + " says"), Record("bad", "error", error=name[:30]), result=path)
     # An id may be cut with an ellipsis, an answer has room.
-    assert f"{name} says" in out and f"error: {name}" in out and name[:11] in out
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "runs/[test]/results.h5",
-        "runs/[/b]/results.h5",
-        "runs/:warning:/results.h5",
-        "runs/" + "x" * 300 + "/results.h5",
-    ],
-    ids=["markup", "closing-markup", "emoji", "long"],
-)
-def test_the_path_of_the_results_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], path: str) -> None:
-    show([done("a")], Path(path))
-    out = capsys.readouterr().out
-    assert f"Results: {path}\n" in out
+    assert f"{name[:30]} says" in out and f"error: {name[:30]}" in out and name[:11] in out
     quoted = shlex.quote(path)
+    assert f"Results: {path}\n" in out and f"kvr inspect {quoted} {shlex.quote(name)}\n" in out
     assert f"kvr inspect {quoted}\n" in out and f"kvr export {quoted} --format jsonl\n" in out
-    assert f"kvr inspect {quoted} a\n" in out
-
-
-def test_the_document_to_look_at_is_one_with_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    show([Record("bad.txt", "error", error="not UTF-8"), done("good.txt"), done("other.txt")], Path("r.h5"))
-    out = capsys.readouterr().out
-    assert "kvr inspect r.h5 good.txt\n" in out and "inspect r.h5 bad.txt" not in out and "r.h5 other.txt" not in out
-    show([Record("bad.txt", "error", error="not UTF-8")], Path("r.h5"))
-    assert "kvr inspect r.h5 bad.txt\n" in capsys.readouterr().out, "better than none"
 
 
 @settings(max_examples=40)
@@ -104,33 +73,22 @@ def test_the_document_to_look_at_is_one_with_an_answer(capsys: pytest.CaptureFix
 @example(name="a", answer="a\nb", error="a\nb")
 def test_any_record_gives_one_row(name: str, answer: str, error: str) -> None:
     for record in (done(name, answer=answer), Record(name, "error", error=error)):
-        stream = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.stdout", stream)
-            show([record], Path("results.h5"))
-        above, _, _ = stream.getvalue().partition(" done, ")
+        above, _, _ = show(record).partition(" done, ")
         # A heading, the row, a blank line, and the count; of an error, a blank line, a heading, and the reason.
         assert len(above.split("\n")) == (4 if record.status == "done" else 7)
+    hostile = "\x1b]0;owned\x07\x1b[2J\x1b[31m\x9b2J"  # commands for a terminal
+    out = show(done(name + hostile, answer=answer + hostile), Record("c", "error", error=error + hostile))
+    assert not {"\x1b", "\x07", "\x9b"} & set(out)
 
 
-def test_no_terminal_command_gets_through(capsys: pytest.CaptureFixture[str]) -> None:
-    hostile = "\x1b]0;owned\x07\x1b[2J\x1b[31m\x9b2J"
-    show([done("a" + hostile, answer="b" + hostile), Record("c", "error", error=hostile)], Path("results.h5"))
-    assert not {"\x1b", "\x07", "\x9b"} & set(capsys.readouterr().out)
-
-
-def test_errors_come_first_and_are_counted_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_come_first_and_are_counted_by_reason() -> None:
     errors = [f"{n}.txt has {n} tokens; 'x{n}' is in /data/corpus/{n}.txt" for n in range(100, 130)]
     failed = [Record(f"{n}.txt", "error", error=error) for n, error in enumerate(errors, 100)]
-    show([*(done(f"doc-{n:03d}") for n in range(50)), Record("z", "error", error="not UTF-8"), *failed], Path("r.h5"))
-    out = capsys.readouterr().out
+    out = show(*(done(f"doc-{n:03d}") for n in range(50)), Record("z", "error", error="not UTF-8"), *failed)
     rows = out.splitlines()[1 : MAX_ROWS + 1]
     assert all("error: " in row for row in rows[:31]) and all("doc-" in row for row in rows[31:])
     assert f"30 x such as: {errors[0]}" in out and " 1 x not UTF-8" in out and "--errors" in out
     assert out.index("30 x") < out.index(" 1 x") < out.index("50 done, 31 failed")
-
-
-def test_only_the_most_frequent_reasons_are_shown() -> None:
     reasons = {f"reason {chr(97 + n)}": 20 - n for n in range(14)}
     first, *_, last = lines = reason_lines(reasons)
     assert first == "20 x such as: reason a" and last == f"{10 + 9 + 8 + 7} for 4 other reasons" and len(lines) == 11
@@ -141,28 +99,3 @@ def test_only_the_most_frequent_reasons_are_shown() -> None:
 def test_a_reason_is_one_short_line(error: str) -> None:
     reason = shorten(error)
     assert len(reason) <= REASON_CHARS and reason == " ".join(reason.split()) and shorten(reason) == reason
-
-
-CAUSES = (
-    "body.presence_penalty is {number}: only 0 is supported yet",
-    "body.tools is [{{'type': 'function', 'n': {number}}}]: only [] is supported yet",
-    "{name} isn't UTF-8: byte 0x{number:x} at position {number}; re-encode it",
-    "the document's text is empty",
-    "{name}",
-)
-
-
-@given(st.lists(st.tuples(st.sampled_from(CAUSES), st.integers(0, 999), st.sampled_from(["a", "b c.txt", "d/e"]))))
-def test_documents_that_failed_alike_are_counted_together_under_a_real_message(
-    drawn: list[tuple[str, int, str]],
-) -> None:
-    """However they are spread over runs that are added up."""
-    errors = [(name, cause.format(number=number, name=name), cause) for cause, number, name in drawn]
-    counts = count_reasons((name, error, 1) for name, error, _ in errors)
-    assert sum(counts.values()) == len(errors) and {*counts} <= {error for _, error, _ in errors}
-    by_cause = Counter(cause for *_, cause in errors if cause != "{name}")
-    found = Counter({cause: counts[error] for _, error, cause in errors if error in counts and cause != "{name}"})
-    assert found == by_cause
-    halves = [count_reasons((name, error, 1) for name, error, _ in errors[start::2]) for start in (0, 1)]
-    added = count_reasons(("", why, count) for half in halves for why, count in half.items())
-    assert sum(added.values()) == len(errors)
