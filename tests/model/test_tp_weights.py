@@ -166,11 +166,12 @@ def test_no_memory_on_one_rank_costs_one_prompt_or_halves_a_row(tmp_path: Path, 
             if due and due.pop():
                 raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
 
-        loaded.model.model.layers[1].mlp.register_forward_pre_hook(run_out)
+        in_layer = loaded.model.model.layers[1].mlp.register_forward_pre_hook(run_out)
         partition, options = Partition((0, 20, 50)), {"spares_chain": True, "reserve_tokens": NEW_TOKENS}
         prefills = [prefill_kvr(loaded, PROMPT, partition, ranks.lane, **options) for _ in range(4)]
         if prefills[1].logits is None:
             return prefills, []
+        in_layer.remove()
         due.append(ranks.tp_group.rank == 1)
         loaded.model.lm_head.register_forward_pre_hook(run_out)  # after the last sum of a layer
         return prefills, answers(loaded, prefills[1:])
