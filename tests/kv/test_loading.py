@@ -86,22 +86,16 @@ def test_layers_are_read_ahead_once_and_forgotten() -> None:
         layers[40]
 
 
-def test_layers_for_a_gpu_are_read_into_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", [torch.device("cuda", 3), torch.device("cpu"), None])
+def test_layers_for_a_gpu_are_read_into_page_locked_memory(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
     """By a thread that says which GPU is its own; no GPU is here."""
-    gpu, told, locked = torch.device("cuda", 3), list[tuple[str, Any]](), list[str]()
-
-    def lock(rows: torch.Tensor) -> torch.Tensor:
-        locked.append(threading.current_thread().name)
-        return rows
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
-    layers = LoadedLayers(3, lambda number: None if number == 1 else torch.full((2, 3), 1.0 + number), gpu)
+    told = list[tuple[str, Any]]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: told.append((threading.current_thread().name, gpu)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: told.append(("locked", rows.shape)) or rows)
+    layers = LoadedLayers(3, lambda number: None if number == 1 else torch.full((2, 3), 1.0 + number), device)
     prefix, shape = SharedPrefix((5, 6), layers), LayerShape(1, 1, 2)
     stores = [prefix.store(number, shape, torch.device("cpu"), None) for number in range(3)]
     assert stores[1] is None and stores[2] is not None
     assert all(rows.eq(3.0).all() for rows in stores[2].rows(0, 2))
-    assert told == [("kvr-loading_0", gpu)] and locked == ["kvr-loading_0"] * 2
-    for device in (None, torch.device("cpu")):
-        assert LoadedLayers(1, lambda number: torch.ones(2, 3), device)[0] is not None
-    assert len(told) == 1 and len(locked) == 2
+    is_gpu = device is not None and device.type == "cuda"
+    assert told == ([("kvr-loading_0", device), *[("locked", (2, 3))] * 2] if is_gpu else [])

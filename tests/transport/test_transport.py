@@ -68,18 +68,6 @@ def test_threads_keep_them_too(size: int) -> None:
     run_local(size, keep_promises)
 
 
-def test_a_failing_thread_wakes_those_that_wait() -> None:
-    def work(rank: LocalTransport) -> None:
-        if rank.rank == 0:
-            raise ValueError("on purpose")
-        if rank.rank == 1:
-            rank.irecv(torch.zeros(1), 0, tag=0).wait()
-        rank.barrier()
-
-    with pytest.raises((ValueError, TransportError)):
-        run_local(3, work)
-
-
 @pytest.mark.parametrize(
     ("environ", "size"),
     [
