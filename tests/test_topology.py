@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvr_mpi import topology
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.topology import (
-    KVHeads,
-    Rotation,
-    Topology,
-    divides,
-    first_of_each,
-    following,
-    gpus_in_turn,
-    in_lane_of,
-    least_of_each,
-    others_after,
-    others_before,
-    place_in_group,
-    preceding,
-    rank_name,
-    share_of,
-    share_of_cores,
-    whole_groups,
-)
+from kvr_mpi.topology import KVHeads, Rotation, Topology
 
 
 @st.composite
@@ -38,22 +19,22 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 
 @given(topologies())
-def test_every_rank_has_one_place(topology: Topology) -> None:
-    size, seen = topology.tensor_parallel, topology.by_group
-    chains = {rank: topology.chain_of(rank) for rank in range(topology.ranks)}
-    places = [(chain, *place_in_group(rank, size)) for rank, chain in chains.items() if chain is not None]
-    assert len(places) == len(set(places)) == topology.chains * topology.ranks_per_chain
-    assert {group for _, group, _ in places} == set(range(topology.chains * topology.groups))
+def test_every_rank_has_one_place(grid: Topology) -> None:
+    size, seen = grid.tensor_parallel, grid.by_group
+    chains = {rank: grid.chain_of(rank) for rank in range(grid.ranks)}
+    places = [(chain, *topology.place_in_group(rank, size)) for rank, chain in chains.items() if chain is not None]
+    assert len(places) == len(set(places)) == grid.chains * grid.ranks_per_chain
+    assert {group for _, group, _ in places} == set(range(grid.chains * grid.groups))
     assert {part for _, _, part in places} == set(range(size))
     assert all(seen.chain_of(group) == chain for chain, group, _ in places)
-    assert (seen.chains, seen.groups) == (topology.chains, topology.groups)
-    for chain in range(topology.chains):
-        mine = range(topology.ranks)[topology.ranks_of(chain)]
-        assert [chains[rank] for rank in mine] == [chain] * topology.ranks_per_chain
-        assert len({topology.chain_color(rank) for rank in mine}) == 1
+    assert (seen.chains, seen.groups) == (grid.chains, grid.groups)
+    for chain in range(grid.chains):
+        mine = range(grid.ranks)[grid.ranks_of(chain)]
+        assert [chains[rank] for rank in mine] == [chain] * grid.ranks_per_chain
+        assert len({grid.chain_color(rank) for rank in mine}) == 1
     left = [rank for rank, chain in chains.items() if chain is None]
-    assert (not left) == divides(topology.ranks_per_chain, topology.ranks)
-    assert len({topology.chain_color(rank) for rank in left}) <= 1
+    assert (not left) == topology.divides(grid.ranks_per_chain, grid.ranks)
+    assert len({grid.chain_color(rank) for rank in left}) <= 1
 
 
 @pytest.mark.parametrize("ranks", [(4, 8, 1), (4, 0, 1), (4, 4, 8), (8, 6, 4), (4, 2, 0)])
@@ -68,18 +49,18 @@ def test_rings(size: int, data: st.DataObject) -> None:
     turned = Rotation.bringing(size, place, rank)
     assert turned.rank_of(place) == rank and turned.place_of(rank) == place
     assert sorted(map(turned.rank_of, range(size))) == list(range(size))
-    assert following(rank, size) == turned.rank_of(place + 1)
-    after, before = list(others_after(rank, size)), list(others_before(rank, size))
+    assert topology.following(rank, size) == turned.rank_of(place + 1)
+    after, before = list(topology.others_after(rank, size)), list(topology.others_before(rank, size))
     assert after == before[::-1] and sorted([*after, rank]) == list(range(size))
-    assert size == 1 or (after[0], before[0]) == (following(rank, size), preceding(rank, size))
+    assert size == 1 or (after[0], before[0]) == (topology.following(rank, size), topology.preceding(rank, size))
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
 def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
-    used = gpus_in_turn([list(map(str, range(devices)))] * ranks)
+    used = topology.gpus_in_turn([list(map(str, range(devices)))] * ranks)
     counts = [used.count(device) for device in range(devices)]
     assert max(counts) - min(counts) <= 1
-    shares = [share_of_cores(range(devices), rank, ranks) for rank in range(ranks)]
+    shares = [topology.share_of_cores(range(devices), rank, ranks) for rank in range(ranks)]
     assert all(shares) and set().union(*shares) <= set(range(devices))
     if ranks <= devices:
         assert sum(map(len, shares)) == len(set().union(*shares)), "no core is shared by two"
@@ -87,25 +68,21 @@ def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
 
 @given(st.integers(0, 99), st.integers(1, 9))
 def test_shares_follow_each_other_and_differ_by_one(count: int, size: int) -> None:
-    shares = [share_of(count, rank, size) for rank in range(size)]
-    assert shares[0][0] == 0 and shares[-1][1] == count
-    assert all(one[1] == other[0] for one, other in pairwise(shares))
+    shares = [topology.share_of(count, rank, size) for rank in range(size)]
+    assert [item for share in shares for item in range(*share)] == list(range(count))
     lengths = [last - first for first, last in shares]
     assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
 
 
-@given(st.integers(1, 5), st.integers(1, 5), st.data())
-def test_of_each_group_the_first_or_the_least(groups: int, size: int, data: st.DataObject) -> None:
-    values = data.draw(st.lists(st.integers(0, 9), min_size=groups * size, max_size=groups * size))
-    own = [values[group * size : (group + 1) * size] for group in range(groups)]
-    assert first_of_each(values, groups) == [one[0] for one in own]
-    assert least_of_each(values, groups) == [min(one) for one in own]
-    assert whole_groups(groups * size, size) == groups
+def test_of_each_group_the_first_or_the_least() -> None:
+    values = [4, 1, 7, 3, 8, 9]
+    assert topology.first_of_each(values, 3) == [4, 7, 8] and topology.least_of_each(values, 2) == [1, 3]
+    assert topology.whole_groups(7, 2) == 3
 
 
 def test_ranks_of_a_lane_have_the_same_heads() -> None:
-    assert [in_lane_of(5, group, 2) for group in range(3)] == [1, 3, 5]
-    assert (rank_name(5, 2), rank_name(5, 1)) == ("rank 5 (group 2.1)", "rank 5")
+    assert [topology.in_lane_of(5, group, 2) for group in range(3)] == [1, 3, 5]
+    assert (topology.rank_name(5, 2), topology.rank_name(5, 1)) == ("rank 5 (group 2.1)", "rank 5")
     mine = KVHeads(2, 4, 6)
     assert mine.shares == [KVHeads(0, 2, 6), mine, KVHeads(4, 6, 6)] and mine.is_even_share and not mine.is_all
     assert KVHeads(0, 6, 6).is_all and KVHeads(0, 6, 6).shares == [KVHeads(0, 6, 6)]

@@ -17,7 +17,6 @@ def reference(
     values: torch.Tensor,
     params: AttentionParams,
     seen: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention as in the text book, in float64."""
     group = query.shape[1] // keys.shape[1]
@@ -27,10 +26,9 @@ def reference(
         score = torch.tanh(score / params.softcap) * params.softcap
     if seen is not None:
         score = score.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        score = torch.cat([score, sinks.double().view(1, -1, 1, 1).expand(*score.shape[:3], 1)], dim=-1)
-        return score.softmax(-1)[..., :-1] @ values
-    return score.softmax(-1) @ values
+    if params.sinks is not None:
+        score = torch.cat([score, params.sinks.double().view(1, -1, 1, 1).expand(*score.shape[:3], 1)], dim=-1)
+    return score.softmax(-1)[..., : keys.shape[2]] @ values
 
 
 def tensors(
@@ -65,53 +63,38 @@ def test_parts_merge_to_the_whole(
     torch.testing.assert_close(part.out.double(), reference(query, keys, values, params), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("queries", [1, 2, 33])
-def test_causal_sees_nothing_behind_the_query(queries: int, softcap: float | None) -> None:
-    query, keys, values = tensors(6, 2, queries, queries, 16)
-    params = AttentionParams(0.25, softcap)
-    seen = torch.ones(queries, queries, dtype=torch.bool).tril()
-    found = attend(query, keys, values, params, causal=True).out
-    torch.testing.assert_close(found.double(), reference(query, keys, values, params, seen), atol=2e-6, rtol=1e-5)
-
-
-@settings(max_examples=30)
-@given(queries=st.integers(1, 40), before=st.integers(0, 40), window=st.integers(1, 50))
-def test_window(queries: int, before: int, window: int) -> None:
+@settings(max_examples=60)
+@given(
+    queries=st.integers(1, 40),
+    before=st.integers(0, 40),
+    window=st.one_of(st.none(), st.integers(1, 50)),
+    softcap=st.sampled_from([None, 3.0]),
+    has_sinks=st.booleans(),
+    most_scores=st.sampled_from([1, 4 * 70 * 7, attention.MAX_SCORES]),
+)
+def test_a_query_sees_its_window_and_nothing_behind_itself(
+    queries: int, before: int, window: int | None, softcap: float | None, has_sinks: bool, most_scores: int
+) -> None:
+    """In blocks of any size; sinks take their share."""
+    before = 0 if window is None else before
     query, keys, values = tensors(4, 2, queries, before + queries, 16)
+    params = AttentionParams(0.25, softcap, sinks=torch.tensor([-1.0, 0.0, 2.0, 30.0]) if has_sinks else None)
     after = torch.arange(queries)[:, None] + before - torch.arange(before + queries)
-    expected = reference(query, keys, values, AttentionParams(0.25), (after >= 0) & (after < window))
-    found = attend_window(query, keys, values, AttentionParams(0.25), window).out
-    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
-
-
-def test_sinks_take_their_share() -> None:
-    query, keys, values = tensors(4, 2, 9, 20, 16)
-    sinks = torch.tensor([-1.0, 0.0, 2.0, 30.0])
-    expected = reference(query, keys, values, AttentionParams(0.25), sinks=sinks)
-    params = AttentionParams(0.25, sinks=sinks)
-    found = attend(query, keys, values, params).finish(params)
-    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
-
-
-def test_small_score_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, keys, values = tensors(4, 2, 50, 70, 16)
-    whole = attend(query, keys, values, AttentionParams(0.25, 5.0))
-    monkeypatch.setattr(attention, "MAX_SCORES", 4 * 70 * 7)
-    blocks = attend(query, keys, values, AttentionParams(0.25, 5.0))
-    torch.testing.assert_close(whole.out, blocks.out)
-    torch.testing.assert_close(whole.lse, blocks.lse)
+    expected = reference(query, keys, values, params, (after >= 0) & (after < (window or queries)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "MAX_SCORES", most_scores)
+        if window is None:
+            found = attend(query, keys, values, params, causal=True)
+        else:
+            found = attend_window(query, keys, values, params, window)
+    torch.testing.assert_close(found.finish(params).double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_far_scores_do_not_overflow() -> None:
     query, keys, values = tensors(2, 2, 3, 8, 16)
-    near, far = (
-        attend(query, keys, values, AttentionParams(0.25)),
-        attend(query * 400, keys, values, AttentionParams(0.25)),
-    )
+    near, far = (attend(each, keys, values, AttentionParams(0.25)) for each in (query, query * 400))
     merged = near.merge(far)
-    assert torch.isfinite(merged.out).all()
-    assert torch.isfinite(merged.lse).all()
+    assert torch.isfinite(merged.out).all() and torch.isfinite(merged.lse).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

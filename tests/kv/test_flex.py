@@ -82,32 +82,33 @@ def why(softcap: float | None = 5.0) -> str | None:
     return why_no_flex(CPU, torch.float32, 6, 2, (16, 24), softcap)
 
 
-def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def bends_less(*given: Any, **options: Any) -> Any:
+    return attend_flex(*given, **options | {"softcap": 2 * options["softcap"]})
+
+
+def fails(*given: Any, **options: Any) -> Any:
+    raise RuntimeError("no compiler\nat all")
+
+
+def to_another_base(*given: Any, **options: Any) -> Any:
+    """The kernel counts in powers of two."""
+    out, lse = attend_flex(*given, **options)
+    return out, lse * 1.44
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (bends_less, "its outputs differ by up to"),
+        (fails, "RuntimeError: no compiler"),
+        (to_another_base, "its log-sum-exp differ"),
+    ],
+)
+def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch, wrong: Any, told: str) -> None:
     assert why() is None and why(None) is None
-    bend = flex._bend
-
-    def bends_less(softcap: float, device: torch.device) -> Any:
-        return bend(2 * softcap, device)
-
     why_no_flex.cache_clear()
-    monkeypatch.setattr(flex, "_bend", bends_less)
-    assert "its outputs differ by up to" in str(why())
-
-    def fails(*given: Any, **options: Any) -> Any:
-        raise RuntimeError("no compiler\nat all")
-
-    why_no_flex.cache_clear()
-    monkeypatch.setattr(attention, "attend_flex", fails)
-    assert why() == "RuntimeError: no compiler"
-
-    def to_another_base(*given: Any, **options: Any) -> Any:  # the kernel counts in powers of two
-        out, lse = attend_flex(*given, **options)
-        return out, lse * 1.44
-
-    why_no_flex.cache_clear()
-    monkeypatch.setattr(flex, "_bend", bend)
-    monkeypatch.setattr(attention, "attend_flex", to_another_base)
-    assert "its log-sum-exp differ" in str(why())
+    monkeypatch.setattr(attention, "attend_flex", wrong)
+    assert told in str(why()) and "at all" not in str(why())
 
 
 @pytest.mark.parametrize("refused", ["", "it differs", "too many"])
@@ -118,59 +119,19 @@ def test_it_is_used_where_it_holds(monkeypatch: pytest.MonkeyPatch, refused: str
     def counted(*given: Any, **how: Any) -> Any:
         if refused:
             raise NotCompiledError
-        calls.append(how)
+        calls.append((how["offset"], how["window"], how["softcap"]))
         return attend_flex(*given, **how)
 
     monkeypatch.setattr(attention, "suits_flex", lambda query, values: True)
     monkeypatch.setattr(attention, "attend_flex", counted)
     monkeypatch.setattr(attention, "why_no_flex", lambda *given: refused if refused == "it differs" else None)
-    query, keys, values = tensors(6, 2, 40, 40, (16, 16))
-    bent, plain = AttentionParams(0.3, 5.0), AttentionParams(0.3)
-    causal = attend(query, keys, values, bent, causal=True)
-    windowed = attention.attend_window(query, keys, values, bent, 7)
-    attend(query, keys, values, plain)
-    assert [(how["offset"], how["window"], how["softcap"]) for how in calls] == (
-        [] if refused else [(0, None, 5.0), (0, 7, 5.0)]
-    )
-    truth = attention._attend_blocks(query, keys, values, bent, offset=0, window=None)
-    torch.testing.assert_close(causal.out, truth.out, atol=2e-6, rtol=1e-5)
-    truth = attention._attend_blocks(query, keys, values, bent, offset=0, window=7)
-    torch.testing.assert_close(windowed.out, truth.out, atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.long
-def test_few_kernels_are_compiled_for_prompts_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced as for a GPU: lengths, windows and layers alone make no new code; another kind of layer does, so often."""
-    counts = torch._dynamo.utils.counters["stats"]
-    torch._dynamo.reset()
-    counts.clear()
-    traced = flex._compiled(torchs.flex_attention, "eager")
-    monkeypatch.setattr(flex, "_function", lambda device_type: traced)
-    shapes: list[tuple[int, int, int | None, int | None]] = [
-        (queries, before + queries, offset, window)
-        for queries, before in ((300, 400), (310, 0), (129, 700), (555, 31), (1000, 2000))
-        for offset, window in ((None, None), (before, None), (before, 150), (before, 3))
-    ]
-    with torch.inference_mode():
-        for queries, keys, offset, window in shapes:
-            given = tensors(6, 2, queries, keys, (16, 24))
-            out, lse = attend_flex(*given, scale=0.3, softcap=5.0, offset=offset, window=window)
-            truth = attention._attend_blocks(*given, AttentionParams(0.3, 5.0), offset=offset, window=window)
-            torch.testing.assert_close(out, truth.out, atol=2e-6, rtol=1e-5)
-            torch.testing.assert_close(lse, truth.lse, atol=2e-6, rtol=1e-5)
-        assert counts["unique_graphs"] <= 4, "torch's limit is 8"
-    torch._dynamo.reset()
-
-
-@pytest.mark.long
-def test_a_compiler_that_has_had_enough_is_said_and_not_gone_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "KINDS", 9)  # one more than torch would take by itself
-    traced = flex._compiled(lambda tensor: tensor + 1, "eager")
-    for kind in range(9):
-        traced(torch.zeros([2] * (kind + 1)))
-    with pytest.raises(NotCompiledError):
-        traced(torch.zeros(2, dtype=torch.int32))
-    torch._dynamo.reset()
+    given, bent = tensors(6, 2, 40, 40, (16, 16)), AttentionParams(0.3, 5.0)
+    for window in (None, 7):
+        found = attend(*given, bent, causal=True) if window is None else attention.attend_window(*given, bent, window)
+        truth = attention._attend_blocks(*given, bent, offset=0, window=window)
+        torch.testing.assert_close(found.out, truth.out, atol=2e-6, rtol=1e-5)
+    attend(*given, AttentionParams(0.3))
+    assert calls == ([] if refused else [(0, None, 5.0), (0, 7, 5.0)])
 
 
 def test_a_compiler_that_fails_later_on_is_not_the_end() -> None:

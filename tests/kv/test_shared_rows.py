@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import prompt
-from paged_rows import Numbers, arena_of, pages_read, ready, steps_recorded
+from paged_rows import arena_of, pages_read, ready, steps_recorded
 from rows import alone
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
@@ -23,16 +23,10 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefix_of_cache
 from kvr_mpi.prefill.packed import prefill_packed
 
-__all__ = ["Numbers"]
-
 NEW_TOKENS = 6
 NAMES = ["llama-gqa", "mistral-window", "qwen2-some-windows", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"]
 # The last one goes on for longer than a window or chunk.
 ENDS = [[5, 7, 9], [11], [3] * 4, [8, 1, 4, 4, 2] * 9]
-
-
-def questions(count: int) -> list[list[int]]:
-    return [[*ENDS[at % len(ENDS)], at] for at in range(count)]
 
 
 def shared(loaded: LoadedModel, tokens: int, arena: Arena | None, before: int = 0) -> SharedPrefix:
@@ -74,19 +68,28 @@ def storages(caches: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
 
 
 @pytest.mark.parametrize(
-    "way", ["own memory", "pages", "pages, read at once", "pages, read at once, recorded", "pages, no room beside"]
+    "way",
+    [
+        "own memory",
+        "own memory, after instructions",
+        "pages, after instructions",
+        "pages, read at once",
+        "pages, read at once, recorded",
+        "pages, no room beside",
+    ],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_of_each_prompt_alone(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts go on from a document, and it may go on from instructions, which are shared, too."""
     loaded = ready(name)
-    arena = None if way == "own memory" else arena_of(loaded, 1 if "no room" in way else 40)
+    arena = None if "own memory" in way else arena_of(loaded, 1 if "no room" in way else 40)
     ids = [[*prompt(300), *end] for end in ENDS]
     truth = [answered(loaded, [each], [alone(loaded, each, NEW_TOKENS)])[0] for each in ids]
     if "recorded" in way:
         monkeypatch.setattr(step_graph, "STEPS_BEFORE", 0)
         steps_recorded(monkeypatch)
     with pages_read(monkeypatch) if "at once" in way else nullcontext():
-        document = shared(loaded, 300, arena)
+        document = shared(loaded, 300, arena, before=40 if "after" in way else 0)
         prefills = ask(loaded, document, ENDS, arena)
         assert [each.known_tokens for each in prefills] == [300] * len(ENDS)
         assert answered(loaded, ids, prefills) == truth
@@ -95,48 +98,27 @@ def test_answers_are_those_of_each_prompt_alone(name: str, way: str, monkeypatch
 
 
 @pytest.mark.parametrize("pages", [False, True])
-def test_several_prompts_hold_one_copy_of_their_document(pages: bool) -> None:
-    """With 1, 2 and 8 prompts: one copy, and what follows it of each."""
+def test_prompts_hold_one_copy_of_their_document_until_the_last_one_leaves(pages: bool) -> None:
     loaded, tokens = ready("llama-gqa"), 3 * PAGE_ROWS + 10
-    arena = arena_of(loaded, 40) if pages else None
-    document = shared(loaded, tokens, arena)
-    each = [sum(shape.elements for shape in loaded.shape.layers) * 4]
+    arena, ids = arena_of(loaded, 40) if pages else None, [[*prompt(tokens), *end] for end in ENDS]
+    truth = [answered(loaded, [each], [alone(loaded, each, NEW_TOKENS)])[0] for each in ids]
+    document, each = shared(loaded, tokens, arena), 4 * sum(shape.elements for shape in loaded.shape.layers)
     held = {}
-    for count in (1, 2, 8):
-        caches = [prefill.cache for prefill in ask(loaded, document, questions(count), arena)]
+    for count in (1, 8):
+        caches = [prefill.cache for prefill in ask(loaded, document, (2 * ENDS)[:count], arena)]
         held[count] = sum(storage.nbytes() for storage in storages(caches).values())
-    following = max(len(end) + 1 for end in ENDS) + NEW_TOKENS
-    follows = (PAGE_ROWS if pages else following) * each[0]
-    assert held[1] <= (tokens + PAGE_ROWS * pages) * each[0] + follows
-    assert held[2] <= held[1] + follows and held[8] <= held[1] + 7 * follows
-    assert held[8] < 1.6 * held[1] if not pages else held[8] < 3.4 * held[1]
-
-
-def test_the_copy_goes_with_the_last_prompt_and_not_before() -> None:
-    loaded = ready("llama-gqa")
-    truth = [alone(loaded, [*prompt(300), *end], NEW_TOKENS) for end in ENDS]
-    document = shared(loaded, 300, None)
-    prefills = ask(loaded, document, ENDS, None)
+    follows = (PAGE_ROWS if pages else max(map(len, ENDS)) + NEW_TOKENS) * each
+    assert held[1] <= (tokens + PAGE_ROWS * pages) * each + follows
+    assert held[8] <= held[1] + 7 * follows
+    prefills = ask(loaded, document, ENDS, arena)
     copy = StorageWeakRef(document.layers[1].memory.keys.untyped_storage())  # type: ignore[union-attr,no-untyped-call]
-    del document
+    del document, caches
     gc.collect()
-    ids = [[*prompt(300), *end] for end in ENDS]
-    first = answered(loaded, ids[:2], prefills[:2])
+    assert answered(loaded, ids[:2], prefills[:2]) == truth[:2]
     del prefills[:2]
     gc.collect()
     assert not copy.expired()  # type: ignore[no-untyped-call]
-    assert first + answered(loaded, ids[2:], prefills) == answered(loaded, ids, truth)
+    assert answered(loaded, ids[2:], prefills) == truth[2:]
     del prefills
     gc.collect()
     assert copy.expired()  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("pages", [False, True])
-def test_a_document_goes_on_from_instructions_that_are_shared_too(pages: bool) -> None:
-    """Prompts go on from both, each where it is."""
-    loaded = ready("llama-gqa")
-    arena = arena_of(loaded, 40) if pages else None
-    ids = [[*prompt(300), *end] for end in ENDS]
-    document = shared(loaded, 300, arena, before=40)
-    found = answered(loaded, ids, ask(loaded, document, ENDS, arena))
-    assert found == [answered(loaded, [each], [alone(loaded, each, NEW_TOKENS)])[0] for each in ids]

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from chains import chain, greedy, single
 from constants import TESTS
 from hypothesis import given
 from hypothesis import strategies as st
-from models import COMMON, STATES, WHOLE, prompt, tiny
+from models import CONFIGS, STATES, WHOLE, prompt, random_model, tiny
+from paged_rows import Numbers
+from rows import long_rope
 from transformers import masking_utils
 
+from benchmarks.tiny import shrink
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.contents import layer_kv
-from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, Visibility, recognise
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
@@ -30,18 +31,9 @@ from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-PROGRAM = TESTS / "programs" / "mpi_chain.py"
 
-
-def built(config: Any) -> LoadedModel:
-    """A random model of a configuration."""
-    torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    return replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
-
-
-@given(st.integers(2, 40), st.integers(41, 5000), st.sampled_from(["full", "window", "chunk"]))
-def test_masks_are_recognised(size: int, longest: int, kind: str) -> None:
+@given(st.integers(2, 40), st.integers(41, 5000), st.sampled_from(["full", "window", "chunk"]), st.integers(1, 300))
+def test_masks_are_recognised_and_let_through_what_is_seen(size: int, longest: int, kind: str, position: int) -> None:
     padding = torch.zeros(1, dtype=torch.long)
     function, expected = {
         "full": (masking_utils.causal_mask_function, FULL),
@@ -49,6 +41,9 @@ def test_masks_are_recognised(size: int, longest: int, kind: str) -> None:
         "chunk": (masking_utils.chunked_causal_mask_function(size, padding), Visibility(chunk=size)),
     }[kind]
     assert recognise(function, size, longest) == expected
+    keys = torch.arange(position + 1)
+    allowed = function(torch.tensor(0), 0, torch.tensor(position), keys)
+    assert keys[allowed].tolist() == list(range(expected.first_key(position), position + 1))
 
 
 @pytest.mark.parametrize(
@@ -65,46 +60,30 @@ def test_other_masks_are_not(function: Any) -> None:
         recognise(function, 16, 512)
 
 
-@given(st.integers(1, 300), st.sampled_from([Visibility(window=16), Visibility(chunk=16), FULL]))
-def test_what_is_seen_is_what_the_mask_lets_through(position: int, seen: Visibility) -> None:
-    padding = torch.zeros(1, dtype=torch.long)
-    function = masking_utils.causal_mask_function
-    if seen.window is not None:
-        function = masking_utils.sliding_window_causal_mask_function(seen.window)
-    elif seen.chunk is not None:
-        function = masking_utils.chunked_causal_mask_function(seen.chunk, padding)
-    keys = torch.arange(position + 1)
-    allowed = function(torch.tensor(0), 0, torch.tensor(position), keys)
-    assert keys[allowed].tolist() == list(range(seen.first_key(position), position + 1))
-
-
-@pytest.mark.parametrize("bounds", [(0, 100, 200), (0, 100, 180, 240), (0, 130, 131, 200, 240)])
-def test_of_a_window_only_the_tail_travels(bounds: tuple[int, ...]) -> None:
-    """Mistral: every layer has a window of 16; each link carries the last 15 tokens before the slice after it."""
-    loaded, tokens = tiny("mistral-window"), bounds[-1]
+@pytest.mark.parametrize(
+    ("name", "bounds", "carried"),
+    [
+        # Every layer has a window of 16: each link carries the last 15 tokens before the slice after it.
+        ("mistral-window", (0, 100, 180, 240), [15, 15]),
+        ("mistral-window", (0, 130, 131, 200, 240), [15, 15, 15]),
+        # Chunks of 32: a slice from 100 on sees from 96 on, one from 192 on nothing before it.
+        ("llama4-chunks", (0, 100, 192, 240), [4, 0]),
+    ],
+)
+def test_of_windows_and_chunks_only_what_is_seen_travels(name: str, bounds: Any, carried: list[int]) -> None:
+    loaded, partition, row = tiny(name), Partition(bounds), tiny(name).shape.kv_bytes_per_token
     prepare_model(loaded.model, chain=True)
-    partition = Partition(bounds)
-    ranks = run_local(partition.size, lambda rank: prefill_kvr(loaded, prompt(tokens), partition, rank))
-    row = loaded.shape.kv_bytes_per_token
-    assert [rank.sent_bytes for rank in ranks] == [15 * row] * (partition.size - 1) + [0]
-    everything = run_local(
-        partition.size, lambda rank: prefill_kvr(loaded, prompt(tokens), partition, rank, keeps_all=True)
-    )
+
+    def run(**options: bool) -> list[Any]:
+        ids = prompt(240)
+        return run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, **options))
+
+    ranks, everything = run(), run(keeps_all=True)
+    assert [rank.sent_bytes for rank in ranks] == [tokens * row for tokens in [*carried, 0]]
     assert [rank.sent_bytes for rank in everything[:-1]] == [stop * row for stop in bounds[1:-1]]
-    assert everything[-1].logits is not None and ranks[-1].logits is not None
     assert torch.equal(everything[-1].logits, ranks[-1].logits)
     keys = layer_kv(everything[-1].cache, 0)
-    assert keys is not None and keys[0].shape[0] == tokens
-
-
-def test_of_a_chunk_only_what_has_begun_travels() -> None:
-    """Llama 4 with chunks of 32: a slice from 100 on sees from 96 on, one from 192 on nothing before it."""
-    loaded, partition = tiny("llama4-chunks"), Partition((0, 100, 192, 240))
-    prepare_model(loaded.model, chain=True)
-    seen = [layer.visibility.first_key(100) for layer in loaded.shape.layers]
-    assert set(seen) == {96}
-    ranks = run_local(3, lambda rank: prefill_kvr(loaded, prompt(240), partition, rank))
-    assert [rank.sent_bytes for rank in ranks] == [4 * loaded.shape.kv_bytes_per_token, 0, 0]
+    assert keys is not None and keys[0].shape[0] == 240
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -147,61 +126,39 @@ def test_a_rank_without_memory_spares_its_chain(name: str, failing: int) -> None
     loaded, ids, cut = tiny(name), prompt(60), Partition((0, 20, 40, 60))
     truth = single(loaded, ids).logits
     prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-    calls = []
+    left = {failing: 1}
 
     def run_out(*args: Any) -> None:
-        if threading.current_thread().name == f"rank {failing}":
-            calls.append(1)
+        if left.pop(int(threading.current_thread().name.removeprefix("rank ")), 0):
             raise torch.OutOfMemoryError("on purpose")
 
     layers = next(module for module in loaded.model.modules() if isinstance(module, torch.nn.ModuleList))
-
-    def work(rank: LocalTransport) -> list[Any]:
-        hook = layers[1].register_forward_pre_hook(run_out) if rank.rank == failing else None
-        first = prefill_kvr(loaded, ids, cut, rank, spares_chain=True)
-        if hook is not None:
-            hook.remove()
-        return [first, prefill_kvr(loaded, ids, cut, rank, spares_chain=True)]
-
-    ranks = run_local(3, work)
-    assert calls
+    hook = layers[1].register_forward_pre_hook(run_out)
+    ranks = run_local(3, lambda rank: [prefill_kvr(loaded, ids, cut, rank, spares_chain=True) for _ in range(2)])
+    hook.remove()
     assert "ran out of memory" in str(ranks[2][0].error) and ranks[2][0].cache is None
     assert truth is not None and ranks[2][1].logits is not None
     torch.testing.assert_close(ranks[2][1].logits, truth, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["mpi", pytest.param("gloo", marks=pytest.mark.long)])
-def test_states_and_whole_prefixes_over_real_ranks(mpirun: Any, transport: str) -> None:
+def test_states_and_whole_prefixes_over_real_ranks(mpirun: Any) -> None:
     names = ",".join([*STATES, *WHOLE, "mistral-window", "llama4-chunks"])
-    run = mpirun(3, [sys.executable, PROGRAM, 16, transport, names], env={"OMP_NUM_THREADS": "1"})
+    run = mpirun(3, [sys.executable, TESTS / "programs" / "mpi_chain.py", 16, "mpi", names])
     assert run.returncode == 0, run.stderr
     assert '"size": 3' in run.stdout and float(run.stdout.split('"worst": ')[1].split(",")[0]) < 1e-4
 
 
 def test_an_answer_that_outgrows_its_frequencies_is_that_of_generate() -> None:
     """Phi-3 computes its cache anew when the answer passes the length at which its frequencies change."""
-    factors = [1.0 + at / 2 for at in range(4)]
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors[::-1]}
-    loaded = built(
-        tf.Phi3Config(
-            **COMMON,
-            num_key_value_heads=2,
-            pad_token_id=0,
-            eos_token_id=None,
-            rope_parameters=rope | {"original_max_position_embeddings": 48},
-            original_max_position_embeddings=48,
-        )
-    )
-    assert begins_anew_at(loaded.model) == 49
-    ids, new_tokens = prompt(40), 20
-    prepare_model(loaded.model, chain=False)
-    truth = loaded.model.generate(torch.tensor([ids]), max_new_tokens=new_tokens, do_sample=False)[0, 40:].tolist()
+    loaded = replace(long_rope(), tokenizer=Numbers())
+    assert begins_anew_at(loaded.model) == 33
+    ids, new_tokens = prompt(24), 20
     config = make_generation_config(loaded.model, {"do_sample": False})
-    tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **kwargs: "", "eos_token_id": None})()
-    loaded = replace(loaded, tokenizer=tokenizer)
-    prepare_model(loaded.model, chain=True)
-    for bounds in [(0, 40), (0, 25, 40)]:
+    config.eos_token_id = None
+    prepare_model(loaded.model, chain=False)
+    truth = loaded.model.generate(torch.tensor([ids]), config, max_new_tokens=new_tokens)[0, 24:].tolist()
+    for bounds in [(0, 24), (0, 15, 24)]:
         pool = DecodeBatch(loaded, config, stop=(), max_new_tokens=new_tokens)
         pool.add("one", chain(loaded, ids, bounds, new_tokens), ids, 0)
         finished: list[Any] = []
@@ -210,8 +167,19 @@ def test_an_answer_that_outgrows_its_frequencies_is_that_of_generate() -> None:
         assert list(finished[0].answer.token_ids) == truth, bounds
 
 
+@pytest.mark.parametrize("tokens", [3, 4, 5])
+def test_a_slice_of_as_many_tokens_as_there_are_experts(tokens: int) -> None:
+    """The last layer computes only what is read: keys and values of all tokens, and the rest of the last one."""
+    config = shrink("mimo_v2_flash")
+    assert config.num_local_experts == 4 and config.n_group == 1
+    loaded = random_model(config)
+    ids = loaded.shape.sample_ids(8 + tokens)
+    truth = single(loaded, ids).logits
+    torch.testing.assert_close(chain(loaded, ids, (0, 8, len(ids))).logits, truth, atol=1e-4, rtol=1e-4)
+
+
 def test_a_rotary_embedding_of_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = built(tf.LlamaConfig(**COMMON, num_key_value_heads=2))
+    loaded = random_model(CONFIGS["llama-gqa"]())
     check_rotary(loaded.model, 512)
     rotary = type(loaded.model.model.rotary_emb)
     forward = rotary.forward

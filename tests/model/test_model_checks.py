@@ -62,13 +62,12 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     ],
 )
 def test_configurations_that_contradict(changed: Callable[..., Path], values: dict[str, Any], told: str) -> None:
+    folder = str(changed(**values))
     with pytest.raises(ModelError, match=told):
-        load_model(str(changed(**values)), cache_dir=Path("/nonexistent"), device="cpu")
-
-
-def test_plans_refuse_them_too(changed: Callable[..., Path]) -> None:
-    with pytest.raises(ModelError, match="num_key_value_heads = 3"):
-        load_outline(str(changed(num_key_value_heads=3)), cache_dir=Path("/nonexistent"))
+        load_model(folder, cache_dir=Path("/nonexistent"), device="cpu")
+    if "expected" in told:
+        with pytest.raises(ModelError, match=told):  # plans, too, which read no weights
+            load_outline(folder, cache_dir=Path("/nonexistent"))
 
 
 def test_a_window_longer_than_the_context_is_none(changed: Callable[..., Path]) -> None:

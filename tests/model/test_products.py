@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from kvr_mpi.model.kernels import PLAIN, always, forget_kernels, kernel_bytes, u
 from kvr_mpi.model.products import PREPACKED, Product, find_products, give_products
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import footprint_of
-from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport
 
 ALWAYS = always(PREPACKED)
@@ -27,24 +24,11 @@ ALWAYS = always(PREPACKED)
 pytestmark = pytest.mark.skipif(weights.MULTIPLY is None, reason="this torch has no oneDNN")
 
 
-def prepack_all(model: torch.nn.Module) -> None:
-    give_products(model, dict.fromkeys(find_products(model), ALWAYS))
-
-
-@pytest.fixture
-def packed() -> Iterator[Callable[[str], LoadedModel]]:
-    """Give a model of which nobody else has seen the weights laid out."""
-    made = []
-
-    def make(name: str) -> LoadedModel:
-        loaded = tiny(name)
-        prepack_all(loaded.model)
-        made.append(loaded.model)
-        return loaded
-
-    yield make
-    for model in made:
-        forget_kernels(model)
+def packed(name: str) -> LoadedModel:
+    """A model of which nobody else has seen the weights laid out."""
+    loaded = tiny.__wrapped__(name)
+    give_products(loaded.model, dict.fromkeys(find_products(loaded.model), ALWAYS))
+    return loaded
 
 
 def forwards(model: torch.nn.Module) -> int:
@@ -73,26 +57,17 @@ def test_the_product_is_the_same(shape: tuple[int, ...], bias: bool, dtype: torc
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("bounds", [(0, 60), (0, 44, 60)])
-def test_a_chain_with_packed_weights_equals_plain_transformers(packed: Any, name: str, bounds: tuple[int, ...]) -> None:
+def test_a_chain_with_packed_weights_equals_plain_transformers(name: str, bounds: tuple[int, ...]) -> None:
     loaded, ids = packed(name), prompt(60)
     truth = single(loaded, ids)
     assert forwards(loaded.model) == 0 and truth.logits is not None
     logits, answer = truth.logits, greedy(loaded.model, truth, 8)
     found = chain(loaded, ids, bounds, reserve=8)
+    with without_kernels(loaded.model):
+        assert forwards(loaded.model) == forwards(copy.deepcopy(loaded.model)) == 0
     assert forwards(loaded.model) == linears(loaded.model) > 0
     torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=0)
     assert greedy(loaded.model, found, 8) == answer
-
-
-@pytest.mark.parametrize("is_used", [True, False])
-def test_what_is_done_without_them_changes_nothing(packed: Any, is_used: bool) -> None:
-    model = packed("llama-gqa").model
-    prepare_model(model, chain=is_used)
-    used = forwards(model)
-    assert used == (linears(model) if is_used else 0)
-    with without_kernels(model):
-        assert forwards(model) == forwards(copy.deepcopy(model)) == 0
-    assert forwards(model) == used
 
 
 @pytest.mark.parametrize(
@@ -100,7 +75,7 @@ def test_what_is_done_without_them_changes_nothing(packed: Any, is_used: bool) -
     [("ring", False, False), ("tsp-dense", False, False), ("ring", True, True), ("kvr-e", False, True)],
 )
 def test_rivals_have_them_if_they_are_lent(
-    packed: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, lends: bool, expected: bool
+    monkeypatch: pytest.MonkeyPatch, strategy: str, lends: bool, expected: bool
 ) -> None:
     loaded, calls, right = packed("llama-gqa"), [], Product.__call__
     monkeypatch.setattr(Product, "__call__", lambda self, rows: calls.append(1) or right(self, rows))
@@ -113,36 +88,29 @@ def test_rivals_have_them_if_they_are_lent(
 
 
 def test_copies_are_made_and_read_where_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama-gqa").model
+    model = tiny.__wrapped__("llama-gqa").model
     shape, layers = next(iter(find_products(model).items()))
     give_products(model, {shape: (PLAIN, PREPACKED, PLAIN, PLAIN), "7x7": ALWAYS})
     calls, multiply = [], weights.MULTIPLY
     monkeypatch.setattr(weights, "MULTIPLY", lambda rows, *more: calls.append(len(rows)) or multiply(rows, *more))
-    try:
-        assert kernel_bytes(model) == sum(layer.weight.nbytes for layer in layers)
-        use_kernels(model, True)
-        assert forwards(model) == len(layers)
-        with torch.inference_mode():
-            for count in (1, 8, 72):
-                layers[0](torch.randn(count, layers[0].in_features))
-        assert calls == [8]
-    finally:
-        forget_kernels(model)
+    assert kernel_bytes(model) == sum(layer.weight.nbytes for layer in layers)
+    use_kernels(model, True)
+    assert forwards(model) == len(layers)
+    with torch.inference_mode():
+        for count in (1, 8, 72):
+            layers[0](torch.randn(count, layers[0].in_features))
+    assert calls == [8]
+    forget_kernels(model)
     assert kernel_bytes(model) == 0 and forwards(model) == 0
 
 
 def test_other_types_and_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.float16))
-    prepack_all(half)
+    give_products(half, dict.fromkeys(find_products(half), ALWAYS))
     assert not find_products(half) and kernel_bytes(half) == 0
     plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    prepack_all(plain)
+    give_products(plain, dict.fromkeys(find_products(plain), ALWAYS))
     assert kernel_bytes(plain) == 0 and use_kernels(plain, True)
     rows = torch.randn(3, 8)
     assert torch.equal(plain(rows), torch.nn.functional.linear(rows, plain[0].weight, plain[0].bias))
-
-
-def test_parts_that_are_wrong_without_them_are_not_taken_over(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvr_mpi.kv.attention.PartialAttention.merge", lambda self, other: self)
-    assert not check_chain(packed("llama-gqa")).attends_in_parts

@@ -17,11 +17,14 @@ from kvr_mpi.setup import loading
 from kvr_mpi.transport.local import run_local
 
 
-def test_only_gpus_are_loaded_to_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_gpus_are_loaded_to_directly_and_timed_in_the_models_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 1)
     assert load.placement(gpu) == {"device_map": {"": gpu}} and load.placement(torch.device("cpu")) == {}
+    assert default_dtype("cpu") == default_dtype("auto") == "float32" and default_dtype("cuda") == "auto"
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert load.placement(gpu) == {}
+    assert default_dtype("auto") == "auto" and default_dtype("cpu") == "float32"
 
 
 def test_the_same_weights_come_either_way(
@@ -34,13 +37,6 @@ def test_the_same_weights_come_either_way(
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert found.fingerprint == truth.fingerprint and not found.model.training
     assert not any(hasattr(module, "_hf_hook") for module in found.model.modules()), "nothing runs between its layers"
-
-
-def test_gpus_are_timed_in_the_model_s_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert default_dtype("cpu") == default_dtype("auto") == "float32"
-    assert default_dtype("cuda") == "auto"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert default_dtype("auto") == "auto" and default_dtype("cpu") == "float32"
 
 
 def test_ranks_load_at_once_what_one_of_a_host_has_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

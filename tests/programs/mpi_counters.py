@@ -18,7 +18,6 @@ if world.rank == 0:  # it has one, however late its processor runs it again
     drawn.append(counters.add(1))
     counters.add(2, drawn[0])
 world.barrier()
-began = time.perf_counter()
 while (number := counters.add(1)) < NUMBERS:
     drawn.append(number)
     counters.add(2, number)
@@ -26,9 +25,8 @@ while (number := counters.add(1)) < NUMBERS:
         until = time.perf_counter() + 0.01
         while time.perf_counter() < until:
             sum(range(1000))
-seconds = time.perf_counter() - began
 world.barrier()
-everything = gather_json(world, [drawn, counters.read(), seconds])
+everything = gather_json(world, [drawn, counters.read()])
 counters.close()
 if world.rank == 0:
     print(json.dumps(everything))

@@ -32,9 +32,7 @@ PROGRAMS = TESTS / "programs"
 )
 def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
     run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_transport.py", name])
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert found["size"] == ranks
+    assert run.returncode == 0 and json.loads(run.stdout) == {"size": ranks}, run.stderr
 
 
 @pytest.mark.slow
@@ -44,15 +42,7 @@ def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
         *(pytest.param(*case, marks=pytest.mark.quick) for case in [(2, 20, "mpi"), (4, 12, "mpi")]),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in [
-                (4, 12, "staged"),
-                (4, 30, "mpi"),
-                (4, 20, "gloo"),
-                (4, 200, "mpi"),
-                (8, 30, "mpi"),
-                (8, 200, "mpi"),
-                (4, 60, "gloo"),
-            ]
+            for case in [(4, 12, "staged"), (8, 200, "mpi"), (4, 60, "gloo")]
         ),
     ],
 )
@@ -61,43 +51,21 @@ def test_chains_are_exact_for_random_partitions(mpirun: Any, ranks: int, rounds:
     run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_chain.py", rounds, name])
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
-    assert result["ranks"] == list(range(ranks))
-    assert result["worst"] < 1e-4
+    assert result["ranks"] == list(range(ranks)) and result["worst"] < 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [
-        ("killed", "mpi"),
-        ("raises", "gloo"),
-        pytest.param("killed", "gloo", marks=pytest.mark.long),
-        pytest.param("raises", "mpi", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("how", "name"), [("killed", "mpi"), ("raises", "gloo")])
 def test_a_rank_that_ends_in_a_prefill_ends_all(mpirun: Any, how: str, name: str) -> None:
     run = mpirun(3, [sys.executable, PROGRAMS / "dying_rank.py", how, name])  # or it hangs
     assert "rank 1 ends" in run.stdout, run.stderr
     assert run.returncode == 69 if how == "raises" else run.returncode != 0
-    if how == "raises":
-        assert "error: rank 1 has had enough" in run.stderr + run.stdout
+    assert how == "killed" or "error: rank 1 has had enough" in run.stderr + run.stdout
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_threads_keep_them_too(size: int) -> None:
     run_local(size, keep_promises)
-
-
-def test_a_failing_thread_wakes_those_that_wait() -> None:
-    def work(rank: LocalTransport) -> None:
-        if rank.rank == 0:
-            raise ValueError("on purpose")
-        if rank.rank == 1:
-            rank.irecv(torch.zeros(1), 0, tag=0).wait()
-        rank.barrier()
-
-    with pytest.raises((ValueError, TransportError)):
-        run_local(3, work)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +86,8 @@ def test_launched_size(environ: dict[str, str], size: int | None) -> None:
 
 def test_alone_where_many_were_meant_is_refused() -> None:
     """This process is an MPI job of one; a launcher that says otherwise used another MPI."""
-    with pytest.raises(
-        TransportError, match=r"8 ranks were intended \(SLURM .*SLURM_NTASKS=8\).*srun --mpi=pmi2"
-    ) as caught:
+    with pytest.raises(TransportError, match=r"8 ranks were intended .*SLURM_NTASKS=8\).*srun --mpi=pmi2"):
         connect({"SLURM_NTASKS": "8"})
-    assert caught.value.exit_code == 69
     assert connect({}).size == 1
 
 
