@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from made_jobs import TEXT
@@ -13,27 +14,12 @@ SENTENCES = [1, 2, 3, 1, 5, 8, 2, 1, 330, 3, 1, 20]
 
 
 @pytest.fixture(scope="module")
-def long_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+def long_model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     """A tiny random Llama of 8192 tokens: a long prompt takes visibly longer than a short one."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("long-llama")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    shutil.copytree(tiny_model_dir, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 8192}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -14,7 +14,6 @@ from made_jobs import with_settings
 from kvr_mpi.cli.plan import plan
 from kvr_mpi.report.page import page_of
 from kvr_mpi.runtime import outcome
-from kvr_mpi.setup import prepare
 from kvr_mpi.store.results import open_results
 
 
@@ -48,31 +47,3 @@ def test_the_second_job_is_forecast_and_its_outcome_is_told(
     told = open_results(tmp_path / "out").cost.describe_outcome()
     assert third.returncode == 0 and told in third.stderr and "in 80 % of cases); it took" in told
     assert told in page_of(tmp_path / "out")[0].decode()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("converts", [False, True])
-def test_converting_a_model_does_not_count_as_the_start_of_later_jobs(
-    tmp_path: Path, long_model_dir: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch, converts: bool
-) -> None:
-    """Of two ranks; a conversion that takes longer than the job."""
-    load, found = prepare._load, []
-
-    def load_slowly(*arguments: Any) -> tuple[Any, float]:
-        loaded, once_s = load(*arguments)
-        found.append(once_s)
-        return loaded, once_s and 1e6
-
-    monkeypatch.setattr(outcome, "LEAST_S", 0.0)
-    monkeypatch.setattr(prepare, "_load", load_slowly)
-    monkeypatch.setattr(prepare, "_conversion", lambda *_: ", which is converted" if converts else "")
-    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(ROOT)
-    settings = with_settings(
-        *(f"model.path={long_model_dir}", f"output.path={tmp_path / 'out'}", "documents.limit=2"),
-        *("generation.max_new_tokens=8", "prompt.too_long=keep-head"),
-    )
-    assert run_here(2, ["jobs/demo.toml", *settings]).returncode == 0
-    (history,) = (tmp_path / "cache" / "jobs").glob("*.json")
-    (job,) = json.loads(history.read_text())["jobs"]
-    assert any(found) == converts and (job["start_s"] == 0) == converts
