@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -16,33 +17,30 @@ from made_tables import COSTS, a_key, a_table
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.errors import ConfigError, DataError, OutputError
-from kvr_mpi.partition import Partition
-from kvr_mpi.tuning.lookup import QUANTUM_TOKENS, choose_slices, find_table, interpolate, is_outside
+from kvr_mpi.tuning.lookup import QUANTUM_TOKENS, choose_slices, find_table, is_outside
 from kvr_mpi.tuning.table import MAX_FILE_BYTES, ModelIdentity, file_name, load_table, save_table
 
+RAW = json.loads(a_table().model_dump_json())
 BAD = [
     ("schema_name", "cake", "schema_name: .*cake"),
     ("schema_version", 2, "schema_version"),
     ("surprise", 1, "surprise: .*not permitted"),
-    ("rates.link_gbit_per_s", 10, "rates.link_gbit_per_s"),
     ("rates.link_bytes_per_s", 0, "rates.link_bytes_per_s: .*greater than 0"),
     ("rates.pair_s", -1e-9, "rates.pair_s: .*-1e-09"),
     ("rates.pair_s", math.nan, "rates.pair_s: .*finite"),
-    ("rates.layers", 10**30, "rates.layers"),
     ("rates.speeds", [1.0, 1.0, 1.0], "rates.speeds has 3 ranks; expected 2"),
     ("rates", {**asdict(COSTS), "qkv_token_s": 0, "rest_token_s": 0, "pair_s": 0}, "tokens that cost"),
     ("key.ranks", 3, "has 2 slices; expected key.ranks = 3"),
     ("key.hardware", "../../etc", "key.hardware"),
     ("entries", [], "entries"),
+    ("entries", [RAW["entries"][0]] * 2, "expected every length once, the shortest first"),
+    ("entries", RAW["entries"][::-1], "expected every length once, the shortest first"),
     ("entries.1.context_tokens", 1024, "expected to rise from 0 to context_tokens = 1024"),
     ("entries.0.bounds_tokens", [0, 2000, 1024], "expected to rise from 0"),
-    ("entries.0.bounds_tokens", [1, 500, 1024], "expected to rise from 0"),
     ("entries.0.context_tokens", "1024", "context_tokens: .*'1024'"),
     ("entries.0.ttft_s", math.inf, "ttft_s"),
-    ("entries.0.ttft_s", None, "ttft_s"),
     ("entries.0.repetitions", 9, "repetitions = 9: expected at most runs = 3"),
     ("entries.0.provenance.date", "yesterday", "provenance.date"),
-    ("entries.0.provenance.command", "x" * 5000, "provenance.command"),
 ]
 
 
@@ -54,15 +52,6 @@ def test_a_table_survives_the_disk(tmp_path: Path) -> None:
     assert load_table(path) == table
     assert os.listdir(path.parent) == [path.name], "nothing half-written is left"
     assert load_table(path).rates == COSTS
-
-
-@given(st.integers(2, 400), st.integers(2, 8))
-@settings(max_examples=60)
-def test_short_prompts_leave_every_rank_a_token(tokens: int, ranks: int) -> None:
-    if tokens < ranks:
-        return
-    split = choose_slices(a_table(contexts=(16, 64, 256), ranks=ranks), tokens, ranks)
-    assert isinstance(split, Partition) and split.tokens == tokens and split.size == ranks
 
 
 def test_the_fitting_table_of_a_folder_is_found(tmp_path: Path) -> None:
@@ -79,7 +68,7 @@ def test_the_fitting_table_of_a_folder_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "value", "words"), BAD)
 def test_a_damaged_table_is_refused_by_name(key: str, value: Any, words: str, tmp_path: Path) -> None:
-    raw = json.loads(a_table().model_dump_json())
+    raw = copy.deepcopy(RAW)
     *way, last = [int(step) if step.isdigit() else step for step in key.split(".")]
     at: Any = raw
     for step in way:
@@ -89,14 +78,6 @@ def test_a_damaged_table_is_refused_by_name(key: str, value: Any, words: str, tm
     with pytest.raises(DataError, match=f"table.json.*{words}.*kvr search") as error:
         load_table(tmp_path / "table.json")
     assert len(str(error.value)) < 2500
-
-
-def test_lengths_are_there_once_and_in_order(tmp_path: Path) -> None:
-    raw = json.loads(a_table().model_dump_json())
-    for entries in ([raw["entries"][0]] * 2, raw["entries"][::-1]):
-        (tmp_path / "table.json").write_text(json.dumps({**raw, "entries": entries}))
-        with pytest.raises(DataError, match="expected every length once, the shortest first"):
-            load_table(tmp_path / "table.json")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +127,7 @@ def test_between_entries_shares_lie_between(tokens: int, ranks: int) -> None:
     assert chain_seconds(COSTS, split.lengths) < (1.013 + rounding) * best_s
 
 
-@pytest.mark.parametrize(("tokens", "ranks"), [(2, 2), (500, 2), (1023, 2), (4097, 2), (100_000, 2), (2048, 5)])
+@pytest.mark.parametrize(("tokens", "ranks"), [(2, 2), (1023, 2), (4097, 2), (5, 5), (2048, 5)])
 def test_beyond_the_entries_the_rates_decide(tokens: int, ranks: int) -> None:
     """With the ranks' own speeds, if it is as many ranks."""
     uneven = replace(COSTS, speeds=(1.0, 0.5))
@@ -154,12 +135,6 @@ def test_beyond_the_entries_the_rates_decide(tokens: int, ranks: int) -> None:
     known = uneven if ranks == 2 else COSTS
     assert is_outside(table, tokens, ranks)
     assert choose_slices(table, tokens, ranks) == best_split(known, tokens, ranks, quantum=QUANTUM_TOKENS)[0]
-
-
-def test_shares_are_interpolated() -> None:
-    searched = {1000: (0.5, 0.5), 3000: (0.7, 0.3)}
-    found = [interpolate(searched, tokens) for tokens in (500, 1000, 2000, 9000)]
-    assert found == [(0.5, 0.5), (0.5, 0.5), pytest.approx((0.6, 0.4)), (0.7, 0.3)]
 
 
 def test_a_folder_or_file_in_which_no_table_fits_is_refused(tmp_path: Path) -> None:
