@@ -60,18 +60,18 @@ def test_four_of_five_jobs_end_within_their_interval() -> None:
     assert sorted(widths)[570] < 0.2, "of nineteen in twenty"
 
 
-def test_jobs_of_another_mix_make_a_wider_interval_and_scatter_does() -> None:
-    prefills = [a_job(100.0, 1.0, 120.0)] * 5
-    like, other = expect(prefills, 200.0, 2.0, 96), expect(prefills, 2.0, 200.0, 96)
-    assert like.seconds == pytest.approx(10 + 240, rel=0.02) and like.start_s == 10
-    assert other.high_s / other.seconds > like.high_s / like.seconds + 0.1
+def test_jobs_of_another_mix_make_a_wider_interval_and_scatter_and_unknown_answers_do() -> None:
+    def width(jobs: list[PastJob], *job: Any) -> float:
+        found = expect(jobs, *job)
+        return found.high_s / found.seconds
+
+    prefills, decodes = [a_job(100.0, 1.0, 120.0)] * 5, [a_job(10.0, 100.0, 120.0)] * 5
+    found = expect(prefills, 200.0, 2.0, 96)
+    assert found.seconds == pytest.approx(10 + 240, rel=0.02) and found.start_s == 10
+    assert width(prefills, 2.0, 200.0, 96) > width(prefills, 200.0, 2.0, 96) + 0.1
     scattered = [a_job(100.0, 1.0, seconds) for seconds in (70.0, 190.0, 100.0, 150.0, 90.0)]
-    wide = expect(scattered, 200.0, 2.0, 96)
-    assert wide.high_s / wide.seconds > 1.3 > like.high_s / like.seconds
-    # What is not known of answers makes the interval of a job that decodes wider.
-    jobs = [a_job(10.0, 100.0, 120.0)] * 5
-    short, long = (expect(jobs, 10.0, 100.0, limit) for limit in (2, 5000))
-    assert long.high_s / long.seconds > short.high_s / short.seconds + 0.1 and long.seconds == short.seconds
+    assert width(scattered, 200.0, 2.0, 96) > 1.3 > width(prefills, 200.0, 2.0, 96)
+    assert width(decodes, 10.0, 100.0, 5000) > width(decodes, 10.0, 100.0, 2) + 0.1
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,3 @@ def test_a_disturbance_is_told_from_a_slow_rank(
     busy_s: float, marks: list[float], kinds: list[str], undisturbed_s: float
 ) -> None:
     assert measure.undisturbed_seconds(busy_s, marks, kinds) == pytest.approx(undisturbed_s)
-
-
-@pytest.mark.parametrize(("device", "usual"), [("cpu", (768, 3072)), ("cuda", (8192, 16384))])
-def test_the_probe_stays_within_the_context(device: str, usual: tuple[int, int]) -> None:
-    assert measure._probe_lengths(device, None) == measure._probe_lengths(device, 1 << 20) == usual
-    for most in (4096, 512, 3, 2, 1):
-        tokens, prefix = measure._probe_lengths(device, most)
-        assert tokens > 0 and prefix > 0 and tokens + prefix <= max(2, most)
