@@ -24,30 +24,15 @@ def long_model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pat
 
 
 @pytest.fixture
-def job(tmp_path: Path, long_model_dir: Path) -> Path:
+def job(job: Path, tmp_path: Path, tiny_model_dir: Path, long_model_dir: Path) -> Path:
     """A planned job over documents of very different length, one that is empty and one that is too long."""
     corpus = tmp_path / "corpus"
+    shutil.rmtree(corpus)
     corpus.mkdir()
     for number, count in enumerate(SENTENCES):
         (corpus / f"doc-{number:02d}.txt").write_text(f"Document {number}. " + TEXT * count)
     (corpus / "empty.txt").write_text(" \n")
     (corpus / "too-long.txt").write_text(TEXT * 500)
-    path = tmp_path / "job.toml"
-    path.write_text(
-        f"""
-        [model]
-        path = "{long_model_dir}"
-        dtype = "float32"
-        [documents]
-        path = "{corpus}"
-        [prompt]
-        template = "Summarise: {{text}} Summary:"
-        [generation]
-        max_new_tokens = 8
-        [parallel]
-        ranks_per_chain = "auto"
-        [output]
-        path = "{tmp_path / "out"}"
-        """
-    )
-    return path
+    planned = job.read_text().replace('partition = "even"', 'ranks_per_chain = "auto"')
+    job.write_text(planned.replace(str(tiny_model_dir), str(long_model_dir)))
+    return job

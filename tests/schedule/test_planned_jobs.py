@@ -6,12 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from made_jobs import with_settings as options
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.tiny import shrink
-from kvr_mpi.model import probe_shape
 from kvr_mpi.store.results import open_results
 
 
@@ -40,24 +36,6 @@ def test_a_planned_job_goes_on_with_other_ranks_and_gives_the_same_answers(
     assert len(after) == 12 and after.items() >= before.items()
     fixed = run_here(2, [job, *options("parallel.ranks_per_chain=all", f"output.path={tmp_path / 'fixed'}")])
     assert fixed.returncode == 65 and answers(tmp_path / "fixed") == after, fixed.stderr
-
-
-# Each is counted in its own way: first layers that are recurrent; tables of positions that end; answers made to end.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["granitemoehybrid", "gpt_neo", "whisper", "bart"])
-def test_models_of_all_kinds_are_planned_up_to_their_longest_prompts(
-    name: str, job: Path, tmp_path: Path, tokenizer: Any, run_here: Any
-) -> None:
-    torch.manual_seed(0)
-    config = shrink(name, vocab_size=len(tokenizer), pad_token_id=0)  # no prompt has that
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    settings = (f"model.path={tmp_path / 'model'}", "prompt.too_long=keep-head", "documents.limit=9")
-    run = run_here(2, [job, *options(*settings)])
-    assert run.returncode == 0 and "(planned: " in run.stderr, run.stderr
-    longest = probe_shape(AutoConfig.from_pretrained(tmp_path / "model"), torch.float32).max_tokens
-    assert longest is not None
-    assert max(record.prompt_tokens for record in open_results(tmp_path / "out")) == longest - 8
 
 
 @pytest.mark.slow

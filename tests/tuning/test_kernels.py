@@ -25,17 +25,13 @@ from kvr_mpi.tuning.kernels import choose_kernels, choose_ways
 
 ROOM = 1 << 34
 
-needs_onednn = pytest.mark.skipif(MULTIPLY is None, reason="this torch has no oneDNN")
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take this machine for quiet, whatever runs on it."""
-    monkeypatch.setattr(kernels, "QUIET_SHARE", 0.0)
-
 
 @pytest.fixture
-def loaded() -> Iterator[Any]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A model on a machine that is taken for quiet, whatever runs on it."""
+    if MULTIPLY is None:
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(kernels, "QUIET_SHARE", 0.0)
     found = tiny("llama-gqa")
     yield found
     forget_kernels(found.model)
@@ -97,7 +93,6 @@ def test_the_fastest_way_is_taken_if_it_pays_and_there_is_room(found: Any, sizes
 
 
 @pytest.mark.quick
-@needs_onednn
 def test_measured_for_real_a_chain_equals_plain_transformers(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +120,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-@needs_onednn
 def test_it_is_measured_once_for_a_machine_and_a_model_and_takes_no_more_memory_than_pays(
     loaded: Any, gains: list[int], chosen: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -161,7 +155,6 @@ def loud(kept: Any, share: float) -> str:
     return json.dumps({**kept, "gains": gains, "busy_share": share})
 
 
-@needs_onednn
 def test_what_was_measured_beside_other_programs_is_measured_again_and_gives_way_to_what_was_not(
     loaded: Any, gains: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +173,6 @@ def with_row(way: str, row: list[Any]) -> Any:
     return lambda kept: kept | {"gains": {name: ways | {way: row} for name, ways in kept["gains"].items()}}
 
 
-@needs_onednn
 @pytest.mark.parametrize(
     "harm",
     [
@@ -207,7 +199,6 @@ def test_what_is_kept_is_not_believed_unless_it_fits(loaded: Any, gains: list[in
     assert len(gains) == 2
 
 
-@needs_onednn
 def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
     loaded: Any, gains: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +218,6 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
     check_chain(loaded)
 
 
-@needs_onednn
 def test_ranks_of_a_host_take_the_same_ways(
     loaded: Any, chosen: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,10 +243,9 @@ def test_ranks_of_a_host_take_the_same_ways(
     assert len(chosen) == 5 and chosen[-1] == chosen[-2]
 
 
-@needs_onednn
 @pytest.mark.parametrize(("word", "is_used"), [("measured", True), ("plain", False)])
 def test_a_job_says_whether_they_are_used(
-    tiny_model_dir: Path, gains: Any, tmp_path: Path, word: str, is_used: bool
+    loaded: Any, tiny_model_dir: Path, gains: Any, tmp_path: Path, word: str, is_used: bool
 ) -> None:
     options = {"dtype": "float32", "device": "cpu", "offline": True, "cache_dir": tmp_path}
     found = load_on_all(LocalTransport(), str(tiny_model_dir), kernels=word, say=print, **options)

@@ -68,15 +68,6 @@ def test_refit_ends_within_a_percent_of_the_best(known: Costs, tokens: int, rank
     assert statistics.median(even) > 0.1
 
 
-def test_refit_learns_of_a_slow_rank() -> None:
-    machine = Machine(COSTS, 4, 1)
-    machine.truth = replace(machine.truth, speeds=(1.0, 0.8, 1.0, 1.0))
-    found = refit(4096, COSTS, 4, machine.run, print)
-    lengths = found.best.lengths
-    assert lengths[1] < 0.9 * (lengths[0] + lengths[2]) / 2
-    assert machine.regret(found.best) < 0.05 < machine.regret(found.observations[0].partition)
-
-
 def test_without_noise_the_fit_forecasts_other_splits() -> None:
     machine = Machine(COSTS, 4, 3, noise=0.0)
     splits = [Partition.by_ratio(4096, ratios) for ratios in ([4, 3, 2, 1], [1, 1, 1, 1], [5, 4, 3, 3])]

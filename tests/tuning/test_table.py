@@ -18,7 +18,7 @@ from made_tables import COSTS, a_key, a_table
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.errors import ConfigError, DataError, OutputError
 from kvr_mpi.tuning.lookup import QUANTUM_TOKENS, choose_slices, find_table, is_outside
-from kvr_mpi.tuning.table import MAX_FILE_BYTES, ModelIdentity, file_name, load_table, save_table
+from kvr_mpi.tuning.table import MAX_FILE_BYTES, ModelIdentity, load_table, save_table
 
 RAW = json.loads(a_table().model_dump_json())
 BAD = [
@@ -42,16 +42,6 @@ BAD = [
     ("entries.0.repetitions", 9, "repetitions = 9: expected at most runs = 3"),
     ("entries.0.provenance.date", "yesterday", "provenance.date"),
 ]
-
-
-def test_a_table_survives_the_disk(tmp_path: Path) -> None:
-    table = a_table()
-    path = tmp_path / "new" / file_name(table.key)
-    assert path.name == "Tiny-float32_here_p2.json"
-    save_table(table, path)
-    assert load_table(path) == table
-    assert os.listdir(path.parent) == [path.name], "nothing half-written is left"
-    assert load_table(path).rates == COSTS
 
 
 @pytest.mark.parametrize(("key", "value", "words"), BAD)
@@ -124,6 +114,7 @@ def test_the_fitting_table_of_a_folder_is_found_and_others_are_refused(tmp_path:
         find_table(tmp_path, a_key())
     for ranks in (2, 3, 4):
         save_table(a_table(ranks=ranks), tmp_path / f"p{ranks}.json")
+        assert load_table(tmp_path / f"p{ranks}.json") == a_table(ranks=ranks)
     assert find_table(tmp_path, a_key(ranks=3, hardware="unnamed")).key.ranks == 3
     with pytest.raises(ConfigError, match="ranks is 2, here it is 5.*ranks is 4, here it is 5"):
         find_table(tmp_path, a_key(ranks=5))
