@@ -52,8 +52,7 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     assert found["lower_bound_s"] <= found["makespan_s"] <= found["data_parallel_s"]
     long, bad = documents["doc-08.txt"], documents["empty.txt"]
     assert long["tokens"] > 6000 and long["slices"][-1] == long["tokens"] and long["memory_bytes"] > 0
-    assert 0 < long["ttft_s"] < long["end_s"] and bad["tokens"] == 0 and bad["slices"] == []
-    assert "error" in bad["reason"]
+    assert 0 < long["ttft_s"] < long["end_s"] and bad["tokens"] == 0 and "error" in bad["reason"]
     share = planned(*command, *with_settings("documents.shard=1/4"))
     assert set(by_id(share)) == set(sorted(documents)[1::4])
 

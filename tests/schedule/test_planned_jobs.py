@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_jobs import with_settings as options
 
+from kvr_mpi.runtime import outcome
 from kvr_mpi.store.results import open_results
 
 
@@ -45,3 +47,20 @@ def test_documents_without_room_are_refused_and_the_rest_is_done(job: Path, tmp_
     (failed,) = (record for record in open_results(tmp_path / "out") if record.status == "error")
     assert failed.id == "doc-08.txt"
     assert "tokens do not fit into the memory of a chain of up to 2 ranks" in failed.error
+
+
+@pytest.mark.slow
+def test_the_second_job_is_forecast_by_the_first_and_a_part_of_one_says_nothing(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcome, "LEAST_S", 0.0)  # these are too short
+    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))
+    for limit, option, jobs, is_forecast in ((9, "--overwrite", 1, False), (3, "--overwrite", 2, True)):
+        run = run_here(2, [job, *options(f"documents.limit={limit}"), option])
+        (history,) = (tmp_path / "cache" / "jobs").glob("*.json")
+        assert run.returncode == 0 and len(json.loads(history.read_text())["jobs"]) == jobs, run.stderr
+        told = open_results(tmp_path / "out").cost.describe_outcome()
+        assert ("in 80 % of cases); it took" in told and told in run.stderr) == is_forecast
+    resumed = run_here(2, [job, *options("documents.limit=5"), "--extend"])
+    assert resumed.returncode == 0 and "forecast:" not in resumed.stderr
+    assert len(json.loads(history.read_text())["jobs"]) == 2

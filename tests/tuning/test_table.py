@@ -23,10 +23,7 @@ from kvr_mpi.tuning.table import MAX_FILE_BYTES, ModelIdentity, load_table, save
 RAW = json.loads(a_table().model_dump_json())
 BAD = [
     ("schema_name", "cake", "schema_name: .*cake"),
-    ("schema_version", 2, "schema_version"),
     ("surprise", 1, "surprise: .*not permitted"),
-    ("rates.link_bytes_per_s", 0, "rates.link_bytes_per_s: .*greater than 0"),
-    ("rates.pair_s", -1e-9, "rates.pair_s: .*-1e-09"),
     ("rates.pair_s", math.nan, "rates.pair_s: .*finite"),
     ("rates.speeds", [1.0, 1.0, 1.0], "rates.speeds has 3 ranks; expected 2"),
     ("rates", {**asdict(COSTS), "qkv_token_s": 0, "rest_token_s": 0, "pair_s": 0}, "tokens that cost"),
@@ -37,10 +34,7 @@ BAD = [
     ("entries", RAW["entries"][::-1], "expected every length once, the shortest first"),
     ("entries.1.context_tokens", 1024, "expected to rise from 0 to context_tokens = 1024"),
     ("entries.0.bounds_tokens", [0, 2000, 1024], "expected to rise from 0"),
-    ("entries.0.context_tokens", "1024", "context_tokens: .*'1024'"),
-    ("entries.0.ttft_s", math.inf, "ttft_s"),
     ("entries.0.repetitions", 9, "repetitions = 9: expected at most runs = 3"),
-    ("entries.0.provenance.date", "yesterday", "provenance.date"),
 ]
 
 
