@@ -7,44 +7,23 @@ import pytest
 from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.errors import ConfigError
 
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 5400),
-        (" 5 ", 300),
-        ("1:30", 90),
-        ("2:00:05", 7205),
-        ("1-12", 129600),
-        ("1-2:03", 93780),
-        ("1-0:0:1", 86401),
-    ],
-)
-def test_durations_are_read_as_sbatch_reads_them(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
+READ = {" 5 ": 300, "90": 5400, "1:30": 90, "2:00:05": 7205, "1-12": 129600, "1-2:03": 93780, "1-0:0:1": 86401}
+REFUSED = ["", "x", "1:2:3:4", "1-2:3:4:5", "-5", "1-", "1.5", "a-1:00", "\u0663", "90\n", "20m"]
+WRITTEN = {
+    **{-1: "0 s", 0.0042: "4.2 ms", 0.35: "350 ms", 0.9999: "1.00 s", 1.254: "1.25 s", 10: "10.0 s"},
+    **{99.99: "1 min 40 s", 120: "2 min", 7500: "2 h 5 min", 3599.6: "1 h", 100800: "1 d 4 h"},
+}
 
 
-@pytest.mark.parametrize(
-    "text", ["", "x", "1:2:3:4", "1-2:3:4:5", "-5", "1-", "1.5", "a-1:00", "\u0663", "90\n", "20m"]
-)
+def test_durations_are_read_as_sbatch_reads_them() -> None:
+    assert {text: parse_duration(text) for text in READ} == READ
+
+
+@pytest.mark.parametrize("text", REFUSED)
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_duration(text)
 
 
 def test_durations_are_written_with_their_units() -> None:
-    written = {
-        -1: "0 s",
-        0.0042: "4.2 ms",
-        0.35: "350 ms",
-        0.9999: "1.00 s",
-        1.254: "1.25 s",
-        10: "10.0 s",
-        99.99: "1 min 40 s",
-        120: "2 min",
-        200: "3 min 20 s",
-        7500: "2 h 5 min",
-        3599.6: "1 h",
-        100800: "1 d 4 h",
-    }
-    assert {seconds: duration_text(seconds) for seconds in written} == written
+    assert {seconds: duration_text(seconds) for seconds in WRITTEN} == WRITTEN

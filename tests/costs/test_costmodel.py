@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from made_tables import COSTS
 
 from benchmarks.equations import balanced_bound, chain_traffic, even_bound, even_chain_traffic, tsp_traffic
 from kvr_mpi.costs.costmodel import (
@@ -28,10 +26,8 @@ from kvr_mpi.costs.costmodel import (
 )
 from kvr_mpi.costs.hardware import load_hardware
 from kvr_mpi.costs.layer_costs import Costs, costs_of
-from kvr_mpi.costs.solve import Rates
 from kvr_mpi.costs.workload import named_workload
 from kvr_mpi.errors import PartitionError
-from kvr_mpi.partition import Partition
 
 pytestmark = pytest.mark.quick
 
@@ -83,53 +79,23 @@ def cut_through_loop(costs: Costs, lengths: list[float], speeds: list[float]) ->
     return max(ends[-1], costs.layers * costs.launch_floor_s) + costs.head_s
 
 
-def store_and_forward_loop(costs: Costs, lengths: list[float], speeds: list[float]) -> float:
-    """Step every layer and rank."""
-    ranks, overhead_s = len(lengths), costs.layer_s if len(lengths) > 1 else 0.0
-    stops = list(accumulate(lengths))
-    ends = [0.0] * ranks
-    for layer in range(costs.layers):
-        starts = [max(end, layer * costs.launch_floor_s) for end in ends]
-        complete: list[float] = []
-        sent = [0.0] * ranks
-        for rank, own in enumerate(lengths):
-            now = starts[rank] + overhead_s / 2 + own * costs.qkv_token_s / speeds[rank]
-            if rank:
-                message_s = costs.link_latency_s + stops[rank - 1] * costs.kv_bytes / costs.link_bytes_per_s
-                sent[rank - 1] = max(complete[rank - 1], starts[rank]) + message_s
-                now = max(now, sent[rank - 1]) + stops[rank] * costs.copy_token_s / speeds[rank]
-            complete.append(now)
-        for rank, own in enumerate(lengths):
-            pairs = own * (stops[rank] if costs.eager else stops[rank] - own / 2)
-            now = max(complete[rank] + pairs * costs.pair_s / speeds[rank], sent[rank])
-            ends[rank] = now + overhead_s / 2 + own * costs.rest_token_s / speeds[rank]
-    head_s = costs.head_s * (lengths[-1] if costs.eager else 1)
-    return max(ends[-1], costs.layers * costs.launch_floor_s) + head_s
-
-
 @given(some_costs, some_lengths, st.data())
 def test_events_are_those_of_plain_loops(costs: Costs, lengths: list[float], data: st.DataObject) -> None:
     speeds = data.draw(st.lists(st.floats(0.3, 3), min_size=len(lengths), max_size=len(lengths)))
     costs = replace(costs, speeds=tuple(speeds))
     splits = [lengths, lengths[::-1], [sum(lengths) / len(lengths)] * len(lengths)]  # several at once
-    for relay, loop in zip(RELAYS, (cut_through_loop, store_and_forward_loop), strict=True):
-        found = chains_seconds(costs, np.array(splits), relay).tolist()
-        assert found == pytest.approx([loop(costs, split, speeds) for split in splits], rel=1e-9)
-        assert chain_seconds(costs, lengths, relay) == pytest.approx(found[0], rel=1e-12)
-
-
-@given(some_costs, st.integers(1, 5000))
-def test_a_chain_of_one_is_one_process(costs: Costs, tokens: int) -> None:
-    costs = replace(costs, copy_token_s=0.0)
-    assert chain_seconds(costs, [tokens], "store-and-forward") == pytest.approx(single_seconds(costs, tokens))
-    assert tsp_seconds(costs, tokens, 1) == ring_seconds(costs, tokens, 1) == single_seconds(costs, tokens)
+    found = chains_seconds(costs, np.array(splits), "cut-through").tolist()
+    assert found == pytest.approx([cut_through_loop(costs, split, speeds) for split in splits], rel=1e-9)
+    assert chain_seconds(costs, lengths) == pytest.approx(found[0], rel=1e-12)
 
 
 @given(some_costs, some_lengths)
-def test_no_chain_beats_the_bound(costs: Costs, lengths: list[float]) -> None:
-    for relay in RELAYS:
-        bound_s = lower_bound_seconds(costs, sum(lengths), len(lengths))
-        assert chain_seconds(costs, lengths, relay) >= bound_s * (1 - 1e-9)
+def test_no_chain_beats_the_bound_and_a_chain_of_one_is_one_process(costs: Costs, lengths: list[float]) -> None:
+    tokens, bound_s = round(lengths[0]), lower_bound_seconds(costs, sum(lengths), len(lengths))
+    assert all(chain_seconds(costs, lengths, relay) >= bound_s * (1 - 1e-9) for relay in RELAYS)
+    costs = replace(costs, copy_token_s=0.0)
+    assert chain_seconds(costs, [tokens], "store-and-forward") == pytest.approx(single_seconds(costs, tokens))
+    assert tsp_seconds(costs, tokens, 1) == ring_seconds(costs, tokens, 1) == single_seconds(costs, tokens)
 
 
 def test_rivals_by_hand() -> None:
@@ -142,19 +108,6 @@ def test_rivals_by_hand() -> None:
     assert ring_seconds(costs, 1000, 2) == pytest.approx(10 * (500 * 6e-6 + 0.125e-3 + 0.5e-3))
     fast = replace(costs, link_bytes_per_s=1e12)
     assert ring_seconds(fast, 1000, 2) == pytest.approx(10 * (500 * 6e-6 + 1000**2 / 2 / 2 * 1e-9))
-
-
-@settings(max_examples=20)
-@given(some_costs, st.integers(512, 20000), st.integers(2, 5), st.sampled_from(RELAYS))
-def test_the_best_split_is_no_worse_than_the_obvious_ones(
-    costs: Costs, tokens: int, ranks: int, relay: RelayKind
-) -> None:
-    partition, seconds = best_split(costs, tokens, ranks, relay, quantum=1)
-    assert partition.tokens == tokens
-    assert seconds == chain_seconds(costs, partition.lengths, relay)
-    equal = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks))
-    for other in (Partition.even(tokens, ranks), equal):
-        assert seconds <= chain_seconds(costs, other.lengths, relay) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("relay", RELAYS)
@@ -170,21 +123,9 @@ def test_the_best_split_is_that_of_an_exhaustive_search(relay: RelayKind) -> Non
 
 def test_the_papers_slices() -> None:
     """Fig. 6 (a): 16k on two GPUs; and the ratios for four."""
-    bounds = range(256, 16384, 256)
-    splits = np.array([[bound, 16384 - bound] for bound in bounds], dtype=float)
-    assert bounds[int(np.argmin(chains_seconds(A100_LLAMA, splits, "store-and-forward")))] == 9728
     assert best_split(A100_LLAMA, 16384, 2, "store-and-forward", 256)[0].bounds == (0, 9728, 16384)
     found = np.array(search_split(A100_LLAMA, 10240, 4, "store-and-forward")) / 10240
     assert np.abs(found - [0.350, 0.255, 0.210, 0.185]).max() < 0.006
-
-
-def test_a_thousand_ranks_and_a_million_tokens() -> None:
-    tokens, ranks = 1 << 20, 1024
-    partition, seconds = best_split(H100_LLAMA, tokens, ranks)
-    assert (partition.tokens, partition.size) == (tokens, ranks)
-    assert lower_bound_seconds(H100_LLAMA, tokens, ranks) < seconds
-    assert seconds < tsp_seconds(H100_LLAMA, tokens, ranks, dense=False)
-    assert seconds < chain_seconds(H100_LLAMA, equal_time_lengths(H100_LLAMA, tokens, ranks))
 
 
 def test_equations() -> None:
@@ -194,7 +135,12 @@ def test_equations() -> None:
     # Fig. 4 and 5: 9 tokens on 3 ranks; 36 and 22 entries are K and V of 18 and 11 tokens
     assert (2 * tsp_traffic(9, 3), 2 * chain_traffic([4, 3, 2])) == (36, 22)
     assert even_chain_traffic(9, 3) == chain_traffic([3, 3, 3]) == tsp_traffic(9, 3) / 2
-    # A tuned split sends more than equation 7 says.
+    # A million tokens on many ranks: a tuned split is sooner than TSP, but sends more than equation 7 says.
+    tokens, ranks = 1 << 20, 1024
+    seconds = best_split(H100_LLAMA, tokens, ranks)[1]
+    assert (
+        lower_bound_seconds(H100_LLAMA, tokens, ranks) < seconds < tsp_seconds(H100_LLAMA, tokens, ranks, dense=False)
+    )
     share = chain_traffic(equal_time_lengths(H100_LLAMA, 1 << 20, 64)) / tsp_traffic(1 << 20, 64)
     assert share == pytest.approx(2 / 3, abs=0.03)
 
@@ -215,7 +161,6 @@ def test_a_chain_of_recurrent_layers_is_one_layer_behind_at_every_rank(ranks: in
 @pytest.mark.parametrize(
     ("changes", "lengths", "words"),
     [
-        ({"pair_s": -1e-9}, [1], "pair_s"),
         ({"rest_token_s": float("nan")}, [1], "rest_token_s"),
         ({"link_bytes_per_s": 0.0}, [1], "link"),
         ({"layers": 0}, [1], "layer"),
@@ -227,10 +172,3 @@ def test_a_chain_of_recurrent_layers_is_one_layer_behind_at_every_rank(ranks: in
 def test_costs_and_splits_that_are_none_are_refused(changes: dict[str, Any], lengths: list[float], words: str) -> None:
     with pytest.raises(PartitionError, match=words):
         chain_seconds(replace(H100_LLAMA, **changes), lengths)
-
-
-def test_rates_of_ranks_are_by_their_speeds() -> None:
-    token_s, pair_s = COSTS.token_s, COSTS.pair_s
-    assert COSTS.rates(2) == [Rates(token_s, pair_s)] * 2
-    uneven = replace(COSTS, speeds=(1.0, 0.5))
-    assert uneven.rates(2, 0.5) == [Rates(token_s / 2, pair_s), Rates(token_s, 2 * pair_s)]

@@ -37,8 +37,7 @@ def test_a_layer_sums_twice_over_the_group() -> None:
     assert shared.rest_token_s == pytest.approx(alone.rest_token_s / 4 + sums_s)
     assert shared.kv_bytes == alone.kv_bytes / 4 and shared.link_bytes_per_s == alone.link_bytes_per_s
 
-
-def test_sums_over_hosts_take_the_slower_links() -> None:
+    # Over hosts they take the slower links.
     def times(hardware: Hardware) -> list[float]:
         return [single_seconds(costs_of(WORK, hardware, tensor_parallel=size), 131072) for size in (8, 16)]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from made_jobs import TEXT
@@ -13,55 +14,25 @@ SENTENCES = [1, 2, 3, 1, 5, 8, 2, 1, 330, 3, 1, 20]
 
 
 @pytest.fixture(scope="module")
-def long_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+def long_model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     """A tiny random Llama of 8192 tokens: a long prompt takes visibly longer than a short one."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("long-llama")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    shutil.copytree(tiny_model_dir, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 8192}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.fixture
-def job(tmp_path: Path, long_model_dir: Path) -> Path:
+def job(job: Path, tmp_path: Path, tiny_model_dir: Path, long_model_dir: Path) -> Path:
     """A planned job over documents of very different length, one that is empty and one that is too long."""
     corpus = tmp_path / "corpus"
+    shutil.rmtree(corpus)
     corpus.mkdir()
     for number, count in enumerate(SENTENCES):
         (corpus / f"doc-{number:02d}.txt").write_text(f"Document {number}. " + TEXT * count)
     (corpus / "empty.txt").write_text(" \n")
     (corpus / "too-long.txt").write_text(TEXT * 500)
-    path = tmp_path / "job.toml"
-    path.write_text(
-        f"""
-        [model]
-        path = "{long_model_dir}"
-        dtype = "float32"
-        [documents]
-        path = "{corpus}"
-        [prompt]
-        template = "Summarise: {{text}} Summary:"
-        [generation]
-        max_new_tokens = 8
-        [parallel]
-        ranks_per_chain = "auto"
-        [output]
-        path = "{tmp_path / "out"}"
-        """
-    )
-    return path
+    planned = job.read_text().replace('partition = "even"', 'ranks_per_chain = "auto"')
+    job.write_text(planned.replace(str(tiny_model_dir), str(long_model_dir)))
+    return job

@@ -18,9 +18,7 @@ def test_a_slow_rank_has_a_short_slice_wherever_its_place_is() -> None:
     for decode_rank, place in ((2, 1), (1, 2), (0, 0)):  # ranks 0 1 2, then 2 0 1, then 1 2 0
         lengths = cut(8192, decode_rank, 0).lengths
         assert lengths.index(min(lengths)) == place and sum(lengths) == 8192
-
-
-def test_tokens_that_are_known_make_every_token_dearer() -> None:
+    # Tokens that are known make every token dearer.
     cut = Partitioner(2, [RATES] * 2, None, print).cut
     first, _ = cut(8192, 1, 0).lengths
     after, _ = cut(8192, 1, 100_000).lengths

@@ -15,24 +15,10 @@ from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Frame, encode_text, split_text
 from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured
-from kvr_mpi.schedule.placement import schedule
-from kvr_mpi.schedule.plan import count_tokens, describe, plan_documents, prompt_tokens
+from kvr_mpi.schedule.plan import count_tokens, plan_documents, prompt_tokens
 from kvr_mpi.transport.local import run_local
 
-COSTS = Costs(
-    layers=4,
-    qkv_token_s=1e-5,
-    rest_token_s=3e-5,
-    pair_s=1e-8,
-    eager=False,
-    layer_s=0.0,
-    launch_floor_s=1e-4,
-    kv_bytes=1024,
-    link_bytes_per_s=1e9,
-    link_latency_s=1e-5,
-    head_s=0.0096,
-    kept_token_s=2.5e-7,
-)
+COSTS = Costs(4, 1e-5, 3e-5, 1e-8, False, 0.0, 1e-4, 1024.0, 1e9, 1e-5, head_s=0.0096, kept_token_s=2.5e-7)
 FORECAST = Forecast(source="invented", costs=COSTS, frame=Frame((1, 2), (3,), 1000), new_tokens=11)
 STEP_S, ROW_S, TOKEN_S = 0.01, 4 * 4e-5, 1e-6
 
@@ -58,7 +44,7 @@ def test_more_prompts_about_a_document_go_on_from_its_keys() -> None:
     assert two.document_s(5000, 2) == pytest.approx(2 * FORECAST.document_s(5000, 2)), "parts are not shared"
 
 
-def test_a_job_says_how_its_prompts_are_cut(job: Path) -> None:
+def test_a_job_says_how_its_prompts_are_cut_and_whether_over_chains(job: Path) -> None:
     uneven = replace(COSTS, speeds=(1.0, 0.5))
     even, timed = (
         forecast_measured(spec_of(job, f"parallel.partition={name}"), uneven, FORECAST.frame, "")
@@ -66,6 +52,9 @@ def test_a_job_says_how_its_prompts_are_cut(job: Path) -> None:
     )
     assert even.slices(960, 3).lengths == (320, 320, 320)
     assert timed.slices(960, 3).lengths[0] > 320 and timed.costs == COSTS, "of ranks that are all alike"
+    texts = [("long", 900), ("short", 5)]
+    assert plan_documents(spec_of(job), texts, 4, FORECAST).chain_lengths != (1,)
+    assert plan_documents(spec_of(job, "parallel.strategy=single"), texts, 4, FORECAST).chain_lengths == (1,)
 
 
 def test_ranks_share_the_counting(tokenizer: Any) -> None:
@@ -110,18 +99,3 @@ def test_memory_decides_what_fits() -> None:
     assert tight.fits(200, 1) and not tight.fits(201, 1) and tight.fits(201, 2) and tight.memory(200, 1) == 2000
     assert tight.fits(100_000, 5), "answered in parts, none of them longer than a prompt may be"
     assert FORECAST.fits(10**9, 1) and replace(FORECAST, memory_bytes=1.0).fits(5, 1), "unknown: not refused"
-
-
-def test_single_is_planned_without_chains(job: Path) -> None:
-    texts = [("long", 900), ("short", 5)]
-    assert plan_documents(spec_of(job), texts, 4, FORECAST).chain_lengths != (1,)
-    assert plan_documents(spec_of(job, "parallel.strategy=single"), texts, 4, FORECAST).chain_lengths == (1,)
-
-
-def test_description_names_times_and_alternatives() -> None:
-    plan = schedule([("a", 900), ("b", 5)], 2, FORECAST.document_s, lambda tokens, ranks: tokens < 50 * ranks)
-    assert describe(plan)[0].endswith("; 1 do not fit into memory")
-    plan = schedule([("a", 900), ("b", 50)], 2, FORECAST.document_s, lambda tokens, ranks: tokens < 500 * ranks)
-    lines = describe(plan)
-    assert "some do not fit" in lines[2] and "all on chains of 2: " in lines[2]
-    assert describe(schedule([], 2, FORECAST.document_s, FORECAST.fits)) == ["documents: none"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from made_tables import a_table
 
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.costs.costmodel import single_seconds
-from kvr_mpi.errors import EXIT_USAGE, ConfigError
+from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import load_outline
 from kvr_mpi.schedule.history import History, PastJob, file_of, keep
 from kvr_mpi.tuning.lookup import choose_slices
@@ -51,8 +52,7 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     assert found["lower_bound_s"] <= found["makespan_s"] <= found["data_parallel_s"]
     long, bad = documents["doc-08.txt"], documents["empty.txt"]
     assert long["tokens"] > 6000 and long["slices"][-1] == long["tokens"] and long["memory_bytes"] > 0
-    assert 0 < long["ttft_s"] < long["end_s"] and bad["tokens"] == 0 and bad["slices"] == []
-    assert "error" in bad["reason"]
+    assert 0 < long["ttft_s"] < long["end_s"] and bad["tokens"] == 0 and "error" in bad["reason"]
     share = planned(*command, *with_settings("documents.shard=1/4"))
     assert set(by_id(share)) == set(sorted(documents)[1::4])
 
@@ -66,20 +66,12 @@ def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> N
     assert "2 prompts about each document: reading it once saves" in words and "with 'auto'" not in words
     two, one = (planned(each, *options)["makespan_s"] for each in (other, job))
     assert one < two < 3 * one
-    with pytest.raises(ConfigError, match="prompt.overlap_tokens = 99999: expected at most half of the"):
-        shown(other, *options, *with_settings("prompt.overlap_tokens=99999"))
-
-
-def test_how_ranks_would_decode_is_said_where_the_job_leaves_it_open(job: Path) -> None:
-    """By the cost model of a job, from a profile; and what cannot be combined is no choice."""
-    settings = with_settings("decode.mode=auto", "parallel.ranks_per_chain=all")
-    command = [job, "--ranks", "4", "--hardware", "h200", *settings]
-    found = planned(*command)["decoding"]
+    # How ranks would decode, by a job's cost model; and what cannot be combined is no choice.
+    automatic = (job, *options, *with_settings("decode.mode=auto", "parallel.ranks_per_chain=all"))
+    found = planned(*automatic)["decoding"]
     assert found["mode"] == "data-parallel", "a tiny model's step is the launching of kernels, and sums come on top"
-    assert "14 documents on 4 ranks" in found["why"] and "ms head-parallel" in found["why"]
-    refused = planned(*command, *with_settings("output.kv=sharded"))["decoding"]
-    assert "output.kv = 'sharded'" in refused["why"]
-    assert shown(*command).count("decode.mode = 'auto': data-parallel, since for 14 documents") == 1
+    assert "14 documents on 2 ranks" in found["why"] and "ms head-parallel" in found["why"]
+    assert "output.kv = 'sharded'" in planned(*automatic, "--set", "output.kv=sharded")["decoding"]["why"]
 
 
 @pytest.mark.slow
@@ -93,19 +85,10 @@ def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: py
     found = planned(*command)
     chains = {name: document["ranks"] for name, document in by_id(found).items()}
     assert chains["doc-08.txt"] == 4 and chains["doc-00.txt"] == 1 and len(found["documents"][0]["slices"]) == 5
-    assert found["makespan_s"] < 0.5 * found["data_parallel_s"]
-    single = planned(*command, *with_settings("parallel.strategy=single"))
-    assert {(document["ranks"], document["memory_bytes"]) for document in single["documents"]} == {(1, None)}
-    assert single["makespan_s"] == single["data_parallel_s"] > found["makespan_s"]
-    compress = with_settings("compress.method=snapkv", "compress.budget=100")
-    known, unknown = (
-        by_id(planned(*command, *compress, *with_settings(f"compress.observes={end}")))
-        for end in ("question", "document")
-    )
-    assert unknown["doc-08.txt"]["memory_bytes"] >= by_id(found)["doc-08.txt"]["memory_bytes"], (
-        "what follows the text is not known: all of it is counted"
-    )
-    assert known != unknown
+    compress = [*command, *with_settings("compress.method=snapkv", "compress.budget=100")]
+    ends = (planned(*compress, "--set", f"compress.observes={end}") for end in ("question", "document"))
+    whole, known, unknown = (by_id(plan)["doc-08.txt"]["memory_bytes"] for plan in (found, *ends))
+    assert unknown >= whole and known != unknown, "what follows the text is not known: all of it is counted"
     slow.write_text(json.dumps(profile | {"memory_bytes": 1000.0}))
     found = planned(*command)
     assert len(found["misfits"]) == 12 and "more ranks do not help" in found["misfits"][0]["reason"]
@@ -119,12 +102,11 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))
     outline = load_outline(str(long_model_dir), dtype="float32", offline=True, cache_dir=cache_dir)
     model = ModelIdentity(name="tiny", fingerprint=outline.fingerprint, architecture="LlamaForCausalLM")
-    for name, ranks in (("mine", 2), ("mine", 4), ("other", 2)):
+    for name, ranks in (("mine", 2), ("mine", 4), ("other", 2), ("foreign", 2)):
         table = a_table(ranks=ranks)
-        key = table.key.model_copy(update={"model": model, "hardware": name})
-        foreign = key.model_copy(update={"model": a_table().key.model, "hardware": "foreign"})
-        save_table(table.model_copy(update={"key": key}), tmp_path / "tables" / f"{name}-{ranks}.json")
-        save_table(table.model_copy(update={"key": foreign}), tmp_path / "tables" / f"foreign-{name}-{ranks}.json")
+        changes = {"hardware": name} | ({} if name == "foreign" else {"model": model})
+        table = table.model_copy(update={"key": table.key.model_copy(update=changes)})
+        save_table(table, tmp_path / "tables" / f"{name}-{ranks}.json")
     command = [job, "--ranks", "4"]
     found = planned(*command, "--hardware", "tables/mine-4.json")
     assert found["costs"].startswith("lookup table for 4 ranks of mine")
@@ -138,7 +120,7 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     for options, words in (
         ([], "the speed of a rank is unknown"),  # tables that nobody named are not read
         (["--hardware", "tables"], r"mine-4.json \(mine\).*other-2.json \(other\)"),
-        (["--hardware", "tables/foreign-mine-2.json"], "models/Tiny"),
+        (["--hardware", "tables/foreign-2.json"], "models/Tiny"),
     ):
         with pytest.raises(ConfigError, match=words):
             shown(*command, *options)
@@ -175,11 +157,9 @@ REFUSED = [
     (H200, "--ranks 8"),
     (["--ranks", "4"], "the speed of a rank is unknown: .*h100-80gb.*kvr search"),
     (["--ranks", "4", "--hardware", "abacus"], "'abacus'.*h200"),
-    (["--ranks", "2", "--set", "documents.path=nowhere", *H200], "nowhere"),
     (["--ranks", "2", "--set", "documents.shard=20/30", *H200], "no documents of the share 20/30"),
     (["--ranks", "2", "--set", "prompt.template=x"], "prompt.template.*{text}"),
-    (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], "'some'.*'auto'"),
-    (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], "'all', 'auto' or a number of at least 1"),
+    (["--ranks", "2", "--set", "prompt.overlap_tokens=99999", *H200], "prompt.overlap_tokens = 99999: .* half"),
     (["--ranks", "2", "--set", "parallel.partition=x"], "'auto' cannot be combined with parallel.partition"),
 ]
 
@@ -198,17 +178,10 @@ def test_what_cannot_be_planned(
         shown(job, *arguments)
 
 
-@pytest.mark.parametrize("words", ["", "job.toml --tokens 8k", "--tokens 8k", "job.toml --ranks 0"])
-def test_a_plan_is_of_a_job_or_of_prompts(words: str) -> None:
-    assert CliRunner().invoke(plan_command, words.split()).exit_code == EXIT_USAGE
-
-
 def test_prompts_are_forecast_without_a_job() -> None:
     words = ["--tokens", "8k,64k", "--model", "Llama 3.1 8B", "--hardware", "h200", "--ranks", "6"]
     rows = planned(*words)["rows"]
-    assert [(row["context_tokens"], row["ranks"]) for row in rows] == [
-        (tokens, ranks) for tokens in (8192, 65536) for ranks in (1, 2, 4, 6)
-    ]
+    assert [(row["context_tokens"], row["ranks"]) for row in rows] == [*itertools.product((8192, 65536), (1, 2, 4, 6))]
     assert all(row["slices"][-1] == row["context_tokens"] and 0 < row["efficiency"] < 1.1 for row in rows)
     lines = [line.split()[:2] for line in shown(*words).splitlines() if line.startswith(("8192", "65536"))]
     assert lines == [[str(row["context_tokens"]), str(row["ranks"])] for row in rows]

@@ -46,29 +46,21 @@ def test_activations_are_counted_and_grow_with_the_slice(name: str) -> None:
     assert footprint.activation_bytes(768) == pytest.approx((small + footprint.activation_bytes(1024)) / 2, rel=0.01)
 
 
-def test_the_last_rank_keeps_everything_and_the_others_a_few_layers() -> None:
+def test_the_last_rank_keeps_everything_and_what_does_not_fit_is_refused_with_the_ranks_that_would_do() -> None:
     loaded = tiny("llama-gqa")
-    footprint = footprint_of(loaded.model.config, loaded.dtype)
-    partition = Partition((0, 600, 1000))
-    kv_bytes = loaded.shape.kv_bytes_per_token
-    last = footprint.route_bytes(relay(partition, 1), reserve_tokens=24)
+    footprint, kv_bytes = footprint_of(loaded.model.config, loaded.dtype), loaded.shape.kv_bytes_per_token
+    first, last = (footprint.route_bytes(relay(Partition((0, 600, 1000)), rank), reserve_tokens=24) for rank in (0, 1))
     assert last == 1024 * kv_bytes + footprint.activation_bytes(400)
-    first = footprint.route_bytes(relay(partition, 0), reserve_tokens=24)
     assert first <= 600 * kv_bytes + footprint.activation_bytes(600)
-
-
-def test_what_does_not_fit_is_refused_with_the_number_of_ranks_that_would_do() -> None:
-    footprint = footprint_of(tiny("llama-gqa").model.config, torch.float32)
     partition = Partition.even(4096, 2)
     need = max(footprint.route_bytes(relay(partition, rank)) for rank in (0, 1))
     check_fits(footprint, partition, [need, need], 0)
+    assert ranks_that_fit(footprint, 4096, need, 0) == 2
     alone = footprint.route_bytes(relay(Partition((0, 4096)), 0))
     with pytest.raises(DocumentError, match=r"4096 tokens does not fit: rank 0 of 1 needs .* 2 ranks would be enough"):
         check_fits(footprint, Partition((0, 4096)), [(alone + need) // 2], 0)
-    assert ranks_that_fit(lambda cut, rank: footprint.route_bytes(relay(cut, rank)), 4096, need) == 2
-    kv_bytes = 4096 * footprint.shape.kv_bytes_per_token
     with pytest.raises(DocumentError, match="more ranks would not help, since the last one keeps them all"):
-        check_fits(footprint, partition, [kv_bytes, kv_bytes], 0)
+        check_fits(footprint, partition, [4096 * kv_bytes] * 2, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -103,23 +95,13 @@ def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None
         assert max(held) <= 1.15 * (cache.held_bytes + layer_bytes), "what is kept, and one layer"
 
 
-def test_layers_that_keep_everything_are_planned_as_a_whole() -> None:
-    """Those with windows; and a rank's part of a model, some of whose heads may keep more than others."""
-    loaded = tiny("gemma2-softcap")
-    settings = CompressSettings(method="snapkv", budget=30, window=12)
-    compression = open_compression(settings, loaded)
-    drop, shape = compression.planned_drop(loaded, 90, (0, 90)), loaded.shape
-    elements = [layer.elements for idx, layer in enumerate(shape.layers) if idx in compression.layers]
-    assert drop is not None and 0 < len(elements) < len(shape.layers)
-    assert drop.kv_bytes == 60 * sum(elements) * shape.dtype_bytes
-    assert compression.planned_drop(loaded, 30, (0, 30)) is None, "nothing is dropped of it"
-    for method, is_safe in (("snapkv", True), ("pyramidkv", False), ("ada-snapkv", False)):
-        settings = CompressSettings(method=method, budget=30, window=12)
-        whole, part = (planned_drop(settings, tiny("llama-gqa").shape, 4, 90, 90, ranks) for ranks in (1, 2))
-        assert whole is not None and part is not None and whole.kv_bytes > 0
-        assert part.kv_bytes == (whole.kv_bytes if is_safe else 0)
-        unknown = planned_drop(settings, tiny("llama-gqa").shape, 4, 90, None)
-        assert unknown is not None and unknown.kv_bytes == 0
+@pytest.mark.parametrize(("method", "is_safe"), [("snapkv", True), ("pyramidkv", False), ("ada-snapkv", False)])
+def test_layers_that_may_keep_everything_are_planned_as_a_whole(method: str, is_safe: bool) -> None:
+    """A rank's part of a model, some of whose heads may keep more than others; and where the text is not known."""
+    settings, shape = CompressSettings(method=method, budget=30, window=12), tiny("llama-gqa").shape
+    known = [planned_drop(settings, shape, 4, 90, text, ranks) for text, ranks in ((90, 1), (90, 2), (None, 1))]
+    whole, part, unknown = (each.kv_bytes for each in known if each is not None)
+    assert whole > 0 and part == (whole if is_safe else 0) and unknown == 0
 
 
 @pytest.mark.slow
@@ -131,27 +113,25 @@ def test_a_job_with_compression_runs_what_would_not_fit_without(
     shutil.copytree(small_vocabulary_dir, model)
     config = tf.LlamaConfig.from_pretrained(model, num_hidden_layers=24)
     tf.LlamaForCausalLM(config).save_pretrained(model)
-    for file in (tmp_path / "corpus").iterdir():
-        file.unlink()
-    for name, times in (("fits.txt", 9), ("longer.txt", 13)):
-        (tmp_path / "corpus" / name).write_text(TEXT * times)
+    for number, times in enumerate((9, 9, 9, 9, 13)):
+        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(TEXT * times)
     compress = ("compress.method=snapkv", "compress.budget=40", "compress.window=8")
 
-    def run(name: str, *some: str) -> dict[str, Record]:
+    def run(name: str, *some: str) -> tuple[Record, Record]:
         told = (f"model.path={model}", f"output.path={tmp_path / name}", *some)
         assert run_here(2, [job, *with_settings(*told)]).returncode == (0 if name == "truth" else 65)
-        return {record.id: record for record in open_results(tmp_path / name)}
+        records = {record.id: record for record in open_results(tmp_path / name)}
+        return records["doc-0.txt"], records["doc-4.txt"]
 
-    truth = run("truth", *compress)["fits.txt"]
-    footprint = footprint_of(config, torch.float32)
+    truth, _ = run("truth", *compress)
+    footprint, cut = footprint_of(config, torch.float32), Partition(tuple(truth.slices))
     drop = planned_drop(settings, footprint.shape, 4, truth.prompt_tokens, truth.prompt_tokens)
-    cut = Partition(tuple(truth.slices))
     routes = [relay(cut, rank) for rank in range(cut.size)]
     room = max(footprint.route_bytes(one, reserve_tokens=8, drop=drop) for one in routes)
     memory = f"parallel.memory_gib={(room + 1024) / GIB:.9f}"
-    whole, found = run("whole", memory), run("compressed", memory, *compress)
-    assert found["fits.txt"].token_ids == truth.token_ids
-    for record in (whole["fits.txt"], whole["longer.txt"], found["longer.txt"]):
+    found, longer = run("compressed", memory, *compress)
+    assert found.token_ids == truth.token_ids
+    for record in (*run("whole", memory), longer):
         assert record.status == "error" and "tokens does not fit: rank" in record.error
 
 

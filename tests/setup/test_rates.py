@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from made_tables import COSTS, a_table
 
 from kvr_mpi.costs.solve import Rates
@@ -14,31 +13,19 @@ TABLE = a_table()
 TOKEN_S = COSTS.qkv_token_s + COSTS.rest_token_s
 
 
-@pytest.mark.parametrize(
-    ("times", "words"),
-    [
-        (1.0, None),
-        (1 + (SAME_RATES_WITHIN - 1) / 2, None),  # a noisy minute
-        (0.5, "2.0 times as fast"),
-        (3.0, "3.0 times as slow"),
-    ],
-)
-def test_ranks_of_another_speed_than_the_tables_are_named(times: float, words: str | None) -> None:
-    found = describe_drift(TABLE, [Rates(TOKEN_S * times, COSTS.pair_s * times)] * 2)
-    assert (found is None) == (words is None)
-    if found is not None and words is not None:
-        assert words in found and "longer than need be" not in found, "slices are the same ones"
-        assert TABLE.entries[-1].provenance.date[:10] in found
+def test_ranks_of_another_speed_than_the_tables_are_named() -> None:
+    noisy = 1 + (SAME_RATES_WITHIN - 1) / 2
+    for times, words in ((1.0, None), (noisy, None), (0.5, "2.0 times as fast"), (3.0, "3.0 times as slow")):
+        found = describe_drift(TABLE, [Rates(TOKEN_S * times, COSTS.pair_s * times)] * 2)
+        assert (found is None) == (words is None) and (words or "") in str(found)
+        assert "longer than need be" not in str(found), "slices are the same ones"
 
 
-def test_speeds_of_ranks_are_the_tables() -> None:
+def test_slices_that_lose_are_named() -> None:
     uneven = TABLE.model_copy(update={"rates": replace(COSTS, speeds=(1.0, 0.5))})
     same, slow = uneven.rates.rates(2)
     assert describe_drift(uneven, [same, slow]) is None
     assert "longer than need be" in str(describe_drift(uneven, [slow, same])), "it is the other rank that is slow"
-
-
-def test_slices_that_lose_are_named() -> None:
     # Attention alone: the best slices are in the ratio of square roots, and the table's are nearly even.
     longest = TABLE.entries[-1].context_tokens
     mostly_tokens = a_table().model_copy(update={"rates": replace(COSTS, pair_s=0.0)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 from pathlib import Path
 
@@ -41,26 +40,18 @@ def test_it_is_compiled_once_for_a_processor(compiled: Path, tmp_path: Path, mon
     assert found is not None and said == []
     assert sorted(each.name for each in library_in(compiled).parent.iterdir()) == ["attention.so", "attention.xxh3"]
     assert "/nowhere/c++ cannot be run" in try_to_open(tmp_path)[1][0]
+    monkeypatch.setenv("CXX", " ")
+    assert find_compiler() == find_compiler({}), "no program is named"
+    monkeypatch.setenv("CXX", f"env {find_compiler({})} -funroll-loops")  # called through another program
+    assert try_to_open(compiled, compiles=False) == (None, [])
+    found, said = try_to_open(tmp_path)
+    assert found is not None and said == [] and library_in(tmp_path).parent.name != library_in(compiled).parent.name
+    monkeypatch.delenv("CXX")
     monkeypatch.setattr(compiled_attention, "processor_key", lambda: "another processor")
     assert try_to_open(compiled, compiles=False) == (None, []), "and by a rank that is not to compile it, nothing is"
     usual = processor_key()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert processor_key() != usual
-
-
-@needs_compiler
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instructions of x86-64")
-def test_a_compiler_with_options_makes_another_library(
-    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Called through another program."""
-    monkeypatch.setenv("CXX", f"env {find_compiler()} -march=x86-64-v3")
-    assert try_to_open(compiled, compiles=False) == (None, [])
-    found, said = try_to_open(tmp_path)
-    assert found is not None and said == [] and library_in(tmp_path).parent.name != library_in(compiled).parent.name
-    assert found.multiple == 16  # heads of two vectors of eight numbers
-    monkeypatch.setenv("CXX", " ")
-    assert find_compiler() == find_compiler({}), "no program is named"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +80,6 @@ def test_without_a_compiler_that_works_torch_goes_on(
 
 @needs_compiler
 def test_a_compiler_that_is_not_there_is_found_when_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
     monkeypatch.delenv("CXX", raising=False)
     with monkeypatch.context() as none:
         none.setenv("PATH", f"{tmp_path / 'bin'}")
@@ -106,20 +96,17 @@ def test_a_compiler_that_is_not_there_is_found_when_it_is(tmp_path: Path, monkey
         (1, "total += weight *", "total += 1.001f *"),
         (2, "Wide) << 16", "Wide) << 15"),
         (2, "both >> 4", "both >> 3"),
-        pytest.param(*(2, "Lanes) - 128.0f", "Lanes) - 127.0f"), marks=pytest.mark.long),
-        pytest.param(*(2, "0; r < count", "1; r < count"), marks=pytest.mark.long),
     ],
 )
 def test_a_kernel_that_computes_something_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int, right: str, wrong: str
 ) -> None:
-    sources = [shutil.copy(each, tmp_path) for each in (*compiled_attention.SOURCES, *compiled_attention.HEADERS)]
-    changed = tmp_path / compiled_attention.SOURCES[which].name
-    changed.write_text(changed.read_text().replace(right, wrong))
-    assert wrong in changed.read_text()
-    monkeypatch.setattr(
-        compiled_attention, "SOURCES", [Path(each) for each in sources[: -len(compiled_attention.HEADERS)]]
-    )
+    sources = [Path(shutil.copy(each, tmp_path)) for each in compiled_attention.SOURCES]
+    for each in compiled_attention.HEADERS:
+        shutil.copy(each, tmp_path)
+    sources[which].write_text(sources[which].read_text().replace(right, wrong))
+    assert wrong in sources[which].read_text()
+    monkeypatch.setattr(compiled_attention, "SOURCES", sources)
     found, said = try_to_open(tmp_path / "cache")
     assert found is None and "wrong results" in said[0]
 
@@ -140,11 +127,12 @@ def test_code_that_is_damaged_or_not_ours_is_not_run(compiled: Path, tmp_path: P
         return "".join(said)
 
     whole, made = file.read_bytes(), tmp_path / "made"
-    for content, words in ((b"no library", "is not used"), (whole, "")):  # in this order: what is loaded stays so
-        made.write_bytes(content)
-        keep_made(made, file)
-        said = opened()
-        assert words in said and bool(words) == bool(said)
+    made.write_bytes(b"no library")
+    keep_made(made, file)
+    assert "is not used" in opened()
+    made.write_bytes(whole)
+    keep_made(made, file)
+    assert opened() == ""
     assert "is damaged" in opened(whole[:-1]) and "remove it" in opened()
     assert "others can write" in opened(whole, 0o666) and "others can write" in opened(whole, 0o620)
     file.rename(tmp_path / "elsewhere")

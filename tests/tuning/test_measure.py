@@ -17,7 +17,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import measure
-from kvr_mpi.tuning.measure import MOST_RUNS, fastest, follow, leading, measure_costs, measure_rates
+from kvr_mpi.tuning.measure import MOST_RUNS, fastest, follow, leading, measure_costs
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -37,24 +37,19 @@ def test_every_rank_is_told_the_same_costs(ranks: int) -> None:
     assert chain_seconds(costs, [100.0] * ranks) > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "is_known"),
-    [
-        ("mistral-window", True),
-        ("gemma2-softcap", True),
-        ("gpt-oss-sinks", True),
-        ("llama4-chunks", True),
-        ("bloom-own-attention", False),
-        ("lfm2-convolutions", False),
-    ],
-)
-def test_attention_of_a_step_is_measured_where_a_kernel_does_it(name: str, is_known: bool) -> None:
+KERNELS = ("mistral-window", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks", "falcon-mqa")
+
+
+@pytest.mark.parametrize("name", [*KERNELS, "bloom-own-attention", *STATES])
+def test_costs_make_a_partition_and_attention_of_a_step_is_measured_where_a_kernel_does_it(name: str) -> None:
     loaded = tiny(name)
     if loaded.attends_in_parts:
         prepare_model(loaded.model, chain=True)
     costs = measure_costs(loaded, LocalTransport())
-    assert (costs.kept_token_s is not None) == is_known
+    assert (costs.kept_token_s is not None) == (name in KERNELS)
     assert replace(costs, kept_token_s=None).decode_key_s == costs.layers * costs.pair_s, "as in a prefill"
+    lengths = equal_time(400, costs.rates(4))
+    assert costs.token_s > 0 and costs.pair_s >= 0 and lengths == sorted(lengths, reverse=True)
 
 
 def test_slower_ranks_have_lower_speeds() -> None:
@@ -86,17 +81,6 @@ def test_rank_0_leads_and_the_others_follow() -> None:
         assert one.ttft_s == pytest.approx(one.busy_s[-1] + one.wait_s[-1])
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "falcon-mqa", *STATES])
-def test_rates_are_positive_and_make_a_partition(name: str) -> None:
-    loaded = tiny(name)
-    prepare_model(loaded.model, chain=True)
-    (rates,) = measure_rates(loaded, LocalTransport())
-    assert rates.token_s > 0 and rates.pair_s >= 0
-    lengths = equal_time(400, [rates] * 4)
-    assert Partition.by_ratio(400, lengths).size == 4
-    assert lengths == sorted(lengths, reverse=True)
-
-
 @pytest.mark.parametrize(
     "ranks, least, runs",
     [
@@ -112,18 +96,18 @@ def test_ranks_measure_until_all_have_three_runs_that_agree(
     found = run_local(len(ranks), lambda rank: fastest(rank, lambda: [next(done[rank.rank])]))
     assert found == least
     assert [len(times) - len(list(left)) for times, left in zip(ranks, done, strict=True)] == [runs] * len(ranks)
+    several = iter([[3.0, 3.0, 3.01], [2.0, 2.01, 2.5], [2.02, 2.5, 2.5], [1.0]])
+    assert fastest(LocalTransport(), lambda: next(several)) == 2.0, "a run of several layers is not believed alone"
+    assert [*several] == [[1.0]]
 
 
 def test_whole_periods_of_layers_are_timed() -> None:
     """Where every fourth layer attends, and the others keep a state, three layers would say nothing of attention."""
     attention, recurrent = LayerShape(2, 8, 8), LayerShape(states=(StateShape("recurrent", 0, (1, 2, 8, 8)),))
-    assert measure._layers_timed([attention] * 30) == (3, 1)
-    assert measure._layers_timed([attention] * 3) == (2, 1)
-    assert measure._layers_timed(([recurrent] * 3 + [attention]) * 9) == (4, 4)
-    assert measure._layers_timed(([recurrent] * 5 + [attention]) * 4) == (6, 6)
-    assert measure._layers_timed([recurrent, attention, recurrent]) == (2, 2)
-    assert measure._layers_timed([attention]) == (0, 0)
     shared = LayerShape()  # its keys are those of an earlier layer
+    assert measure._layers_timed([attention] * 30) == (3, 1)
+    assert measure._layers_timed([attention]) == (0, 0)
+    assert measure._layers_timed(([recurrent] * 3 + [attention]) * 9) == (4, 4)
     assert measure._layers_timed([recurrent, attention] * 5 + [shared] * 4) == (4, 2)
 
 
@@ -142,17 +126,3 @@ def test_a_disturbance_is_told_from_a_slow_rank(
     busy_s: float, marks: list[float], kinds: list[str], undisturbed_s: float
 ) -> None:
     assert measure.undisturbed_seconds(busy_s, marks, kinds) == pytest.approx(undisturbed_s)
-
-
-def test_a_run_that_times_several_layers_is_not_believed_alone() -> None:
-    runs = iter([[3.0, 3.0, 3.01], [2.0, 2.01, 2.5], [2.02, 2.5, 2.5], [1.0]])
-    assert fastest(LocalTransport(), lambda: next(runs)) == 2.0
-    assert [*runs] == [[1.0]]
-
-
-@pytest.mark.parametrize(("device", "usual"), [("cpu", (768, 3072)), ("cuda", (8192, 16384))])
-def test_the_probe_stays_within_the_context(device: str, usual: tuple[int, int]) -> None:
-    assert measure._probe_lengths(device, None) == measure._probe_lengths(device, 1 << 20) == usual
-    for most in (4096, 512, 3, 2, 1):
-        tokens, prefix = measure._probe_lengths(device, most)
-        assert tokens > 0 and prefix > 0 and tokens + prefix <= max(2, most)

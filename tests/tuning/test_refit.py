@@ -53,37 +53,19 @@ class Machine:
         return chain_seconds(self.truth, split.lengths) / best_s - 1
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_drift_that_ranks_share_is_not_taken_for_the_split(ranks: int) -> None:
-    machines = [Machine(COSTS, ranks, seed) for seed in range(7)]
-    regrets = [machine.regret(refit(4096, COSTS, ranks, machine.run, print).best) for machine in machines]
-    assert statistics.median(regrets) < 0.01 and max(regrets) < 0.04
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 8))])
-@pytest.mark.parametrize(("known", "tokens"), [(LLAMA, 16384), (COSTS, 4096)], ids=["llama-a100", "smollm-cpu"])
+@pytest.mark.parametrize(("known", "tokens", "ranks"), [(LLAMA, 16384, 2), (COSTS, 4096, 2), (COSTS, 4096, 4)])
 def test_refit_ends_within_a_percent_of_the_best(known: Costs, tokens: int, ranks: int) -> None:
+    """A drift that ranks share is not taken for the split's."""
     regrets, even = [], []
-    for seed in range(9):
+    for seed in range(7):
         machine = Machine(known, ranks, seed)
         found = refit(tokens, known, ranks, machine.run, print)
         assert machine.runs == found.runs <= MAX_RUNS
         assert found.times_of(found.best), "what it ends with was run"
         regrets.append(machine.regret(found.best))
         even.append(machine.regret(Partition.even(tokens, ranks)))
-    assert statistics.median(regrets) < 0.01
-    assert max(regrets) < 0.04
+    assert statistics.median(regrets) < 0.01 and max(regrets) < 0.04
     assert statistics.median(even) > 0.1
-
-
-def test_refit_learns_of_a_slow_rank() -> None:
-    machine = Machine(COSTS, 4, 1)
-    machine.truth = replace(machine.truth, speeds=(1.0, 0.8, 1.0, 1.0))
-    found = refit(4096, COSTS, 4, machine.run, print)
-    lengths = found.best.lengths
-    assert lengths[1] < 0.9 * (lengths[0] + lengths[2]) / 2
-    assert machine.regret(found.best) < 0.05 < machine.regret(found.observations[0].partition)
 
 
 def test_without_noise_the_fit_forecasts_other_splits() -> None:
@@ -95,6 +77,10 @@ def test_without_noise_the_fit_forecasts_other_splits() -> None:
         truth_s = chain_seconds(machine.truth, lengths)
         assert chain_seconds(fitted, lengths) == pytest.approx(truth_s, rel=0.01)
         assert abs(chain_seconds(before, lengths) / truth_s - 1) > 0.02
+    # Busy times are those of the event model: a chain that never waits takes as long as its last rank is busy.
+    costs = replace(COSTS, launch_floor_s=0.0, link_bytes_per_s=1e15, link_latency_s=0.0)
+    for lengths in ((16, 4096), (16, 16, 4096)):
+        assert busy_seconds(costs, lengths)[-1] == pytest.approx(chain_seconds(costs, lengths), rel=0.01)
 
 
 def test_a_disturbed_run_does_not_spoil_the_fit() -> None:
@@ -107,32 +93,15 @@ def test_a_disturbed_run_does_not_spoil_the_fit() -> None:
     assert chain_seconds(fit(COSTS, [slow, *seen[1:]]), lengths) == pytest.approx(truth_s, rel=0.02)
 
 
-def test_busy_times_are_those_of_the_event_model() -> None:
-    # A chain that never waits takes as long as its last rank is busy; here that one has nearly everything to do.
-    costs = replace(COSTS, launch_floor_s=0.0, link_bytes_per_s=1e15, link_latency_s=0.0)
-    for lengths in ([16.0, 4096.0], [16.0, 16.0, 4096.0]):
-        assert busy_seconds(costs, lengths)[-1] == pytest.approx(chain_seconds(costs, lengths), rel=0.01)
-
-
-def test_a_hiccup_is_repeated_and_said() -> None:
-    machine, said = Machine(COSTS, 2, 0), list[str]()
-    broken = iter([math.nan, 1e6, 1.0])
-
-    def run(split: Partition) -> Observation:
-        seen = machine.run(split)
-        return replace(seen, ttft_s=seen.ttft_s * next(broken, 1.0))
-
-    found = refit(2048, COSTS, 2, run, said.append)
-    assert sum("again" in line for line in said) == 2 and any("took nan s" in line for line in said)
-    assert machine.runs == found.runs == len(found.observations) + 2
-    assert machine.regret(found.best) < 0.02
-
-
 def test_times_that_are_none_end_it_and_what_is_slow_again_and_again_is_believed() -> None:
     split, said = Partition((0, 50, 100)), list[str]()
     bad = Observation(split, 1.0, (math.nan, 1.0), (0.0, 0.0))
     with pytest.raises(DataError, match=r"50\+50: 3 runs gave no valid times .*kvr doctor"):
         steady(split, 1.0, lambda _: bad, said.append)
-    times = iter([9.0, 7.0, 8.0])
-    seen, runs = steady(split, 1.0, lambda _: Observation(split, next(times), (1.0, 1.0), (0.0, 0.0)), said.append)
-    assert (seen.ttft_s, runs) == (7.0, 3) and "consistently slow" in said[-1]
+    for times, kept, runs in (([9.0, 7.0, 8.0], 7.0, 3), ([math.nan, 1e6, 1.0], 1.0, 3), ([2.0, 1.0], 2.0, 1)):
+        left = iter(times)
+        seen = steady(
+            split, 1.0, lambda _, left=left: Observation(split, next(left), (1.0, 1.0), (0.0, 0.0)), said.append
+        )
+        assert (seen[0].ttft_s, seen[1]) == (kept, runs)
+    assert any("consistently slow" in line for line in said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -16,70 +17,30 @@ from made_tables import COSTS, a_key, a_table
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.errors import ConfigError, DataError, OutputError
-from kvr_mpi.partition import Partition
-from kvr_mpi.tuning.lookup import QUANTUM_TOKENS, choose_slices, find_table, interpolate, is_outside
-from kvr_mpi.tuning.table import MAX_FILE_BYTES, ModelIdentity, file_name, load_table, save_table
+from kvr_mpi.tuning.lookup import QUANTUM_TOKENS, choose_slices, find_table, is_outside
+from kvr_mpi.tuning.table import MAX_FILE_BYTES, ModelIdentity, load_table, save_table
 
+RAW = json.loads(a_table().model_dump_json())
 BAD = [
     ("schema_name", "cake", "schema_name: .*cake"),
-    ("schema_version", 2, "schema_version"),
     ("surprise", 1, "surprise: .*not permitted"),
-    ("rates.link_gbit_per_s", 10, "rates.link_gbit_per_s"),
-    ("rates.link_bytes_per_s", 0, "rates.link_bytes_per_s: .*greater than 0"),
-    ("rates.pair_s", -1e-9, "rates.pair_s: .*-1e-09"),
     ("rates.pair_s", math.nan, "rates.pair_s: .*finite"),
-    ("rates.layers", 10**30, "rates.layers"),
     ("rates.speeds", [1.0, 1.0, 1.0], "rates.speeds has 3 ranks; expected 2"),
     ("rates", {**asdict(COSTS), "qkv_token_s": 0, "rest_token_s": 0, "pair_s": 0}, "tokens that cost"),
     ("key.ranks", 3, "has 2 slices; expected key.ranks = 3"),
     ("key.hardware", "../../etc", "key.hardware"),
     ("entries", [], "entries"),
+    ("entries", [RAW["entries"][0]] * 2, "expected every length once, the shortest first"),
+    ("entries", RAW["entries"][::-1], "expected every length once, the shortest first"),
     ("entries.1.context_tokens", 1024, "expected to rise from 0 to context_tokens = 1024"),
     ("entries.0.bounds_tokens", [0, 2000, 1024], "expected to rise from 0"),
-    ("entries.0.bounds_tokens", [1, 500, 1024], "expected to rise from 0"),
-    ("entries.0.context_tokens", "1024", "context_tokens: .*'1024'"),
-    ("entries.0.ttft_s", math.inf, "ttft_s"),
-    ("entries.0.ttft_s", None, "ttft_s"),
     ("entries.0.repetitions", 9, "repetitions = 9: expected at most runs = 3"),
-    ("entries.0.provenance.date", "yesterday", "provenance.date"),
-    ("entries.0.provenance.command", "x" * 5000, "provenance.command"),
 ]
-
-
-def test_a_table_survives_the_disk(tmp_path: Path) -> None:
-    table = a_table()
-    path = tmp_path / "new" / file_name(table.key)
-    assert path.name == "Tiny-float32_here_p2.json"
-    save_table(table, path)
-    assert load_table(path) == table
-    assert os.listdir(path.parent) == [path.name], "nothing half-written is left"
-    assert load_table(path).rates == COSTS
-
-
-@given(st.integers(2, 400), st.integers(2, 8))
-@settings(max_examples=60)
-def test_short_prompts_leave_every_rank_a_token(tokens: int, ranks: int) -> None:
-    if tokens < ranks:
-        return
-    split = choose_slices(a_table(contexts=(16, 64, 256), ranks=ranks), tokens, ranks)
-    assert isinstance(split, Partition) and split.tokens == tokens and split.size == ranks
-
-
-def test_the_fitting_table_of_a_folder_is_found(tmp_path: Path) -> None:
-    for ranks in (2, 3, 4):
-        table = a_table(ranks=ranks)
-        save_table(table, tmp_path / file_name(table.key))
-    assert find_table(tmp_path, a_key(ranks=3, hardware="unnamed")).key.ranks == 3
-    with pytest.raises(ConfigError, match="ranks is 2, here it is 5.*ranks is 4, here it is 5"):
-        find_table(tmp_path, a_key(ranks=5))
-    save_table(a_table(ranks=3), tmp_path / "copy.json")
-    with pytest.raises(ConfigError, match=r"several tables fit \(Tiny-float32_here_p3.json, copy.json\)"):
-        find_table(tmp_path, a_key(ranks=3))
 
 
 @pytest.mark.parametrize(("key", "value", "words"), BAD)
 def test_a_damaged_table_is_refused_by_name(key: str, value: Any, words: str, tmp_path: Path) -> None:
-    raw = json.loads(a_table().model_dump_json())
+    raw = copy.deepcopy(RAW)
     *way, last = [int(step) if step.isdigit() else step for step in key.split(".")]
     at: Any = raw
     for step in way:
@@ -91,24 +52,6 @@ def test_a_damaged_table_is_refused_by_name(key: str, value: Any, words: str, tm
     assert len(str(error.value)) < 2500
 
 
-def test_lengths_are_there_once_and_in_order(tmp_path: Path) -> None:
-    raw = json.loads(a_table().model_dump_json())
-    for entries in ([raw["entries"][0]] * 2, raw["entries"][::-1]):
-        (tmp_path / "table.json").write_text(json.dumps({**raw, "entries": entries}))
-        with pytest.raises(DataError, match="expected every length once, the shortest first"):
-            load_table(tmp_path / "table.json")
-
-
-@pytest.mark.parametrize(
-    "data", [b"\x89HDF\r\n", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe{}", b"[]", b"1e999", b"", 0.5]
-)
-def test_what_is_no_table_is_refused(data: bytes | float, tmp_path: Path) -> None:
-    text = a_table().model_dump_json().encode()
-    (tmp_path / "table.json").write_bytes(data if isinstance(data, bytes) else text[: int(data * len(text))])
-    with pytest.raises(DataError, match="damaged or not a table"):
-        load_table(tmp_path / "table.json")
-
-
 def test_files_that_cannot_be_read_or_written_are_said_so(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for name in ("nothing.json", "pipe.json"):
@@ -118,6 +61,10 @@ def test_files_that_cannot_be_read_or_written_are_said_so(tmp_path: Path) -> Non
         stream.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(DataError, match="cannot be read.*larger than 8388608 bytes"):
         load_table(tmp_path / "huge.json")
+    for data in (b"\x89HDF\r\n", b"[" * 100_000, b"\xff\xfe{}", b"[]", json.dumps(RAW).encode()[:500]):
+        (tmp_path / "huge.json").write_bytes(data)
+        with pytest.raises(DataError, match="damaged or not a table"):
+            load_table(tmp_path / "huge.json")
     (tmp_path / "taken").mkdir()
     for place in (tmp_path / "huge.json" / "table.json", tmp_path / "taken"):
         with pytest.raises(OutputError, match=r"cannot be written.*another --output"):
@@ -146,7 +93,7 @@ def test_between_entries_shares_lie_between(tokens: int, ranks: int) -> None:
     assert chain_seconds(COSTS, split.lengths) < (1.013 + rounding) * best_s
 
 
-@pytest.mark.parametrize(("tokens", "ranks"), [(2, 2), (500, 2), (1023, 2), (4097, 2), (100_000, 2), (2048, 5)])
+@pytest.mark.parametrize(("tokens", "ranks"), [(2, 2), (1023, 2), (4097, 2), (5, 5), (2048, 5)])
 def test_beyond_the_entries_the_rates_decide(tokens: int, ranks: int) -> None:
     """With the ranks' own speeds, if it is as many ranks."""
     uneven = replace(COSTS, speeds=(1.0, 0.5))
@@ -156,15 +103,18 @@ def test_beyond_the_entries_the_rates_decide(tokens: int, ranks: int) -> None:
     assert choose_slices(table, tokens, ranks) == best_split(known, tokens, ranks, quantum=QUANTUM_TOKENS)[0]
 
 
-def test_shares_are_interpolated() -> None:
-    searched = {1000: (0.5, 0.5), 3000: (0.7, 0.3)}
-    found = [interpolate(searched, tokens) for tokens in (500, 1000, 2000, 9000)]
-    assert found == [(0.5, 0.5), (0.5, 0.5), pytest.approx((0.6, 0.4)), (0.7, 0.3)]
-
-
-def test_a_folder_or_file_in_which_no_table_fits_is_refused(tmp_path: Path) -> None:
+def test_the_fitting_table_of_a_folder_is_found_and_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no .*json in this folder; kvr search writes tables"):
         find_table(tmp_path, a_key())
+    for ranks in (2, 3, 4):
+        save_table(a_table(ranks=ranks), tmp_path / f"p{ranks}.json")
+        assert load_table(tmp_path / f"p{ranks}.json") == a_table(ranks=ranks)
+    assert find_table(tmp_path, a_key(ranks=3, hardware="unnamed")).key.ranks == 3
+    with pytest.raises(ConfigError, match="ranks is 2, here it is 5.*ranks is 4, here it is 5"):
+        find_table(tmp_path, a_key(ranks=5))
+    save_table(a_table(ranks=3), tmp_path / "copy.json")
+    with pytest.raises(ConfigError, match=r"several tables fit \(copy.json, p3.json\)"):
+        find_table(tmp_path, a_key(ranks=3))
     save_table(a_table(), tmp_path / "table.json")
     other = ModelIdentity(name="other", fingerprint="e" * 64, architecture="Gemma")
     for changes, words in (
