@@ -57,9 +57,11 @@ def beating(path: Path) -> Iterator[None]:
 
     thread = threading.Thread(target=beat)
     thread.start()
-    yield
-    ended.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path) -> None:
