@@ -1,11 +1,10 @@
 """Jobs that are killed, starved and damaged at random, resumed, and held against one that was left in peace.
 
 A case is a job on two ranks. At a random instant (as often as not while a volume is being written) a rank, the launcher
-or all are killed, stopped, or told to end, once or twice; or the folder is removed, made read-only or swapped for
-another job's; or another job wants it; or the disk is full; and the clock may jump. Then files may be cut, flipped,
-removed, or dated to another century, and the corpus may be edited, with which no job goes on. Then it is resumed on
-one, two or three ranks, which may be disturbed again, until it ends. Then every document has to be there once, with the
-tokens, keys and values of the undisturbed job, in a file that opens.
+or all are killed, stopped, or told to end, once or twice; or the folder is removed or swapped for another job's; or
+another job wants it; or the disk is full; and the clock may jump. Then files may be cut, flipped, removed, or dated to
+another century. Then it is resumed on one, two or three ranks, which may be disturbed again, until it ends. Then every
+document has to be there once, with the tokens, keys and values of the undisturbed job, in a file that opens.
 """
 
 from __future__ import annotations
@@ -21,29 +20,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import quote
 
-import h5py
-import numpy as np
+import torch
 from constants import MPI_ENVIRONMENT
-from disturb import (
-    ACTIONS,
-    CLOCKS,
-    SIGNALS,
-    Case,
-    damage,
-    edit_corpus,
-    mend_corpus,
-    move_folder,
-    put_back,
-    ranks_of,
-    send_signals,
-    wait_for_moment,
-)
+from warm import can_watch, rank_for
 
-from kvr_mpi.store.folder import survey
-from kvr_mpi.store.run import read_run_file
+from kvr_mpi.store.results import open_results
 
 LAUNCHER = Path(sys.executable).parent / "mpirun"
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
@@ -51,56 +35,185 @@ DOCUMENTS = 12
 LIMIT_S = 300.0
 SMALL_DISK = "size=900k"
 ENDED_WELL = (0, 65)
+DAMAGES = ("none", "none", "cut", "flip", "remove", "junk", "clock")
+# Name: signals, one after another, and what a job told so may end with (None: anything).
+SIGNALS: dict[str, tuple[signal.Signals, ...]] = {
+    "kill": (signal.SIGKILL,),
+    "stop and go on": (signal.SIGSTOP, signal.SIGCONT),
+    "stop and kill": (signal.SIGSTOP, signal.SIGKILL),
+    "term": (signal.SIGTERM,),
+    "usr2": (signal.SIGUSR2,),
+    "term twice": (signal.SIGTERM, signal.SIGTERM),
+    "usr2, then term": (signal.SIGUSR2, signal.SIGTERM),
+}
+ACTIONS = ("kill",) * 5 + tuple(SIGNALS) + ("remove", "swap", "swap", "rival")
+# In which ranks start: forked from a process that has imported everything (``warm``), if that can be.
+START_S = 1.0 if can_watch() else 4.0
+CLOCKS = ("", "", "", "0 -7200", "1 -3600", "1 86400", "0.5 -1000000000")  # seconds after which it jumps, and how far
 
 
-def write_job(folder: Path, model: Path, kv: str = "true") -> Path:
+@dataclass(slots=True)
+class Case:
+    """One job and what became of it: `story` has a line for everything that was done to it."""
+
+    seed: int
+    story: list[str] = field(default_factory=list)
+
+
+def ranks_of(pid: int, program: str = "run_job.py") -> list[int]:
+    """Process ids of the ranks of a program below a launcher."""
+    found, todo = [], [pid]
+    while todo:
+        for child in children(todo.pop()):
+            todo.append(child)
+            try:
+                words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+            except (OSError, ValueError):
+                continue
+            rank = rank_for(child, words) if any(program in word for word in words) else None
+            if rank is not None and not children(child):
+                found.append(rank)
+    return sorted(found)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children, of all its threads."""
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    except OSError:
+        pass
+    return found
+
+
+def wait_for_moment(process: subprocess.Popen[str], output: Path, chance: random.Random, case: Case) -> None:
+    """Wait until a job starts, works, writes a volume or merges, as a seed says; or until it ends."""
+    kind = chance.choice(["start", "work", "write", "write", "merge"])
+    volumes = chance.randrange(0, 4) if kind in ("work", "write") else 0
+    wait_s = chance.uniform(0, START_S) if kind == "start" else chance.uniform(0, 0.01)
+    before = len(list(output.glob("kv-*.h5")))
+
+    def is_time() -> bool:
+        if kind == "start":
+            return bool(ranks_of(process.pid))
+        try:
+            files = os.listdir(output)
+        except OSError:
+            return False
+        if kind == "merge":
+            return "results.h5.part" in files
+        begun = sum(name.startswith("kv-") for name in files)
+        return begun >= before + volumes and (kind == "work" or any(name.startswith("log-") for name in files))
+
+    while process.poll() is None and not is_time():
+        time.sleep(0.001)
+    time.sleep(wait_s)
+    case.story.append(f"at {kind} + {1e3 * wait_s:.0f} ms, after {volumes} volumes")
+
+
+def send_signals(action: str, process: subprocess.Popen[str], chance: random.Random, case: Case) -> None:
+    """Send one rank, all of them, or the launcher what an action names."""
+    whom = chance.choice(["rank", "rank", "all", "launcher"])
+    ranks = ranks_of(process.pid)
+    pids = {"rank": ranks and [chance.choice(ranks)], "all": ranks, "launcher": [process.pid]}[whom] or []
+    case.story.append(f"{action}: {whom}, {len(pids)} hit")
+    for number, one in enumerate(SIGNALS[action]):
+        if number:
+            time.sleep(chance.choice([0.0, 0.01, 0.3, 1.5]))
+        for pid in pids:
+            if pid != process.pid or process.poll() is None:
+                try:
+                    os.kill(pid, one)
+                except ProcessLookupError:
+                    pass
+
+
+def move_folder(action: str, output: Path, decoy: Path, chance: random.Random, case: Case) -> None:
+    """Take a job's folder away under its hands: removed, or another in its place."""
+    case.story.append(f"{action} {output.name}")
+    try:
+        if action == "remove":
+            shutil.rmtree(output, ignore_errors=True)
+        else:
+            output.rename(output.with_name("away"))
+            if chance.random() < 0.5:
+                shutil.copytree(decoy, output)
+            elif chance.random() < 0.5:
+                output.mkdir()
+    except OSError as error:
+        case.story.append(f"which failed: {error}")
+
+
+def put_back(output: Path, decoy: Path) -> None:
+    """Put a folder back in whose place another was, into which the job may not have written."""
+    if output.with_name("away").exists():
+        if (output / "results.h5").exists() and (output / "whose").exists():
+            same = (output / "results.h5").read_bytes() == (decoy / "results.h5").read_bytes()
+            assert same, "the job wrote into the results of another"
+        shutil.rmtree(output, ignore_errors=True)
+        output.with_name("away").rename(output)
+
+
+def damage(output: Path, chance: random.Random, case: Case) -> None:
+    """Do to the files what disks, people and clocks do."""
+    kind = chance.choice(DAMAGES)
+    files = sorted(file for file in output.rglob("*") if file.is_file()) if output.is_dir() else []
+    if kind == "none" or not files:
+        return
+    file = chance.choice(files)
+    case.story.append(f"{kind}: {file.name}")
+    content = file.read_bytes()
+    if kind == "cut":
+        file.write_bytes(content[: chance.randrange(len(content) + 1)])
+    elif kind == "flip" and content:
+        at = chance.randrange(len(content))
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :])
+    elif kind == "remove":
+        file.unlink()
+    elif kind == "junk":
+        with file.open("ab") as stream:
+            stream.write(chance.randbytes(chance.randrange(1, 300)))
+    elif kind == "clock":
+        for each in files:
+            when = chance.choice([0, 10**9, 4 * 10**9]) + chance.random()
+            os.utime(each, (when, when))
+
+
+def write_job(folder: Path, model: Path, kv: str = "true", text: str = TEXT) -> Path:
     """Write a job over short documents, one of them bad; its output folder is given with each run."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(DOCUMENTS - 1):
-        (corpus / f"doc-{number:02d}.txt").write_text(f"Document {number}. " + TEXT * (1 + number % 5 * 3))
+        (corpus / f"doc-{number:02d}.txt").write_text(f"Document {number}. " + text * (1 + number % 5 * 3))
     (corpus / "empty.txt").write_text(" ")
-    job = folder / "job.toml"
+    more = '[prompt]\ntemplate = "Summarise: {text} Summary:"\n[parallel]\npartition = "even"'
+    return _write(folder / "job.toml", model, corpus, more, kv)
+
+
+def write_questions(folder: Path, model: Path, run: Path, *, sharded: bool = False) -> Path:
+    """Write a job that asks what a run has stored, all ranks together or each about documents of its own."""
+    more = '[questions]\nask = ["Who saw the second boat?", "When did the ferry leave?"]'
+    if sharded:
+        more += '\n[parallel]\nranks_per_chain = "all"'
+    return _write(folder / "questions.toml", model, run, more, "false" if sharded else "true")
+
+
+def _write(job: Path, model: Path, documents: Path, more: str, kv: str) -> Path:
     job.write_text(
         f"""
         [model]
         path = "{model}"
         dtype = "float32"
         [documents]
-        path = "{corpus}"
-        [prompt]
-        template = "Summarise: {{text}} Summary:"
+        path = "{documents}"
         [generation]
         max_new_tokens = 24
-        [parallel]
-        partition = "even"
         [output]
         path = "given with each run"
         kv = {kv}
         """
-    )
-    return job
-
-
-def write_questions(folder: Path, model: Path, run: Path, *, sharded: bool = False) -> Path:
-    """Write a job that asks what a run has stored, all ranks together or each about documents of its own."""
-    how = 'parallel.ranks_per_chain = "all"' if sharded else ""
-    job = folder / "questions.toml"
-    job.write_text(
-        f"""
-        {how}
-        [model]
-        path = "{model}"
-        [documents]
-        path = "{run}"
-        [questions]
-        ask = ["Who saw the second boat?", "When did the ferry leave?"]
-        [generation]
-        max_new_tokens = 24
-        [output]
-        path = "given with each run"
-        kv = {"false" if sharded else "true"}
-        """
+        + more
     )
     return job
 
@@ -135,11 +248,11 @@ def end(process: subprocess.Popen[str], case: Case) -> tuple[int, str]:
     try:
         _, told = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        left = [(pid, _doing(pid)) for pid in ranks_of(process.pid)]
-        for pid, _ in left:
+        left = ranks_of(process.pid)
+        for pid in left:
             os.kill(pid, signal.SIGUSR1)
         time.sleep(2)
-        for pid in [*(pid for pid, _ in left), process.pid]:
+        for pid in [*left, process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         _, told = process.communicate()
@@ -147,72 +260,38 @@ def end(process: subprocess.Popen[str], case: Case) -> tuple[int, str]:
     return process.returncode, told
 
 
-def _doing(pid: int) -> str:
-    """State of a process, and what it waits for in the kernel."""
-    try:
-        state = Path(f"/proc/{pid}/status").read_text().split("State:")[1].split()[0]
-        return f"{state} {Path(f'/proc/{pid}/wchan').read_text()}"
-    except OSError:
-        return "gone"
-
-
-def run_case(seed: int, job: Path, reference: Path, scratch: Path, *, well: int = 65) -> Case:
+def run_case(
+    seed: int, job: Path, reference: Path, scratch: Path, *, well: int = 65, begun: Path | None = None
+) -> Case:
     """Disturb a job as its seed says, resume it until it ends (as it does in peace, with the code `well`), and compare.
+
+    A run that is `begun` is extended to the job's corpus.
 
     Raises
     ------
     AssertionError
         With the whole story, if anything is lost, double, different or unreadable.
     """
-    chance, case = random.Random(seed), Case(seed)
-    with place(scratch, chance.random() < 0.08, case) as (output, make_room):
+    chance, case, word = random.Random(seed), Case(seed), "--resume" if begun is None else "--extend"
+    with place(scratch, begun is None and chance.random() < 0.08, case) as (output, make_room):
+        if begun is not None:
+            shutil.copytree(begun, output)
         for attempt in range(chance.choice([1, 1, 2])):
             ranks = 2 if attempt == 0 else chance.choice([1, 2, 3])
-            disturb(job, output, reference, ranks, chance, case, make_room, well)
+            disturb(job, output, reference, ranks, chance, case, make_room, well, word)
             make_room = None
-            damage(output, chance, case)
-        if chance.random() < 0.2 and well != 0:
-            refuse_another_corpus(job, output, chance, case)
+            if begun is None:
+                damage(output, chance, case)
         for _ in range(3):  # damage found while merging ends a job, too: the next one mends it
             ranks = chance.choice([1, 2, 3])
-            code, told = end(launch(job, output, ranks, clock=chance.choice(CLOCKS)), case)
+            code, told = end(launch(job, output, ranks, chance.choice(CLOCKS), [word]), case)
             case.story.append(f"resumed on {ranks}, ended with {code}")
             assert "Traceback" not in told, _tell(case, told)
             if code in ENDED_WELL and (output / "results.h5").exists():
                 break
         assert code == well, _tell(case, told)
         try:
-            compare(output, reference)
-        except Exception as error:
-            raise AssertionError(_tell(case, f"{error}\n{told}")) from error
-    return case
-
-
-def run_extended_case(seed: int, job: Path, begun: Path, reference: Path, scratch: Path) -> Case:
-    """Extend a run to a corpus that has changed, disturbed as a seed says, until it ends, and compare.
-
-    Parameters
-    ----------
-    begun : Path
-        The run, of the corpus as it was.
-    reference : Path
-        The undisturbed job over the corpus as it is.
-    """
-    chance, case = random.Random(seed), Case(seed)
-    with place(scratch, False, case) as (output, _):
-        shutil.copytree(begun, output)
-        for attempt in range(chance.choice([1, 1, 2])):
-            ranks = 2 if attempt == 0 else chance.choice([1, 2, 3])
-            disturb(job, output, reference, ranks, chance, case, None, 65, word="--extend")
-        word = chance.choice(["--extend", "--extend", "--resume"])
-        code, told = end(launch(job, output, chance.choice([1, 2, 3]), chance.choice(CLOCKS), [word]), case)
-        case.story.append(f"{word} ended with {code}")
-        assert "Traceback" not in told, _tell(case, told)
-        if code == 78 and word == "--resume" and "the documents have changed" in told:  # it was stopped before that
-            code, told = end(launch(job, output, 2, words=["--extend"]), case)
-        assert code == 65, _tell(case, told)
-        try:
-            compare(output, reference, has_more=True)
+            compare(output, reference, has_more=begun is not None)
         except Exception as error:
             raise AssertionError(_tell(case, f"{error}\n{told}")) from error
     return case
@@ -227,7 +306,7 @@ def disturb(
     case: Case,
     make_room: Callable[[], None] | None,
     well: int,
-    word: str = "--resume",
+    word: str,
 ) -> None:
     """Run a job, and do to it what a seed says, or let its disk be full."""
     clock, action = chance.choice(CLOCKS), chance.choice(ACTIONS)
@@ -250,7 +329,7 @@ def disturb(
     code, told = end(process, case)
     case.story.append(f"ended with {code}")
     try:
-        put_back(action, output, decoy)
+        put_back(output, decoy)
         if "kill" not in action:
             assert "Traceback" not in told
         if action == "stop and go on":
@@ -264,31 +343,6 @@ def compete(job: Path, output: Path, first: subprocess.Popen[str], case: Case) -
     code, told = end(launch(job, output, 1), case)
     case.story.append(f"another job wanted the folder: {code}")
     assert code == 78 or first.poll() is not None or code in ENDED_WELL, _tell(case, told)
-
-
-def is_begun(output: Path) -> bool:
-    """Whether a folder has sound results, and says of which documents."""
-    if not output.is_dir() or read_run_file(output) is None:
-        return False
-    found = survey(output)
-    found.verify()
-    return bool(found.index().places)
-
-
-def refuse_another_corpus(job: Path, output: Path, chance: random.Random, case: Case) -> None:
-    """Resume with a corpus that was edited: refused if there are results, and then the corpus is as it was again."""
-    corpus = job.parent / "corpus"
-    has_results = is_begun(output)
-    before = edit_corpus(corpus, chance, case)
-    try:
-        code, told = end(launch(job, output, 1), case)
-    finally:
-        mend_corpus(corpus, before)
-    case.story.append(f"resumed so: {code}")
-    assert "Traceback" not in told, _tell(case, told)
-    assert not has_results or code == 78, _tell(case, told)
-    if code != 78:  # nothing was done yet, or what there was turned out to be damaged
-        shutil.rmtree(output, ignore_errors=True)
 
 
 @contextmanager
@@ -316,33 +370,19 @@ def place(scratch: Path, is_small: bool, case: Case) -> Iterator[tuple[Path, Cal
 
 
 def compare(output: Path, reference: Path, *, has_more: bool = False) -> None:
-    """Hold every document against the undisturbed job, reading with h5py alone; others only if there may be more."""
+    """Hold every document against the undisturbed job's; others only if there may be more."""
     assert [file.name for file in output.glob("*.h5*") if "damaged" not in file.name] == ["results.h5"]
-    with h5py.File(output / "results.h5") as file, h5py.File(reference / "results.h5") as wanted:
-        records, others = (
-            {one["id"]: one for one in map(json.loads, each["records"][()].tobytes().splitlines())}
-            for each in (file, wanted)
-        )
-        assert others.keys() <= records.keys(), "lost"
-        assert has_more or others.keys() == records.keys(), "not of this corpus"
-        for key, other in others.items():
-            found = records[key]
-            for name in ("status", "error", "document_sha256", "prompt_sha256", "new_tokens", "token_ids", "answer"):
-                assert found[name] == other[name], f"{key}: {name} differs"
-            stored, wanted_kv = (
-                [each["kv"][quote(piece, safe=" ,+=@()")] for piece in one["pieces"]]
-                for each, one in ((file, found), (wanted, other))
-            )
-            assert len(stored) == len(wanted_kv) <= 1, f"{key}: not in one piece"
-            for mine, theirs in zip(stored, wanted_kv, strict=True):
-                assert list(mine) == list(theirs), f"{key}: other layers"
-                for name in ("text_start", "text_stop", "block_tokens"):
-                    assert mine.attrs[name] == theirs.attrs[name], f"{key}: kv {name} differs"
-                assert mine["token_ids"][()].tolist() == theirs["token_ids"][()].tolist(), f"{key}: other ids"
-                for layer in (name for name in theirs if name.startswith("layer")):
-                    for what in ("keys", "values"):
-                        one, two = mine[f"{layer}/{what}"][()], theirs[f"{layer}/{what}"][()]
-                        assert np.allclose(one, two, atol=1e-4), f"{key}: {layer} {what} differ"
+    found, wanted = open_results(output / "results.h5"), open_results(reference / "results.h5")
+    assert {*wanted.ids()} <= {*found.ids()}, "lost"
+    assert has_more or wanted.ids() == found.ids(), "not of this corpus"
+    for name in wanted.ids():
+        with found.open(name) as (record, kv), wanted.open(name) as (other, other_kv):
+            for field in ("status", "error", "document_sha256", "prompt_sha256", "new_tokens", "token_ids", "answer"):
+                assert getattr(record, field) == getattr(other, field), f"{name}: {field} differs"
+            assert (kv.tokens, kv.layers) == (other_kv.tokens, other_kv.layers), f"{name}: other tokens or layers"
+            for layer in kv.layers:
+                for one, two in zip(kv.read(layer), other_kv.read(layer), strict=True):
+                    assert torch.allclose(one, two, atol=1e-4), f"{name}: layer {layer} differs"
 
 
 def make_reference(job: Path, folder: Path, *, well: int = 65) -> Path:

@@ -13,8 +13,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import h5py
@@ -38,9 +36,9 @@ class View:
         self._name, self._kind, self._other = view["name"], view["kind"], view.get("other", "")
         self._first, self._times, self._seen = view["first"], view["times"], 0
 
-    def is_now(self, path: object, *kinds: str) -> bool:
-        """Whether an access to a path is one of those that see something else; counts those of these kinds."""
-        if self._kind not in kinds or isinstance(path, int) or self._name not in os.fsdecode(path):  # type: ignore[arg-type]
+    def is_now(self, path: object, kind: str) -> bool:
+        """Whether an access to a path is one of those that see something else; counts those of this kind."""
+        if self._kind != kind or isinstance(path, int) or self._name not in os.fsdecode(path):  # type: ignore[arg-type]
             return False
         self._seen += 1
         return self._first < self._seen <= self._first + self._times
@@ -51,13 +49,11 @@ class View:
             raise OSError(116, os.strerror(116), str(path))
         if self.is_now(path, "missing"):
             raise FileNotFoundError(2, os.strerror(2), str(path))
-        if self.is_now(path, "slow"):
-            time.sleep(0.3)
         return self._other if self.is_now(path, "content") else path
 
     def install(self) -> None:
         """See the file system so from now on."""
-        real_open, real_stat, real_list, real_scan = os.open, os.stat, os.listdir, os.scandir
+        real_open, real_stat = os.open, os.stat
 
         def see_open(path: Any, *args: Any, **kwargs: Any) -> int:
             return real_open(self.opened(path), *args, **kwargs)
@@ -65,41 +61,7 @@ class View:
         def see_stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
             if self.is_now(path, "missing"):
                 raise FileNotFoundError(2, os.strerror(2), str(path))
-            found = real_stat(path, *args, **kwargs)
-            if not self.is_now(path, "mtime"):
-                return found
-            when = found.st_mtime_ns + 10**12
-            return os.stat_result(found, {"st_mtime_ns": when, "st_mtime": when / 1e9})
-
-        def see_list(path: Any = ".") -> list[Any]:
-            return [name for name in real_list(path) if not self.is_now(os.fsdecode(name), "listing")]
-
-        @contextmanager
-        def see_scan(path: Any = ".") -> Iterator[Iterator[Any]]:
-            with real_scan(path) as entries:
-                yield (entry for entry in entries if not self.is_now(os.fsdecode(entry.name), "listing"))
-
-        class Scan:
-            """What `os.scandir` returns: an iterator that is a context manager, too."""
-
-            def __init__(self, path: Any = ".") -> None:
-                self._whole = see_scan(path)
-                self._entries = self._whole.__enter__()
-
-            def __iter__(self) -> Iterator[Any]:
-                return self._entries
-
-            def __next__(self) -> Any:
-                return next(self._entries)
-
-            def __enter__(self) -> Scan:
-                return self
-
-            def __exit__(self, *error: Any) -> None:
-                self._whole.__exit__(*error)
-
-            def close(self) -> None:
-                self._whole.__exit__(None, None, None)
+            return real_stat(path, *args, **kwargs)
 
         class SeenFile(h5py.File):  # type: ignore[misc]
             """An HDF5 file as this rank sees it."""
@@ -107,8 +69,7 @@ class View:
             def __init__(seen, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:  # noqa: N805
                 super().__init__(self.opened(name) if mode == "r" else name, mode, *args, **kwargs)
 
-        os.open, os.stat, os.listdir, os.scandir = see_open, see_stat, see_list, Scan  # type: ignore[assignment,misc]
-        h5py.File = SeenFile
+        os.open, os.stat, h5py.File = see_open, see_stat, SeenFile  # type: ignore[assignment,misc]
 
 
 def jump(after_s: float, jump_s: float) -> None:

@@ -19,15 +19,11 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import transformers  # noqa: F401  loaded once, before processes are forked
-from hostile import HOSTILE
-from readers import KINDS, make_samples, write_expected
+from kinds import HOSTILE, KINDS, make_samples, write_expected
 
 from kvr_mpi.errors import KvrError
 
@@ -38,18 +34,8 @@ NO_MEMORY = ("Unable to allocate", "MemoryError", "malloc of size", "Cannot allo
 FAULT = 99
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of a file; `fault` is empty if all is well."""
-
-    seed: str
-    kind: str
-    fault: str
-    detail: str = ""
-
-
-def judge(seed: str, kind: str, data: bytes, samples: Path, scratch: Path) -> Verdict:
-    """Put a file in its place and read it, in a child."""
+def judge(seed: str, kind: str, data: bytes, samples: Path, scratch: Path) -> bool:
+    """Put a file in its place and read it, in a child; return whether all is well, and tell if it is not."""
     folder = scratch / "case"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(samples / KINDS[kind].sample, folder)
@@ -62,19 +48,17 @@ def judge(seed: str, kind: str, data: bytes, samples: Path, scratch: Path) -> Ve
         _read(kind, folder / KINDS[kind].file, told)
     _, status, usage = os.wait4(child, 0)
     detail = told.read_text(errors="replace") if told.exists() else ""
-    grown = (usage.ru_maxrss << 10) - _rss_bytes()
-    fault = ""
+    grown = (usage.ru_maxrss << 10) - _memory_bytes(1)
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        fault = "hangs" if number in (signal.SIGALRM, signal.SIGXCPU) else f"killed by {signal.Signals(number).name}"
+        fault = f"hangs, or crashes: {signal.Signals(os.WTERMSIG(status)).name}"
     elif grown > BLOW_UP_BYTES or any(word in detail for word in NO_MEMORY):
         fault = f"took {grown >> 20} MiB"
     elif os.WEXITSTATUS(status) != 0:
         fault = "exception"
-    verdict = Verdict(seed, kind, fault, detail)
-    if fault:
-        _print(verdict)
-    return verdict
+    else:
+        return True
+    print(f"seed {seed}, {kind}: {fault}\n    {detail.strip()[-1500:]}", flush=True)
+    return False
 
 
 def _read(kind: str, file: Path, told: Path) -> None:
@@ -84,7 +68,7 @@ def _read(kind: str, file: Path, told: Path) -> None:
         stream = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(stream, 2)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-        limit = _size_bytes() + ADDRESS_BYTES
+        limit = _memory_bytes(0) + ADDRESS_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
@@ -109,35 +93,21 @@ def _import_all(names: list[str]) -> None:
                 importlib.import_module(name)
 
 
-def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def _memory_bytes(field: int) -> int:
+    """Memory of this process: 0 for all addresses, 1 for what is in use."""
+    return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
 
 
-def _size_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def fuzz(files: int, first: int, kinds: list[str], samples: Path, scratch: Path) -> list[Verdict]:
-    """Judge so many random files, and all hostile ones; return the faults."""
-    verdicts = [judge(name, kind, make(), samples, scratch) for name, (kind, make) in HOSTILE.items() if kind in kinds]
-    began, seen = time.monotonic(), Counter(verdict.kind for verdict in verdicts)
-    for number in range(files):
-        seed = first + number
+def fuzz(files: int, first: int, kinds: list[str], samples: Path, scratch: Path) -> list[str]:
+    """Judge so many random files, and all hostile ones; return those at fault."""
+    faults = [f"{kind} {name}" for name, (kind, make) in HOSTILE.items()
+              if kind in kinds and not judge(name, kind, make(), samples, scratch)]  # fmt: skip
+    for seed in range(first, first + files):
         kind = kinds[seed % len(kinds)]
-        chance = random.Random(seed)
-        data = KINDS[kind].mutate((samples / KINDS[kind].sample / KINDS[kind].file).read_bytes(), chance)
-        verdicts.append(judge(str(seed), kind, data, samples, scratch))
-        seen[kind] += 1
-        if (number + 1) % 500 == 0:
-            faults = sum(bool(one.fault) for one in verdicts)
-            print(f"{number + 1} files in {time.monotonic() - began:.0f} s, {faults} fault(s)", flush=True)
-    print(f"{len(verdicts)} files: {', '.join(f'{count} {kind}' for kind, count in sorted(seen.items()))}")
-    return [verdict for verdict in verdicts if verdict.fault]
-
-
-def _print(verdict: Verdict) -> None:
-    last = "\n    ".join(verdict.detail.strip()[-1500:].splitlines()[-12:])
-    print(f"seed {verdict.seed}, {verdict.kind}: {verdict.fault}\n    {last}", flush=True)
+        data = KINDS[kind].mutate((samples / KINDS[kind].sample / KINDS[kind].file).read_bytes(), random.Random(seed))
+        if not judge(str(seed), kind, data, samples, scratch):
+            faults.append(f"{kind} {seed}")
+    return faults
 
 
 def main() -> int:
@@ -162,12 +132,11 @@ def main() -> int:
         if os.waitpid(child, 0)[1]:
             return 1
         for name, kind in KINDS.items():
-            verdict = judge("none", name, (samples / kind.sample / kind.file).read_bytes(), samples, scratch)
-            if verdict.fault:
+            if not judge("none", name, (samples / kind.sample / kind.file).read_bytes(), samples, scratch):
                 return 1
             _import_all((scratch / "modules").read_text().split())
         faults = fuzz(given.files, given.first, given.kind or list(KINDS), samples, scratch)
-    print(f"{len(faults)} fault(s)" + (": " + ", ".join(f"{one.kind} {one.seed}" for one in faults) if faults else ""))
+    print(f"{given.files} files, {len(faults)} fault(s)", *faults)
     return 1 if faults else 0
 
 

@@ -10,17 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).parent
-FILES = 13  # one of each kind
 
 
-@pytest.mark.long
 def test_no_file_ends_in_anything_but_an_error_or_the_truth() -> None:
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, HERE / "driver.py", str(FILES)],
+        [sys.executable, HERE / "driver.py", "140"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},

@@ -18,51 +18,43 @@ from kvr_mpi.store.log import Header
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.run import known_corpus
-from kvr_mpi.store.volumes import RESULTS, SCHEMA_VERSION
-
-
-def foreign(path: Path) -> bytes:
-    """Make an HDF5 file of someone else."""
-    with h5py.File(path, "w") as file:
-        file["measurements"] = np.arange(10.0)
-    return path.read_bytes()
+from kvr_mpi.store.volumes import RESULTS
 
 
 def begin(folder: Path, *records: Any, **options: Any) -> None:
     """Begin a run, and write some documents."""
     run = take(folder, mode="new", **options)
     assert not run.done and not run.failed
-    write(folder, 0, records)
+    write(folder, 0, records, header=options.get("header", HEADER))
     run.close()
 
 
-def test_a_fresh_folder_is_made_and_says_what_it_is_for(tmp_path: Path) -> None:
+def test_a_folder_is_begun_once_and_may_be_begun_again_before_its_first_document(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     assert known_corpus(tmp_path) is None
     run = take(folder, mode="new")
-    assert (run.done, run.failed, run.session) == (set(), set(), 1)
-    assert known_corpus(folder) == corpus_of(NAMES)
+    assert (run.done, run.failed, run.session) == (set(), set(), 1) and known_corpus(folder) == corpus_of(NAMES)
     run.close()
-
-
-def test_an_existing_run_is_refused_without_a_flag(tmp_path: Path) -> None:
-    begin(tmp_path, record("a"))
+    (folder / f"{RESULTS}{PART}").write_bytes(b"half")
+    other = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, {})
+    begin(folder, record("x"), corpus=corpus_of("xyz"), header=other)
+    assert result_files(folder) == ["log-0002-0000.jsonl"] and known_corpus(folder) == corpus_of("xyz")
+    # What JSON changes (order of keys, tuples) does not look like another run.
+    for same in (other, Header({"a": {"z": 1e-17, "ü": "\n"}, "b": [1, 2.5, None, True]}, {})):
+        assert resume(folder, corpus=corpus_of("xyz"), header=same)[0] == {"x"}
     with pytest.raises(OutputError, match=r"--resume.*--overwrite") as caught:
-        take(tmp_path, mode="new")
-    assert str(tmp_path) in str(caught.value) and list(open_results(tmp_path)) == [record("a")]
-    take(tmp_path).close()  # and the refused one does not hold it
-
-
-def test_a_run_that_died_before_its_first_document_may_be_begun_again(tmp_path: Path) -> None:
-    begin(tmp_path)
-    (tmp_path / f"{RESULTS}{PART}").write_bytes(b"half")
-    take(tmp_path, mode="new", corpus=corpus_of("xyz"), header=Header({"model": "other"}, {})).close()
-    assert result_files(tmp_path) == [] and known_corpus(tmp_path) == corpus_of("xyz")
+        take(folder, mode="new")
+    assert str(folder) in str(caught.value)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputError, match="cannot be written"):
+        take(tmp_path / "file" / "run")
 
 
 def test_failed_documents_stay_unless_they_are_to_be_tried_again(tmp_path: Path) -> None:
     begin(tmp_path, record("a"), record("b", "error"), record("dir/c"))
     write(tmp_path, 1, [record("d", "error"), record("..")])
+    for number, file in enumerate(sorted(tmp_path.iterdir())):  # clocks that jump change nothing
+        os.utime(file, (10**9 * (number % 3), 4 * 10**9 - 10**9 * (number % 3)))
     for _ in range(2):
         assert resume(tmp_path)[:2] == ({"a", "dir/c", ".."}, {"b", "d"})
         assert resume(tmp_path, retry_failed=True)[:2] == ({"a", "dir/c", ".."}, set())
@@ -80,93 +72,61 @@ def test_overwrite_deletes_our_files_and_no_others(tmp_path: Path) -> None:
     (volume,) = tmp_path.glob("kv-*.h5")
     volume.write_bytes(volume.read_bytes()[:1000])
     assert any("damaged" in line for line in resume(tmp_path)[2])
-    others = [tmp_path / "notes.txt", tmp_path / "h5", tmp_path / "sub" / "results.h5", tmp_path / "measurements.h5"]
-    (tmp_path / "sub").mkdir()
+    others = [tmp_path / name for name in ("notes.txt", "h5", "sub/results.h5", "measurements.h5", "results.h5/notes")]
+    (tmp_path / RESULTS).unlink()
     for other in others:
+        other.parent.mkdir(exist_ok=True)
         other.write_text("mine")
+    done, _, said = resume(tmp_path)
+    assert not done and any("measurements.h5" in line and "left alone" in line for line in said)
     run = take(tmp_path, mode="overwrite")
     assert run.done == set() and list(tmp_path.glob("*.jsonl")) == [] and list(tmp_path.glob("*damaged*")) == []
-    assert result_files(tmp_path) == ["measurements.h5"]
+    assert result_files(tmp_path) == ["measurements.h5", RESULTS]
     assert all(other.read_text() == "mine" for other in others)
     run.close()
-
-
-def test_foreign_files_are_named_and_left_alone(tmp_path: Path) -> None:
-    begin(tmp_path, record("a"))
-    content = foreign(tmp_path / "measurements.h5")
-    done, _, said = resume(tmp_path)
-    assert done == {"a"} and any("measurements.h5" in line and "left alone" in line for line in said)
-    assert (tmp_path / "measurements.h5").read_bytes() == content
 
 
 @pytest.mark.parametrize("name", [RESULTS, "kv-0001-0000-00000.h5"])
 @pytest.mark.parametrize("mode", ["resume", "overwrite"])
 def test_a_foreign_file_with_our_name_stops_a_job_and_is_not_touched(tmp_path: Path, name: str, mode: str) -> None:
-    content = foreign(tmp_path / name)
+    with h5py.File(tmp_path / name, "w") as file:
+        file["measurements"] = np.arange(10.0)
+    content = (tmp_path / name).read_bytes()
     with pytest.raises(DataError, match=f"{name}.*not written by kvr-mpi"):
         take(tmp_path, mode=mode)
     assert (tmp_path / name).read_bytes() == content
 
 
-@pytest.mark.parametrize(("version", "remedy"), [(SCHEMA_VERSION + 1, "upgrade"), (SCHEMA_VERSION - 1, "again")])
-def test_another_schema_is_refused_and_not_touched(tmp_path: Path, version: int, remedy: str) -> None:
-    write(tmp_path, 0, [record("a")])
-    result = merge_run(tmp_path)
-    with h5py.File(result, "a") as file:
-        file.attrs["schema_version"] = version
-    content = result.read_bytes()
-    with pytest.raises(DataError, match=f"schema version {version};.*version {SCHEMA_VERSION} only: .*{remedy}"):
-        take(tmp_path)
-    assert result.read_bytes() == content
-
-
 @pytest.mark.parametrize(
-    ("key", "value", "shown"),
+    ("options", "shown"),
     [
-        ("model", "ffff", r"model was '0123abcd', is 'ffff'"),
-        ("generation", {"max_new_tokens": 5}, r"generation was .*96.*, is .*5"),
-        ("seed", 7, r"seed was None, is 7"),
+        (
+            {"header": Header({**IDENTITY, "model": "f"}, HEADER.model)},
+            r"with other settings \(model was '0123abcd', is 'f'\)",
+        ),
+        ({"header": Header({**IDENTITY, "seed": 7}, HEADER.model)}, r"with other settings \(seed was None, is 7\)"),
+        ({"corpus": corpus_of([*NAMES, "new1", "new2"])}, r"2 new \(new1, new2\)"),
+        ({"corpus": corpus_of(NAMES[1:])}, r"1 gone \(a\)"),
+        ({"corpus": corpus_of(NAMES, b="another text", d="too")}, r"2 changed \(b, d\)"),
+        (
+            {"corpus": corpus_of([f"n{number}" for number in range(9)])},
+            r"10 gone .* \.\.\.\), 9 new \(n0, n1, .* \.\.\.\)",
+        ),
     ],
 )
-@pytest.mark.parametrize("kept", ["everything", "results only", "no run.json"])
-def test_another_identity_is_refused_by_name(tmp_path: Path, key: str, value: Any, shown: str, kept: str) -> None:
+def test_another_job_is_refused_by_name(tmp_path: Path, options: dict[str, Any], shown: str) -> None:
     begin(tmp_path, record("a"))
-    if kept == "results only":
+    for _ in range(2):
+        with pytest.raises(OutputError, match=f"cannot resume.*{shown}"):
+            take(tmp_path, **options)
+        assert known_corpus(tmp_path) == corpus_of(NAMES) and list(open_results(tmp_path)) == [record("a")]
+        assert resume(tmp_path, corpus=corpus_of(reversed(NAMES)))[0] == {"a"}  # their order does not matter
+        take(tmp_path).close()
         merge_run(tmp_path)
-    if kept != "everything":
-        (tmp_path / RUN_FILE).unlink()
-    with pytest.raises(OutputError, match=shown) as caught:
-        take(tmp_path, header=Header({**IDENTITY, key: value}, HEADER.model))
-    assert not any(f"{name} was" in str(caught.value) for name in {*IDENTITY} - {key})
-    assert list(open_results(tmp_path)) == [record("a")]
-
-
-def test_json_of_the_identity_is_the_same_identity(tmp_path: Path) -> None:
-    # What JSON changes (order of keys, tuples) must not look like another run.
-    header = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, HEADER.model)
-    take(tmp_path, mode="new", header=header).close()
-    for name in "ab":
-        write(tmp_path, 0, [record(name)], header=header)
-    same = Header({"a": {"z": 1e-17, "ü": "\n"}, "b": [1, 2.5, None, True]}, HEADER.model)
-    for each in (header, same):
-        assert resume(tmp_path, header=each)[0] == {"a", "b"}
-
-
-@pytest.mark.parametrize(
-    ("corpus", "shown"),
-    [
-        (corpus_of([*NAMES, "new1", "new2"]), r"2 new \(new1, new2\)"),
-        (corpus_of(NAMES[1:]), r"1 gone \(a\)"),
-        (corpus_of(NAMES, b="another text", d="too"), r"2 changed \(b, d\)"),
-        (corpus_of([f"n{number}" for number in range(9)]), r"10 gone .* \.\.\.\), 9 new \(n0, n1, n2, n3, n4 \.\.\.\)"),
-    ],
-)
-def test_another_corpus_is_refused_by_name(tmp_path: Path, corpus: Any, shown: str) -> None:
-    begin(tmp_path, record("a"))
-    with pytest.raises(OutputError, match=f"cannot resume.*{shown}"):
-        take(tmp_path, corpus=corpus)
-    assert known_corpus(tmp_path) == corpus_of(NAMES)
-    assert resume(tmp_path, corpus=corpus_of(reversed(NAMES)))[0] == {"a"}  # their order does not matter
+    (tmp_path / RUN_FILE).unlink()
+    if "header" in options:
+        with pytest.raises(OutputError, match=f"cannot resume.*{shown}"):
+            take(tmp_path, **options)
 
 
 def test_results_of_documents_that_are_gone_are_kept_however_often_a_run_is_extended(tmp_path: Path) -> None:
@@ -200,41 +160,6 @@ def test_a_document_that_can_be_read_by_now_is_no_other_corpus(tmp_path: Path) -
     (texts / "a.txt").write_bytes(b"\xff now it is not")
     with pytest.raises(OutputError, match=r"1 changed \(a.txt\)"):
         resume(tmp_path / "run", corpus=scan_corpus([str(texts)]))
-
-
-def test_a_damaged_run_file_is_said_and_made_anew(tmp_path: Path) -> None:
-    begin(tmp_path, record("a"))
-    content = bytearray((tmp_path / RUN_FILE).read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / RUN_FILE).write_bytes(content)
-    assert known_corpus(tmp_path) is None
-    done, _, said = resume(tmp_path)
-    assert done == {"a"} and any(RUN_FILE in line and "is unknown" in line for line in said)
-    assert known_corpus(tmp_path) == corpus_of(NAMES) and resume(tmp_path)[2] == []
-
-
-def test_clocks_that_jump_change_nothing(tmp_path: Path) -> None:
-    begin(tmp_path, record("a"), record("b", "error"))
-    write(tmp_path, 1, [record("b", "error", "newer"), record("c")])
-    for number, file in enumerate(sorted(tmp_path.iterdir())):
-        os.utime(file, (10**9 * (number % 3), 4 * 10**9 - 10**9 * (number % 3)))
-    assert resume(tmp_path)[:2] == ({"a", "c"}, {"b"})
-    assert {each.id: each.answer for each in open_results(tmp_path)}["b"] == "newer"
-
-
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_a_folder_with_the_name_of_a_result_is_no_crash(tmp_path: Path, overwrite: bool) -> None:
-    inner = tmp_path / RESULTS
-    inner.mkdir()
-    (inner / "precious.txt").write_text("mine")
-    take(tmp_path, mode="overwrite" if overwrite else "resume").close()
-    assert (inner / "precious.txt").read_text() == "mine"
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OutputError, match="cannot be written"):
-        take(tmp_path / "file" / "run")
 
 
 def test_a_job_writes_beside_earlier_ones_even_if_their_locks_were_deleted(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ STATE = RankState(0, 4, 1, "here", 1000.0, "prefilling", "a.txt", 1100.0, 10, 2,
 
 @contextmanager
 def writers(folder: Path, count: int, **more: Any) -> Iterator[list[StateWriter]]:
+    """Write the states of so many ranks."""
     given = {"session": 1, "deadline_s": None, "say": print, **more}
     with ExitStack() as stack:
         found = [StateWriter(folder, rank, count, **given) for rank in range(count)]
@@ -55,33 +55,29 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "states").exists()
 
 
-def test_a_rank_that_has_gone_silent_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_has_gone_silent_is_named_first(tmp_path: Path) -> None:
     run = take(tmp_path, mode="new")
-    with writers(tmp_path, 3):
+    with writers(tmp_path, 4, tensor_parallel=2) as found:
+        found[2].follow(lambda: (1000, 10))
+        states = read_states(tmp_path, 1)
+        assert [state.name for state in states][1:3] == ["rank 1 (group 0.1)", "rank 2 (group 1.0)"]
+        assert [state.is_first_of_group for state in states] == [True, False, True, False]
         gone = tmp_path / "states" / "0001-0001.json"
-        state = read_states(tmp_path, 1)[1]
-        said = replace(
-            state, doing="prefilling", what="b.txt", began_s=state.began_s - 99, written_at_s=state.written_at_s - 95
-        )
+        before_s = {"began_s": states[1].began_s - 99, "written_at_s": states[1].written_at_s - 95}
+        said = replace(states[1], doing="prefilling", what="b.txt", **before_s)
         gone.write_text(json.dumps(asdict(said)).ljust(STATE_BYTES))
         assert read_status(tmp_path).silent == (1,)
         told = CliRunner().invoke(group, ["status", str(tmp_path)]).output.splitlines()
-        assert "ranks     2 starting, 1 SILENT" in told
-        (line,) = (line for line in told if line.startswith("rank 1"))
-        assert line.startswith(
-            "rank 1    SILENT for 95.0 s: its process has ended or hangs; last seen prefilling b.txt"
-        )
-        assert told.index(line) == told.index("ranks     2 starting, 1 SILENT") + 1, "before the others"
+        head = told.index("ranks     3 starting, 1 SILENT")
+        assert told[head + 1].startswith("rank 1 (group 0.1)") and "last seen prefilling b.txt" in told[head + 1]
         gone.unlink()
         assert read_status(tmp_path).silent == (), "it may be about to begin"
     run.close()
 
 
 def test_stamps_are_held_against_each_other() -> None:
-    late, ended = (
-        replace(STATE, rank=1, written_at_s=1079.0),
-        replace(STATE, rank=2, doing="ended", written_at_s=1001.0),
-    )
+    late = replace(STATE, rank=1, written_at_s=1079.0)
+    ended = replace(STATE, rank=2, doing="ended", written_at_s=1001.0)
     assert silent_ranks([STATE, late, ended]) == (1, 3), "rank 3 has never been heard of"
     assert silent_ranks([STATE, replace(late, written_at_s=1081.0), ended]) == (3,)
     assert silent_ranks([STATE, replace(late, every_s=10.0), ended]) == (3,), "it writes less often"
@@ -90,35 +86,18 @@ def test_stamps_are_held_against_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "stored",
+    "change",
     [
-        "",
-        "{}",
-        "[" * 3000,
-        json.dumps(asdict(STATE))[:-9],
-        *(
-            json.dumps(asdict(STATE) | change)
-            for change in (
-                {"rank": 1},
-                {"rank": -1},
-                {"size": 0},
-                {"size": 1 << 40},
-                {"session": 2},
-                {"host": 5},
-                {"since_s": float("nan")},
-                {"deadline_s": "soon"},
-                {"every_s": float("inf")},
-                {"new_tokens": 1.5},
-            )
-        ),
+        {"rank": 1}, {"rank": -1}, {"size": 0}, {"size": 1 << 40}, {"session": 2}, {"host": 5}, {"every_s": 0.0},
+        {"deadline_s": "soon"}, {"every_s": float("inf")}, {"new_tokens": 1.5}, "", "{}", "[" * 3000, "{",
     ],
-)
-def test_what_is_no_state_is_left_out(tmp_path: Path, stored: str) -> None:
+)  # fmt: skip
+def test_what_is_no_state_is_left_out(tmp_path: Path, change: dict[str, Any] | str) -> None:
     (tmp_path / "states").mkdir()
     path = tmp_path / "states" / "0001-0000.json"
     path.write_text(json.dumps(asdict(STATE)))
     assert read_states(tmp_path, 1) == (STATE,)
-    path.write_text(stored)
+    path.write_text(change if isinstance(change, str) else json.dumps(asdict(STATE) | change))
     assert read_states(tmp_path, 1) == ()
     path.unlink()
     path.symlink_to("/dev/zero")
@@ -139,34 +118,12 @@ def test_a_job_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert len(said) == 2
 
 
-def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, "read-only")
-
+def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     with writers(tmp_path, 2):
         pass
     (tmp_path / "states" / "notes.txt").write_text("mine")
     with writers(tmp_path, 1, session=2):
         remove_states(tmp_path, but_of=2)
         assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["0002-0000.json", "notes.txt"]
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", refuse)
-        remove_states(tmp_path)  # of a folder that cannot be written any more
-    assert len(list((tmp_path / "states").iterdir())) == 2
     remove_states(tmp_path)
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["notes.txt"]
-
-
-def test_ranks_of_a_group_are_named_and_what_they_have_done_counts_once(tmp_path: Path) -> None:
-    """All ranks of a group run the same tokens."""
-    run = take(tmp_path, mode="new")
-    with writers(tmp_path, 4, tensor_parallel=2) as found:
-        for writer in found:
-            writer.follow(lambda: (1000, 10))
-            writer._write()
-        states = read_states(tmp_path, 1)
-        assert [state.name for state in states][1:3] == ["rank 1 (group 0.1)", "rank 2 (group 1.0)"]
-        assert [state.is_first_of_group for state in states] == [True, False, True, False]
-        told = CliRunner().invoke(group, ["status", str(tmp_path)]).output
-        assert "rank 3 (group 1.1)" in told
-    run.close()

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import h5py
 import numpy as np
 import pandas
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvr_mpi.documents import read_corpus
+from kvr_mpi.errors import DataError
 from kvr_mpi.store.arrays import type_name
 from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.head_rows import HeadRows, open_head_rows
 from kvr_mpi.store.kv import open_kv, write_kv
-from kvr_mpi.store.log import Header, seal, unseal
-from kvr_mpi.store.record import ASKED_FOR, KINDS, OF_RUN, REALS, Record, read_record, record_values
+from kvr_mpi.store.log import Header
+from kvr_mpi.store.record import ASKED_FOR, KINDS, OF_RUN, REALS, Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
-from kvr_mpi.store.stored_kv import KeysValues
-from kvr_mpi.store.volumes import KV, RESULTS, SCHEMA, SCHEMA_VERSION, create_volume, key_of, open_volume
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues, StoredPiece
+from kvr_mpi.store.volumes import KV, SCHEMA, SCHEMA_VERSION, create_volume, open_volume
 from kvr_mpi.store.writer import ResultWriter
 
 pytestmark = pytest.mark.quick
@@ -61,13 +60,6 @@ RECORD = st.builds(Record, **{name: GIVEN.get(name, VALUES[kind]) for name, kind
 Layers = list[tuple[torch.Tensor, torch.Tensor] | None]
 
 
-@contextmanager
-def memory_file() -> Iterator[h5py.File]:
-    """Hold a file that touches no disk."""
-    with h5py.File("memory.h5", "w", driver="core", backing_store=False, libver="v110") as file:
-        yield file
-
-
 def layers_in(kv: h5py.Group, told: tuple[int, str]) -> dict[int, KeysValues]:
     """Read keys and values of a group; `told` is what `write_kv` returned."""
     return {layer.number: layer.read() for layer in open_kv(kv, *told).layers}
@@ -97,11 +89,6 @@ def write_one(folder: Path, record: Record, layers: Layers) -> None:
     writer.close()
 
 
-def text(value: Any) -> str:
-    """Give what plain h5py reads as text: a string of fixed length is bytes to it."""
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     size = tensor.element_size()
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
@@ -111,17 +98,9 @@ def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 # Records
 
 
-@settings(max_examples=150)
-@given(record=RECORD)
-def test_every_field_of_a_record_comes_back(record: Record) -> None:
-    values = unseal(seal(record_values(record, ["a", "b"])))
-    assert values is not None and values["pieces"] == ["a", "b"]
-    assert same(read_record(values, "here").as_dict(), as_stored(record))
-
-
-@settings(max_examples=30)
+@settings(max_examples=100)
 @given(records=st.lists(RECORD, min_size=1, max_size=6, unique_by=lambda record: record.id))
-def test_records_side_by_side_in_a_file_stay_apart(
+def test_every_field_of_records_side_by_side_comes_back(
     tmp_path_factory: pytest.TempPathFactory, records: list[Record]
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -132,41 +111,6 @@ def test_records_side_by_side_in_a_file_stay_apart(
     got = {record.id: record.as_dict() for record in open_results(folder)}
     assert set(got) == {record.id for record in records}
     assert all(same(got[record.id], as_stored(record)) for record in records)
-
-
-def test_long_texts_come_back_even_after_a_merge(tmp_path: Path) -> None:
-    record = Record("long", "error", error="e" * 200_000, answer="ä" * 300_000, strategy="s" * 70_000)
-    write_one(tmp_path, record, [])
-    assert list(open_results(tmp_path)) == [record]
-    merge_run(tmp_path)
-    assert list(open_results(tmp_path / RESULTS)) == [record]
-
-
-@settings(max_examples=300)
-@given(one=st.one_of(ID, st.text(max_size=8)), other=st.one_of(ID, st.text(max_size=8)))
-@example(".", "%2E")
-@example("..", "%2E%2E")
-@example("a/b", "a%2Fb")
-@example("é", "e\u0301")
-@example("A", "a")
-def test_key_of_is_injective_and_never_a_path(one: str, other: str) -> None:
-    keys = key_of(one), key_of(other)
-    assert (keys[0] == keys[1]) == (one == other)
-    for name, key in zip((one, other), keys, strict=True):
-        assert "/" not in key and "\0" not in key and key not in (".", "..")
-        assert unquote(key) == name
-
-
-@pytest.mark.parametrize("name", ["\ud800", "nul\0id", "", "x" * 5000, "a\nb", "\x7f"])
-def test_whatever_id_the_corpus_lets_through_can_be_stored(tmp_path: Path, name: str) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"id": name, "text": "words"}) + "\n")
-    (document,) = read_corpus([str(rows)])
-    folder = tmp_path / "run"
-    folder.mkdir()
-    write_one(folder, Record(document.id, "error", error=document.error or ""), [])
-    (record,) = open_results(folder)
-    assert record.id == document.id and record.error == (document.error or "")
 
 
 # The schema, seen by others
@@ -180,7 +124,7 @@ def test_a_file_is_readable_with_h5py_and_json_alone(tmp_path: Path) -> None:
     )  # fmt: skip
     write_one(tmp_path, record, [(keys, values)])
     with h5py.File(merge_run(tmp_path), "r") as file:
-        assert text(file.attrs["schema"]) == SCHEMA == "kvr-mpi"
+        assert file.attrs["schema"] in ("kvr-mpi", b"kvr-mpi") and SCHEMA == "kvr-mpi"
         assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 5
         header, volume = map(json.loads, file["log"][()].tobytes().splitlines())
         assert header["created"].startswith("20")
@@ -202,30 +146,13 @@ def test_a_file_is_readable_with_h5py_and_json_alone(tmp_path: Path) -> None:
         assert group["layer_000/digests"].fletcher32
 
 
-def test_the_docs_of_a_record_name_every_field() -> None:
-    import kvr_mpi.store.record as documented
-
-    assert documented.__doc__ is not None
-    for spec in fields(Record):
-        assert spec.name in documented.__doc__, f"{spec.name} is stored, but not documented"
-
-
-def test_a_file_is_closed_after_reading(tmp_path: Path) -> None:
-    write_one(tmp_path, Record("a", "done"), [])
-    path = merge_run(tmp_path)
-    assert len(list(open_results(path))) == 1
-    # An open reader would make this fail: HDF5 opens no file twice for reading and for writing.
-    with h5py.File(path, "a") as again:
-        again.attrs["note"] = "seen"
-
-
 # Keys and values
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_pattern_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
+def test_every_16_bit_pattern_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     patterns = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(dtype).reshape(1024, 16, 4)
-    with memory_file() as file:
+    with h5py.File(tmp_path / "a.h5", "w", libver="v110") as file:
         told = write_kv(file, "a", [(patterns, patterns)], None)
         got, _ = layers_in(file["a"], told)[0]
         keys = file["a/layer_000/keys"]
@@ -240,48 +167,111 @@ def test_every_16_bit_pattern_comes_back_bit_for_bit(dtype: torch.dtype) -> None
 
 @settings(max_examples=50)
 @given(
-    patterns=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=24),
+    present=st.lists(st.booleans(), max_size=12),
+    tokens=st.integers(0, 5),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )
-@example([0x7FC00001, 0x7F800001, 0xFFFFFFFF, 0x00000001, 0x80000000, 0x7F800000], torch.float32)
-def test_any_tensor_comes_back_bit_for_bit(patterns: list[int], dtype: torch.dtype) -> None:
-    raw = torch.from_numpy(np.array(patterns, dtype=np.uint32).view(np.int32))
-    tensor = (raw.view(dtype)).reshape(-1, 1, 1)
-    with memory_file() as file:
-        told = write_kv(file, "a", [(tensor, tensor)], None)
-        _, got = layers_in(file["a"], told)[0]
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(bits(got), bits(tensor))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_layers_come_back_from_a_volume(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
+def test_layers_come_back_from_a_volume_and_keep_their_numbers(
+    tmp_path_factory: pytest.TempPathFactory, present: list[bool], tokens: int, dtype: torch.dtype
+) -> None:
     # As the model hands them over: transposed views, not contiguous, and with a gradient.
     layers: Layers = [
         (torch.randn(2, tokens, 4).to(dtype).transpose(0, 1), torch.randn(tokens, 2, 3, requires_grad=True).to(dtype))
-        for _ in range(3)
+        if is_there
+        else None
+        for is_there in present
     ]
-    with create_volume(tmp_path / "a.h5") as file:
-        told = write_kv(file[KV], "a", layers, None)
-    with open_volume(tmp_path / "a.h5") as file:
-        got = layers_in(group_in(file[KV], "a"), told)
-    assert sorted(got) == [0, 1, 2]
-    for number, layer in enumerate(layers):
-        assert layer is not None
+    path = tmp_path_factory.mktemp("volume") / "a.h5"
+    with create_volume(path) as file:
+        told = write_kv(file[KV], "a", iter(layers), None)
+        assert ("a" in file[KV]) == any(present)
+    with open_volume(path) as file:
+        got = layers_in(group_in(file[KV], "a"), told) if any(present) else {}
+    wanted = {number: layer for number, layer in enumerate(layers) if layer is not None}
+    assert got.keys() == wanted.keys()
+    for number, layer in wanted.items():
         for mine, stored in zip(layer, got[number], strict=True):
             assert stored.dtype == dtype and stored.shape == mine.shape
             np.testing.assert_array_equal(bits(stored), bits(mine))
 
 
-@settings(max_examples=25)
-@given(present=st.lists(st.booleans(), max_size=12))
-def test_absent_layers_are_skipped_and_the_others_keep_their_numbers(present: list[bool]) -> None:
-    layers = [(torch.full((2, 1, 2), float(n)), torch.full((2, 1, 2), -float(n))) if is_there else None
-              for n, is_there in enumerate(present)]  # fmt: skip
-    with memory_file() as file:
-        told = write_kv(file, "a", iter(layers), None)
-        assert ("a" in file) == any(present)
-        stored = layers_in(file["a"], told) if any(present) else {}
-        got = {n: (float(keys[0, 0, 0]), float(values[0, 0, 0])) for n, (keys, values) in stored.items()}
-    assert got == {n: (float(n), -float(n)) for n, is_there in enumerate(present) if is_there}
+# Those of which each head keeps its own tokens: whole and right, or refused
+
+ROWS = HeadRows((3, 5), np.array([0, 4, 9, 1, 2, 3, 8, 9], np.int32))
+METHOD = "snapkv: budget 4"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A document of ten tokens: one layer is compressed, one has no keys, one was left alone."""
+    draw = torch.Generator().manual_seed(0)
+    rows, whole = torch.randn(8, 1, 6, generator=draw), torch.randn(10, 2, 6, generator=draw)
+    file = create_volume(tmp_path / "results.h5")
+    layers = [(rows, -rows), None, (whole, -whole)]
+    tokens = CachedTokens(tuple(range(10)), (1, 8), compression=METHOD, rows={0: ROWS})
+    told.append(write_kv(file["kv"], "a", layers, tokens))
+    file.close()
+    return tmp_path / "results.h5"
+
+
+told: list[tuple[int, str]] = []  # of the last file, what a log tells
+
+
+def read(path: Path) -> StoredPiece:
+    with open_volume(path) as file:
+        found = open_kv(group_in(group_in(file, "kv"), "a"), *told[-1])
+        found.check()
+        return found
+
+
+def test_what_was_written_is_read(path: Path) -> None:
+    found = read(path)
+    assert found.tokens is not None and (found.tokens.compression, found.tokens.ids) == (METHOD, tuple(range(10)))
+    first, last = found.layers
+    assert (first.number, last.number) == (0, 2) and last.rows is None and first.rows is not None
+    assert first.rows.counts == ROWS.counts and (first.rows.positions == ROWS.positions).all()
+    assert first.rows.bounds == [(0, 3), (3, 8)] and first.rows.bounds_before(9) == [(0, 2), (3, 7)]
+    assert first.rows.bounds_before(0) == [(0, 0), (3, 3)]
+
+
+@pytest.mark.parametrize("name", ["keys", "values", "positions", "head_rows", "digests"])
+def test_a_flipped_bit_is_found_wherever_it_is(path: Path, name: str) -> None:
+    with h5py.File(path) as file:
+        data = file[f"kv/a/layer_000/{name}"]
+        offset = data.id.get_offset() or data.id.get_chunk_info(0).byte_offset
+        size = data.size * data.dtype.itemsize
+    content = path.read_bytes()
+    for at in range(offset, offset + size, 3):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="results.h5"):
+            read(path)
+    path.write_bytes(content)
+    read(path)
+
+
+@pytest.mark.parametrize(
+    ("counts", "positions", "why"),
+    [
+        ([3, 4], ROWS.positions, "do not make up 8"),
+        ([0, 8], ROWS.positions, "do not make up 8"),
+        ([9, -1], ROWS.positions, "do not make up 8"),
+        (ROWS.counts, ROWS.positions[::-1], "rows 0 to 3 are not of ascending tokens"),
+        (ROWS.counts, [0, 4, 9, 1, 1, 3, 8, 9], "rows 3 to 8 are not of ascending tokens"),
+        (ROWS.counts, [-1, 4, 9, 1, 2, 3, 8, 9], "rows 0 to 3 are not of ascending tokens"),
+        (ROWS.counts, ROWS.positions[:-1], "do not match"),
+        (ROWS.counts, None, "positions"),
+        (None, ROWS.positions, "head_rows"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(tmp_path: Path, counts: Any, positions: Any, why: str) -> None:
+    """Whoever made the checksums, too."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        layer = file.create_group("layer_000")
+        if counts is not None:
+            layer["head_rows"] = np.array(counts, np.int64)
+        if positions is not None:
+            layer["positions"] = np.array(positions, np.int32)
+        with pytest.raises(DataError, match=why):
+            open_head_rows(layer, (8, 1, 6))

@@ -17,7 +17,7 @@ from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefix_of_cache
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefix_of_cache
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.record import Record
@@ -51,11 +51,6 @@ def write_slices(folder: Path, loaded: LoadedModel, ids: list[int], bounds: tupl
     run_local(len(bounds) - 1, work)
 
 
-def go_on(loaded: LoadedModel, ids: list[int], prefix: Any) -> Prefill:
-    (done,) = prefill_packed(loaded, [ids], prefix=prefix, reserve_tokens=1)
-    return done
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bounds", [(0, 290), (0, 170, 290), (0, 100, 101, 290), (0, 90, 160, 230, 290)])
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma2-softcap"])
@@ -65,11 +60,12 @@ def test_to_the_bit_what_memory_gives(tmp_path: Path, name: str, bounds: tuple[i
     prepare_model(loaded.model, chain=True)
     write_slices(tmp_path, loaded, ids[:TOKENS], bounds)
     partition = Partition(bounds)
-    kept = run_local(partition.size, lambda chain: prefill_kvr(loaded, ids[:TOKENS], partition, chain, keeps_all=True))[
-        -1
-    ]
+    kept = run_local(
+        partition.size, lambda chain: prefill_kvr(loaded, ids[:TOKENS], partition, chain, keeps_all=True).cache
+    )
     stored = StoredPrefix("a", index_run(tmp_path).places["a"].pieces, TOKENS).open(ids, loaded)
-    one, other = (go_on(loaded, ids, each) for each in (prefix_of_cache(ids[:TOKENS], kept.cache), stored))
+    prefixes: tuple[Any, ...] = (prefix_of_cache(ids[:TOKENS], kept[-1]), stored)
+    ((one,), (other,)) = (prefill_packed(loaded, [ids], prefix=each, reserve_tokens=1) for each in prefixes)
     assert one.logits is not None and other.logits is not None and torch.equal(one.logits, other.logits)
     for layer in range(len(one.cache.layers)):
         for here, there in zip(layer_kv(one.cache, layer), layer_kv(other.cache, layer), strict=True):

@@ -80,61 +80,42 @@ def test_answers_go_beside_the_run(run: Path, array: Path, monkeypatch: pytest.M
 
 
 OWN = (
-    "results.h5",
-    "results.h5.part",
-    "run.json",
-    "kv-0001-0000-00000.h5",
-    "kv-9999-0000-00000.h5.damaged-1",
-    "log-0001-0000.jsonl",
-    ".lock-000001",
-    "trace/0001-0000.json",
+    *("results.h5", "results.h5.part", "run.json", "kv-0001-0000-00000.h5", "kv-9999-0000-00000.h5.damaged-1"),
+    *("log-0001-0000.jsonl", ".lock-000001", "trace/0001-0000.json"),
 )
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_no_command_writes_a_file_of_a_run(run: Path, tmp_path: Path, run_kvr: Kvr, name: str) -> None:
+def test_no_command_writes_a_file_of_a_run(run: Path, run_kvr: Kvr, name: str) -> None:
     target = run / name
     target.parent.mkdir(exist_ok=True)
     target.exists() or target.write_text("as it was")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and ".lock" not in path.name}
-    for command in (
-        ("report", run, "-o", target),
-        ("merge", run, "-o", target),
-        ("export", run, "-o", target),
-    ):
-        code, _, err = run_kvr(*command, *["--overwrite"] * (run in command))
+    for command in ("report", "merge", "export"):
+        code, _, err = run_kvr(command, run, "-o", target, "--overwrite")
         assert code == EXIT_CONFIG and "file of the run" in err, err
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_file_is_replaced_only_if_asked(run: Path, tmp_path: Path, run_kvr: Kvr) -> None:
-    target = tmp_path / "document.txt"
-    for command in (
-        ("report", run, "-o", target),
-        ("merge", run, "-o", target),
-        ("export", run, "-o", target),
-    ):
+def test_a_file_is_replaced_only_if_asked_and_never_if_it_is_read(run: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    target, merged = tmp_path / "document.txt", tmp_path / "all.h5"
+    for command in ("report", "merge", "export"):
         target.write_text("a document")
-        code, _, err = run_kvr(*command)
+        code, _, err = run_kvr(command, run, "-o", target)
         assert code == EXIT_CONFIG and "add --overwrite" in err and target.read_text() == "a document"
-        assert run_kvr(*command, "--overwrite")[0] == EXIT_OK and target.read_bytes() != b"a document"
-    for path in (run, run):  # the run's own page
-        assert run_kvr("report", path)[0] == EXIT_OK
+        assert run_kvr(command, run, "-o", target, "--overwrite")[0] == EXIT_OK
+        assert target.read_bytes() != b"a document"
+    for _ in range(2):  # the run's own page
+        assert run_kvr("report", run)[0] == EXIT_OK
     assert [each.id for each in open_results(run)] == [*"abcd"]
-
-
-def test_what_is_read_is_never_replaced(run: Path, tmp_path: Path, run_kvr: Kvr) -> None:
-    assert run_kvr("merge", run, "-o", tmp_path / "all.h5")[0] == EXIT_OK
-    before = (tmp_path / "all.h5").read_bytes()
-    os.link(tmp_path / "all.h5", tmp_path / "same.html")
-    for target in ("all.h5", "same.html"):
+    assert run_kvr("merge", run, "-o", merged)[0] == EXIT_OK
+    before = merged.read_bytes()
+    os.link(merged, tmp_path / "same.html")
+    for name in ("all.h5", "same.html"):
         for command in ("report", "export"):
-            code, _, err = run_kvr(command, tmp_path / "all.h5", "-o", tmp_path / target, "--overwrite")
+            code, _, err = run_kvr(command, merged, "-o", tmp_path / name, "--overwrite")
             assert code == EXIT_CONFIG and "is read" in err
-    assert (tmp_path / "all.h5").read_bytes() == before
-
-
-def test_a_place_that_cannot_be_written_is_named_first(run: Path, tmp_path: Path) -> None:
+    assert merged.read_bytes() == before
     for path, words in ((tmp_path / "nowhere" / "file", "there is no folder"), (run, "is a folder")):
         with pytest.raises(OutputError, match=words):
             check_file(path, overwrite=True)

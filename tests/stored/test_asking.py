@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
 import torch
-import transformers as tf
-from constants import SMOLLM
 from made_jobs import TEXT, last_line, with_settings
 from made_runs import kv_in
 
@@ -25,7 +22,6 @@ from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport.local import LocalTransport
 
 QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}
-Ask = Callable[..., Any]
 
 
 def ask_job(folder: Path, model: Path | str, run: Path, name: str = "asked", more: str = "", tokens: int = 8) -> Path:
@@ -111,19 +107,6 @@ def test_answers_are_those_of_a_fresh_prefill(
         check_answers(tmp_path / "asked", fresh)
 
 
-@pytest.mark.long
-def test_a_real_model_answers_as_to_a_fresh_prefill(tmp_path: Path, job: Path, run_here: Any) -> None:
-    for number, file in enumerate(sorted(Path("jobs/demo").glob("*.*"))[:3]):
-        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(file.read_text()[:2500])
-    own = (f"model.path={SMOLLM}", "documents.limit=3")
-    wrote = run_here(2, [job, *with_settings(*own, "output.kv=true", "generation.max_new_tokens=0")])
-    assert wrote.returncode == 0, wrote.stderr
-    fresh = ask_fresh(job, tmp_path, run_here, *own)
-    asked = run_here(1, [ask_job(tmp_path, SMOLLM, tmp_path / "out"), "--overwrite"])
-    assert asked.returncode == 0, asked.stderr
-    check_answers(tmp_path / "asked", fresh)
-
-
 @pytest.fixture
 def run(job: Path, tmp_path: Path, run_here: Any) -> Path:
     """A run with keys and values."""
@@ -139,24 +122,23 @@ def test_some_documents_a_file_of_questions_and_resuming(
     file = tmp_path / "more.jsonl"
     file.write_text('{"id": "when", "question": "When was it?"}\n{"question": "Where?"}\n', encoding="utf-8-sig")
     job = ask_job(tmp_path, tiny_model_dir, run, more='documents = ["doc-1.txt", "doc-3.txt"]')
-    asked = with_settings(f"questions.ask={file}")
-    assert run_here(1, [job, *asked, *with_settings("documents.limit=1")]).returncode == 0
-    names = ["when", "q2"]
-    assert set(records(tmp_path / "asked")) == {f"doc-1.txt#{name}" for name in names}
-    again = run_here(2, [job, *asked, "--resume"])
-    assert again.returncode == 78 and "6" not in records(tmp_path / "asked") and "doc-3.txt" in again.stderr
-    again = run_here(2, [job, *asked, "--overwrite"])
-    assert again.returncode == 0, again.stderr
-    assert len(records(tmp_path / "asked")) == 4
-    again = run_here(3, [job, *asked, "--resume"])
+    asked = [job, *with_settings(f"questions.ask={file}")]
+    assert run_here(2, asked).returncode == 0
+    assert {*records(tmp_path / "asked")} == {f"doc-{n}.txt#{name}" for n in (1, 3) for name in ("when", "q2")}
+    again = run_here(3, [*asked, "--resume"])
     assert again.returncode == 0 and "4 of them already done" in again.stderr
 
 
 @pytest.mark.slow
-def test_the_answer_may_be_asked_about_again(run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
+def test_the_answer_may_be_asked_about_again_and_one_too_long_is_an_error_record(
+    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+) -> None:
     """What is asked is stored like any prompt, if that is wanted."""
     job = ask_job(tmp_path, tiny_model_dir, run)
-    assert run_here(1, [job, *with_settings("output.kv=true")]).returncode == 0
+    assert run_here(1, [job, *with_settings("prompt.max_tokens=150")]).returncode == 65
+    found = records(tmp_path / "asked")
+    assert found["doc-0.txt#who"].status == "done" and "too long" in found["doc-4.txt#who"].error
+    assert run_here(1, [job, *with_settings("output.kv=true"), "--overwrite"]).returncode == 0
     deeper = ask_job(tmp_path, tiny_model_dir, tmp_path / "asked", name="deeper")
     done = run_here(1, [deeper])
     assert done.returncode == 0, done.stderr
@@ -198,40 +180,29 @@ def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(
 
 
 @pytest.mark.slow
-def test_a_file_that_cannot_be_opened_is_named_for_each_of_its_documents_and_the_others_are_asked(
+def test_documents_in_a_damaged_file_are_named_and_those_that_are_lost_are_not_passed_over(
     job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs of many gigabytes are: not merged, a file or more of each rank."""
+    """Of a run of many gigabytes, which is not merged: a file or more of each rank."""
     monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
+    run, asking = tmp_path / "out", ask_job(tmp_path, tiny_model_dir, tmp_path / "out")
     assert run_here(2, [job, *with_settings("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
-    *others, last = sorted((tmp_path / "out").glob("kv-*.h5"))
-    gone = documents_in(tmp_path / "out", last)
-    assert others and gone
+    first, *others, last = sorted(run.glob("kv-*.h5"))
+    gone, left = documents_in(run, last), documents_in(run, first)
+    assert gone and left
     last.write_bytes(last.read_bytes()[:-5000])
-    asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
+    asked = run_here(2, [asking])
     assert asked.returncode == 65, asked.stderr
     found = records(tmp_path / "asked")
     assert len(found) == 10
     for record in found.values():
         assert (record.status == "error") == (record.document in gone), record.id
         assert record.status == "done" or f"{last} is damaged (it has" in record.error
-
-
-@pytest.mark.slow
-def test_documents_that_a_run_has_lost_are_not_passed_over(
-    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
-    assert run_here(2, [job, *with_settings("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
-    first, *others = sorted((tmp_path / "out").glob("kv-*.h5"))
-    left = documents_in(tmp_path / "out", first)
-    for file in others:
+    for file in (*others, last):
         file.unlink()
-    asking = ask_job(tmp_path, tiny_model_dir, tmp_path / "out")
-    asked = run_here(1, [asking])
+    asked = run_here(1, [asking, "--overwrite"])
     assert asked.returncode == 65 and f"lost keys and values of {counted(5 - len(left), 'document')}" in asked.stderr
-    assert not list((tmp_path / "asked").glob("*.h5"))
-    asked = run_here(1, [asking, *with_settings(f"questions.documents={json.dumps(left)}")])
+    asked = run_here(1, [asking, "--overwrite", *with_settings(f"questions.documents={json.dumps(left)}")])
     assert asked.returncode == 0 and {record.document for record in records(tmp_path / "asked").values()} == set(left)
 
 
@@ -240,8 +211,11 @@ def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_
 ) -> None:
     (tmp_path / "corpus" / "long.txt").write_text(TEXT * 60)
     (tmp_path / "corpus" / "empty.txt").write_text("")
-    run = run_here(2, [job, *with_settings("output.kv=true", "prompt.too_long=split")])
-    assert run.returncode == 65
+    assert run_here(2, [job, *with_settings("output.kv=true", "prompt.too_long=split")]).returncode == 65
+    plain = run_here(1, [job, *with_settings(f"output.path={tmp_path / 'plain'}")])
+    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, tmp_path / "plain")])
+    assert plain.returncode == 65 and asked.returncode == 78 and "output.kv = true" in asked.stderr
+    assert not (tmp_path / "asked").exists(), "a refused job leaves no folder"
     job = ask_job(tmp_path, tiny_model_dir, tmp_path / "out")
     asked = run_here(1, [job])
     assert asked.returncode == 78 and "1 of 6 documents cannot be asked about: long.txt" in asked.stderr
@@ -253,48 +227,18 @@ def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_
     assert sum(record.status == "done" for record in found.values()) == 10
 
 
-def test_a_question_that_overflows_the_context_is_an_error_record(
-    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
-) -> None:
-    job = ask_job(tmp_path, tiny_model_dir, run, more='documents = ["doc-0.txt", "doc-4.txt"]')
-    asked = run_here(1, [job, *with_settings("prompt.max_tokens=150")])
-    assert asked.returncode == 65, asked.stderr
-    found = records(tmp_path / "asked")
-    assert found["doc-0.txt#who"].status == "done" and "too long" in found["doc-4.txt#who"].error
-
-
-def other_weights(model: Path) -> None:
-    loaded = tf.AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        loaded.get_input_embeddings().weight[7, 3] += 1
-    loaded.save_pretrained(model)
-
-
-def other_rope(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    config["rope_parameters"]["rope_theta"] *= 2
-    (model / "config.json").write_text(json.dumps(config))
-
-
-def other_tokenizer(model: Path) -> None:
-    tokenizer = json.loads((model / "tokenizer.json").read_text())
-    tokenizer["added_tokens"][-1]["content"] = "<|other|>"
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "word"), [(other_weights, "weights"), (other_rope, "configuration"), (other_tokenizer, "tokenizer")]
-)
-def test_keys_of_another_model_are_refused(
-    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, change: Callable[[Path], None], word: str
-) -> None:
+def test_keys_of_another_model_are_refused(run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
-    change(model)
-    asked = run_here(2, [ask_job(tmp_path, model, run)])
-    assert asked.returncode == 78, asked.stderr
-    assert "did not compute the keys and values" in asked.stderr and word in asked.stderr
-    assert not list((tmp_path / "asked").glob("*.h5"))
+    config, tokenizer = (json.loads((model / name).read_text()) for name in ("config.json", "tokenizer.json"))
+    config["rope_parameters"]["rope_theta"] *= 2
+    tokenizer["added_tokens"][-1]["content"] = "<|other|>"
+    for name, changed, word in (("tokenizer", tokenizer, "tokenizer"), ("config", config, "configuration")):
+        (model / f"{name}.json").write_text(json.dumps(changed))
+        asked = run_here(2, [ask_job(tmp_path, model, run)])
+        assert asked.returncode == 78, asked.stderr
+        assert "did not compute the keys and values" in asked.stderr and word in asked.stderr
+        assert not list((tmp_path / "asked").glob("*.h5"))
 
 
 @pytest.mark.slow
@@ -320,15 +264,6 @@ def test_what_does_not_go_with_questions_is_refused_before_anything_is_loaded(
     assert asked.returncode in (65, 78) and words in asked.stderr, asked.stderr
     assert "Traceback" not in asked.stderr and not list((tmp_path / "asked").glob("*.h5"))
     assert last_line(asked.stderr).startswith("exit code")
-
-
-def test_a_run_without_keys_and_values_cannot_be_asked(
-    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
-) -> None:
-    assert run_here(1, [job]).returncode == 0
-    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
-    assert asked.returncode == 78 and "output.kv = true" in asked.stderr
-    assert not (tmp_path / "asked").exists(), "a refused job leaves no folder"
 
 
 def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(
@@ -361,6 +296,4 @@ def test_kvr_ask_answers_about_chosen_documents(
     assert set(found) == {"doc-3.txt#q1", "doc-3.txt#q2"} and found["doc-3.txt#q2"].new_tokens == 5
     (tmp_path / "empty").mkdir()
     code, out, err = run_kvr("ask", tmp_path / "empty", "-q", "Who?")
-    assert (
-        code == 65 and "no results found" in err or "no result file" in err and "exit code 65: a file is damaged" in err
-    )
+    assert code == 65 and "no result" in err
