@@ -44,11 +44,8 @@ def truth_of(
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
     if first is not None:
-        behind = (
-            torch.arange(query.shape[2], device=query.device)[:, None]
-            + first
-            - torch.arange(keys.shape[2], device=query.device)
-        )
+        at_query, at_key = (torch.arange(rows.shape[2], device=query.device) for rows in (query, keys))
+        behind = at_query[:, None] + first - at_key
         seen = (behind >= 0) & (behind < (window or keys.shape[2] + 1))
         scores = scores.masked_fill(~seen, float("-inf"))
     return scores.softmax(-1) @ values.double().repeat_interleave(group, 1), scores.logsumexp(-1)
@@ -82,16 +79,11 @@ def _worst_errors(given: Given) -> Figures:
         rows = torch.randn(2, length, heads, dim, generator=draw, device=device, dtype=dtype)
         keys, values = (row.transpose(0, 1).unsqueeze(0) for row in rows)
         params = AttentionParams(dim**-0.5)
-        half = length // 3
+        cuts = slice(0, length // 3), slice(length // 3, length)
+        part, other = (attend(query, keys[:, :, cut], values[:, :, cut], params) for cut in cuts)
         cases = {
             "all": (attend(query, keys, values, params), None, None),
-            "merged": (
-                attend(query, keys[:, :, :half], values[:, :, :half], params).merge(
-                    attend(query, keys[:, :, half:], values[:, :, half:], params)
-                ),
-                None,
-                None,
-            ),
+            "merged": (part.merge(other), None, None),
             "window": (attend_window(query, keys, values, params, WINDOW), length - queries, WINDOW),
         }
         if queries == length:

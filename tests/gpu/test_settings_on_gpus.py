@@ -14,10 +14,6 @@ import pytest
 import torch
 from jobs_together import TOGETHER, Bench, check, prepare_places
 from pretended_cuda import PretendedCuda
-from settings_by_twos import SETTINGS
-
-# The jobs that show all pairs take minutes; one of them is run where tests may not take hours.
-FEW = 1
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +40,15 @@ def bench(prepared: Any, run_here: Any, request: pytest.FixtureRequest, monkeypa
     return Bench(folder, launch, monkeypatch, base, places, truths)
 
 
-def skip_samples(names: Sequence[str]) -> None:
+# The jobs that show all pairs take minutes; two of them are run where tests may not take hours.
+JOBS = [
+    pytest.param(names, marks=pytest.mark.long if number > 1 else pytest.mark.slow)
+    for number, names in enumerate([("planned",), *TOGETHER])
+]
+
+
+@pytest.mark.parametrize("names", JOBS, ids="+".join)
+def test_settings_together_on_gpus(names: tuple[str, ...], bench: Bench) -> None:
     if "samples" in names and torch.cuda.is_available():
         pytest.skip("a GPU draws other random numbers than a CPU")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_setting_on_gpus(name: str, bench: Bench) -> None:
-    skip_samples([name])
-    check(bench, [name])
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(names, marks=pytest.mark.slow if number < FEW else pytest.mark.long)
-        for number, names in enumerate(TOGETHER)
-    ],
-    ids="+".join,
-)
-def test_settings_together_on_gpus(names: tuple[str, ...], bench: Bench) -> None:
-    skip_samples(names)
     check(bench, names)

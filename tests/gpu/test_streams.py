@@ -20,7 +20,6 @@ from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.mpi import MpiTransport
 from kvr_mpi.transport.nccl import NcclTransport
-from kvr_mpi.transport.staging import StagedReceive, Staging
 
 GPU = torch.device("cuda", 3)
 
@@ -79,43 +78,6 @@ def test_a_chain_waits_for_what_it_needs_and_no_more(gpus: PretendedCuda, networ
 def test_the_sanitizer_finds_a_missing_wait(gpus: PretendedCuda, network: Network) -> None:
     prefill_on(gpus, network, Blind)
     assert any("possible data race" in each for each in gpus.faults)
-
-
-def test_a_wait_for_the_stream_of_nccl_is_found(gpus: PretendedCuda, network: Network) -> None:
-    def work(ranks: NcclTransport) -> None:
-        warm_up(ranks, torch.device("cuda", ranks.rank))
-        if ranks.rank == 0:
-            data = torch.zeros(4, dtype=torch.uint8, device="cuda:0")
-            ranks._groups.up.send([data], 1, 0).wait()  # nobody receives it yet
-
-    run_on_gpus(2, network, work)
-    assert gpus.faults == ["rank 0 lets its stream wait for NCCL's"]
-
-
-def copied(gpus: PretendedCuda, staging: Staging) -> torch.Tensor:
-    """Send what is computed to oneself by way of host memory, and compute with what came."""
-    with OnDevices(gpus):
-        mail: list[torch.Tensor] = []
-
-        def send(data: torch.Tensor) -> Ended:
-            mail.append(data.clone())
-            return Ended()
-
-        def receive(data: torch.Tensor) -> Ended:
-            data.copy_(mail.pop())
-            return Ended()
-
-        computed = torch.arange(8.0, device=GPU) * 2
-        staging.send(computed.view(torch.uint8), send).wait()
-        came = torch.zeros(8, device=GPU)
-        StagedReceive(staging, came.view(torch.uint8), receive).wait()
-        return (came + 1).cpu()
-
-
-def test_staged_copies_wait_for_the_computation_and_it_for_them(gpus: PretendedCuda) -> None:
-    torch.cuda.set_device(GPU)
-    found = copied(gpus, Staging(GPU, direct=False))
-    assert found.tolist() == [2.0 * value + 1 for value in range(8)] and gpus.faults == []
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda:3"])
