@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_machine import most_gib, random_model
+from gpu_machine import random_model
 from gpu_steps import Figures, Given
 
 from kvr_mpi.kv import attention
@@ -19,7 +19,6 @@ from kvr_mpi.kv.attention import PartialAttention, attend, attend_window, name_a
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -93,20 +92,6 @@ def _worst_errors(given: Given) -> Figures:
             worst[str(dtype)] = max(worst[str(dtype)], error)
             assert error <= ALLOWED[dtype], f"{name}, {dtype}, head_dim {dim}, {queries} queries, {heads}: {error:.1e}"
     return {f"worst error, {dtype}": error for dtype, error in worst.items()}
-
-
-def self_checks_hold(given: Given) -> Figures:
-    """A chain's logits and a packed row's, as every job checks them before it begins."""
-    loaded = random_model(given)
-    told: list[str] = []
-    checked = check_chain(loaded, say=told.append)
-    return {
-        "layers": len(loaded.shape.layers),
-        "attends in parts": checked.attends_in_parts,
-        "cuts last layer": checked.cuts_last_layer,
-        "said": "; ".join(told),
-        "GiB at most": most_gib(given),
-    }
 
 
 @contextlib.contextmanager
