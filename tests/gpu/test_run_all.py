@@ -38,12 +38,6 @@ def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0) -> Outcome:
     return run_step(Step("it", "", lambda given: {}, timeout_s), [sys.executable, str(program)], tmp_path)
 
 
-def test_a_step_that_hangs_is_ended_and_shows_where_it_stood(tmp_path: Path) -> None:
-    code = "import time\ndef still(given): time.sleep(600)\nrun_inside(Step('it', '', still, 6.0), Given())"
-    outcome = _outcome(tmp_path, code, 6.0)
-    assert outcome.status == "timeout" and "in still" in outcome.said
-
-
 def test_ranks_that_a_step_has_started_show_where_they_stand(tmp_path: Path) -> None:
     lost, file = "def lost(): time.sleep(600)", tmp_path / "pid"
     begin = f"faulthandler.register(signal.SIGUSR1)\nopen({str(file)!r}, 'w').write(str(os.getpid()))\nlost()"
@@ -65,10 +59,13 @@ def test_ranks_that_a_step_has_started_show_where_they_stand(tmp_path: Path) -> 
         ("raise Absent('one GPU')", "absent", "one GPU"),
         ("assert 1 == 2, 'worse than allowed'", "failed", "worse than allowed"),
         ("import os; os._exit(3)", "failed", ""),
+        ("import time; time.sleep(600)", "timeout", "in work"),
     ],
 )
 def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str) -> None:
-    outcome = _outcome(tmp_path, f"def work(given):\n    {work}\nrun_inside(Step('it', '', work), Given())")
+    limit_s = 6.0 if status == "timeout" else 60.0
+    code = f"def work(given):\n    {work}\nrun_inside(Step('it', '', work, {limit_s}), Given())"
+    outcome = _outcome(tmp_path, code, limit_s)
     assert outcome.status == status and said in outcome.said
     assert outcome.figures == ({"ms": 1.5} if status == "ok" else {})
 

@@ -148,7 +148,7 @@ class Cluster:
         """End a node as a power cut does: its daemon and all that it runs, without a word to anybody."""
         daemon = self.daemons.pop(node)
         mine = {pid for pid, environ in self.processes() if f"SLURMD_NODENAME={node}" in environ}
-        kill_all({daemon.pid, *mine, *filter(_is_step, map(_parent, mine))})
+        kill_all({daemon.pid, *mine, *filter(None, map(_step_of, mine))})
         daemon.wait()
 
     def stop(self) -> None:
@@ -211,9 +211,8 @@ class Cluster:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 environ = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                if f"SLURM_CONF={self.environ['SLURM_CONF']}" in environ and any(
-                    entry.startswith("SLURMD_NODENAME=") for entry in environ
-                ):
+                is_ours = f"SLURM_CONF={self.environ['SLURM_CONF']}" in environ
+                if is_ours and any(entry.startswith("SLURMD_NODENAME=") for entry in environ):
                     yield int(folder.name), environ
 
     def _start(self, name: str, command: Sequence[str]) -> None:
@@ -234,13 +233,9 @@ def _free_ports(count: int) -> list[int]:
         return [listener.getsockname()[1] for listener in listeners]
 
 
-def _parent(pid: int) -> int:
+def _step_of(pid: int) -> int | None:
+    """The slurmstepd that has started a process."""
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
-
-
-def _is_step(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"slurmstepd")
-    return False
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return parent if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd") else None
+    return None
