@@ -19,6 +19,7 @@ from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.mpi import MpiTransport
 from kvr_mpi.transport.nccl import NcclTransport
+from kvr_mpi.transport.staging import StagedReceive, Staging
 
 GPU = torch.device("cuda", 3)
 
@@ -69,6 +70,32 @@ def test_a_chain_waits_for_what_it_needs_and_no_more_and_a_missing_wait_is_found
     assert gpus.faults == [] and gpus.syncs_of_devices == [], "a device also waits for what NCCL still sends"
     beside = {group.rank: sum(group.forwards) for group in network.groups if group.number == 0}
     assert beside == {0: 0, 1: 3, 2: 0}, "the second rank passes on a segment of each of three layers"
+
+
+def copied(gpus: PretendedCuda, staging: Staging) -> torch.Tensor:
+    """Send what is computed to oneself by way of host memory, and compute with what came."""
+    with OnDevices(gpus):
+        mail: list[torch.Tensor] = []
+
+        def send(data: torch.Tensor) -> Ended:
+            mail.append(data.clone())
+            return Ended()
+
+        def receive(data: torch.Tensor) -> Ended:
+            data.copy_(mail.pop())
+            return Ended()
+
+        computed = torch.arange(8.0, device=GPU) * 2
+        staging.send(computed.view(torch.uint8), send).wait()
+        came = torch.zeros(8, device=GPU)
+        StagedReceive(staging, came.view(torch.uint8), receive).wait()
+        return (came + 1).cpu()
+
+
+def test_staged_copies_wait_for_the_computation_and_it_for_them(gpus: PretendedCuda) -> None:
+    torch.cuda.set_device(GPU)
+    found = copied(gpus, Staging(GPU, direct=False))
+    assert found.tolist() == [2.0 * value + 1 for value in range(8)] and gpus.faults == []
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda:3"])
