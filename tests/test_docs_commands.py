@@ -100,20 +100,6 @@ def test_commands_of_the_pages_are_understood(page: Path) -> None:
     assert not wrong
 
 
-def test_commands_are_found_and_mistakes_in_them_too(tmp_path: Path) -> None:
-    found = list(commands_of(ROOT / "README.md"))
-    assert ("make", ["demo"]) in found and any(program == "kvr-run" for program, _ in found) and len(found) > 5
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```sh\nmpirun -n 2 python -m benchmarks first-token --contexts 4k \\\n  --no-such 3\n```\n"
-        "and `kvr stat x`, `make demos`\n"
-    )
-    assert [program for program, _ in commands_of(page)] == ["benchmarks", "kvr", "make"]
-    for program, arguments in commands_of(page):
-        with pytest.raises((click.UsageError, AssertionError)):
-            check(program, arguments)
-
-
 JOBS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in PAGES

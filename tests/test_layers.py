@@ -49,11 +49,12 @@ CONTACTS = {
     # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.
     "transformers.cache_utils": {"kv/cache.py", "kv/layer.py", "kv/states.py", "kv/row.py"},
     "click": {"cli"},
+    "benchmarks": set(),
 }
+FORBIDDEN = {"pickle", "cPickle", "dill", "shelve"}
 
 
-def files() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
 def room(path: Path) -> str:
@@ -74,62 +75,35 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_file_has_a_room() -> None:
-    assert {room(path) for path in files()} == set(ROOMS)
-
-
-def test_imports_lead_up() -> None:
-    """Benchmarks use the package, and are not part of it."""
+def test_imports_lead_up_and_libraries_are_met_in_one_place() -> None:
+    """Benchmarks use the package, and are not part of it. Nothing is unpickled."""
+    assert {room(path) for path in FILES} == set(ROOMS)
     wrong = []
-    for path in files():
-        here = ROOMS.index(room(path))
+    for path in FILES:
+        here, own = ROOMS.index(room(path)), {str(path.relative_to(PACKAGE)), room(path)}
         for name in imports(path):
             parts = name.split(".")
-            if parts[0] == "benchmarks":
+            is_above = parts[0] == "kvr_mpi" and len(parts) > 1 and parts[1] in ROOMS and ROOMS.index(parts[1]) > here
+            met = [places for library, places in CONTACTS.items() if f"{name}.".startswith(f"{library}.")]
+            if is_above or name in FORBIDDEN or any(not own & places for places in met):
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
-            if parts[0] == "kvr_mpi" and len(parts) > 1 and parts[1] in ROOMS and ROOMS.index(parts[1]) > here:
-                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+        assert "torch.load" not in path.read_text(), path
     assert not wrong
 
 
 def test_no_circles() -> None:
     """Not even among files of one room, and not for types alone: two files that need each other are one."""
-    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in files()}
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
     needs = {name: {used for used in imports(path) if used in names and used != name} for name, path in names.items()}
     while free := {name for name, used in needs.items() if not used & needs.keys()}:
         needs = {name: used for name, used in needs.items() if name not in free}
     assert not needs, f"in or above a circle: {sorted(needs)}"
 
 
-def test_rank_arithmetic_has_one_place() -> None:
-    """Nobody but ``topology`` divides a rank's number, or the place of its slice."""
-    wrong = []
-    for path in files():
-        for node in ast.walk(tree_of(path)) if room(path) != "topology" else ():
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv):
-                names = [getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node)]
-                words = {word for name in names if "_per_" not in name for word in name.split("_")}
-                if words & {"rank", "place"}:
-                    wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {ast.unparse(node)}")
-    assert not wrong
-
-
-def test_libraries_are_met_in_one_place() -> None:
-    wrong = [
-        f"{path.relative_to(PACKAGE)} imports {name}"
-        for path in files()
-        for name in imports(path)
-        for library, allowed in CONTACTS.items()
-        if (name == library or name.startswith(library + "."))
-        and not {str(path.relative_to(PACKAGE)), room(path)} & allowed
-    ]
-    assert not wrong
-
-
 def test_the_environment_is_handed_down() -> None:
     """Outside the commands only a parameter's default, or a main program, names it."""
     wrong = []
-    for path in files():
+    for path in FILES:
         tree = tree_of(path)
         allowed = {
             id(part)
@@ -142,12 +116,6 @@ def test_the_environment_is_handed_down() -> None:
                 if ast.unparse(node.value) == "os":
                     wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert not wrong
-
-
-def test_nothing_is_unpickled() -> None:
-    for path in files():
-        assert not {"pickle", "cPickle", "dill", "shelve"} & set(imports(path)), path
-        assert "torch.load" not in path.read_text(), path
 
 
 def test_help_needs_no_heavy_import() -> None:

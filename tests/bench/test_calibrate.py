@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.calibrate import CALIBRATION_CELLS, calibration_cells, fit
-from benchmarks.paper_cells import Cell, paper_cells, predict_seconds, score
+from benchmarks.calibrate import calibration_cells, fit
+from benchmarks.paper_cells import paper_cells, score
 from kvr_mpi.costs.hardware import load_hardware
 
 SHIPPED = load_hardware("a100-80gb")
-
-
-def test_fifteen_of_forty_five_cells_calibrate() -> None:
-    cells = calibration_cells()
-    assert len(cells) == len(CALIBRATION_CELLS) == 15
-    assert len(set(cells)) == 15
-    assert len(paper_cells()) == 45
 
 
 def test_the_shipped_profile_is_what_the_fit_gives() -> None:
@@ -37,16 +30,3 @@ def test_the_other_cells_are_forecast() -> None:
     assert len(others.cells) == 30
     assert others.ttft.median is not None and others.ttft.median <= 0.03
     assert others.ttft.p90 is not None and others.ttft.p90 <= 0.08
-
-
-def test_speedups_the_papers_text_tells() -> None:
-    """Section 5 and appendix A: they are not in the cells."""
-
-    def speedup(model: str, gpus: int, tokens: int) -> float:
-        tsp, kvr = (Cell("", model, gpus, tokens, 300, method, 1.0) for method in ("TSP", "KVR-S"))
-        return predict_seconds(tsp, SHIPPED) / predict_seconds(kvr, SHIPPED)
-
-    assert speedup("Llama 7B", 4, 12288) == pytest.approx(1.42, rel=0.05)
-    found = [speedup(model, 8, 16384) for model in ("Llama 7B", "Llama 7B GQA8", "Llama 7B MQA")]
-    assert found == pytest.approx([1.41, 1.46, 1.48], rel=0.05)
-    assert found == sorted(found), "smaller keys and values favour the chain"

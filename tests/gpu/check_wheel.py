@@ -83,75 +83,44 @@ def pretended(capability: tuple[int, int]) -> Iterator[list[int]]:
         memory_clock_rate=1_500_000,
         clock_rate=1_400_000,
     )
-    stream = SimpleNamespace(cuda_stream=0)
     answers: dict[str, Any] = {
         "is_available": True,
         "device_count": 1,
         "current_device": 0,
+        "set_device": None,
+        "exchange_device": 0,
+        "maybe_exchange_device": 0,
         "_lazy_init": None,
         "get_device_properties": about,
         "get_device_capability": capability,
+        "get_compute_capability": number,
         "get_device_name": about.name,
         "synchronize": None,
         "mem_get_info": (80 << 30, 80 << 30),
         "is_bf16_supported": True,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": None,
-        "current_stream": stream,
+        "current_stream": SimpleNamespace(cuda_stream=0),
+        "get_raw_stream": 0,
         "is_initialized": True,
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *given, answer=answer, **how: answer)
-    torch._C._cuda_getCurrentRawStream = lambda device: 0
     interface: Any = device_interface.CudaInterface
-    told = {
-        "get_compute_capability": number,
-        "is_available": True,
-        "is_bf16_supported": True,
-        "current_device": 0,
-        "get_device_properties": about,
-        "synchronize": None,
-        "get_raw_stream": 0,
-        "exchange_device": 0,
-        "maybe_exchange_device": 0,
-    }
-    for name, answer in told.items():
-        setattr(interface, name, staticmethod(lambda *given, answer=answer, **how: answer))
-    for name in ("get_device_properties", "current_device", "set_device"):
-        answer = about if name == "get_device_properties" else 0
-        setattr(interface.Worker, name, staticmethod(lambda *given, answer=answer, **how: answer))
-
-    class Driver:
-        """What triton asks a driver before it compiles."""
-
-        utils = SimpleNamespace(
-            get_device_properties=lambda device: {
-                "max_shared_mem": limit,
-                "multiprocessor_count": 108,
-                "warpSize": 32,
-                "max_num_regs": 65536,
-                "sm_clock_rate": 1,
-                "mem_clock_rate": 1,
-                "mem_bus_width": 1,
-            }
-        )
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", number, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cuda", 0)
-
-        def get_device_interface(self) -> Any:
-            return torch.cuda
-
-    driver.set_active(Driver())
+    for place in (torch.cuda, interface, interface.Worker):
+        for name, answer in answers.items():
+            if name in vars(place):
+                setattr(place, name, staticmethod(lambda *given, answer=answer, **how: answer))
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
+    limits = {"max_shared_mem": limit, "multiprocessor_count": 108, "warpSize": 32, "max_num_regs": 65536}
+    rates = {"sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1}
+    asked_by_triton: Any = SimpleNamespace(
+        utils=SimpleNamespace(get_device_properties=lambda device: limits | rates),
+        get_current_target=lambda: GPUTarget("cuda", number, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+        get_device_interface=lambda: torch.cuda,
+    )
+    driver.set_active(asked_by_triton)
     for module in list(sys.modules.values()):
         if module.__name__.startswith("torch") and hasattr(module, "has_triton"):
             module.has_triton = lambda *given, **how: True
@@ -210,24 +179,10 @@ def main(capability: tuple[int, int] | None) -> int:
                 compile_layer(head_dim, softcap, is_masked)
             except BaseException as error:
                 said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            limit = LIMITS[capability]
-            fits = bool(shared) and max(shared) <= limit
+            fits = bool(shared) and max(shared) <= LIMITS[capability]
             code |= int(not fits)
-            print(
-                json.dumps(
-                    {
-                        "capability": capability,
-                        "head_dim": head_dim,
-                        "softcap": softcap,
-                        "masked": is_masked,
-                        "shared_bytes": shared[:],
-                        "limit": limit,
-                        "fits": fits,
-                        "said": "" if fits else said,
-                    }
-                ),
-                flush=True,
-            )
+            found = {"layer": (head_dim, softcap, is_masked), "shared_bytes": shared[:], "fits": fits, "said": said}
+            print(json.dumps(found), flush=True)
     return code
 
 

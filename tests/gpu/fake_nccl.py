@@ -7,10 +7,8 @@ stream and its GPU has room for its blocks, holds them until the other side has 
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -82,7 +80,6 @@ class Network:
         self.queues: dict[tuple[int, int, int, str], deque[Transfer]] = defaultdict(deque)
         self.held: dict[int, int] = defaultdict(int)
         self.most_held: dict[int, int] = defaultdict(int)
-        self.longest_queue: dict[int, int] = defaultdict(int)  # receives of a rank that wait for one peer
         # Bytes of all messages, as they were begun: by group, source, destination and side.
         self.orders: dict[tuple[int, int, int, str], list[int]] = defaultdict(list)
         self.groups: list[Group] = []
@@ -170,11 +167,8 @@ class Group:
         blocks = BLOCKS if limit == NOT_SET else min(BLOCKS, limit)
         transfer = Transfer(network, self.rank, tensor, stream, blocks)
         with network.lock:
-            queue = network.queues[self.number, source, dest, what]
-            queue.append(transfer)
+            network.queues[self.number, source, dest, what].append(transfer)
             network.orders[self.number, source, dest, what].append(tensor.nbytes)
-            if what == "receive":
-                network.longest_queue[self.rank] = max(network.longest_queue[self.rank], len(queue))
             network.progress()
         return transfer
 
@@ -197,7 +191,7 @@ def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T])
     Raises
     ------
     TimeoutError
-        If they stand still: with all threads' stacks.
+        If they stand still.
     """
     found: list[T] = []
     failed: list[BaseException] = []
@@ -217,20 +211,10 @@ def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T])
     thread.start()
     thread.join(4 * TIMEOUT_S)
     if thread.is_alive():
-        raise TimeoutError(f"{size} ranks stand still after {4 * TIMEOUT_S} s\n{stacks_of('rank ', 'forwarder')}")
+        raise TimeoutError(f"{size} ranks stand still after {4 * TIMEOUT_S} s")
     if failed:
         raise failed[0]
     return found
-
-
-def stacks_of(*prefixes: str) -> str:
-    """The stacks of all threads whose names begin so."""
-    frames = sys._current_frames()
-    told = []
-    for thread in threading.enumerate():
-        if thread.name.startswith(prefixes) and thread.ident in frames:
-            told.append(f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident])[-8:])}")
-    return "\n".join(told)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, network: Network) -> Network:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_machine import most_gib, random_model
+from gpu_machine import random_model
 from gpu_steps import Figures, Given
 
 from kvr_mpi.kv import attention
@@ -19,7 +19,6 @@ from kvr_mpi.kv.attention import PartialAttention, attend, attend_window, name_a
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -44,11 +43,8 @@ def truth_of(
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
     if first is not None:
-        behind = (
-            torch.arange(query.shape[2], device=query.device)[:, None]
-            + first
-            - torch.arange(keys.shape[2], device=query.device)
-        )
+        at_query, at_key = (torch.arange(rows.shape[2], device=query.device) for rows in (query, keys))
+        behind = at_query[:, None] + first - at_key
         seen = (behind >= 0) & (behind < (window or keys.shape[2] + 1))
         scores = scores.masked_fill(~seen, float("-inf"))
     return scores.softmax(-1) @ values.double().repeat_interleave(group, 1), scores.logsumexp(-1)
@@ -82,16 +78,11 @@ def _worst_errors(given: Given) -> Figures:
         rows = torch.randn(2, length, heads, dim, generator=draw, device=device, dtype=dtype)
         keys, values = (row.transpose(0, 1).unsqueeze(0) for row in rows)
         params = AttentionParams(dim**-0.5)
-        half = length // 3
+        cuts = slice(0, length // 3), slice(length // 3, length)
+        part, other = (attend(query, keys[:, :, cut], values[:, :, cut], params) for cut in cuts)
         cases = {
             "all": (attend(query, keys, values, params), None, None),
-            "merged": (
-                attend(query, keys[:, :, :half], values[:, :, :half], params).merge(
-                    attend(query, keys[:, :, half:], values[:, :, half:], params)
-                ),
-                None,
-                None,
-            ),
+            "merged": (part.merge(other), None, None),
             "window": (attend_window(query, keys, values, params, WINDOW), length - queries, WINDOW),
         }
         if queries == length:
@@ -101,20 +92,6 @@ def _worst_errors(given: Given) -> Figures:
             worst[str(dtype)] = max(worst[str(dtype)], error)
             assert error <= ALLOWED[dtype], f"{name}, {dtype}, head_dim {dim}, {queries} queries, {heads}: {error:.1e}"
     return {f"worst error, {dtype}": error for dtype, error in worst.items()}
-
-
-def self_checks_hold(given: Given) -> Figures:
-    """A chain's logits and a packed row's, as every job checks them before it begins."""
-    loaded = random_model(given)
-    told: list[str] = []
-    checked = check_chain(loaded, say=told.append)
-    return {
-        "layers": len(loaded.shape.layers),
-        "attends in parts": checked.attends_in_parts,
-        "cuts last layer": checked.cuts_last_layer,
-        "said": "; ".join(told),
-        "GiB at most": most_gib(given),
-    }
 
 
 @contextlib.contextmanager

@@ -101,13 +101,6 @@ def wait_for(given: Given) -> None:
         torch.cuda.synchronize(given.device)
 
 
-def most_gib(given: Given) -> float:
-    """GiB that tensors held on the GPU at most."""
-    import torch
-
-    return torch.cuda.max_memory_allocated(given.device) / 2**30 if given.kind == "cuda" else 0.0
-
-
 def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
     """A random model of the 8B shape, bfloat16, with as many layers as fit into a third of what is free.
 

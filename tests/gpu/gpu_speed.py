@@ -175,28 +175,10 @@ def first_token_over_ranks(given: Given) -> Figures:
         raise Absent("one GPU")
     file = Path(given.output) / "bench.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    words = [
-        "--model",
-        model,
-        "--device",
-        given.kind,
-        "--dtype",
-        dtype_of(given),
-        "--contexts",
-        ",".join(map(str, contexts_of(given))),
-        "--lend",
-        *(["--repeats", "1"] if given.is_small else []),
-    ]
-    launch(
-        ranks,
-        *["python", "-m", "benchmarks", "first-token"],
-        *words,
-        "--strategies",
-        "single,tsp-causal,ring,kvr-e",
-        "--json",
-        str(file),
-        timeout_s=290,
-    )
+    words = ["--model", model, "--device", given.kind, "--dtype", dtype_of(given), "--json", str(file), "--lend"]
+    words += ["--contexts", ",".join(map(str, contexts_of(given))), "--strategies", "single,tsp-causal,ring,kvr-e"]
+    words += ["--repeats", "1"] if given.is_small else []
+    launch(ranks, "python", "-m", "benchmarks", "first-token", *words, timeout_s=290)
     rows = json.loads(file.read_text())
     rows = rows["rows"] if isinstance(rows, dict) else rows
     return {f"seconds, {row['context_tokens']}, {row['strategy']}": row["ttft_s"] for row in rows}

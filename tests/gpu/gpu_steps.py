@@ -163,7 +163,7 @@ def clocks() -> list[str]:
     return []
 
 
-def run_command(command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
+def run_command(command: Sequence[str], timeout_s: float) -> str:
     """Run one of our commands within a step, and return what it printed.
 
     Raises
@@ -178,7 +178,6 @@ def run_command(command: Sequence[str], timeout_s: float, environ: Mapping[str, 
             stderr=subprocess.STDOUT,
             text=True,
             timeout=timeout_s,
-            env={**os.environ, **(environ or {})},
             check=False,
         )
     except subprocess.TimeoutExpired as error:

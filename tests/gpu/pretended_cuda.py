@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.dlpack import from_dlpack  # type: ignore[attr-defined]
 
+import kvr_mpi.transport.staging  # noqa: F401 - names a type of torch.cuda's, before that is another
 from kvr_mpi.model import LoadedModel
 
 GRAIN = 64

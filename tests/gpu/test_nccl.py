@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from typing import Any
 
 import pytest
@@ -18,9 +17,10 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, run_next
+from kvr_mpi.prefill.verify import Finding, verify
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
-from kvr_mpi.transport.links import Link, measure_links
+from kvr_mpi.transport.links import Link, Skew, measure_links, measure_skews
 from kvr_mpi.transport.nccl import MAX_BLOCKS, NcclTransport
 from kvr_mpi.tuning.measure import observe
 
@@ -64,7 +64,7 @@ def prompts_on(chain: NcclTransport, loaded: LoadedModel, ids: list[int]) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.long)])
 def test_every_strategy_over_nccl(size: int, gpus: PretendedCuda, network: Network) -> None:
     loaded, ids = tiny("llama-gqa"), prompt(48)
     truth = greedy(loaded.model, single(loaded, ids), NEW_TOKENS)
@@ -106,26 +106,39 @@ def test_chains_of_a_planned_job_share_the_links(gpus: PretendedCuda, network: N
     assert found == [truth] * 7 and gpus.faults == []
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_links_are_measured(size: int, gpus: PretendedCuda, network: Network) -> None:
-    gpus.watches = False
-
-    def work(ranks: NcclTransport) -> Link | None:
-        warm_up(ranks, gpu_of(ranks))
-        return measure_links(ranks, gpu_of(ranks))
-
-    *links, last = run_on_gpus(size, network, work)
-    assert last is None and all(link.latency_s >= 0 and link.bytes_per_s > 0 and link.intact for link in links)
-
-
-def test_a_prompt_is_observed(gpus: PretendedCuda, network: Network) -> None:
+def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda, network: Network) -> None:
+    """Links of GPU memory; and of host memory, which goes over the control channel."""
     models = on_gpus(gpus, tiny("llama-gqa"), 3)
 
-    def work(ranks: NcclTransport) -> tuple[float, ...]:
-        warm_up(ranks, models[ranks.rank].device)
-        return observe(models[ranks.rank], ranks, Partition((0, 30, 50, 60))).busy_s
+    def work(ranks: NcclTransport) -> tuple[list[Link | None], tuple[float, ...], dict[int, Skew]]:
+        warm_up(ranks, gpu_of(ranks))
+        links = [measure_links(ranks, device) for device in (gpu_of(ranks), CPU)]
+        busy_s = observe(models[ranks.rank], ranks, Partition((0, 30, 50, 60))).busy_s
+        part = ranks.split(ranks.rank % 2)  # ranks 0 and 2, whose numbers are others among them
+        skews = measure_skews(part, [1], lambda request, who: request.wait()) if part.size == 2 else {}
+        return links, busy_s, skews
 
-    assert all(busy > 0 for busy in run_on_gpus(3, network, work)[0])
+    first, second, (last, *_) = run_on_gpus(3, network, work)
+    assert last == [None, None] and all(busy > 0 for busy in first[1])
+    for link in (*first[0], *second[0]):
+        assert link is not None and link.latency_s >= 0 and link.bytes_per_s > 0 and link.intact
+    assert abs(first[2][1].ahead_s) <= first[2][1].error_s < 10
+
+
+@pytest.mark.slow
+def test_verify_compares_on_the_host_what_ranks_computed_on_gpus(
+    gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.watches = False
+    monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
+    models = [gpus.move(tiny("llama-gqa"), torch.device("cuda", rank)) for rank in range(2)]
+
+    def work(ranks: NcclTransport) -> list[Finding]:
+        warm_up(ranks, gpu_of(ranks))
+        return list(verify(models[ranks.rank], ranks, [6]))
+
+    findings, _ = run_on_gpus(2, network, work)
+    assert len(findings) > 6 and all(each.holds for each in findings), findings
 
 
 def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network) -> None:
@@ -135,15 +148,6 @@ def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network)
 
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         run_on_gpus(2, network, work)
-
-
-def test_host_memory_goes_over_the_control_channel(gpus: PretendedCuda, network: Network) -> None:
-    def work(ranks: NcclTransport) -> Link | None:
-        warm_up(ranks, gpu_of(ranks))
-        return measure_links(ranks, CPU)
-
-    link, last = run_on_gpus(2, network, work)
-    assert last is None and link is not None and link.intact
 
 
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:
@@ -178,20 +182,6 @@ def test_an_all_gather_leaves_the_computation_its_room(gpus: PretendedCuda, netw
     assert 0 < max(network.most_held.values()) <= 14 * MAX_BLOCKS < MULTIPROCESSORS // 2
     for group in network.groups:
         assert group.options.is_high_priority_stream and group.options._timeout.days == 7
-
-
-def test_receives_are_posted_when_their_layer_begins(gpus: PretendedCuda, network: Network) -> None:
-    """Of one layer at a time: with two layers' ahead two would wait before anything is computed, and a kernel each."""
-    models, begun = on_gpus(gpus, tiny("llama-gqa"), 2), threading.Event()
-    models[1].model.model.layers[0].register_forward_pre_hook(lambda *given: begun.set())
-
-    def work(chain: NcclTransport) -> None:
-        warm_up(chain, models[chain.rank].device)
-        assert chain.rank or begun.wait(20), "rank 1 begins without rank 0"
-        prefill_kvr(models[chain.rank], prompt(20), Partition((0, 12, 20)), chain)
-
-    run_on_gpus(2, network, work)
-    assert network.longest_queue[1] == 1
 
 
 def test_groups_are_aborted_with_transfers_under_way(gpus: PretendedCuda, network: Network) -> None:

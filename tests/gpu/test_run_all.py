@@ -12,7 +12,7 @@ from pathlib import Path
 import gpu_steps
 import pytest
 import torch
-from gpu_steps import MARK, Given, Outcome, Step, run_all, run_step, write_report
+from gpu_steps import Given, Outcome, Step, run_all, run_step
 
 SCRIPT = Path(__file__).parent / "run_all.py"
 
@@ -38,19 +38,6 @@ def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0) -> Outcome:
     return run_step(Step("it", "", lambda given: {}, timeout_s), [sys.executable, str(program)], tmp_path)
 
 
-def test_a_step_that_hangs_is_ended_and_shows_where_it_stood(tmp_path: Path) -> None:
-    code = (
-        "import time\ndef stands_still(given): time.sleep(600)\nrun_inside(Step('it', '', stands_still, 6.0), Given())"
-    )
-    outcome = _outcome(tmp_path, code, 6.0)
-    assert outcome.status == "timeout" and "in stands_still" in outcome.said
-
-
-def test_a_step_that_hangs_beyond_python_is_killed(tmp_path: Path) -> None:
-    outcome = _outcome(tmp_path, "import signal, time\nprint('begun', flush=True)\ntime.sleep(600)", 1.0)
-    assert (outcome.status, outcome.said) == ("timeout", "begun") and (tmp_path / "it.txt").read_text() == "begun\n"
-
-
 def test_ranks_that_a_step_has_started_show_where_they_stand(tmp_path: Path) -> None:
     lost, file = "def lost(): time.sleep(600)", tmp_path / "pid"
     begin = f"faulthandler.register(signal.SIGUSR1)\nopen({str(file)!r}, 'w').write(str(os.getpid()))\nlost()"
@@ -65,22 +52,6 @@ def test_ranks_that_a_step_has_started_show_where_they_stand(tmp_path: Path) -> 
             time.sleep(0.05)
 
 
-def test_the_report_is_written_whatever_ends_the_steps(tmp_path: Path) -> None:
-    """Ctrl-C, or the end of an allocation, in the middle of the second step."""
-    told: list[int] = []
-
-    def run(step: Step, command: list[str], logs: Path) -> Outcome:
-        if told:
-            raise KeyboardInterrupt
-        return Outcome(step.name, "ok")
-
-    steps = [Step(name, "", lambda given: {}, 40.0) for name in ("one", "two")]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(gpu_steps, "run_step", run)
-        run_all(steps, Given(), SCRIPT, lambda: True, 100.0, lambda outcomes: told.append(len(outcomes)))
-    assert told == [1]
-
-
 @pytest.mark.parametrize(
     ("work", "status", "said"),
     [
@@ -88,33 +59,35 @@ def test_the_report_is_written_whatever_ends_the_steps(tmp_path: Path) -> None:
         ("raise Absent('one GPU')", "absent", "one GPU"),
         ("assert 1 == 2, 'worse than allowed'", "failed", "worse than allowed"),
         ("import os; os._exit(3)", "failed", ""),
+        ("import time; time.sleep(600)", "timeout", "in work"),
     ],
 )
 def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str) -> None:
-    outcome = _outcome(tmp_path, f"def work(given):\n    {work}\nrun_inside(Step('it', '', work), Given())")
+    limit_s = 6.0 if status == "timeout" else 60.0
+    code = f"def work(given):\n    {work}\nrun_inside(Step('it', '', work, {limit_s}), Given())"
+    outcome = _outcome(tmp_path, code, limit_s)
     assert outcome.status == status and said in outcome.said
     assert outcome.figures == ({"ms": 1.5} if status == "ok" else {})
 
 
-def test_the_page_says_what_failed(tmp_path: Path) -> None:
-    page = write_report([Outcome("nccl", "failed", 2.0, said="one\nranks 0 and 1 differ")], {"date": "today"}, tmp_path)
-    assert "date: today" in page and "failed  nccl" in page and "ranks 0 and 1 differ" in page
-    assert MARK not in page
-
-
-def test_a_step_gets_no_more_than_is_left_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half an hour is half an hour, whatever its steps would take."""
-    limits: list[tuple[float, float]] = []
+def test_a_step_gets_no_more_than_is_left_and_the_report_is_written_whatever_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half an hour is half an hour; and Ctrl-C, or the end of an allocation, may come in the middle of a step."""
+    limits: list[float] = []
+    told: list[int] = []
 
     def run(step: Step, command: list[str], logs: Path) -> Outcome:
-        limits.append((step.timeout_s, float(command[command.index("--limit") + 1])))
+        if step.name == "stopped":
+            raise KeyboardInterrupt
+        limits.append(float(command[command.index("--limit") + 1]))
         return Outcome(step.name, "ok")
 
     monkeypatch.setattr(gpu_steps, "run_step", run)
-    steps = [Step(name, "", lambda given: {}, limit) for name, limit in (("short", 40.0), ("long", 300.0))]
-    assert [each.status for each in run_all(steps, Given(), SCRIPT, lambda: True, 100.0)] == ["ok", "ok"]
-    (late,) = run_all([Step("late", "", lambda given: {}, 100.0)], Given(), SCRIPT, lambda: True, 0.0)
+    limits_s = {"short": 40.0, "long": 300.0, "stopped": 40.0}
+    steps = [Step(name, "", lambda given: {}, limit_s) for name, limit_s in limits_s.items()]
+    with pytest.raises(KeyboardInterrupt):
+        run_all(steps, Given(), SCRIPT, lambda: True, 100.0, lambda outcomes: told.append(len(outcomes)))
+    assert told == [1, 2] and limits[0] == 40.0 and limits[1] <= 100.0 - gpu_steps.DUMP_S + 0.5
+    (late,) = run_all(steps[:1], Given(), SCRIPT, lambda: True, 0.0)
     assert late.status == "absent" and "no time is left" in late.said
-    (short, told_short), (long, told_long) = limits
-    assert (short, told_short) == (40.0, 40.0)
-    assert long + gpu_steps.DUMP_S <= 100.0 and abs(told_long - long) <= 0.5

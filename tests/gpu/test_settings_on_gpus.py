@@ -1,23 +1,16 @@
 """Every setting of a job on pretended GPUs, whose NCCL refuses host memory: one CPU's answers, or the same refusal.
 
-Two ranks are two GPUs, each on a host of its own. On a machine with a GPU, two threads share it.
+Two ranks are two GPUs, each on a host of its own.
 """
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from jobs_together import TOGETHER, Bench, check, prepare_places
 from pretended_cuda import PretendedCuda
-from settings_by_twos import SETTINGS
-
-# The jobs that show all pairs take minutes; one of them is run where tests may not take hours.
-FEW = 1
 
 
 @pytest.fixture(scope="module")
@@ -25,45 +18,22 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Pat
     return prepare_places(tmp_path_factory.mktemp("together"), small_vocabulary_dir)
 
 
-@pytest.fixture
-def bench(prepared: Any, run_here: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bench:
+# The jobs that show all pairs take minutes; two of them are run where tests may not take hours.
+JOBS = [
+    pytest.param(names, marks=pytest.mark.long if number > 1 else pytest.mark.slow)
+    for number, names in enumerate([("planned",), *TOGETHER])
+]
+
+
+@pytest.mark.parametrize("names", JOBS, ids="+".join)
+def test_settings_together_on_gpus(
+    names: tuple[str, ...],
+    prepared: Any,
+    gpus: PretendedCuda,
+    run_on_gpus_here: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Jobs of one rank run on a CPU, all others on GPUs."""
-    folder, base, places, truths = prepared
-    if torch.cuda.is_available():
-
-        def launch_on_one(ranks: int, arguments: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
-            done: subprocess.CompletedProcess[str] = run_here(
-                ranks, [*arguments, "--set", f"model.device={'cpu' if ranks == 1 else 'cuda'}"]
-            )
-            return done
-
-        return Bench(folder, launch_on_one, monkeypatch, base, places, truths)
-    gpus: PretendedCuda = request.getfixturevalue("gpus")
     gpus.watches = False
-    launch = request.getfixturevalue("run_on_gpus_here")
-    return Bench(folder, launch, monkeypatch, base, places, truths)
-
-
-def skip_samples(names: Sequence[str]) -> None:
-    if "samples" in names and torch.cuda.is_available():
-        pytest.skip("a GPU draws other random numbers than a CPU")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_setting_on_gpus(name: str, bench: Bench) -> None:
-    skip_samples([name])
-    check(bench, [name])
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(names, marks=pytest.mark.slow if number < FEW else pytest.mark.long)
-        for number, names in enumerate(TOGETHER)
-    ],
-    ids="+".join,
-)
-def test_settings_together_on_gpus(names: tuple[str, ...], bench: Bench) -> None:
-    skip_samples(names)
-    check(bench, names)
+    folder, base, places, truths = prepared
+    check(Bench(folder, run_on_gpus_here, monkeypatch, base, places, truths), names)

@@ -22,8 +22,8 @@ def test_layers_are_copied_in_the_order_of_the_stream_and_waited_for_where_they_
     gpus: PretendedCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that computes goes on at once; the one that writes says which GPU it waits for."""
-    copies, waits, devices = list[bool](), list[str](), list[tuple[str, Any]]()
-    launch, set_device, synchronize = gpus.launch, torch.cuda.set_device, Event.synchronize
+    copies, waits = list[bool](), list[tuple[str, int]]()
+    launch, synchronize = gpus.launch, Event.synchronize
 
     def noted(func: Any, device: torch.device, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.copy_.default and not isinstance(args[0], GpuTensor):
@@ -31,23 +31,17 @@ def test_layers_are_copied_in_the_order_of_the_stream_and_waited_for_where_they_
         return launch(func, device, args, kwargs)
 
     def waited(event: Event) -> None:
-        waits.append(threading.current_thread().name)
+        waits.append((threading.current_thread().name, torch.cuda.current_device()))
         synchronize(event)
-
-    def told(device: Any) -> None:
-        devices.append((threading.current_thread().name, device))
-        set_device(device)
 
     monkeypatch.setattr(gpus, "launch", noted)
     monkeypatch.setattr(Event, "synchronize", waited)
-    set_device(GPU)
-    monkeypatch.setattr(torch.cuda, "set_device", told)
+    torch.cuda.set_device(GPU)
     writer = ResultWriter(tmp_path, 0, HEADER)
     rows = [gpus.put(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(at)), GPU) for at in range(4)]
     with writer.writing_piece(record("a"), CachedTokens((7, 8, 9, 5), (1, 3))) as document:
         for layer in (tuple(rows[:2]), None, tuple(rows[2:])):
             document.add_layer(layer)
     writer.close()
-    assert copies == [True] * 4 and waits == ["kvr-results-0"] * 2
-    assert devices == [("kvr-results-0", GPU)] * 2 and not gpus.faults
+    assert copies == [True] * 4 and waits == [("kvr-results-0", 3)] * 2 and not gpus.faults
     assert len(survey(tmp_path).volumes) == 1

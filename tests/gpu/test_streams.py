@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,8 +48,9 @@ class Blind:
         return getattr(self._ranks, name)
 
 
-def prefill_on(
-    gpus: PretendedCuda, network: Network, over: Callable[[NcclTransport], Any] = lambda ranks: ranks
+@pytest.mark.parametrize("is_blind", [False, True])
+def test_a_chain_waits_for_what_it_needs_and_no_more_and_a_missing_wait_is_found(
+    is_blind: bool, gpus: PretendedCuda, network: Network
 ) -> None:
     """A prompt on three ranks, the second of which passes on."""
     models = on_gpus(gpus, tiny("llama-gqa"), 3)
@@ -60,36 +60,16 @@ def prefill_on(
         for group in network.groups:
             group.forwards.clear()
         ranks.barrier()
-        prefill_kvr(models[ranks.rank], prompt(48), Partition.even(48, 3), over(ranks))
+        over: Any = Blind(ranks) if is_blind else ranks
+        prefill_kvr(models[ranks.rank], prompt(48), Partition.even(48, 3), over)
 
     run_on_gpus(3, network, work)
-
-
-def sends_beside(network: Network) -> list[int]:
-    """Of each rank, how many messages to higher ranks left beside the computation."""
-    return [sum(group.forwards) for group in sorted(network.groups, key=lambda each: each.rank) if group.number == 0]
-
-
-def test_a_chain_waits_for_what_it_needs_and_no_more(gpus: PretendedCuda, network: Network) -> None:
-    prefill_on(gpus, network)
+    if is_blind:
+        assert any("possible data race" in each for each in gpus.faults)
+        return
     assert gpus.faults == [] and gpus.syncs_of_devices == [], "a device also waits for what NCCL still sends"
-    assert sends_beside(network) == [0, 3, 0], "the second rank passes on a segment of each of three layers"
-
-
-def test_the_sanitizer_finds_a_missing_wait(gpus: PretendedCuda, network: Network) -> None:
-    prefill_on(gpus, network, Blind)
-    assert any("possible data race" in each for each in gpus.faults)
-
-
-def test_a_wait_for_the_stream_of_nccl_is_found(gpus: PretendedCuda, network: Network) -> None:
-    def work(ranks: NcclTransport) -> None:
-        warm_up(ranks, torch.device("cuda", ranks.rank))
-        if ranks.rank == 0:
-            data = torch.zeros(4, dtype=torch.uint8, device="cuda:0")
-            ranks._groups.up.send([data], 1, 0).wait()  # nobody receives it yet
-
-    run_on_gpus(2, network, work)
-    assert gpus.faults == ["rank 0 lets its stream wait for NCCL's"]
+    beside = {group.rank: sum(group.forwards) for group in network.groups if group.number == 0}
+    assert beside == {0: 0, 1: 3, 2: 0}, "the second rank passes on a segment of each of three layers"
 
 
 def copied(gpus: PretendedCuda, staging: Staging) -> torch.Tensor:

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -96,6 +96,12 @@ def wait_for(what: str, look: Callable[[], T], timeout_s: float, pause_s: float 
     raise TimeoutError(f"{what}: not within {timeout_s:.0f} s")
 
 
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class Cluster:
     """Four nodes, up from `start` to `stop`.
 
@@ -120,9 +126,8 @@ class Cluster:
             NODE.format(name=name, host=host, port=port) for name, port in zip(NODES, ports[1:], strict=True)
         )
         conf = CONF.format(root=self.root, host=host, user=_user(), ports=ports, nodes=nodes)
-        (self.root / "slurm.conf").write_text(conf)
-        (self.root / "cgroup.conf").write_text(CGROUP_CONF)
-        (self.root / "gres.conf").write_text(GRES_CONF)
+        for name, text in {"slurm": conf, "cgroup": CGROUP_CONF, "gres": GRES_CONF}.items():
+            (self.root / f"{name}.conf").write_text(text)
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -141,13 +146,9 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """End a node as a power cut does: its daemon and all that it runs, without a word to anybody."""
-        mine = [pid for pid, environ in self.processes() if f"SLURMD_NODENAME={node}" in environ]
-        steps = {_parent(pid) for pid in mine}
-        steps = {pid for pid in steps if pid and _command(pid).startswith("slurmstepd")}
         daemon = self.daemons.pop(node)
-        for pid in {daemon.pid, *steps, *mine}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        mine = {pid for pid, environ in self.processes() if f"SLURMD_NODENAME={node}" in environ}
+        kill_all({daemon.pid, *mine, *filter(None, map(_step_of, mine))})
         daemon.wait()
 
     def stop(self) -> None:
@@ -164,9 +165,7 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
         self.daemons.clear()
-        for pid, _ in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(pid for pid, _ in self.processes())
 
     def call(self, *command: str | Path, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
         """Run one of SLURM's commands, or anything else, against this cluster."""
@@ -200,10 +199,6 @@ class Cluster:
         """Say how a job is: PENDING, RUNNING, COMPLETED and so on."""
         return self.show(job)["JobState"]
 
-    def wait_running(self, job: str, timeout_s: float = 60) -> None:
-        """Wait until a job runs."""
-        wait_for(f"start of job {job}", lambda: self.state(job) == "RUNNING", timeout_s)
-
     def wait_ended(self, job: str, timeout_s: float) -> tuple[str, int]:
         """Wait until a job is over; its state and exit code."""
         wait_for(f"end of job {job}", lambda: self.state(job) in ENDED, timeout_s)
@@ -216,9 +211,8 @@ class Cluster:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 environ = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                if f"SLURM_CONF={self.environ['SLURM_CONF']}" in environ and any(
-                    entry.startswith("SLURMD_NODENAME=") for entry in environ
-                ):
+                is_ours = f"SLURM_CONF={self.environ['SLURM_CONF']}" in environ
+                if is_ours and any(entry.startswith("SLURMD_NODENAME=") for entry in environ):
                     yield int(folder.name), environ
 
     def _start(self, name: str, command: Sequence[str]) -> None:
@@ -239,16 +233,9 @@ def _free_ports(count: int) -> list[int]:
         return [listener.getsockname()[1] for listener in listeners]
 
 
-def _parent(pid: int) -> int:
+def _step_of(pid: int) -> int | None:
+    """The slurmstepd that has started a process."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("PPid:"):
-                return int(line.split()[1])
-    return 0
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return parent if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd") else None
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,7 +13,9 @@ import pytest
 from cluster import NODES, Cluster, wait_for
 from constants import ROOT, SLURM_DOCUMENTS, SLURM_LONG_DOCUMENTS
 
+from kvr_mpi import open_results
 from kvr_mpi.cli.sbatch import scripts_folder
+from kvr_mpi.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("long_job")
 
@@ -27,8 +28,6 @@ PAIR = ("--nodes=2", "--ntasks-per-node=1")
 
 def records(folder: Path) -> dict[str, Any]:
     """What a run has stored, having seen that no document is there twice."""
-    from kvr_mpi.store.results import open_results
-
     found = list(open_results(folder))
     assert len(found) == len({record.id for record in found})
     return {record.id: record for record in found}
@@ -62,12 +61,10 @@ def ranks_of(cluster: Cluster, job: str) -> list[int]:
     found = {}
     for pid, environ in cluster.processes():
         of = dict(entry.split("=", 1) for entry in environ if "=" in entry)
-        if (
-            of.get("SLURM_JOB_ID") == job
-            and "SLURM_PROCID" in of
-            and "PMI_RANK" in of
-            and of.get("SLURM_STEP_ID") == "0"
-        ):
+        if (of.get("SLURM_JOB_ID"), of.get("SLURM_STEP_ID")) == (job, "0") and {
+            "SLURM_PROCID",
+            "PMI_RANK",
+        } <= of.keys():
             found[int(of["SLURM_PROCID"])] = pid
     return [found[rank] for rank in sorted(found)]
 
@@ -136,42 +133,14 @@ def test_every_rank_sees_all_gpus_its_cores_and_the_deadline(cluster: Cluster, t
 
 def test_an_array_shares_a_corpus(cluster: Cluster, tmp_path: Path, job: Path) -> None:
     """Three shares on two tasks that are not numbered from 0: every document is in one of them, once."""
-    array = submit(
-        cluster,
-        tmp_path,
-        "--array=3-5:2",
-        SCRIPTS / "kvr_array.sh",
-        job,
-        "--set",
-        "documents.limit=7",
-        env={"KVR_SHARES": "3"},
-    )
+    words = ("--array=3-5:2", SCRIPTS / "kvr_array.sh", job, "--set", "documents.limit=7")
+    array = submit(cluster, tmp_path, *words, env={"KVR_SHARES": "3"})
     for task in (f"{array}_3", f"{array}_5"):
         assert cluster.wait_ended(task, 2 * JOB_S) == ("COMPLETED", 0)
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
     assert len(logs) == 2 and all("must be done by" in log for log in logs), logs
     shares = [records(tmp_path / "out" / f"share-{number}-of-3") for number in range(3)]
     assert [sorted(share) for share in shares] == [[f"doc-{n}" for n in range(first, 7, 3)] for first in range(3)]
-
-
-@pytest.mark.long
-def test_a_job_told_to_stop_is_queued_again_and_completes(
-    cluster: Cluster, tmp_path: Path, job: Path, kvr: Path
-) -> None:
-    """What SLURM does before the time is up (``--signal=B:USR2``), done at once; submitted by ``kvr sbatch``."""
-    options = ["--ranks", "2", "--ntasks-per-node", "1", "--time=10", f"--output={tmp_path}/%j.log"]
-    said = cluster.call(kvr, "sbatch", job, *options).stdout
-    number = said.split()[-1]
-    wait_begun(cluster, tmp_path, number)
-    cluster.call("scancel", "--batch", "--signal=USR2", number)
-    wait_restarted(cluster, tmp_path, number, 30)
-    done = len(records(tmp_path / "out"))
-    assert 0 < done < SLURM_DOCUMENTS
-    assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
-    assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
-    log = log_of(tmp_path, number)
-    assert log.count("restarts: 0") == log.count("restarts: 1") == 1
-    assert f"{done} of them already done" in log
 
 
 def test_an_end_of_the_queueing(cluster: Cluster, tmp_path: Path, job: Path) -> None:
@@ -204,30 +173,23 @@ def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.long
-def test_tables(cluster: Cluster, tmp_path: Path, tiny_model_dir: Path) -> None:
-    words = ("--set", f"model.path={tiny_model_dir}", "--contexts", "128")
-    search = submit(cluster, tmp_path, SCRIPTS / "kvr_search.sh", *words, "--output", tmp_path / "tables")
-    assert cluster.wait_ended(search, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, search)
-    (table,) = (tmp_path / "tables").glob("*_p2.json")
-    assert json.loads(table.read_text())["entries"][0]["context_tokens"] == 128
-    assert "launched by srun" in log_of(tmp_path, search)
-
-
-@pytest.mark.long
-def test_what_is_run_first_on_gpus(cluster: Cluster, tmp_path: Path, tiny_model_dir: Path) -> None:
-    """On CPUs: every step is run and written down, and one that fails makes the job fail in the end."""
-    script = SCRIPTS / "kvr_gpu.sh"
-    text = script.read_text().replace("#SBATCH --gpus-per-node=4\n", "").replace("--lengths 512,4096", "--lengths 64")
-    (copy := tmp_path / "kvr_gpu.sh").write_text(text)
-    words = ("--export=ALL,KVR_CTAS=4,KVR_SLURM_DIR=" + str(SCRIPTS), "--nodes=2", "--ntasks-per-node=1")
-    more = ("--contexts", "64", "--strategies", "single,kvr-e", "--repeats", "1", "--no-such-option")
-    number = submit(cluster, tmp_path, *words, copy, tiny_model_dir, *more)
-    assert cluster.wait_ended(number, JOB_S)[0] == "FAILED"
-    log = log_of(tmp_path, number)
-    for step in ("kvr doctor", "benchmarks links", "kvr verify", "benchmarks first-token"):
-        assert step in log, log
-    failed = re.findall(r"^[0-9-]+ [0-9:]+ exit code ([0-9]+): ([^-]*)", log, re.MULTILINE)
-    assert failed == [("2", "python ")], log
+def test_an_array_is_gathered_when_it_is_over_and_a_cancelled_task_is_named(
+    cluster: Cluster, tmp_path: Path, job: Path, kvr: Path
+) -> None:
+    """As `kvr sbatch` submits them."""
+    words = ["--ranks", "1", "--time=10", "--array", "3%1", "--set", "documents.limit=7"]
+    done = cluster.call(kvr, "sbatch", job, *words, cwd=tmp_path)
+    assert "at most 0.5 node hours, 0.5 core hours" in done.stderr, done.stderr
+    array, gather = re.findall(r"^Submitted batch job (\d+)", done.stdout, re.MULTILINE)
+    cluster.call("scancel", f"{array}_2")
+    assert cluster.wait_ended(gather, 3 * JOB_S) == ("FAILED", 65)
+    assert [cluster.state(f"{array}_{task}") for task in range(2)] == ["COMPLETED"] * 2
+    (log,) = tmp_path.glob(f"kvr-job-gather-{gather}.out")
+    wait_for("its last line", lambda: re.search(r"used \d+ s on 1 node: .* core hours\n$", log.read_text()), 10)
+    assert "share 2 of 3" in log.read_text()
+    assert sorted(records(tmp_path / "out" / "all.h5")) == [f"doc-{n}" for n in range(7) if n % 3 != 2]
+    with pytest.raises(DataError, match="share 2 of 3"):
+        open_results(tmp_path / "out")
 
 
 def test_the_time_limit(cluster: Cluster, long_job: tuple[str, Path]) -> None:
