@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import CONFIGS, tiny
-from transformers import AutoModelForCausalLM
+from models import CONFIGS, random_model, tiny
 
 from benchmarks.tiny import shrink
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.self_check import check_spread
 
@@ -23,13 +21,9 @@ def test_models_that_are_given_their_positions_may_be_spread(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "blenderbot", "plbart"])
 def test_models_that_count_positions_by_their_cache_are_refused(name: str) -> None:
-    config = shrink(name)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for parameter in model.parameters():  # positions count as much as words
+    loaded = random_model(shrink(name))
+    for parameter in loaded.model.parameters():  # positions count as much as words
         torch.nn.init.normal_(parameter, std=0.2)
-    shape = probe_shape(config, torch.float32)
-    loaded = LoadedModel(model, None, shape, "tiny", "tiny", torch.float32, torch.device("cpu"))
-    prepare_model(model, chain=True)
+    prepare_model(loaded.model, chain=True)
     with pytest.raises(ConfigError, match=r"cannot be spread over ranks: logits of a decoded token differ"):
         check_spread(loaded)

@@ -37,13 +37,6 @@ def test_two_groups_cover_all_once(lengths: list[int], chunk_tokens: int | None)
     assert len(ranges) <= (2 if chunk_tokens is None else 4)
 
 
-def test_the_chunks_of_a_rank_come_in_ascending_order_and_are_joined() -> None:
-    near, far = in_two_groups(relay(Partition((0, 60, 70)), 1, chunk_tokens=10).steps)
-    assert (near.ranges, far.ranges) == (((0, 30),), ((30, 60),))
-    assert (near.segments, far.segments) == ((0, 1, 2), (3, 4, 5))
-    assert in_two_groups(()) == []
-
-
 @pytest.mark.parametrize(("chunk_tokens", "calls"), [(None, 2), (2, 4)])
 def test_groups_change_no_logits(chunk_tokens: int | None, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, ids, asked = tiny("llama-gqa"), prompt(90), list[int]()
