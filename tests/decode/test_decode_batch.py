@@ -257,23 +257,3 @@ def test_a_model_that_does_not_run_packed_steps_one_by_one(name: str) -> None:
     with before(loaded, -1, run_out):
         assert tokens_of(finish(batch)) == truths
     assert steps > 4
-
-
-@pytest.mark.quick
-def test_smollm_answers_real_texts_together(smollm: LoadedModel) -> None:
-    texts = [
-        "The harbour master wrote down every ship that came in, and",
-        "Water boils at a lower temperature on a mountain because",
-        "List three colours:",
-        "In 1889 the tower was opened to the public. Visitors " * 6,
-    ]
-    prompts = [smollm.tokenizer(text)["input_ids"] for text in texts]
-    end = smollm.tokenizer.eos_token_id
-    prepare_model(smollm.model, chain=False)
-    truths = [generated(smollm, ids, eos_token_id=end) for ids in prompts]
-    prepare_model(smollm.model, chain=True)
-    assert why_not_packed(smollm) is None
-    batch = batch_of(smollm, NEW_TOKENS, eos_token_id=end)
-    for at, prefill in enumerate(prefill_packed(smollm, prompts, reserve_tokens=NEW_TOKENS)):
-        batch.add(at, prefill, prompts[at], 0)
-    assert tokens_of(finish(batch)) == dict(enumerate(truths))

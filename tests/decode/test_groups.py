@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,9 +104,10 @@ def test_scores_and_log_probabilities_are_those_of_a_rank_alone(name: str, model
     """Scores come before the answer, which goes on as if nothing had been scored."""
     loaded = ready(model)
     own = [OwnGeneration(score=TEXTS, top_logprobs=3), OwnGeneration(), OwnGeneration(score=TEXTS[:1], top_logprobs=2)]
-    ask = Asking(own, {})
+    ask = Asking([*own, OwnGeneration(score=("",))], {})
     truths, found = ask("alone", loaded, 1), ask(name, loaded, 3)
     assert written(found) == written(truths) == written(Asking([OwnGeneration()] * 3, {})("alone", loaded, 1))
+    assert found[3].answer is None and "has no tokens" in str(found[3].error), "an error of one prompt"
     for key, scored in ((0, 3), (1, 0), (2, 1)):
         mine, theirs = found[key].answer, truths[key].answer
         assert mine is not None and theirs is not None and len(mine.scores) == len(theirs.scores) == scored
@@ -120,20 +120,12 @@ def test_scores_and_log_probabilities_are_those_of_a_rank_alone(name: str, model
             assert mine.logprobs.top_tokens == theirs.logprobs.top_tokens
 
 
-@pytest.mark.parametrize("name", ["heads", "tokens"])
-def test_what_cannot_be_scored_is_an_error_at_its_home_only(name: str) -> None:
-    loaded = ready("llama-gqa")
-    ask = Asking([OwnGeneration(score=("",)), OwnGeneration(), OwnGeneration(n=2)], {})
-    found = ask(name, loaded, 2)
-    assert "has no tokens" in str(found[0].error) and "without sampling" in str(found[2].error)
-    assert found[0].answer is None and found[1].answer is not None
-
-
 @pytest.mark.parametrize(
     ("name", "model", "documents"),
     [
         ("heads", "llama-gqa", 1),
         ("heads", "llama-gqa", 4),
+        ("tokens", "llama-gqa", 1),
         ("tokens", "llama-gqa", 4),
         pytest.param("tokens", "mistral-window", 4, marks=pytest.mark.slow),
     ],
@@ -152,46 +144,23 @@ def test_ranks_go_on_when_memory_runs_out_on_one(place: str, name: str, model: s
     found = ask.of_all(run_local(3, work))
     hook.remove()
     if documents == 1:
-        assert "rank 1, 2 of its chain ran out of memory" in str(found[0].error) and found[0].prefill.cache is None
+        assert "rank 1, 2 of its chain ran out of memory" in str(found[0].error) and found[0].answer is None
+        assert found[0].prefill.cache is None and found[0].prefill.share is None
     else:
         assert written(found) == truths and all(count < 0 for count in left.values())
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_document_without_memory_is_an_error_on_all_ranks(rank: int) -> None:
-    """Its chain goes on with the others."""
-    loaded, ask, run = ready("llama-gqa"), Asking([OwnGeneration()] * 3, {}), threading.local()
-    truths = written(ask("alone", loaded, 1))
-
-    def fail(module: Any, args: Any, kwargs: Any) -> None:
-        if getattr(run, "rank", None) == rank and LENGTHS[1] + 3 in kwargs["position_ids"]:
-            raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
-
-    def work(chain: Transport) -> Answers:
-        return ask.answer("tokens", loaded, chain, lambda: setattr(run, "rank", chain.rank))
-
-    layer = next(module for name, module in loaded.model.named_modules() if name.endswith("layers.1"))
-    hook = layer.register_forward_pre_hook(fail, with_kwargs=True)
-    found = ask.of_all(run_local(3, work))
-    hook.remove()
-    assert found[1].answer is None and found[1].prefill.share is None
-    assert f"rank {rank} of its chain ran out of memory" in str(found[1].error)
-    del truths[1]
-    assert written(found) == truths
-
-
 class RunOut(TorchFunctionMode):
-    """Let this thread's memory run out once, when a function is called for the `due`-th time with such arguments."""
+    """Let this thread's memory run out once, when ranks' log-sum-exps are merged for the `due`-th time."""
 
-    def __init__(self, due: int, func: Any, first: Any = None) -> None:
+    def __init__(self, due: int) -> None:
         super().__init__()
-        self.left, self.func, self.first = due, func, first
+        self.left = due
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is self.func and self.first in (None, args[0]):
-            self.left -= 1
-            if not self.left:
-                raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+        self.left -= func is torch.Tensor.amax
+        if func is torch.Tensor.amax and not self.left:
+            raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
         return func(*args, **(kwargs or {}))
 
 
@@ -205,8 +174,7 @@ def test_ranks_that_have_met_do_not_meet_again_when_memory_for_what_they_found_r
         torch.set_num_threads(1)
         batch = batch_of(loaded, NEW_TOKENS, HeadGroup(loaded, chain, in_proportion))
         found: Answers = {}
-        # Of the ranks' log-sum-exps, for which they have met.
-        with RunOut(due if chain.rank == 1 else 0, torch.Tensor.amax):
+        with RunOut(due if chain.rank == 1 else 0):
             for wave in ((0,), (1,), (0, 1)):  # those by themselves are divided by tokens
                 for number in wave if chain.rank == 0 else ():
                     ids = prompt(LENGTHS[number])
@@ -219,25 +187,6 @@ def test_ranks_that_have_met_do_not_meet_again_when_memory_for_what_they_found_r
 
     first, second = run_local(2, work)
     assert written(first) == truths and not second
-
-
-@pytest.mark.parametrize("config", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_ranks_go_on_when_there_is_no_memory_on_one_to_put_what_all_found_together(config: dict[str, Any]) -> None:
-    """In halves, with the same answers: it is known to all before they tell each other what they found."""
-    loaded, documents = ready("llama-gqa"), 4
-    ask = Asking([OwnGeneration()] * documents, config)
-    truths = written(ask("alone", loaded, 1))
-    func, first = (torch.zeros, documents) if config else (torch.Tensor.max, None)
-    left: list[int] = []
-
-    def work(chain: Transport) -> Answers:
-        with RunOut(2 if chain.rank == 1 else 0, func, first) as memory:
-            found = ask.answer("heads", loaded, chain)
-        left.append(memory.left)
-        return found
-
-    assert written(ask.of_all(run_local(2, work))) == truths
-    assert max(left) <= 0
 
 
 def test_ranks_that_would_run_different_tokens_end_the_job() -> None:

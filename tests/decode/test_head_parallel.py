@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from models import COMMON, CONFIGS, STATES, WHOLE, random_model, tiny
 from rows import alone, batch_of, finish, other_prompt
 
 from benchmarks.kept import keep_only
+from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.placement import (
     LayerPlacement,
     Piece,
@@ -27,7 +30,8 @@ from kvr_mpi.compress.placement import (
 )
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadGroup
-from kvr_mpi.errors import ModelError
+from kvr_mpi.decode.placing import HeadSharing, open_sharing
+from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.shared_heads import why_not_shared
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -81,30 +85,30 @@ def answered(batch: DecodeBatch[int], documents: Sequence[tuple[int, Prefill]]) 
     return {key: one.answer for key, one in finish(batch).items()}
 
 
-def truths(loaded: LoadedModel, **settings: Any) -> dict[int, Any]:
+def truths(loaded: LoadedModel) -> dict[int, Any]:
     """Each document alone on one rank."""
     found = {}
     for tokens in LENGTHS:
-        batch = batch_of(loaded, NEW_TOKENS, **settings)
+        batch = batch_of(loaded, NEW_TOKENS)
         found |= answered(batch, [(tokens, compressed(loaded, tokens))])
     return found
 
 
-def opened(loaded: LoadedModel, ranks: Transport, place: Any, **settings: Any) -> DecodeBatch[int]:
+def opened(loaded: LoadedModel, ranks: Transport, place: Any) -> DecodeBatch[int]:
     torch.set_num_threads(1)
-    return batch_of(loaded, NEW_TOKENS, HeadGroup(loaded, ranks, place), **settings)
+    return batch_of(loaded, NEW_TOKENS, HeadGroup(loaded, ranks, place))
 
 
 def held_bytes(batch: DecodeBatch[int]) -> int:
     return sum(prefill.cache.held_bytes for prefill in batch.prefills)
 
 
-def together(loaded: LoadedModel, size: int, place: Any, **settings: Any) -> tuple[dict[int, Any], list[Any]]:
+def together(loaded: LoadedModel, size: int, place: Any) -> tuple[dict[int, Any], list[Any]]:
     """All documents on several ranks, each prefilled by one of them."""
 
     def work(ranks: Transport) -> tuple[dict[int, Any], Any]:
         mine = LENGTHS[ranks.rank :: ranks.size] if size < 4 else LENGTHS if ranks.rank == 2 else []
-        batch = opened(loaded, ranks, place, **settings)
+        batch = opened(loaded, ranks, place)
         return answered(batch, [(each, compressed(loaded, each)) for each in mine]), batch.group
 
     ranks = run_local(size, work)
@@ -168,20 +172,6 @@ def test_what_the_plan_does_not_tell_is_looked_for(change: Callable[[Any], None]
     assert found is not None and re.match(why, found)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"eos_token_id": 11}, {"repetition_penalty": 1.7}, {"do_sample": True, "temperature": 1.3, "top_k": 50}],
-    ids=str,
-)
-def test_other_ways_to_choose(settings: dict[str, Any]) -> None:
-    loaded = ready("qwen2")
-    if "eos_token_id" in settings:  # one that ends some answers early, and one of them at once
-        alone_first = truths(loaded)[LENGTHS[0]].token_ids
-        settings = {"eos_token_id": [alone_first[0], truths(loaded)[LENGTHS[1]].token_ids[4]]}
-    found = texts(together(loaded, 3, PLACES["in-proportion"], **settings)[0])
-    assert found == texts(truths(loaded, **settings)) != texts(truths(loaded))
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", ["qwen2", "granite"])
 @pytest.mark.parametrize("tokens", [2, 47])
@@ -236,3 +226,34 @@ def test_rows_of_a_copied_head_come_near_its_pieces() -> None:
         assert set(owners[:, head]) <= {piece.rank for piece in placed.pieces if piece.head == head}
     found = np.bincount(owners.ravel(), counts.ravel(), 3)
     assert found.sum() == counts.sum() and abs(found - placed.loads).max() <= 2 * counts.max()
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks", "efficiency"),
+    [
+        ("static", 2, 0.75),
+        ("static", 4, 0.75),
+        ("best-effort", 2, 0.75),
+        ("equal", 2, 1.0),
+        ("proportional", 1, 1.0),
+        ("proportional", 2, 1.0),
+        ("proportional", 4, 1.0),
+    ],
+)
+def test_three_equal_heads_on_ranks_that_do_not_divide_them(placement: Any, ranks: int, efficiency: float) -> None:
+    settings = DecodeSettings(mode="head-parallel", placement=placement)
+    found = HeadSharing(settings, layers=2, kv_heads=3)
+    assert found.efficiency(ranks) == pytest.approx(efficiency, abs=1e-3)
+    assert found.placing(ranks)([1.0, 1.0, 1.0], ranks).copies <= ranks - 1
+    assert placement in found.describe(ranks)
+
+
+def test_a_profile_is_what_heads_are_placed_by_and_of_this_model(tmp_path: Path) -> None:
+    loaded, path = tiny("llama-gqa"), tmp_path / "heads.json"
+    settings = DecodeSettings(mode="head-parallel", placement="best-effort", profile=str(path))
+    path.write_text(json.dumps({"counts": [[300, 100]] * 3, "model": loaded.fingerprint}))
+    found = open_sharing(settings, loaded, None)
+    assert isinstance(found, HeadSharing) and found.efficiency(2) == pytest.approx(200 / 300)
+    path.write_text(json.dumps({"counts": [[300, 100]] * 3, "model": "another"}))
+    with pytest.raises(ConfigError, match="decode.profile = .* is for another model"):
+        open_sharing(settings, loaded, None)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from models import random_model
-from paged_rows import LENGTHS, NEW_TOKENS, Watched, answer, arena_of, pages_read, ready, steps_recorded
+from paged_rows import LENGTHS, NEW_TOKENS, answer, arena_of, pages_read, ready
 from rows import alone, other_prompt
 
 from benchmarks.tiny import shrink
-from kvr_mpi.decode import step_graph
 from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -21,48 +19,29 @@ from kvr_mpi.transport.local import LocalTransport, run_local
 NAMES = ["llama-gqa", "llama-mha", "mistral-window", "qwen2-some-windows", "gemma2-softcap", "gpt-oss-sinks"]
 
 
-@pytest.fixture
-def reads_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    with pages_read(monkeypatch) as watched:
-        yield watched
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_pages_change_no_answer(name: str) -> None:
-    """The portable way, which reads documents one by one where they lie."""
+@pytest.mark.parametrize(("name", "pages"), [*((name, 8) for name in NAMES), ("mistral-window", 1)])
+def test_pages_change_no_answer(name: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by one call for all that lie in an extent, and in the portable way, one by one where they lie."""
     loaded = ready(name)
     end = answer(loaded, None)["250"][4]
-    truth, arena = answer(loaded, None, end), arena_of(loaded, 4)
+    truth, arena = answer(loaded, None, end), arena_of(loaded, pages)
     assert answer(loaded, arena, end) == truth and len(truth) == len(LENGTHS)
     assert any(len(tokens) < NEW_TOKENS for tokens in truth.values()), "one leaves early"
+    with pages_read(monkeypatch) as watched:
+        assert answer(loaded, None, end) == truth and watched.paged_calls == 0
+        assert answer(loaded, arena, end) == truth
+    assert bool(watched.paged_calls) == (name != "gemma2-softcap")
     arena.collect()
     assert not arena.extents, "what has left holds no memory"
 
 
-@pytest.mark.parametrize("is_recorded", [False, True], ids=["run", "recorded"])
-@pytest.mark.parametrize(("name", "pages"), [*((name, 8) for name in NAMES), ("mistral-window", 1)])
-def test_one_call_reads_the_pages_of_all(
-    reads_pages: Watched, name: str, pages: int, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a page for each head to an extent, documents lie in several, with a call each."""
-    loaded = ready(name)
-    if is_recorded:
-        monkeypatch.setattr(step_graph, "STEPS_BEFORE", 0)
-        graphs = steps_recorded(monkeypatch)
-    truth = answer(loaded, None)
-    assert reads_pages.paged_calls == 0
-    assert answer(loaded, arena_of(loaded, pages)) == truth
-    assert bool(reads_pages.paged_calls) == (name != "gemma2-softcap")
-    assert not is_recorded or any(graph.replays for graph in graphs) == (name != "gemma2-softcap")
-
-
-def test_values_of_another_size_than_keys_are_not_read_by_flash_attention(reads_pages: Watched) -> None:
+def test_values_of_another_size_than_keys_are_not_read_by_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     config = shrink("mimo_v2_flash")
     config.v_head_dim = 16
     loaded = ready(random_model(config))
     assert all(layer.key_dim != layer.value_dim for layer in loaded.shape.layers)
-    truth = answer(loaded, None)
-    assert answer(loaded, arena_of(loaded, 8)) == truth and not reads_pages.paged_calls
+    with pages_read(monkeypatch) as watched:
+        assert answer(loaded, arena_of(loaded, 8)) == answer(loaded, None) and not watched.paged_calls
 
 
 def test_after_a_chain_the_last_rank_alone_has_pages() -> None:

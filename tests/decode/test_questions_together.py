@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,57 +104,33 @@ def test_a_rank_holds_its_share_once_for_all_questions(ranks: int) -> None:
         assert {prefill.share.document for prefill in asked.prefills if prefill.share} == {asked.document}
 
 
-def reading(document: Share, fail: Callable[[int], None]) -> None:
-    """Call something before each layer that is read."""
-    read = document.prefix.read
-    assert read is not None
-
-    def read_or_fail(number: int, first: int, last: int) -> torch.Tensor | None:
-        fail(number)
-        return read(number, first, last)
-
-    document.prefix = replace(document.prefix, read=read_or_fail)
-
-
-def test_a_share_that_cannot_be_read_fails_all_questions_on_all_ranks() -> None:
-    """The rank that finds it goes on with the others to the end of the row; nothing is answered from what was read."""
-    stored, prompts, _ = opened("llama-gqa")
-
-    def work(chain: Transport) -> list[Prefill]:
-        def fail(number: int) -> None:
-            if (chain.rank, number) == (1, 1):
-                raise DataError("layer_001/keys is damaged")
-
-        reading(document := stored.open_on(chain, LONGEST), fail)
-        options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * 2, "last": 2}
-        rows = (prefill_stored(stored.loaded, prompts[at : at + 2], document, chain, **options) for at in (0, 2))
-        return [prefill for row in rows for prefill in row]
-
-    for prefills in run_local(3, work):
-        assert len(prefills) == len(prompts)
-        for prefill in prefills:
-            assert prefill.share is None and prefill.logits is None
-            assert "cannot be used: layer_001/keys is damaged" in str(prefill.error)
-
-
-def test_a_layer_that_there_was_no_memory_to_read_is_read_again() -> None:
-    """Its document is not given up for that."""
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_share_that_cannot_be_read_fails_its_questions_on_all_ranks(is_damaged: bool) -> None:
+    """Nobody waits. What is damaged is given up; what there was no memory to read is read again."""
     stored, prompts, _ = opened("llama-gqa")
     due = {1}
 
-    def work(chain: Transport) -> list[Prefill]:
-        def run_out(number: int) -> None:
+    def work(chain: Transport) -> list[list[Prefill]]:
+        document = stored.open_on(chain, LONGEST)
+        read = document.prefix.read
+        assert read is not None
+
+        def read_or_fail(number: int, first: int, last: int) -> torch.Tensor | None:
             if number == 1 and chain.rank in due:
                 due.discard(chain.rank)
-                raise MemoryError("no room for a layer")
+                raise DataError("layer_001/keys is damaged") if is_damaged else MemoryError("no room for a layer")
+            return read(number, first, last)
 
-        reading(document := stored.open_on(chain, LONGEST), run_out)
-        options: dict[str, Any] = {"reserve_tokens": [1], "last": 1}
-        return [prefill_stored(stored.loaded, prompts[:1], document, chain, **options)[0] for _ in range(2)]
+        document.prefix = replace(document.prefix, read=read_or_fail)
+        options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * 2, "last": 2}
+        return [prefill_stored(stored.loaded, prompts[at : at + 2], document, chain, **options) for at in (0, 2)]
 
-    for failed, answered in run_local(2, work):
-        assert "rank 1 of its chain ran out of memory" in str(failed.error)
-        assert answered.error is None and answered.share is not None
+    said = "layer_001/keys is damaged" if is_damaged else "rank 1 of its chain ran out of memory"
+    for first, second in run_local(3, work):
+        # A row that does not fit is run in halves: its second question is answered.
+        failed = [*first, *second] if is_damaged else first[:1]
+        assert all(one.share is None and one.logits is None and said in str(one.error) for one in failed)
+        assert is_damaged or all(one.error is None and one.share is not None for one in second)
 
 
 def test_a_question_that_is_longer_than_the_document_is_held_for_is_refused() -> None:

@@ -39,36 +39,27 @@ def truth_of(loaded: LoadedModel, text: str) -> torch.Tensor:
     return torch.log_softmax(logits[len(IDS) - 1 : -1], -1)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "mistral-window as transformers caches it"])
 @torch.inference_mode()
 def test_scores_are_transformers_own(name: str) -> None:
-    loaded = ready(name)
+    is_plain = name not in KINDS
+    loaded = ready(name.split()[0], chain=not is_plain)
     truths = {text: truth_of(loaded, text) for text in TEXTS}
     greedy = str(int(truths["5"][0].argmax()))
-    before = run_next(loaded.model, alone(loaded, IDS, 6), torch.tensor([[3]]))
-    prefill = alone(loaded, IDS, 6)
-    check(scored(loaded, prefill, TEXTS), truths)
-    assert scored(loaded, prefill, [greedy])[0].is_greedy
-    # The cache is as it was: what is decoded from it now is what would have been decoded without.
-    after = run_next(loaded.model, prefill, torch.tensor([[3]]))
-    torch.testing.assert_close(after, before, atol=CLOSE, rtol=1e-5)
-
-
-def check(found: Sequence[Score], truths: dict[str, torch.Tensor]) -> None:
-    """Scores are those of transformers."""
-    for score in found:
+    prepare_model(loaded.model, chain=not is_plain, in_parts=loaded.attends_in_parts)
+    untouched, prefill = (
+        prefill_single(loaded.model, IDS, loaded.device) if is_plain else alone(loaded, IDS, 6) for _ in range(2)
+    )
+    for score in scored(loaded, prefill, TEXTS):
         truth, ids = truths[score.text], torch.tensor(score.token_ids)
         mine = truth[torch.arange(len(ids)), ids]
         torch.testing.assert_close(torch.tensor(score.logprobs), mine, atol=CLOSE, rtol=1e-5)
         assert score.logprob == pytest.approx(float(mine.sum()), abs=1e-4)
         assert score.is_greedy == bool((truth.argmax(-1) == ids).all())
-
-
-def test_plain_transformers_cache_is_left_alone() -> None:
-    loaded = ready("mistral-window", chain=False)
-    prefill = prefill_single(loaded.model, IDS, loaded.device)
-    check(scored(loaded, prefill, TEXTS), {text: truth_of(loaded, text) for text in TEXTS})
-    assert prefill.cache.get_seq_length() == len(IDS)
+    assert scored(loaded, prefill, [greedy])[0].is_greedy
+    # The cache is as it was: what is decoded from it now is what would have been decoded without.
+    after, before = (run_next(loaded.model, one, torch.tensor([[3]])) for one in (prefill, untouched))
+    torch.testing.assert_close(after, before, atol=CLOSE, rtol=1e-5)
 
 
 GREEDY, WARM = {"do_sample": False}, {"do_sample": True, "top_k": 5}

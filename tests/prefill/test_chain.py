@@ -11,15 +11,16 @@ import torch
 from chains import NEW_TOKENS, chain, single
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, tiny
+from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, random_model, tiny
 
-from kvr_mpi.errors import ModelError
+from benchmarks.tiny import shrink
+from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.prefill.self_check import check_chain, check_spread
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NOISE = allowed_error(torch.float32)
@@ -84,6 +85,22 @@ def test_self_check_sends_the_others_to_single(name: str) -> None:
     with pytest.raises(ModelError, match="cannot continue from its cache.*strategy = 'single'"):
         check_chain(loaded)
     assert single(loaded, prompt(20)).logits is not None
+
+
+@pytest.mark.parametrize("name", sorted({*CONFIGS} - {"llama4-chunks", "phi3"}))
+def test_models_that_are_given_their_positions_may_be_spread(name: str) -> None:
+    prepare_model(tiny(name).model, chain=True)
+    check_spread(tiny(name))
+
+
+@pytest.mark.parametrize("name", ["bart", "blenderbot", "plbart"])
+def test_models_that_count_positions_by_their_cache_are_refused(name: str) -> None:
+    loaded = random_model(shrink(name))
+    for parameter in loaded.model.parameters():  # positions count as much as words
+        torch.nn.init.normal_(parameter, std=0.2)
+    prepare_model(loaded.model, chain=True)
+    with pytest.raises(ConfigError, match=r"cannot be spread over ranks: logits of a decoded token differ"):
+        check_spread(loaded)
 
 
 def test_self_check_finds_a_model_that_would_answer_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,14 @@ import pytest
 import torch
 import transformers as tf
 from chains import rival, single
+from hypothesis import given
+from hypothesis import strategies as st
 from made_jobs import TEXT, answers, with_settings
 from models import CONFIGS, VOCAB, prompt, random_model, tiny
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv import layer
+from kvr_mpi.kv.route import in_two_groups
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -23,6 +28,7 @@ from kvr_mpi.prefill.exactness import allowed_error, differences, first_differen
 from kvr_mpi.prefill.memory_budget import GIB, _Ledger, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, choose_chunks
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -131,31 +137,59 @@ def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
     assert choose_chunks("auto", KVR, replace(footprint, takes_chunks=False), lambda size: bool(size)) is None
 
 
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=9), st.sampled_from([None, 1, 7, 16]))
+def test_two_groups_cover_all_once(lengths: list[int], chunk_tokens: int | None) -> None:
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    route = relay(Partition(tuple(bounds)), len(lengths) - 1, chunk_tokens=chunk_tokens)
+    groups, tokens = in_two_groups(route.steps), route.owned[0][0]
+    assert len(groups) <= 2
+    assert [segment for group in groups for segment in group.segments] == [
+        segment for step in route.steps for segment in step.segments
+    ]
+    ranges = sorted(each for group in groups for each in group.ranges)
+    assert ranges[0][0] == 0 and ranges[-1][1] == tokens
+    assert all(one[1] == other[0] for one, other in zip(ranges, ranges[1:], strict=False))
+    assert len(groups) == 1 or 2 * sum(last - first for first, last in groups[0].ranges) >= tokens
+    # Of each group what is nearer than the rank it ends in, and some chunks of that one.
+    assert len(ranges) <= (2 if chunk_tokens is None else 4)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "calls"), [(None, 2), (2, 4)])
+def test_groups_change_no_logits(chunk_tokens: int | None, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, ids, asked = tiny("llama-gqa"), prompt(90), list[int]()
+    truth = single(loaded, ids).logits
+    monkeypatch.setattr(layer, "GROUPING", ("cpu",))
+    attend = layer.attend
+
+    def counted(query: torch.Tensor, keys: torch.Tensor, *args: object, **options: object) -> object:
+        if threading.current_thread().name == "rank 4" and not options and query.shape[2] > 1:
+            asked.append(keys.shape[2])
+        return attend(query, keys, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(layer, "attend", counted)
+    found = chunked(loaded, ids, (0, 20, 35, 50, 70, 90), chunk_tokens=chunk_tokens)[-1].logits
+    assert found is not None and truth is not None
+    torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)
+    # In all layers but the last, the last rank's first tokens attend to the 70 before its own.
+    assert len(asked) <= 2 * calls and sum(asked) == 2 * 70
+
+
 @pytest.mark.slow
-def test_jobs_run_in_chunks_and_answer_the_same(tmp_path: Path, tiny_model_dir: Path, run_here: Any) -> None:
-    """Where memory is short chunks are chosen, and the documents are answered instead of refused."""
+def test_jobs_run_in_chunks_where_memory_is_short(tmp_path: Path, tiny_model_dir: Path, run_here: Any) -> None:
+    """Documents are answered, as ever, instead of refused."""
     rows = (json.dumps({"id": f"d{n}", "text": f"Document {n}. {TEXT * count}"}) for n, count in enumerate((21, 2, 18)))
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
-    settings = {
-        "model.path": str(tiny_model_dir),
-        "model.dtype": "float32",
-        "documents.path": str(tmp_path / "corpus.jsonl"),
-        "generation.max_new_tokens": 6,
-        "parallel.partition": "even",
-    }
-    job = tmp_path / "job.toml"
-    job.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    job = [f"model.path={tiny_model_dir}", "model.dtype=float32", f"documents.path={tmp_path / 'corpus.jsonl'}"]
+    job += ["generation.max_new_tokens=6", "parallel.partition=even"]
 
     def run(name: str, *changes: str) -> dict[str, tuple[int, ...]]:
-        ran = run_here(2, [job, *with_settings(f"output.path={tmp_path / name}", *changes)])
+        ran = run_here(2, with_settings(*job, f"output.path={tmp_path / name}", *changes))
         assert ran.returncode == 0, ran.stderr
-        assert ("slices are computed in chunks of 48 tokens" in ran.stderr) == (name == "chunks")
         return answers(tmp_path / name)
 
-    found = run("auto")
-    assert run("chunks", "parallel.chunk_tokens=48") == found and len(found) == 3
+    found = run("free")
     footprint = footprint_of(tf.AutoConfig.from_pretrained(tiny_model_dir), torch.float32)
-    cuts = [Partition(record.slices) for record in open_results(tmp_path / "auto") if len(record.slices) == 3]
+    cuts = [Partition(record.slices) for record in open_results(tmp_path / "free") if len(record.slices) == 3]
     needs = {
         size: max(footprint.route_bytes(one, reserve_tokens=6) for cut in cuts for one in KVR.routes(cut, 0, size))
         for size in (None, 128)
