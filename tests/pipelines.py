@@ -48,22 +48,11 @@ def draw_prompts(count: int, size: int, seed: int, *, failing: float, models: tu
         strategy = draw.choice(["kvr", "ring"])
         slices = 2 * size if strategy == "ring" else size
         inner = sorted(draw.sample(range(prefix_tokens + 1, tokens), slices - 1))
-        fails = {
-            rank: draw.randrange(-1, LAYERS)
-            for rank in draw.sample(range(size), draw.choice([1, 1, min(2, size), size]))
-        }
-        prompts.append(
-            Prompt(
-                draw.choice(models),
-                strategy,
-                ids,
-                Partition((0, *inner, tokens)),
-                draw.randrange(size),
-                prefix_tokens,
-                fails if draw.random() < failing else {},
-                draw.choice([None, 5, 16]) if strategy == "kvr" else None,
-            )
-        )
+        failed = draw.sample(range(size), draw.choice([1, 1, min(2, size), size]))
+        fails = {rank: draw.randrange(-1, LAYERS) for rank in failed} if draw.random() < failing else {}
+        partition, chunk_tokens = Partition((0, *inner, tokens)), draw.choice([None, 5, 16])
+        model, last = draw.choice(models), draw.randrange(size)
+        prompts.append(Prompt(model, strategy, ids, partition, last, prefix_tokens, fails, chunk_tokens))
     return prompts
 
 
@@ -111,13 +100,7 @@ class Failing(threading.local):
 
 
 def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tensor], failing: Failing) -> float:
-    """Run all prompts without a barrier, and look at what comes out on this rank.
-
-    Returns
-    -------
-    float
-        The largest error of any logits.
-    """
+    """Run all prompts without a barrier, check what comes out on this rank, and return the largest error of logits."""
     prefixes = {name: compute_prefix(tiny(name), range(1, 11)) for name in {prompt.model for prompt in prompts}}
     forwarder = Forwarder(chain)
     worst = 0.0
@@ -132,7 +115,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
             last=prompt.last,
             forwarder=forwarder,
             spares_chain=True,
-            chunk_tokens=prompt.chunk_tokens,
+            chunk_tokens=prompt.chunk_tokens if prompt.strategy == "kvr" else None,
         )
         failing.layer = None
         is_last = chain.rank == prompt.last

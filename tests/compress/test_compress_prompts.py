@@ -25,14 +25,13 @@ from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 TOKENS, TEXT = 90, (10, 75)
-WINDOW = {"window": 12}
 
 
 def settings_of(method: str, folder: Path | None = None, **more: Any) -> CompressSettings:
     """A small budget; HeadKV's profile is made up in a folder."""
     reads = METHODS[method].reads
     values: dict[str, Any] = {"method": method, "budget": 30}
-    values |= {name: value for name, value in WINDOW.items() if name in reads}
+    values |= {"window": 12} if "window" in reads else {}
     if "profile" in reads:
         assert folder is not None
         (folder / "heads.json").write_text(json.dumps({"counts": [[20, 40], [12, 90], [60, 12]]}))
@@ -178,9 +177,6 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     assert open_compression(settings, tiny("llama-gqa")).profile is not None
     with pytest.raises(ConfigError, match="3 layers of 2 KV heads, but .* here has 3 of 6"):
         open_compression(settings, tiny("llama-mha"))
-    (tmp_path / "heads.json").write_text(json.dumps({"counts": [[1, 2]] * 3, "model": "another", "source": "there"}))
-    with pytest.raises(ConfigError, match="for another model"):
-        open_compression(settings, tiny("llama-gqa"))
 
 
 @pytest.mark.parametrize("method", ["streaming-llm", "pyramidkv", "ada-snapkv", "headkv"])

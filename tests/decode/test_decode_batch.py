@@ -59,8 +59,9 @@ def truths_of(loaded: LoadedModel, lengths: Sequence[int] = LENGTHS, **config: A
     return {tokens: truth_of(loaded, other_prompt(tokens), **config) for tokens in lengths}
 
 
-def generated(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, ...]:
+def truth_of(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, ...]:
     """What transformers' own generate() writes, without the end."""
+    prepare_model(loaded.model, chain=False)
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config
     # Without a mask it would take tokens of the prompt for padding.
     out = loaded.model.generate(
@@ -68,15 +69,9 @@ def generated(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, 
         attention_mask=torch.ones(1, len(ids)),
         generation_config=GenerationConfig(max_new_tokens=NEW_TOKENS, **settings),
     )
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
     written: list[int] = out[0, len(ids) :].tolist()
     return tuple(written[:-1] if written[-1] == config.get("eos_token_id") else written)
-
-
-def truth_of(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, ...]:
-    prepare_model(loaded.model, chain=False)
-    found = generated(loaded, ids, **config)
-    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-    return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -143,10 +138,8 @@ def test_nothing_to_write_and_ends_at_once() -> None:
     loaded = ready("llama-gqa")
     batch = batch_of(loaded, 0)
     batch.add("nothing", alone(loaded, prompt(5)), prompt(5), 0)
-    assert batch.running == 1
-    (nothing,) = batch.step()
-    assert nothing.answer is not None
-    assert (nothing.answer.token_ids, nothing.answer.text, nothing.answer.finish_reason) == ((), "", "length")
+    nothing = finish(batch)["nothing"].answer
+    assert nothing is not None and (nothing.token_ids, nothing.text, nothing.finish_reason) == ((), "", "length")
     batch = begun(loaded, (5, 9), eos_token_id=truth_of(loaded, other_prompt(5))[0])
     assert batch.running == 2
     (ends,) = batch.step()
@@ -225,12 +218,12 @@ def test_other_errors_are_ours() -> None:
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mamba-no-attention", "bloom-own-attention"])
 def test_plain_caches_step_one_by_one(name: str) -> None:
+    truths = truths_of(ready(name), LENGTHS[:3])
     loaded = ready(name, chain=False)
     batch = batch_of(loaded, NEW_TOKENS)
     for tokens in LENGTHS[:3]:
         batch.add(tokens, prefill_single(loaded.model, other_prompt(tokens), loaded.device), other_prompt(tokens), 0)
-    expected = {tokens: generated(loaded, other_prompt(tokens)) for tokens in LENGTHS[:3]}
-    assert tokens_of(finish(batch)) == expected
+    assert tokens_of(finish(batch)) == truths
 
 
 def test_a_rotary_embedding_by_length_steps_together() -> None:

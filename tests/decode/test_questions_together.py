@@ -11,7 +11,7 @@ import torch
 from chains import greedy, single
 from made_documents import StoredRows, questions_after, store_rows
 from models import prompt, tiny
-from rows import batch_of, count_down, ready, run_out_at
+from rows import batch_of, count_down, finish, ready, run_out_at, tokens_of
 
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.errors import DataError
@@ -38,22 +38,16 @@ class Asked:
 
 def ask(stored: StoredRows, prompts: Sequence[Sequence[int]], rows: Sequence[slice], chain: Transport) -> Asked:
     """Ask some questions at a time, and decode all of them together."""
-    loaded = stored.loaded
-    document = stored.open_on(chain, LONGEST)
+    loaded, document, prefills = stored.loaded, stored.open_on(chain, LONGEST), list[Prefill]()
+    for row in rows:
+        options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * len(prompts[row]), "last": chain.size - 1}
+        prefills += prefill_stored(loaded, prompts[row], document, chain, **options)
     group = TokenGroup[int](loaded, chain)
     batch = batch_of(loaded, NEW_TOKENS, group)
-    prefills: list[Prefill] = []
-    for row in rows:
-        some = prompts[row]
-        options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * len(some), "last": chain.size - 1}
-        for ids, prefill in zip(some, prefill_stored(loaded, some, document, chain, **options), strict=True):
-            if prefill.error is None:
-                batch.add(len(prefills), prefill, ids, 0)
-            prefills.append(prefill)
-    asked = Asked(document, prefills, {}, group.held_bytes(batch.prefills, document))
-    while batch.running:
-        asked.answers |= {one.key: list(one.answer.token_ids) for one in batch.step() if one.answer is not None}
-    return asked
+    for number, (ids, prefill) in enumerate(zip(prompts, prefills, strict=True)):
+        batch.add(number, prefill, ids, 0)
+    held_bytes = group.held_bytes(batch.prefills, document)
+    return Asked(document, prefills, {key: list(ids) for key, ids in tokens_of(finish(batch)).items()}, held_bytes)
 
 
 def opened(name: str) -> tuple[StoredRows, list[list[int]], dict[int, list[int]]]:

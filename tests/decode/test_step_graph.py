@@ -13,7 +13,6 @@ from paged_rows import Recording, answer, arena_of, pages_read, ready, steps_rec
 
 from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.step_graph import Recorder
-from kvr_mpi.model import LoadedModel
 
 
 @pytest.fixture
@@ -29,12 +28,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     """Every recorder that is made."""
     made: list[Recorder] = []
     begin = Recorder.__init__
-
-    def begin_and_note(recorder: Recorder, loaded: LoadedModel) -> None:
-        begin(recorder, loaded)
-        made.append(recorder)
-
-    monkeypatch.setattr(Recorder, "__init__", begin_and_note)
+    monkeypatch.setattr(Recorder, "__init__", lambda one, loaded: (begin(one, loaded), made.append(one))[0])
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, random_model, ti
 
 from benchmarks.tiny import shrink
 from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
@@ -27,20 +25,17 @@ NOISE = allowed_error(torch.float32)
 TOKENS = 60
 
 
-def check_chains(loaded: LoadedModel, ids: list[int], cuts: Sequence[Sequence[int]]) -> None:
-    """A chain gives the logits, keys, values and greedy tokens of plain transformers, however it cuts the prompt."""
-    truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
-    for bounds in cuts:
-        found = follow(loaded.model, chain(loaded, ids, bounds, NEW_TOKENS), NEW_TOKENS)
-        assert first_difference(differences(found, truth), NOISE) is None, bounds
-        assert found.tokens == truth.tokens, bounds
-
-
 @pytest.mark.parametrize(
     "name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in [*WHOLE, *STATES])]
 )
 def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
-    check_chains(tiny(name), prompt(TOKENS), [(0, 60), (0, 44, 60), (0, 1, 59, 60), (0, 23, 38, 50, 60)])
+    """Logits, keys, values and greedy tokens of plain transformers, however the prompt is cut."""
+    loaded, ids = tiny(name), prompt(TOKENS)
+    truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
+    for bounds in [(0, 60), (0, 44, 60), (0, 1, 59, 60), (0, 23, 38, 50, 60)]:
+        found = follow(loaded.model, chain(loaded, ids, bounds, NEW_TOKENS), NEW_TOKENS)
+        assert first_difference(differences(found, truth), NOISE) is None, bounds
+        assert found.tokens == truth.tokens, bounds
 
 
 @pytest.mark.quick
