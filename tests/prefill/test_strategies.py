@@ -123,7 +123,7 @@ def test_models_that_cannot_go_round_are_refused_by_name() -> None:
     RING.check(loaded)
     whole = replace(loaded, attends_in_parts=False)
     with pytest.raises(ModelError, match=r"'ring': LlamaForCausalLM: .* cannot be taken over in parts.*'kvr'"):
-        RING.prefill(whole, prompt(12), RING.cut_evenly(12, 1), LocalTransport())
+        RING.check(whole)
     KVR.check(whole)
     assert [one.name for one in candidates("auto", whole)] == ["kvr"]
     recurrent = LayerShape(states=(StateShape("recurrent", 0, (1, 6, 8, 8)),))
