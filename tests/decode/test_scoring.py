@@ -56,7 +56,8 @@ def test_scores_are_transformers_own(name: str) -> None:
         torch.testing.assert_close(torch.tensor(score.logprobs), mine, atol=CLOSE, rtol=1e-5)
         assert score.logprob == pytest.approx(float(mine.sum()), abs=1e-4)
         assert score.is_greedy == bool((truth.argmax(-1) == ids).all())
-    assert scored(loaded, prefill, [greedy])[0].is_greedy
+    is_greedy = [score.is_greedy for score in scored(loaded, prefill, [greedy, f"{greedy} 5", f"{greedy} 6"])]
+    assert is_greedy[0] and not all(is_greedy), "only if each of its tokens is the likeliest"
     # The cache is as it was: what is decoded from it now is what would have been decoded without.
     after, before = (run_next(loaded.model, one, torch.tensor([[3]])) for one in (prefill, untouched))
     torch.testing.assert_close(after, before, atol=CLOSE, rtol=1e-5)

@@ -179,11 +179,15 @@ def test_jobs_run_in_chunks_where_memory_is_short(tmp_path: Path, tiny_model_dir
     """Documents are answered, as ever, instead of refused."""
     rows = (json.dumps({"id": f"d{n}", "text": f"Document {n}. {TEXT * count}"}) for n, count in enumerate((21, 2, 18)))
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
-    job = [f"model.path={tiny_model_dir}", "model.dtype=float32", f"documents.path={tmp_path / 'corpus.jsonl'}"]
-    job += ["generation.max_new_tokens=6", "parallel.partition=even"]
+    (job := tmp_path / "job.toml").write_text(f"""
+        model = {{path = "{tiny_model_dir}", dtype = "float32"}}
+        documents.path = "{tmp_path / "corpus.jsonl"}"
+        generation.max_new_tokens = 6
+        parallel.partition = "even"
+    """)
 
     def run(name: str, *changes: str) -> dict[str, tuple[int, ...]]:
-        ran = run_here(2, with_settings(*job, f"output.path={tmp_path / name}", *changes))
+        ran = run_here(2, [job, *with_settings(f"output.path={tmp_path / name}", *changes)])
         assert ran.returncode == 0, ran.stderr
         return answers(tmp_path / name)
 
