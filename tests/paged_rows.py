@@ -30,11 +30,12 @@ BLOCK_TABLE = [each.name for each in VARLEN._schema.arguments].index("block_tabl
 
 
 class Watched(FlashReference):
-    """Counts the calls of attention that read pages."""
+    """Counts the calls of attention for all documents, and those of them that read pages."""
 
-    paged_calls = 0
+    calls = paged_calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.calls += func is VARLEN
         self.paged_calls += func is VARLEN and any(each is not None for each in args[BLOCK_TABLE : BLOCK_TABLE + 1])
         return super().__torch_dispatch__(func, types, args, kwargs)
 

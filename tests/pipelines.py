@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from models import VOCAB, tiny
@@ -48,22 +48,11 @@ def draw_prompts(count: int, size: int, seed: int, *, failing: float, models: tu
         strategy = draw.choice(["kvr", "ring"])
         slices = 2 * size if strategy == "ring" else size
         inner = sorted(draw.sample(range(prefix_tokens + 1, tokens), slices - 1))
-        fails = {
-            rank: draw.randrange(-1, LAYERS)
-            for rank in draw.sample(range(size), draw.choice([1, 1, min(2, size), size]))
-        }
-        prompts.append(
-            Prompt(
-                draw.choice(models),
-                strategy,
-                ids,
-                Partition((0, *inner, tokens)),
-                draw.randrange(size),
-                prefix_tokens,
-                fails if draw.random() < failing else {},
-                draw.choice([None, 5, 16]) if strategy == "kvr" else None,
-            )
-        )
+        failed = draw.sample(range(size), draw.choice([1, 1, min(2, size), size]))
+        fails = {rank: draw.randrange(-1, LAYERS) for rank in failed} if draw.random() < failing else {}
+        partition, chunk_tokens = Partition((0, *inner, tokens)), draw.choice([None, 5, 16])
+        model, last = draw.choice(models), draw.randrange(size)
+        prompts.append(Prompt(model, strategy, ids, partition, last, prefix_tokens, fails, chunk_tokens))
     return prompts
 
 
@@ -77,28 +66,30 @@ def truths(prompts: list[Prompt]) -> list[torch.Tensor]:
     return [logits for logits in found if logits is not None]
 
 
-class Failing:
-    """Raises what torch raises when memory runs out, on the ranks and in the layers of a `Prompt`."""
+class Failing(threading.local):
+    """Raises what torch raises when memory runs out: on a rank, which is a thread, in the layer of `Prompt.fails`."""
 
-    def __init__(self, who: Any) -> None:
-        self._who = who  # says which rank is running, and with which failures: threads share the models
+    layer: int | None = None
 
     @contextmanager
-    def installed(self, models: tuple[str, ...]) -> Iterator[None]:
+    def installed(self, models: tuple[str, ...] = MODELS) -> Iterator[None]:
         """Watch the layers of models and the making of buffers."""
         make = LayerBuffers._make
 
         def making(buffers: LayerBuffers, elements: int) -> torch.Tensor:
-            if self._layer() == -1:
+            if self.layer == -1:
                 raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
             return make(buffers, elements)
 
+        def enter(idx: int) -> None:
+            if self.layer == idx:
+                raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+
         hooks = []
         for name in models:
-            model = tiny(name).model
-            blocks = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
+            blocks = next(part for part in tiny(name).model.modules() if isinstance(part, torch.nn.ModuleList))
             for idx, block in enumerate(blocks):
-                hooks.append(block.register_forward_pre_hook(lambda block, args, idx=idx: self._enter(idx)))
+                hooks.append(block.register_forward_pre_hook(lambda block, args, idx=idx: enter(idx)))
         LayerBuffers._make = making  # type: ignore[method-assign]
         try:
             yield
@@ -107,28 +98,14 @@ class Failing:
             for hook in hooks:
                 hook.remove()
 
-    def _layer(self) -> int | None:
-        rank, fails = self._who()
-        return None if fails is None else fails.get(rank)
 
-    def _enter(self, idx: int) -> None:
-        if self._layer() == idx:
-            raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
-
-
-def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tensor], told: Any) -> float:
-    """Run all prompts without a barrier, and look at what comes out on this rank.
-
-    Returns
-    -------
-    float
-        The largest error of any logits.
-    """
+def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tensor], failing: Failing) -> float:
+    """Run all prompts without a barrier, check what comes out on this rank, and return the largest error of logits."""
     prefixes = {name: compute_prefix(tiny(name), range(1, 11)) for name in {prompt.model for prompt in prompts}}
     forwarder = Forwarder(chain)
     worst = 0.0
     for prompt, truth in zip(prompts, logits, strict=True):
-        told(prompt.fails)
+        failing.layer = prompt.fails.get(chain.rank)
         prefill = STRATEGIES[prompt.strategy].prefill(
             tiny(prompt.model),
             prompt.ids,
@@ -138,9 +115,9 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
             last=prompt.last,
             forwarder=forwarder,
             spares_chain=True,
-            chunk_tokens=prompt.chunk_tokens,
+            chunk_tokens=prompt.chunk_tokens if prompt.strategy == "kvr" else None,
         )
-        told(None)
+        failing.layer = None
         is_last = chain.rank == prompt.last
         assert (prefill.last, prefill.strategy) == (prompt.last, prompt.strategy)
         assert (prefill.error is not None) == bool(prompt.fails and (is_last or chain.rank in prompt.fails))

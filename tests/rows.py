@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import transformers as tf
-from models import COMMON, prompt, tiny
+from models import COMMON, prompt, random_model, tiny
 
 from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.decode.group import Group
-from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
@@ -103,10 +102,10 @@ def long_rope() -> LoadedModel:
     """Phi-3 whose rotary embedding changes for all positions once one of them is beyond the 32nd."""
     factors = [1.0 + at / 2 for at in range(4)]
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors[::-1]}
-    config = tf.Phi3Config(
-        **COMMON, num_key_value_heads=2, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=32
+    loaded = random_model(
+        tf.Phi3Config(
+            **COMMON, num_key_value_heads=2, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=32
+        )
     )
-    torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    prepare_model(model, chain=True)
-    return replace(tiny("phi3"), model=model, shape=probe_shape(config, torch.float32))
+    prepare_model(loaded.model, chain=True)
+    return loaded

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from made_groups import make_folder, on_groups
 from models import deep, prompt, tiny
 
 from kvr_mpi.compress.compression import Compression, open_compression, size_of
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
-from kvr_mpi.errors import ConfigError, PartitionError
+from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.cache import COMPRESSED_AHEAD, SliceCache
+from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
 from kvr_mpi.prefill.registry import STRATEGIES
+from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 TOKENS, TEXT = 90, (10, 75)
-WINDOW = {"window": 12}
 
 
 def settings_of(method: str, folder: Path | None = None, **more: Any) -> CompressSettings:
     """A small budget; HeadKV's profile is made up in a folder."""
     reads = METHODS[method].reads
     values: dict[str, Any] = {"method": method, "budget": 30}
-    values |= {name: value for name, value in WINDOW.items() if name in reads}
+    values |= {"window": 12} if "window" in reads else {}
     if "profile" in reads:
         assert folder is not None
         (folder / "heads.json").write_text(json.dumps({"counts": [[20, 40], [12, 90], [60, 12]]}))
@@ -38,35 +39,25 @@ def settings_of(method: str, folder: Path | None = None, **more: Any) -> Compres
     return CompressSettings(**values | more)
 
 
-def prefill(
-    compression: Compression, name: str, ranks: int, strategy: str = "kvr", known: int = 0, tokens: int = TOKENS
-) -> tuple[Prefill, tuple[int, int] | None]:
+def prefill(compression: Compression, name: str, ranks: int, strategy: str = "kvr", known: int = 0) -> SliceCache:
     """What the rank with the last slice has; the prompt is cut evenly, as far as the window allows."""
-    loaded, ids = tiny(name), prompt(tokens)
+    loaded, ids, way = tiny(name), prompt(TOKENS), STRATEGIES[strategy]
     prepare_model(loaded.model, chain=True)
-    prefix = compute_prefix(loaded, ids[:known]) if known else None
-    window = compression.window_of(tokens, TEXT)
-    way = STRATEGIES[strategy]
-    partition = way.cut_evenly(tokens, ranks, known)
-    observed = compression.observed_of(tokens, TEXT)
+    observed = compression.observed_of(TOKENS, TEXT)
+    partition = way.cut_evenly(TOKENS, ranks, known)
     if observed is not None:
         partition = partition.with_last_from(observed[0], known)
-    options: Any = {"window": observed, "prefix": prefix, "retain": compression.retain(tokens, TEXT)}
+    options: dict[str, Any] = {"window": observed, "retain": compression.retain(TOKENS, TEXT)}
+    options["prefix"] = compute_prefix(loaded, ids[:known]) if known else None
     found = run_local(ranks, lambda rank: way.prefill(loaded, ids, partition, rank, **options))
-    return next(one for one in found if one.logits is not None), window
+    (cache,) = (one.cache for one in found if one.logits is not None)
+    assert isinstance(cache, SliceCache)
+    return cache
 
 
-def positions(cache: SliceCache) -> list[list[list[int]] | None]:
+def chosen(cache: SliceCache) -> list[list[list[int]] | None]:
     """What each head of each layer keeps; None of a layer that keeps all it has."""
     return [[head.tolist() for head in layer.positions] if layer.is_ragged else None for layer in cache.layers]
-
-
-def chosen(
-    compression: Compression, name: str, ranks: int, strategy: str = "kvr", known: int = 0
-) -> list[list[list[int]] | None]:
-    found, window = prefill(compression, name, ranks, strategy, known)
-    assert window is not None
-    return positions(found.cache)
 
 
 @pytest.mark.parametrize("observes", ["question", "document"])
@@ -74,13 +65,13 @@ def chosen(
 def test_each_head_keeps_the_window_and_what_follows_it_and_the_budget_is_kept(
     method: str, observes: str, tmp_path: Path
 ) -> None:
-    settings = settings_of(method, tmp_path, observes=observes)
-    compression = open_compression(settings, tiny("llama-gqa"))
-    found, window = prefill(compression, "llama-gqa", 2)
+    loaded, settings = tiny("llama-gqa"), settings_of(method, tmp_path, observes=observes)
+    compression = open_compression(settings, loaded)
+    cache, window = prefill(compression, "llama-gqa", 2), compression.window_of(TOKENS, TEXT)
     stop = TEXT[1] if observes == "document" else TOKENS
     assert window == (stop - settings.observed_tokens, stop)
     kept = 0
-    for layer in positions(found.cache):
+    for layer in chosen(cache):
         assert layer is not None and len(layer) == 2
         for head in layer:
             assert head == sorted(set(head)) and head[-1] == TOKENS - 1
@@ -88,29 +79,39 @@ def test_each_head_keeps_the_window_and_what_follows_it_and_the_budget_is_kept(
             kept += len(head)
     beside = TOKENS - stop
     assert kept == 3 * 2 * (30 + beside)
-    size = size_of(tiny("llama-gqa"), found.cache, method)
+    size = size_of(loaded, cache, method)
     assert size.tokens == 30 + beside and size.kv_bytes == kept * 2 * 8 * 4
-    whole = TOKENS * tiny("llama-gqa").shape.kv_bytes_per_token
-    drop = compression.planned_drop(tiny("llama-gqa"), TOKENS, TEXT)
+    whole, drop = TOKENS * loaded.shape.kv_bytes_per_token, compression.planned_drop(loaded, TOKENS, TEXT)
     assert drop is not None and whole - drop.kv_bytes == size.kv_bytes, "as was planned with"
 
 
 @pytest.mark.parametrize("method", ["streaming-llm", "snapkv", "ada-snapkv"])
-@pytest.mark.parametrize("name", ["llama-gqa", "falcon-mha", "gpt-oss-sinks", "gemma2-softcap"])
-def test_what_is_kept_does_not_depend_on_how_a_prompt_was_cut(method: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "compressed"),  # layers with windows keep what they have
+    [
+        ("llama-gqa", (0, 1, 2)),
+        ("falcon-mha", (0, 1, 2)),
+        ("qwen2-some-windows", (0,)),
+        ("gpt-oss-sinks", (1,)),
+        ("gemma2-softcap", (1,)),
+    ],
+)
+def test_what_is_kept_does_not_depend_on_how_a_prompt_was_cut(
+    method: str, name: str, compressed: tuple[int, ...]
+) -> None:
     compression = open_compression(settings_of(method), tiny(name))
-    truth = chosen(compression, name, 1)
-    assert truth == chosen(compression, name, 2) == chosen(compression, name, 3)
-    assert truth == chosen(compression, name, 2, known=9), "nor on what was computed before"
-    if STRATEGIES["ring"].misfit(tiny(name)) is None:
-        assert truth == chosen(compression, name, 2, strategy="ring")
+    ways = [(1, "kvr", 0), (2, "kvr", 0), (3, "kvr", 0), (2, "kvr", 9)]
+    ways += [(2, "ring", 0)] if STRATEGIES["ring"].misfit(tiny(name)) is None else []
+    truth, *others = [chosen(prefill(compression, name, *way)) for way in ways]
+    assert all(one == truth for one in others)
+    assert tuple(idx for idx, layer in enumerate(truth) if layer is not None) == compressed == compression.layers
 
 
 def test_chosen_tokens_are_those_of_a_dense_attention() -> None:
     """Against transformers' own attention weights, with neither our cache nor our scores."""
     loaded = tiny("llama-gqa")
     compression = open_compression(settings_of("snapkv"), loaded)
-    found = chosen(compression, "llama-gqa", 2)
+    found = chosen(prefill(compression, "llama-gqa", 2))
     loaded.model.set_attn_implementation("eager")
     with torch.inference_mode():
         layers = loaded.model(torch.tensor([prompt(TOKENS)]), output_attentions=True).attentions
@@ -120,24 +121,8 @@ def test_chosen_tokens_are_those_of_a_dense_attention() -> None:
         pooled = torch.nn.functional.avg_pool1d(mean, 5, stride=1, padding=2)
         best = [sorted(head.topk(18).indices.tolist()) for head in pooled]
         assert [head[:18] for head in layer] == best
-
-
-@pytest.mark.parametrize(
-    "name, compressed", [("qwen2-some-windows", (0,)), ("gemma2-softcap", (1,)), ("gpt-oss-sinks", (1,))]
-)
-def test_layers_with_windows_keep_what_they_have(name: str, compressed: tuple[int, ...]) -> None:
-    compression = open_compression(settings_of("ada-snapkv"), tiny(name))
-    assert compression.layers == compressed
-    found = chosen(compression, name, 2)
-    assert [idx for idx, layer in enumerate(found) if layer is not None] == list(compressed)
-
-
-@pytest.mark.parametrize("method", ["streaming-llm", "snapkv"])
-@pytest.mark.parametrize("tokens", [30, 12, 2])
-def test_a_short_prompt_is_kept_whole(method: str, tokens: int) -> None:
-    compression = open_compression(settings_of(method), tiny("llama-gqa"))
-    assert compression.window_of(tokens, (1, tokens)) is None
-    assert compression.window_of(31, (1, 31)) is not None
+    assert compression.window_of(30, (1, 30)) is None, "a short prompt is kept whole"
+    assert compression.window_of(31, (1, 31)) == (31 - 12, 31)
 
 
 def test_a_window_that_is_cut_is_refused() -> None:
@@ -145,8 +130,7 @@ def test_a_window_that_is_cut_is_refused() -> None:
     prepare_model(loaded.model, chain=True)
     window = compression.window_of(TOKENS, TEXT)
     with pytest.raises(ValueError, match="observation window, tokens 78 to 90"):
-        run_local(2, lambda rank: STRATEGIES["kvr"].prefill(
-            loaded, prompt(TOKENS), Partition((0, 80, TOKENS)), rank, window=window))  # fmt: skip
+        run_local(2, lambda rank: prefill_kvr(loaded, prompt(TOKENS), Partition((0, 80, TOKENS)), rank, window=window))
     retain = compression.retain(TOKENS, TEXT)
     with pytest.raises(ValueError, match="has not observed"):
         prefill_kvr(loaded, prompt(TOKENS), Partition((0, TOKENS)), LocalTransport(), window=(70, 77), retain=retain)
@@ -172,15 +156,6 @@ def test_what_is_dropped_is_dropped_before_the_next_layers(ranks: int) -> None:
     assert max(held) <= cache.held_bytes + (1 + COMPRESSED_AHEAD) * whole / 16 < whole / 2
 
 
-@pytest.mark.parametrize("bounds, known", [((0, 30, 60, 90), 0), ((0, 85, 88, 90), 0), ((0, 40, 60, 90), 38)])
-def test_the_last_slice_takes_in_the_window(bounds: Sequence[int], known: int) -> None:
-    cut = Partition(tuple(bounds)).with_last_from(50, known)
-    assert cut.tokens == 90 and cut.size == 3 and cut.start(2) == min(50, bounds[2])
-    cut.check_prefix(known)
-    with pytest.raises(PartitionError, match="2 slice"):
-        cut.with_last_from(known + 1, known)
-
-
 @pytest.mark.parametrize(
     "name, why",
     [
@@ -202,6 +177,27 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     assert open_compression(settings, tiny("llama-gqa")).profile is not None
     with pytest.raises(ConfigError, match="3 layers of 2 KV heads, but .* here has 3 of 6"):
         open_compression(settings, tiny("llama-mha"))
-    (tmp_path / "heads.json").write_text(json.dumps({"counts": [[1, 2]] * 3, "model": "another", "source": "there"}))
-    with pytest.raises(ConfigError, match="for another model"):
-        open_compression(settings, tiny("llama-gqa"))
+
+
+@pytest.mark.parametrize("method", ["streaming-llm", "pyramidkv", "ada-snapkv", "headkv"])
+def test_heads_of_a_group_keep_what_those_of_one_process_keep(tmp_path: Path, method: str) -> None:
+    """Also where all heads of a layer compete."""
+    folder, _ = make_folder(tmp_path / "llama", "llama")
+    loaded = load_model(str(folder), dtype="float32", device="cpu", cache_dir=folder)
+    prepare_model(loaded.model, chain=True)
+    settings = settings_of(method, tmp_path)
+
+    def keep(loaded: LoadedModel, chain: Transport) -> Any:
+        compression, cut = open_compression(settings, loaded), Partition.even(TOKENS, chain.size)
+        options: Any = {"retain": compression.retain(TOKENS, TEXT), "window": compression.observed_of(TOKENS, TEXT)}
+        cache = prefill_kvr(loaded, prompt(TOKENS), cut, chain, **options).cache
+        return (chosen(cache), size_of(loaded, cache, method)) if cache.is_decode_rank else None
+
+    wanted, size = keep(loaded, LocalTransport())
+    *_, (first, one), (second, other) = on_groups(folder, 2, 2, lambda ranks, loaded: keep(loaded, ranks.lane))
+    assert [low + high for low, high in zip(first, second, strict=True)] == wanted
+    assert one == other == size, "what is told of is of all heads"
+    if method in ("ada-snapkv", "headkv"):
+        assert any(len(low) != len(high) for low, high in wanted), "else heads need not know of each other"
+        with pytest.raises(ConfigError, match="choose parallel.tensor_parallel <= 2"):
+            on_groups(folder, 1, 6, lambda ranks, loaded: keep(loaded, ranks.lane))  # several ranks have each KV head

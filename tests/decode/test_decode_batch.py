@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, prompt
 from rows import Numbers, alone, batch_of, finish, long_rope, other_prompt, ready, tokens_of
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Alone
-from kvr_mpi.decode.sampling import Answer, make_generation_config
+from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_single
@@ -61,8 +59,9 @@ def truths_of(loaded: LoadedModel, lengths: Sequence[int] = LENGTHS, **config: A
     return {tokens: truth_of(loaded, other_prompt(tokens), **config) for tokens in lengths}
 
 
-def generated(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, ...]:
+def truth_of(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, ...]:
     """What transformers' own generate() writes, without the end."""
+    prepare_model(loaded.model, chain=False)
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config
     # Without a mask it would take tokens of the prompt for padding.
     out = loaded.model.generate(
@@ -70,15 +69,9 @@ def generated(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, 
         attention_mask=torch.ones(1, len(ids)),
         generation_config=GenerationConfig(max_new_tokens=NEW_TOKENS, **settings),
     )
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
     written: list[int] = out[0, len(ids) :].tolist()
     return tuple(written[:-1] if written[-1] == config.get("eos_token_id") else written)
-
-
-def truth_of(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, ...]:
-    prepare_model(loaded.model, chain=False)
-    found = generated(loaded, ids, **config)
-    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-    return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -101,15 +94,6 @@ def test_joining_and_leaving_at_any_step_changes_nothing(name: str) -> None:
     assert found[5].finish_reason == "stop" and len(found[5].token_ids) <= 7
 
 
-def test_an_answer_is_made_to_end_where_the_model_says_so() -> None:
-    # As BART's generation settings do: their last token is the end, whatever is likelier.
-    loaded, ids = ready("llama-gqa"), other_prompt(9)
-    forced = {"forced_eos_token_id": 3, "eos_token_id": 3}
-    found = answer_of(loaded, ids, **forced)
-    assert found.token_ids == truth_of(loaded, ids, **forced) == truth_of(loaded, ids)[:-1]
-    assert len(found.token_ids) == NEW_TOKENS - 1 and found.finish_reason == "stop"
-
-
 @pytest.mark.quick
 @settings(max_examples=8)
 @given(st.permutations(range(6)), st.integers(1, 6), st.integers(0, 2**50))
@@ -125,14 +109,7 @@ def test_samples_do_not_depend_on_company(order: list[int], count: int, seed: in
     found = tokens_of(finish(batch))
     for tokens in some:
         assert found[tokens] == answer_of(loaded, other_prompt(tokens), seed + tokens, **config).token_ids
-
-
-def test_seeds_matter() -> None:
-    loaded = ready("llama-gqa")
-    written = {
-        answer_of(loaded, prompt(9), seed, do_sample=True, temperature=1.5).token_ids for seed in (1, 2, 3, 1, 2, 3)
-    }
-    assert len(written) == 3
+    assert found[tokens] != answer_of(loaded, other_prompt(tokens), seed + tokens + 1, **config).token_ids
 
 
 @pytest.mark.parametrize(
@@ -142,6 +119,7 @@ def test_seeds_matter() -> None:
         {"no_repeat_ngram_size": 1},
         {"min_new_tokens": 10, "eos_token_id": 11},
         {"suppress_tokens": [3, 90], "repetition_penalty": 0.8},
+        {"forced_eos_token_id": 3, "eos_token_id": 3},  # as BART's: the last token is the end, whatever is likelier
     ],
     ids=str,
 )
@@ -160,35 +138,14 @@ def test_nothing_to_write_and_ends_at_once() -> None:
     loaded = ready("llama-gqa")
     batch = batch_of(loaded, 0)
     batch.add("nothing", alone(loaded, prompt(5)), prompt(5), 0)
-    assert batch.running == 1
-    (nothing,) = batch.step()
-    assert nothing.answer is not None
-    assert (nothing.answer.token_ids, nothing.answer.text, nothing.answer.finish_reason) == ((), "", "length")
+    nothing = finish(batch)["nothing"].answer
+    assert nothing is not None and (nothing.token_ids, nothing.text, nothing.finish_reason) == ((), "", "length")
     batch = begun(loaded, (5, 9), eos_token_id=truth_of(loaded, other_prompt(5))[0])
     assert batch.running == 2
     (ends,) = batch.step()
     assert ends.key == 5 and ends.answer is not None
     assert (ends.answer.token_ids, ends.answer.finish_reason) == ((), "stop")
     assert batch.running == 1 and batch.step() == []
-
-
-def test_what_a_document_held_is_given_back_when_it_leaves() -> None:
-    """At once, and not when Python next looks for circles: it is most of a rank's memory."""
-    loaded = ready("llama-gqa")
-    batch = batch_of(loaded, NEW_TOKENS)
-    gc.collect()
-    gc.disable()
-    try:
-        held = []
-        for count in (5, 9):
-            prefill = alone(loaded, prompt(count), NEW_TOKENS)
-            held.append(StorageWeakRef(prefill.cache.layers[0].buffer.untyped_storage()))
-            batch.add(count, prefill, prompt(count), 0)
-            del prefill
-        assert len(finish(batch)) == 2
-        assert [storage.expired() for storage in held] == [True, True]
-    finally:
-        gc.enable()
 
 
 def test_stop_strings(tokenizer: Any) -> None:
@@ -261,12 +218,12 @@ def test_other_errors_are_ours() -> None:
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mamba-no-attention", "bloom-own-attention"])
 def test_plain_caches_step_one_by_one(name: str) -> None:
+    truths = truths_of(ready(name), LENGTHS[:3])
     loaded = ready(name, chain=False)
     batch = batch_of(loaded, NEW_TOKENS)
     for tokens in LENGTHS[:3]:
         batch.add(tokens, prefill_single(loaded.model, other_prompt(tokens), loaded.device), other_prompt(tokens), 0)
-    expected = {tokens: generated(loaded, other_prompt(tokens)) for tokens in LENGTHS[:3]}
-    assert tokens_of(finish(batch)) == expected
+    assert tokens_of(finish(batch)) == truths
 
 
 def test_a_rotary_embedding_by_length_steps_together() -> None:
@@ -293,34 +250,3 @@ def test_a_model_that_does_not_run_packed_steps_one_by_one(name: str) -> None:
     with before(loaded, -1, run_out):
         assert tokens_of(finish(batch)) == truths
     assert steps > 4
-
-
-@pytest.mark.quick
-def test_smollm_answers_real_texts_together(smollm: LoadedModel) -> None:
-    texts = [
-        "The harbour master wrote down every ship that came in, and",
-        "Water boils at a lower temperature on a mountain because",
-        "List three colours:",
-        "In 1889 the tower was opened to the public. Visitors " * 6,
-    ]
-    prompts = [smollm.tokenizer(text)["input_ids"] for text in texts]
-    config = make_generation_config(smollm.model, {"do_sample": False})
-    prepare_model(smollm.model, chain=False)
-    truths = [
-        smollm.model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids)),
-            generation_config=config,
-            max_new_tokens=8,
-            pad_token_id=0,
-        )
-        for ids in prompts
-    ]
-    prepare_model(smollm.model, chain=True)
-    assert why_not_packed(smollm) is None
-    batch: DecodeBatch[int] = DecodeBatch(smollm, config, stop=(), max_new_tokens=8)
-    for at, prefill in enumerate(prefill_packed(smollm, prompts, reserve_tokens=8)):
-        batch.add(at, prefill, prompts[at], 0)
-    found = tokens_of(finish(batch))
-    for at, (ids, truth) in enumerate(zip(prompts, truths, strict=True)):
-        assert list(found[at]) == [token for token in truth[0, len(ids) :].tolist() if token != config.eos_token_id]

@@ -2,103 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from paged_rows import LENGTHS, NEW_TOKENS, Numbers, Watched, answer, arena_of, pages_read, ready, steps_recorded
-from rows import alone, batch_of, other_prompt
-from transformers import AutoModelForCausalLM
+from models import random_model
+from paged_rows import LENGTHS, NEW_TOKENS, answer, arena_of, pages_read, ready
+from rows import alone, other_prompt
 
 from benchmarks.tiny import shrink
-from kvr_mpi.decode import step_graph
 from kvr_mpi.kv.arena import PAGE_ROWS
-from kvr_mpi.kv.units import PageTable
-from kvr_mpi.model import LoadedModel, probe_shape
-from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NAMES = ["llama-gqa", "llama-mha", "mistral-window", "qwen2-some-windows", "gemma2-softcap", "gpt-oss-sinks"]
 
 
-@pytest.fixture
-def reads_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    with pages_read(monkeypatch) as watched:
-        yield watched
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_pages_change_no_answer(name: str) -> None:
-    """The portable way, which reads documents one by one where they lie."""
+@pytest.mark.parametrize(("name", "pages"), [*((name, 8) for name in NAMES), ("mistral-window", 1)])
+def test_pages_change_no_answer(name: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by one call for all that lie in an extent, and in the portable way, one by one where they lie."""
     loaded = ready(name)
     end = answer(loaded, None)["250"][4]
-    truth, arena = answer(loaded, None, end), arena_of(loaded, 4)
+    truth, arena = answer(loaded, None, end), arena_of(loaded, pages)
     assert answer(loaded, arena, end) == truth and len(truth) == len(LENGTHS)
     assert any(len(tokens) < NEW_TOKENS for tokens in truth.values()), "one leaves early"
+    with pages_read(monkeypatch) as watched:
+        assert answer(loaded, None, end) == truth and watched.paged_calls == 0
+        assert answer(loaded, arena, end) == truth
+    assert bool(watched.paged_calls) == (name != "gemma2-softcap")
     arena.collect()
     assert not arena.extents, "what has left holds no memory"
 
 
-@pytest.mark.parametrize("is_recorded", [False, True], ids=["run", "recorded"])
-@pytest.mark.parametrize(("name", "pages"), [*((name, 8) for name in NAMES), ("mistral-window", 1)])
-def test_one_call_reads_the_pages_of_all(
-    reads_pages: Watched, name: str, pages: int, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a page for each head to an extent, documents lie in several, with a call each."""
-    loaded = ready(name)
-    if is_recorded:
-        monkeypatch.setattr(step_graph, "STEPS_BEFORE", 0)
-        graphs = steps_recorded(monkeypatch)
-    truth = answer(loaded, None)
-    assert reads_pages.paged_calls == 0
-    assert answer(loaded, arena_of(loaded, pages)) == truth
-    assert bool(reads_pages.paged_calls) == (name != "gemma2-softcap")
-    assert not is_recorded or any(graph.replays for graph in graphs) == (name != "gemma2-softcap")
-
-
-def test_a_layer_takes_one_call_for_all_documents(reads_pages: Watched) -> None:
-    loaded = ready("llama-gqa")
-    arena = arena_of(loaded, 8)
-    batch = batch_of(loaded, NEW_TOKENS)
-    prompts = [other_prompt(tokens) for tokens in LENGTHS]
-    for ids, prefill in zip(
-        prompts, prefill_packed(loaded, prompts, reserve_tokens=NEW_TOKENS, arena=arena), strict=True
-    ):
-        batch.add(len(ids), prefill, ids, 0)
-    before = reads_pages.paged_calls
-    batch.step()
-    assert reads_pages.paged_calls - before == len(loaded.shape.layers) and len(arena.extents) == 1
-
-
-def test_values_of_another_size_than_keys_are_not_read_by_flash_attention(reads_pages: Watched) -> None:
+def test_values_of_another_size_than_keys_are_not_read_by_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     config = shrink("mimo_v2_flash")
     config.v_head_dim = 16
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    shape = probe_shape(config, torch.float32)
-    assert all(layer.key_dim != layer.value_dim for layer in shape.layers)
-    loaded = LoadedModel(model, Numbers(), shape, "tiny", "tiny", torch.float32, torch.device("cpu"))
-    prepare_model(model, chain=True)
-    truth = answer(loaded, None)
-    assert answer(loaded, arena_of(loaded, 8)) == truth and not reads_pages.paged_calls
-
-
-def test_pages_of_another_document_are_found_out(reads_pages: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above can fail: with a wrong page answers are others."""
-    loaded = ready("llama-gqa")
-    truth = answer(loaded, None)
-    attend = PageTable.attend
-
-    def swapped(table: PageTable, *given: Any) -> Any:
-        table.pages = table.pages.flip(1)
-        return attend(table, *given)
-
-    monkeypatch.setattr(PageTable, "attend", swapped)
-    assert answer(loaded, arena_of(loaded, 8)) != truth
+    loaded = ready(random_model(config))
+    assert all(layer.key_dim != layer.value_dim for layer in loaded.shape.layers)
+    with pages_read(monkeypatch) as watched:
+        assert answer(loaded, arena_of(loaded, 8)) == answer(loaded, None) and not watched.paged_calls
 
 
 def test_after_a_chain_the_last_rank_alone_has_pages() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +13,22 @@ import pytest
 import torch
 import transformers as tf
 from chains import rival, single
+from hypothesis import given
+from hypothesis import strategies as st
 from made_jobs import TEXT, answers, with_settings
-from models import CONFIGS, STATES, VOCAB, WHOLE, prompt, tiny
+from models import CONFIGS, VOCAB, prompt, random_model, tiny
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.kv import layer
+from kvr_mpi.kv.route import in_two_groups
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
 from kvr_mpi.prefill.memory_budget import GIB, _Ledger, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, choose_chunks
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -62,80 +68,50 @@ def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
     torch.testing.assert_close(after.logits, whole.logits, atol=1e-4, rtol=0)
 
 
-def test_a_window_that_is_observed_may_lie_in_several_chunks() -> None:
-    """What compression asks for is kept of all of it, in all layers, and logits are as ever."""
-    loaded, window = tiny("llama-gqa"), (59, 78)
-    at_once, in_chunks = (
-        chunked(loaded, prompt(80), (0, 50, 80), window=window, chunk_tokens=size)[1] for size in (None, 8)
-    )
+def test_what_is_observed_and_what_stays_spread_are_the_same_in_chunks() -> None:
+    """The window that compression observes is kept as a whole, in all layers, and so is each rank's share."""
+    loaded, ids, cut = tiny("llama-gqa"), prompt(80), (0, 50, 80)
+    at_once, in_chunks = (chunked(loaded, ids, cut, window=(59, 78), chunk_tokens=size)[1] for size in (None, 8))
     torch.testing.assert_close(at_once.logits, in_chunks.logits, atol=1e-4, rtol=0)
-    found = in_chunks.cache.observation.layers
-    assert sorted(found) == [0, 1, 2]
-    for idx, kept in at_once.cache.observation.layers.items():
-        assert kept.query.shape[2] == window[1] - window[0]
+    found, observed = in_chunks.cache.observation.layers, at_once.cache.observation.layers
+    assert sorted(found) == sorted(observed) == [0, 1, 2]
+    for idx, kept in observed.items():
+        assert kept.query.shape[2] == 78 - 59
         torch.testing.assert_close(found[idx].query, kept.query, atol=1e-4, rtol=0)
-
-
-def test_shares_of_a_chain_are_the_same_in_chunks() -> None:
-    loaded = tiny("llama-gqa")
-    runs = [chunked(loaded, prompt(80), (0, 50, 80), is_spread=True, chunk_tokens=size) for size in (None, 8)]
+    runs = [chunked(loaded, ids, cut, is_spread=True, chunk_tokens=size) for size in (None, 8)]
     for one, other in zip(*runs, strict=True):
-        mine, theirs = one.share, other.share
-        assert mine is not None and theirs is not None and mine.start == theirs.start
+        assert one.share is not None and other.share is not None and one.share.start == other.share.start
         for layer_idx in range(3):
-            pair = mine.own_kv(layer_idx), theirs.own_kv(layer_idx)
-            torch.testing.assert_close(*pair, atol=1e-4, rtol=0)
+            torch.testing.assert_close(one.share.own_kv(layer_idx), other.share.own_kv(layer_idx), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["bloom-own-attention", "lfm2-convolutions"])
 @pytest.mark.filterwarnings("ignore")
 def test_models_that_take_no_chunks_are_refused_by_name(name: str) -> None:
     loaded = tiny(name)
-    assert name in {**WHOLE, **STATES}
-    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
     with pytest.raises(ModelError, match=rf"{loaded.shape.architecture}: .* so its slices cannot be run in chunks"):
-        prefill_kvr(loaded, prompt(20), Partition((0, 20)), LocalTransport(), chunk_tokens=8)
+        chunked(loaded, prompt(20), (0, 20), chunk_tokens=8)
+    with pytest.raises(ModelError, match="cannot use chunks"):
+        rival("ring", tiny("llama-gqa"), prompt(20), LocalTransport(), chunk_tokens=8)
 
 
-def test_rivals_take_no_chunks() -> None:
-    loaded = tiny("llama-gqa")
-    prepare_model(loaded.model, chain=True)
-    for name in ("ring", "tsp-causal"):
-        with pytest.raises(ModelError, match="cannot use chunks"):
-            rival(name, loaded, prompt(20), LocalTransport(), chunk_tokens=8)
-
-
-def test_activations_of_chunks_are_under_half_of_those_of_a_slice() -> None:
-    """At 4096 tokens of a model of SmolLM2's shape in chunks of 512; what was counted on meta is what is alive."""
-    config = tf.LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3
-    )
-    footprint = footprint_of(config, torch.float32)
-    assert footprint.takes_chunks
-    at_once, in_chunks = footprint.activation_bytes(4096), footprint.activation_bytes(4096, 512)
-    assert 2 * 4096 * 576 * 4 < in_chunks / footprint.heap_share < in_chunks < at_once / 2
-    assert footprint.activation_bytes(4096, 128) < in_chunks
-    assert footprint.activation_bytes(500, 512) == footprint.activation_bytes(500)
-    longer = [footprint.activation_bytes(tokens, 512) for tokens in (2048, 3072, 4096)]
-    assert longer[2] - longer[1] == pytest.approx(longer[1] - longer[0], abs=2)
-
-
-def test_what_is_alive_at_once_is_less_in_chunks() -> None:
-    """On real tensors, the keys and values of all tokens included."""
+def test_what_is_alive_at_once_is_less_than_half_in_chunks() -> None:
+    """On real tensors, the keys and values of all tokens included; and as was counted on meta."""
     config = tf.LlamaConfig(
         vocab_size=VOCAB, hidden_size=144, intermediate_size=384, num_hidden_layers=2, num_attention_heads=9,
         num_key_value_heads=1,
     )  # fmt: skip
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    loaded = replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
-    prepare_model(model, chain=True)
-    peaks = []
+    loaded, footprint, peaks = random_model(config), footprint_of(config, torch.float32), []
+    prepare_model(loaded.model, chain=True)
     for chunk_tokens in (None, 128):
-        with _Ledger([*model.parameters(), *model.buffers()]) as ledger:
+        with _Ledger([*loaded.model.parameters(), *loaded.model.buffers()]) as ledger:
             prefill_kvr(loaded, prompt(2048), Partition((0, 2048)), LocalTransport(), chunk_tokens=chunk_tokens)
-        peaks.append(ledger.peak_bytes)
-    kv_bytes = 2048 * loaded.shape.kv_bytes_per_token
-    assert kv_bytes < peaks[1] and peaks[1] - kv_bytes < (peaks[0] - kv_bytes) / 2
+        peaks.append(ledger.peak_bytes - 2048 * loaded.shape.kv_bytes_per_token)
+    assert 0 < peaks[1] < peaks[0] / 2
+    assert footprint.takes_chunks and footprint.activation_bytes(100, 128) == footprint.activation_bytes(100)
+    assert 0 < footprint.activation_bytes(2048, 128) < footprint.activation_bytes(2048) / 2
+    longer = [footprint.activation_bytes(tokens, 128) for tokens in (1024, 1536, 2048)]
+    assert longer[2] - longer[1] == pytest.approx(longer[1] - longer[0], abs=2)
 
 
 def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
@@ -161,44 +137,66 @@ def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
     assert choose_chunks("auto", KVR, replace(footprint, takes_chunks=False), lambda size: bool(size)) is None
 
 
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=9), st.sampled_from([None, 1, 7, 16]))
+def test_two_groups_cover_all_once(lengths: list[int], chunk_tokens: int | None) -> None:
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    route = relay(Partition(tuple(bounds)), len(lengths) - 1, chunk_tokens=chunk_tokens)
+    groups, tokens = in_two_groups(route.steps), route.owned[0][0]
+    assert len(groups) <= 2
+    assert [segment for group in groups for segment in group.segments] == [
+        segment for step in route.steps for segment in step.segments
+    ]
+    ranges = sorted(each for group in groups for each in group.ranges)
+    assert ranges[0][0] == 0 and ranges[-1][1] == tokens
+    assert all(one[1] == other[0] for one, other in zip(ranges, ranges[1:], strict=False))
+    assert len(groups) == 1 or 2 * sum(last - first for first, last in groups[0].ranges) >= tokens
+    # Of each group what is nearer than the rank it ends in, and some chunks of that one.
+    assert len(ranges) <= (2 if chunk_tokens is None else 4)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "calls"), [(None, 2), (2, 4)])
+def test_groups_change_no_logits(chunk_tokens: int | None, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, ids, asked = tiny("llama-gqa"), prompt(90), list[int]()
+    truth = single(loaded, ids).logits
+    monkeypatch.setattr(layer, "GROUPING", ("cpu",))
+    attend = layer.attend
+
+    def counted(query: torch.Tensor, keys: torch.Tensor, *args: object, **options: object) -> object:
+        if threading.current_thread().name == "rank 4" and not options and query.shape[2] > 1:
+            asked.append(keys.shape[2])
+        return attend(query, keys, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(layer, "attend", counted)
+    found = chunked(loaded, ids, (0, 20, 35, 50, 70, 90), chunk_tokens=chunk_tokens)[-1].logits
+    assert found is not None and truth is not None
+    torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)
+    # In all layers but the last, the last rank's first tokens attend to the 70 before its own.
+    assert len(asked) <= 2 * calls and sum(asked) == 2 * 70
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2])
-def test_jobs_run_in_chunks_and_answer_the_same(
-    ranks: int, tmp_path: Path, tiny_model_dir: Path, run_here: Any
-) -> None:
+def test_jobs_run_in_chunks_where_memory_is_short(tmp_path: Path, tiny_model_dir: Path, run_here: Any) -> None:
+    """Documents are answered, as ever, instead of refused."""
     rows = (json.dumps({"id": f"d{n}", "text": f"Document {n}. {TEXT * count}"}) for n, count in enumerate((21, 2, 18)))
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
-    settings = {
-        "model.path": str(tiny_model_dir),
-        "model.dtype": "float32",
-        "documents.path": str(tmp_path / "corpus.jsonl"),
-        "generation.max_new_tokens": 6,
-        "parallel.partition": "even",
-    }
-    job = tmp_path / "job.toml"
-    job.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
-    found = {}
-    for chunk_tokens in ('"auto"', 48):
-        folder = tmp_path / str(chunk_tokens).strip('"')
-        run = run_here(ranks, [job, *with_settings(f"output.path={folder}", f"parallel.chunk_tokens={chunk_tokens}")])
-        assert run.returncode == 0, run.stderr
-        found[chunk_tokens] = answers(folder)
-        told = f"slices are computed in chunks of {chunk_tokens} tokens" in run.stderr
-        assert told == (chunk_tokens == 48)
-    assert found[48] == found['"auto"'] and len(found[48]) == 3
+    (job := tmp_path / "job.toml").write_text(f"""
+        model = {{path = "{tiny_model_dir}", dtype = "float32"}}
+        documents.path = "{tmp_path / "corpus.jsonl"}"
+        generation.max_new_tokens = 6
+        parallel.partition = "even"
+    """)
 
-    # Where memory is short chunks are chosen, and the documents are answered instead of refused.
+    def run(name: str, *changes: str) -> dict[str, tuple[int, ...]]:
+        ran = run_here(2, [job, *with_settings(f"output.path={tmp_path / name}", *changes)])
+        assert ran.returncode == 0, ran.stderr
+        return answers(tmp_path / name)
+
+    found = run("free")
     footprint = footprint_of(tf.AutoConfig.from_pretrained(tiny_model_dir), torch.float32)
-    cuts = [Partition(record.slices) for record in open_results(tmp_path / "auto") if len(record.slices) == 3]
+    cuts = [Partition(record.slices) for record in open_results(tmp_path / "free") if len(record.slices) == 3]
     needs = {
         size: max(footprint.route_bytes(one, reserve_tokens=6) for cut in cuts for one in KVR.routes(cut, 0, size))
         for size in (None, 128)
     }
     assert len(cuts) == 2 and needs[128] < needs[None]
-    short = with_settings(f"output.path={tmp_path / 'short'}", f"parallel.memory_gib={needs[128] / GIB + 1e-9:.12f}")
-    run = run_here(ranks, [job, *short])
-    assert run.returncode == 0, run.stderr
-    assert answers(tmp_path / "short") == found[48]
-    ring = with_settings(f"output.path={folder}", "parallel.strategy=ring", "parallel.chunk_tokens=48")
-    run = run_here(ranks, [job, *ring])
-    assert run.returncode == 78 and "parallel.chunk_tokens = 48" in run.stderr
+    assert run("short", f"parallel.memory_gib={needs[128] / GIB + 1e-9:.12f}") == found

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_flash import VARLEN, FlashReference
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, prompt, tiny
+from paged_rows import pages_read
 from rows import alone, long_rope, other_prompt, ready
 
-from kvr_mpi.kv import packed_row as row
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
@@ -37,6 +36,7 @@ def check_equal(loaded: LoadedModel, found: Prefill, truth: Prefill) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prompts_together_are_prompts_alone(name: str) -> None:
     loaded, prompts = ready(name), [other_prompt(tokens) for tokens in LENGTHS]
+    assert (why_not_packed(loaded) is None) == (name != "llama4-chunks")
     together = prefill_packed(loaded, prompts, reserve_tokens=3)
     apart = [alone(loaded, ids, reserve=3) for ids in prompts]
     for found, truth in zip(together, apart, strict=True):
@@ -50,14 +50,20 @@ def test_prompts_together_are_prompts_alone(name: str) -> None:
         torch.testing.assert_close(logits, torch.stack(truths), atol=1e-4, rtol=0)
     for found, truth in zip(together, apart, strict=True):
         check_equal(loaded, found, truth)
+    with pytest.raises(ValueError, match="a cache of 8 tokens is full"):
+        decode_packed(loaded, cache, [1] * len(prompts))
 
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(["llama-gqa", "gpt-oss-sinks", "falcon-mqa"]), st.lists(st.integers(1, 40), min_size=1, max_size=9)
+    st.sampled_from(["llama-gqa", "gpt-oss-sinks", "falcon-mqa", "long-rope"]),
+    st.lists(st.integers(1, 40), min_size=1, max_size=9),
 )
+@example("long-rope", [5, 40])
 def test_any_lengths_are_exact(name: str, lengths: list[int]) -> None:
-    loaded = ready(name)
+    """In a row of a model, too, that changes its frequencies from 33 tokens on."""
+    loaded = long_rope() if name == "long-rope" else ready(name)
+    assert why_not_packed(loaded) is None
     together = prefill_packed(loaded, [other_prompt(tokens) for tokens in lengths])
     shares = [each.row_share for each in together]
     assert shares == pytest.approx([tokens / sum(lengths) for tokens in lengths]), "each its part of the row's time"
@@ -101,25 +107,14 @@ def test_a_row_that_does_not_fit_is_halved() -> None:
             check_equal(loaded, prefill, alone(loaded, ids))
 
 
-class Counted(FlashReference):
-    """Counts the calls for all documents."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.calls += func is VARLEN
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt-oss-sinks", "opt"])
 def test_the_way_of_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All documents in one call a layer, by what varlen_attn is documented to do."""
     loaded, prompts = ready(name), [other_prompt(tokens) for tokens in LENGTHS]
     truths = [alone(loaded, ids) for ids in prompts]
-    monkeypatch.setattr(row, "takes_flash", lambda query, values, scores: scores.softcap is None)
-    with Counted() as counted:
+    with pages_read(monkeypatch) as watched:
         found = prefill_packed(loaded, prompts)
-    assert counted.calls == 3
+    assert watched.calls == 3
     for mine, truth in zip(found, truths, strict=True):
         check_equal(loaded, mine, truth)
 
@@ -130,6 +125,10 @@ def test_a_failed_row_leaves_no_trace() -> None:
     caches = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
     truths = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
     cache, truth = DecodeCache(caches), DecodeCache(truths)
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose")
+
     for layer in range(3):
         broken = loaded.model.model.layers[layer].mlp.register_forward_pre_hook(fail)
         with pytest.raises(torch.OutOfMemoryError):
@@ -140,26 +139,10 @@ def test_a_failed_row_leaves_no_trace() -> None:
         assert torch.equal(decode_packed(loaded, cache, [9, 8, 7, 6, 5]), decode_packed(loaded, truth, [9, 8, 7, 6, 5]))
 
 
-def fail(*args: Any) -> None:
-    raise torch.OutOfMemoryError("on purpose")
-
-
-def test_a_full_cache_is_refused() -> None:
-    loaded = ready("llama-gqa")
-    caches = [each.cache for each in prefill_packed(loaded, [prompt(5), prompt(3)], reserve_tokens=1)]
-    cache = DecodeCache(caches)
-    decode_packed(loaded, cache, [1, 1])
-    with pytest.raises(ValueError, match="a cache of 6 tokens is full"):
-        decode_packed(loaded, cache, [1, 1])
-
-
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"llama4-chunks"}))
-def test_models_that_run_packed_are_let(name: str) -> None:
-    assert why_not_packed(ready(name)) is None
-
-
-def test_models_that_would_answer_wrongly_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_or_would_answer_wrongly_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing crashes, but the second document's tokens stand at wrong positions."""
+    for name, why in (("falcon-alibi", "its own attention"), ("lfm2-convolutions", "recurrent")):
+        assert why in str(why_not_packed(tiny(name)))
     run_model = packed.run_model
 
     def run_wrongly(model: Any, ids: Any, cache: Any, *, positions: Any, keep: Any) -> torch.Tensor:
@@ -168,23 +151,3 @@ def test_models_that_would_answer_wrongly_are_not(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(packed, "run_model", run_wrongly)
     for name in ("llama-gqa", "gpt2", "opt", "falcon-mqa"):
         assert "differ from each alone" in str(why_not_packed(ready(name)))
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("falcon-alibi", "its own attention"),
-        ("lfm2-convolutions", "recurrent"),
-        ("llama4-chunks", "attention temperature"),
-    ],
-)
-def test_models_that_cannot_are_not(name: str, why: str) -> None:
-    assert why in str(why_not_packed(tiny(name)))
-
-
-def test_a_rotary_embedding_of_the_whole_row_is_each_documents_own() -> None:
-    """Of 5 and 40 tokens, in a model that changes its frequencies from 33 on."""
-    loaded, prompts = long_rope(), [other_prompt(5), other_prompt(40)]
-    assert why_not_packed(loaded) is None
-    for ids, found in zip(prompts, prefill_packed(loaded, prompts), strict=True):
-        check_equal(loaded, found, alone(loaded, ids))

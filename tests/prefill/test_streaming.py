@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 import torch
 from chains import greedy, single
-from constants import TESTS
 from models import prompt, tiny
 
 from kvr_mpi.errors import ModelError
@@ -34,12 +28,15 @@ def streamed(loaded: LoadedModel, ids: list[int], rolling: Rolling) -> Answer:
 def test_windows_that_fit_give_what_one_process_gives(cache_tokens: int, step_tokens: int) -> None:
     loaded = tiny("mistral-window")
     assert {layer.visibility.window for layer in loaded.shape.layers} == {16}
+    held = set()
     for tokens in (3, 16, 130):
         ids = prompt(tokens)
         truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
         found = streamed(loaded, ids, Rolling(cache_tokens, step_tokens))
         torch.testing.assert_close(found.logits, truth.logits, atol=1e-4, rtol=0)
         assert found.tokens == truth.tokens
+        held.add(prefill_rolling(loaded, ids, Rolling(cache_tokens, step_tokens)).cache.held_bytes)
+    assert held == {(cache_tokens + step_tokens) * loaded.shape.kv_bytes_per_token}, "however long the prompt"
 
 
 def test_what_would_be_another_answer_is_refused() -> None:
@@ -81,35 +78,6 @@ def test_a_token_is_taken_back_far_beyond_the_cache() -> None:
     with torch.inference_mode():
         again = run_next(loaded.model, found, torch.tensor([[expected[59]]]))
     assert int(again.argmax()) == expected[60] and found.cache.length == 100
-
-
-def test_memory_of_keys_and_values_does_not_grow() -> None:
-    loaded = tiny("mistral-window")
-    prepare_model(loaded.model, chain=True)
-    held = {prefill_rolling(loaded, prompt(tokens), Rolling(16, 8)).cache.held_bytes for tokens in (8, 100, 300)}
-    assert held == {24 * loaded.shape.kv_bytes_per_token}
-
-
-@pytest.mark.long
-def test_memory_is_flat_from_10k_to_100k_tokens() -> None:
-    """The most memory of a process, measured by the system."""
-    program = """
-import json, resource, sys
-from models import prompt, tiny
-from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.prefill.streaming import prefill_rolling
-prepare_model(tiny("mistral-window").model, chain=True)
-prefill_rolling(tiny("mistral-window"), prompt(int(sys.argv[1])), Rolling())
-print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
-"""
-    most: list[Any] = []
-    for tokens in (10_000, 100_000):
-        run = subprocess.run(
-            [sys.executable, "-c", program, str(tokens)], capture_output=True, text=True, cwd=TESTS, check=True
-        )
-        most.append(json.loads(run.stdout.splitlines()[-1]))
-    assert most[1] < 1.02 * most[0]
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt-oss-sinks", "llama4-chunks"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -24,21 +25,11 @@ world = open_ranks(connect(), sys.argv[2])
 models = ("llama-gqa", "mistral-window", "falcon-mqa")
 prompts = draw_prompts(int(sys.argv[1]), world.size, seed=world.size, failing=0.3, models=models)
 logits = truths(prompts)
-fails: dict[int, int] | None = None
-
-
-def told(now: dict[int, int] | None) -> None:
-    """Take over which ranks fail in this prompt."""
-    global fails
-    fails = now
-
-
+failing = Failing()
 try:
-    with Failing(lambda: (world.rank, fails)).installed(models):
-        worst = run_prompts(world, prompts, logits, told)
+    with failing.installed(models):
+        worst = run_prompts(world, prompts, logits, failing)
 except BaseException:
-    import traceback
-
     traceback.print_exc()
     sys.stderr.flush()
     world.abort(1)
