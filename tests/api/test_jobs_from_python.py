@@ -72,19 +72,6 @@ def test_ranks_run_it_together_and_fail_together(job: dict[str, Any], tmp_path: 
     assert "no such file or folder" in first and second == "another rank failed"
 
 
-def test_a_run_is_asked(job: dict[str, Any], tmp_path: Path) -> None:
-    kvr_mpi.run(job, comm=LocalTransport())
-    ask = {
-        "model": job["model"],
-        "documents": {"path": str(tmp_path / "out")},
-        "questions": {"ask": ["Who?", "Why?"]},
-        "generation": {"max_new_tokens": 3},
-        "output": {"path": str(tmp_path / "answers")},
-    }
-    outcome = kvr_mpi.run(ask, comm=LocalTransport())
-    assert outcome.is_complete and outcome.open().ids() == [f"doc-{n}.txt#q{q}" for n in (0, 1) for q in (1, 2)]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_run_that_was_interrupted_is_resumed_in_the_same_process(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

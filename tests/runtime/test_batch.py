@@ -75,15 +75,6 @@ def test_memory_that_is_full_begins_a_new_wave(
     assert len(left) > 2 and left[0] == 0 < left[1] < 7
 
 
-def test_shards_of_a_corpus_are_all_of_it(of_sentences: Any, run_job: Any) -> None:
-    path, found = of_sentences([1] * 7), list[str]()
-    for shard in range(3):
-        mine = run_job(1, path, f"documents.shard={shard}/3").tokens
-        assert len(mine) == len(range(shard, 7, 3))
-        found += mine
-    assert len(set(found)) == len(found) == 7
-
-
 @pytest.mark.slow
 def test_no_document_is_begun_that_would_not_end(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     for limit in ("0", "0:10"):  # over before it begins, and meant so; and less than is kept for writing

@@ -86,13 +86,3 @@ def test_the_demo_runs_with_less_of_it(tmp_path: Path, mpirun: Any, kvr_run: Pat
         assert 300 < record.prompt_tokens <= 400  # cut between words
         assert record.slices[-1] == record.prompt_tokens and len(record.slices) == 3
         assert record.answer.strip() and record.new_tokens == 12
-
-
-@pytest.mark.long
-def test_the_other_jobs_run(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
-    less = ("documents.limit=1", "prompt.max_tokens=300")
-    (record,) = run_shipped("prefill-only.toml", tmp_path / "a", mpirun, kvr_run, *less)
-    assert record.prompt_tokens == 300 and record.dropped_tokens > 0 and record.answer == ""
-    less = ("documents.limit=1", "prompt.max_tokens=900", "generation.max_new_tokens=32")
-    (record,) = run_shipped("summarize.toml", tmp_path / "b", mpirun, kvr_run, *less)
-    assert record.status == "done" and record.parts >= 3 and record.answer.strip()
