@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from job_files import SECTIONS, load, write_job
 
-from kvr_mpi.job import JobSpec, load_job, show_job
+from kvr_mpi.job import load_job, show_job
 
 
 def test_a_job_needs_a_model_documents_and_an_output(tmp_path: Path) -> None:
@@ -19,75 +18,6 @@ def test_a_job_needs_a_model_documents_and_an_output(tmp_path: Path) -> None:
     assert sources == dict.fromkeys(("model.path", "documents.path", "output.path"), str(path))
     assert (spec.parallel.strategy, spec.ranks_per_chain) == ("kvr", "all")
     assert not spec.output.kv and not spec.model.trust_remote_code
-
-
-def test_every_key_can_be_set() -> None:
-    text = """
-    [model]
-    path = "m"
-    dtype = "bfloat16"
-    device = "cpu"
-    adapter = "lora"
-    kernels = "plain"
-    trust_remote_code = true
-    [documents]
-    path = ["a", "b/*.txt"]
-    id_field = "key"
-    text_field = "talk"
-    format = "messages"
-    encoding = "latin-1"
-    limit = 3
-    shard = "1/4"
-    reuse = "runs/old"
-    [prompt]
-    template = {p = "{text} p?", q = "{text} q?"}
-    system = "Be brief."
-    chat_template = true
-    too_long = "split"
-    overlap_tokens = 20
-    reduce_template = "Sum up these: {text}"
-    max_tokens = 2048
-    min_coverage = 0.9
-    [generation]
-    temperature = 0.7
-    top_k = 40
-    top_p = 0.9
-    min_p = 0.05
-    repetition_penalty = 1.1
-    min_new_tokens = 1
-    max_new_tokens = 64
-    stop = ["END"]
-    seed = 7
-    n = 2
-    logprobs = 5
-    cache = {kind = "streaming-llm", tokens = 100}
-    [decode]
-    mode = "head-parallel"
-    placement = "equal"
-    profile = "heads.json"
-    [parallel]
-    strategy = "kvr"
-    ranks_per_chain = 2
-    tensor_parallel = 2
-    partition = "tables"
-    memory_gib = 1.5
-    chunk_tokens = 512
-    transport = "staged"
-    [output]
-    path = "o"
-    kv = true
-    columns = ["title"]
-    max_failed = "5%"
-    trace = true
-    """
-    raw = tomllib.loads(text)
-    spec = JobSpec.model_validate(raw)
-    given = {f"{section}.{key}" for section, table in raw.items() for key in table}
-    given.add("generation.score")  # instead of an answer
-    given.add("generation.json_schema")  # cannot be combined with stop
-    assert given == {key for key, _, _ in show_job(spec, {})}  # a key added to the job is added here
-    assert spec.documents.path == ["a", "b/*.txt"]
-    assert spec.parallel.partition == "tables"
 
 
 def test_only_what_was_set_goes_to_the_generation_config(tmp_path: Path) -> None:

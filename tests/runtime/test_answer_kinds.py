@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import pytest
 import torch
 import transformers as tf
@@ -17,9 +14,8 @@ from constants import Kvr
 from made_jobs import TEXT, spec_of
 
 from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.results import open_results
 
 SMALL_VOCABULARY = True
 
@@ -69,21 +65,6 @@ def test_log_probabilities_are_the_models_own_however_a_token_is_chosen(
         named = truth.gather(1, torch.tensor(record.top_tokens).view(8, 3))
         torch.testing.assert_close(best, named, atol=CLOSE, rtol=0)
         assert set(record.texts) == {str(token) for token in (*record.token_ids, *record.top_tokens)}
-
-
-def test_what_is_stored_of_them_is_guarded_and_exported(tmp_path: Path, run_job: Any, run_kvr: Kvr) -> None:
-    plain, ran = (run_job(1, "documents.limit=1", *more) for more in ((), (TOP,)))
-    ((name, record),) = ran.records.items()
-    assert plain.tokens == ran.tokens and plain.records[name].logprobs == ()
-    with h5py.File(plain.folder / "results.h5") as file:
-        assert "logprobs" not in json.loads(file["records"][()].tobytes())
-    row = json.loads(run_kvr("export", ran.folder, "--format", "jsonl")[1])
-    assert row["logprobs"] == list(record.logprobs) and row["token_texts"] == record.texts
-    (cells,) = csv.DictReader(io.StringIO(run_kvr("export", ran.folder, "--format", "csv")[1]))
-    assert [float(cell) for cell in cells["logprobs"].split()] == list(record.logprobs)
-    whole = tmp_path / "whole.h5"
-    assert run_kvr("merge", ran.folder, "-o", whole)[0] == EXIT_OK
-    assert next(iter(open_results(whole))) == record
 
 
 # Samples

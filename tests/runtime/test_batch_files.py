@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from constants import Kvr
 from made_jobs import TEXT, with_settings
 
@@ -121,12 +120,10 @@ def test_conversations_and_the_same_words_in_a_template(batch_of: BatchOf, tmp_p
     assert found["good"].token_ids == other.token_ids and found["good"].prompt_sha256 == other.prompt_sha256
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [("messages", "no list of messages of that name"), ("text", "is it documents.format = 'openai-batch'?")],
-)
-def test_requests_that_are_read_as_other_rows_are_refused(
-    batch_of: BatchOf, run_job: Any, kind: str, said: str
-) -> None:
-    run = run_job(1, f"documents.format={kind}", of=batch_of(("a", {})), code=EXIT_CONFIG)
-    assert said in run.log and "loading" not in run.log
+def test_requests_that_are_read_as_other_rows_are_refused(batch_of: BatchOf, run_job: Any) -> None:
+    for kind, said in (
+        ("messages", "no list of messages of that name"),
+        ("text", "documents.format = 'openai-batch'?"),
+    ):
+        run = run_job(1, f"documents.format={kind}", of=batch_of(("a", {})), code=EXIT_CONFIG)
+        assert said in run.log and "loading" not in run.log

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -28,18 +27,6 @@ def test_shared_heads_give_the_answers_of_ranks_apart(job: Path, run_job: Any) -
     for name, record in found.records.items():
         assert record.compression == wanted.records[name].compression
         assert record.retained_bytes == wanted.records[name].retained_bytes and record.finish_reason == "length"
-
-
-@pytest.mark.long
-def test_heads_are_placed_by_a_profile_of_this_model(tmp_path: Path, run_job: Any) -> None:
-    profile = tmp_path / "heads.json"
-    profile.write_text(json.dumps({"counts": [[20, 60], [30, 40], [90, 16]]}))
-    told = (*SMALL, SHARED, f"decode.profile={profile}", "decode.placement=best-effort")
-    done = run_job(2, *told)
-    assert f"(best-effort, by {profile})" in done.log and done.tokens == run_job(1, *SMALL).tokens
-    profile.write_text(json.dumps({"counts": [[20, 60]]}))
-    other = run_job(2, *told, code=78).log
-    assert "is for 1 layers of 2 KV heads" in other and str(profile) in other
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +86,6 @@ def test_a_line_that_is_no_cost_is_damaged() -> None:
     ):
         with pytest.raises((DataError, TypeError)):
             read_cost({**Cost("k", joules=2.0).as_line(), **change})
-
-
-def test_how_a_forecast_turned_out_is_said_and_kept() -> None:
-    told = Cost("k", expected_s=(50.0, 60.0, 70.0), took_s=65.0)
-    line = told.as_line()
-    found = total_cost([Cost("other"), read_cost(line)])
-    assert found.describe_outcome() == "forecast: 60.0 s (50.0 s to 70.0 s in 80 % of cases); it took 65.0 s: within"
-    assert total_cost([told, replace(told, key="another share's")]).describe_outcome() == "", "of all there is none"
-    assert replace(told, took_s=49.0).describe_outcome().endswith("49.0 s: faster")
-    assert replace(told, took_s=71.0).describe_outcome().endswith("71.0 s: slower")
-    earlier = {name: value for name, value in line.items() if name not in ("expected_s", "took_s")}
-    assert read_cost(earlier).describe_outcome() == "", "logs of earlier versions have none"
 
 
 def test_documents_share_what_a_run_has_spent(tmp_path: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,41 +65,6 @@ def test_answers_are_those_of_each_prompt_alone(job: Path, run_job: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "model",
-    ["qwen2-some-windows", "llama4-chunks", "falcon-h1-both"],
-)
-def test_every_kind_of_layer_goes_on_from_what_is_shared(model: str) -> None:
-    """What a chain leaves on its last rank, windows and states too, is what a prompt can go on from."""
-    import torch
-    from models import prompt, tiny
-
-    from kvr_mpi.model.attention_hook import prepare_model
-    from kvr_mpi.partition import Partition
-    from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, prefix_of_cache
-    from kvr_mpi.prefill.packed import prefill_packed
-    from kvr_mpi.transport.local import run_local
-
-    loaded = tiny(model)
-    ids = prompt(120)
-    ends = [[5, 7, 9], [11, 3]]
-    prepare_model(loaded.model, chain=False)
-    wanted = [prefill_single(loaded.model, [*ids, *end], torch.device("cpu")).logits for end in ends]
-    prepare_model(loaded.model, chain=True)
-
-    def rank(chain: Any) -> Any:
-        prefill = prefill_kvr(loaded, ids, Partition((0, 50, 120)), chain, last=0, keeps_all=True)
-        if chain.rank == 1:
-            return None
-        prefix = prefix_of_cache(ids, prefill.cache)
-        return [one.logits for one in prefill_packed(loaded, [[*ids, *end] for end in ends], prefix=prefix)]
-
-    found = [each for each in run_local(2, rank) if each is not None][0]
-    for logits, truth in zip(found, wanted, strict=True):
-        assert truth is not None
-        torch.testing.assert_close(logits, truth, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
     ("changed", "own"),
     [
         ({}, 5 + 4),
@@ -125,13 +90,6 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
     assert way.kept(plan) == [0, 300 + own] and way.needs(plan) == [0, 300 + own + 1000]
     way.at = way.beginning(plan)
     assert way.kept(plan) == [0, own] and way.needs(plan) == [0, own + 1000]
-
-
-def test_prompts_that_begin_differently_are_said(job: Path, run_job: Any) -> None:
-    path = with_prompts(job, {**PROMPTS, "other": "Think of this: {text} Who?"})
-    run = run_job(1, "documents.limit=1", of=path)
-    assert "each document is prefilled 2 times, for the prompts who, when, long; other" in run.log
-    assert [record.question for record in run.records.values()] == [*PROMPTS.values(), "Think of this: {text} Who?"]
 
 
 def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:

@@ -69,15 +69,15 @@ def test_what_fails_on_one_rank_is_one_error_record(job: Path, run_job: Any, mon
     (job.parent / "corpus" / "empty.txt").write_text("")
     with monkeypatch.context() as patch:
         patch.setattr("kvr_mpi.prefill.one_prompt.run_model", no_memory)
-        ran = run_job(4, GROUPS, to="failing", code=65)
+        ran = run_job(4, GROUPS, KV, to="failing", code=65)  # without keys and values, logs would be put together
     found = ran.records
     assert "empty" in found.pop("empty.txt").error and "ran out of memory" in found.pop(longest.id).error
     assert {name: one.token_ids for name, one in found.items()} | {longest.id: longest.token_ids} == alone.tokens
     lines = [json.loads(line) for log in ran.folder.glob("log-*.jsonl") for line in log.read_text().splitlines()]
     written = Counter(line["id"] for line in lines if "id" in line)
-    assert written == Counter([*alone.tokens, "empty.txt"]), "once by each group, not by each of its ranks"
+    assert written == Counter([*alone.tokens, "empty.txt"]), "not by each rank of a group"
     # Whoever goes on with it, in whatever layout, does what is left.
-    again = run_job(1, to="failing", words=["--resume", "--retry-failed"], code=65)
+    again = run_job(1, KV, to="failing", words=["--resume", "--retry-failed"], code=65)
     assert again.tokens == {**alone.tokens, "empty.txt": ()}
 
 

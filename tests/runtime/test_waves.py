@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from job_files import load, write_job
 
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.registry import KVR
-from kvr_mpi.runtime.slice_planner import SlicePlanner
 from kvr_mpi.runtime.waves import MAX_WAVE_S, Held, Next, WaveScheduler
 
 FREE = 100
@@ -157,14 +152,3 @@ def test_a_documents_next_prompts_are_looked_at_anew() -> None:
     scheduler.add([Request("0", 0, FREE + 1)])
     with pytest.raises(DocumentError, match=f"{FREE + 1} bytes"):
         scheduler.decide(wave_s=0.0, has_documents=True)
-
-
-def test_a_rank_needs_the_memory_of_its_own_slice(tmp_path: Path) -> None:
-    """Whichever rank has the last one."""
-    footprint = SimpleNamespace(route_bytes=lambda route, **given: 10**route.position)
-    spec = load(write_job(tmp_path, "[parallel]\npartition = 'even'"))
-    setup: Any = SimpleNamespace(
-        spec=spec, free_bytes=[0] * 4, rates=[], table=None, strategies=(KVR,), footprint=footprint
-    )
-    slices, routes = SlicePlanner(setup, 3, slice(1, 4), print), KVR.routes(Partition.even(90, 3))
-    assert [slices.needs(routes, rank, 0) for rank in (2, 0, 1)] == [[1, 10, 100], [100, 1, 10], [10, 100, 1]]
