@@ -123,7 +123,7 @@ def test_conversations_and_the_same_words_in_a_template(batch_of: BatchOf, tmp_p
 def test_requests_that_are_read_as_other_rows_are_refused(batch_of: BatchOf, run_job: Any) -> None:
     for kind, said in (
         ("messages", "no list of messages of that name"),
-        ("text", "documents.format = 'openai-batch'?"),
+        ("text", "is it documents.format"),
     ):
         run = run_job(1, f"documents.format={kind}", of=batch_of(("a", {})), code=EXIT_CONFIG)
         assert said in run.log and "loading" not in run.log
