@@ -22,7 +22,7 @@ def test_every_rank_says_what_it_is_at(
 
     def spied(self: StateWriter, doing: str, what: str = "") -> None:
         tell(self, doing, what)
-        told.add((self._rank, doing))
+        told.add((self._state.rank, doing))
         if doing == "decoding":
             assert "answer" in what
             seen.append(tuple(state.rank for state in read_status(tmp_path / "out").ranks))

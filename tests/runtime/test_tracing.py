@@ -154,6 +154,7 @@ def test_a_killed_job_leaves_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_trace_ends_at_its_size_and_clocks_that_differ_are_aligned(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
     (said,) = write_spans(tmp_path / "full", 1000, limit_bytes=8192)
     (path,) = trace_files(tmp_path / "full")
     (trace,) = read_traces(tmp_path / "full")
