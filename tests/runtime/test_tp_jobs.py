@@ -79,7 +79,6 @@ def test_what_fails_on_one_rank_is_one_error_record(job: Path, run_job: Any, mon
     assert "empty" in found.pop("empty.txt").error and "ran out of memory" in found.pop(longest.id).error
     assert {name: one.token_ids for name, one in found.items()} | {longest.id: longest.token_ids} == alone.tokens
     assert sorted(written) == sorted([*alone.tokens, "empty.txt"]), "not by each rank of a group"
-    # Whoever goes on with it, in whatever layout, does what is left.
     again = run_job(1, to="failing", words=["--resume", "--retry-failed"], code=65)
     assert again.tokens == {**alone.tokens, "empty.txt": ()}
 
