@@ -9,8 +9,7 @@ import itertools
 import json
 import re
 import shutil
-import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
 RANKS = 2
-LIMIT_S = 300  # of one job, which takes a second: one that hangs is to fail, and not the module's whole run
 TOLERANCE = 2e-3
 # In these, weights are compared with those of a run: they are read first.
 LATE = {"adapter"}
@@ -44,26 +42,6 @@ class Outcome:
     said: str
     records: dict[str, Record] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
-
-
-def within_limit(work: Callable[[], Any]) -> Any:
-    """Do it in a thread that is given up after `LIMIT_S`."""
-    found: list[Any] = []
-
-    def body() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    thread.join(LIMIT_S)
-    if not found:
-        raise TimeoutError(f"a job of a second has not ended after {LIMIT_S} s")
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
 
 
 @dataclass
@@ -88,12 +66,12 @@ class Bench:
             arguments: list[Any] = [path]
             if "resumed" in names:
                 path.write_text(written({**job, "documents.shard": "0/2"}))
-                begun = within_limit(lambda: self.launch(ranks, [path]))
+                begun = self.launch(ranks, [path])
                 if not out.exists():
                     return Outcome(begun.returncode, begun.stderr)
                 path.write_text(written(job))
                 arguments.append("--resume")
-            done = within_limit(lambda: self.launch(ranks, arguments))
+            done = self.launch(ranks, arguments)
         found = Outcome(done.returncode, done.stderr)
         if out.exists() and list(out.glob("*.h5")):
             found.records = {record.id: record for record in open_results(out)}
@@ -150,7 +128,7 @@ def differences(found: Outcome, truth: Outcome, *, error: float | None) -> list[
         if error is not None:
             wrong += told_differences(name, mine, other)
     if error is not None:
-        wrong += kept_differences(found.kept, truth.kept, error)
+        torch.testing.assert_close(found.kept, truth.kept, atol=error, rtol=0)
     return wrong
 
 
@@ -170,23 +148,6 @@ def told_differences(name: str, mine: Record, other: Record) -> list[str]:
             wrong.append(f"{name}: {what} {list(one)[:4]}, not {list(two)[:4]}")
     if mine.logprobs and len(mine.logprobs) != len(mine.token_ids):
         wrong.append(f"{name}: {len(mine.logprobs)} log-probabilities of {len(mine.token_ids)} tokens")
-    return wrong
-
-
-def kept_differences(mine: Mapping[str, Any], other: Mapping[str, Any], error: float) -> list[str]:
-    if mine.keys() != other.keys():
-        return [f"keys and values of {sorted(mine)}, not of {sorted(other)}"]
-    wrong = []
-    for name, layers in mine.items():
-        if layers.keys() != other[name].keys():
-            wrong.append(f"{name}: layers {sorted(layers)}, not {sorted(other[name])}")
-            continue
-        for number, tensors in layers.items():
-            for one, two in zip(tensors, other[name][number], strict=True):
-                if one.shape != two.shape:
-                    wrong.append(f"{name}, layer {number}: {tuple(one.shape)}, not {tuple(two.shape)}")
-                elif not torch.allclose(one.float(), two.float(), atol=error):
-                    wrong.append(f"{name}, layer {number}: off by {float((one.float() - two.float()).abs().max())}")
     return wrong
 
 

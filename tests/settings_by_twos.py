@@ -21,11 +21,7 @@ SCHEMA = (
 )
 SMALL = {"compress.method": "ada-snapkv", "compress.budget": 32, "compress.window": 8}
 OBSERVED = {**SMALL, "compress.observes": "document"}
-QUESTIONS = {
-    "documents.path": "{stored}",
-    "prompt.template": None,
-    "questions.ask": ["Who saw it?"],
-}
+QUESTIONS = {"documents.path": "{stored}", "prompt.template": None, "questions.ask": ["Who saw it?"]}
 SCORED = {"generation.score": [" yes", " Nobody had seen it"], "generation.max_new_tokens": None}
 SAMPLED = {"generation.temperature": 1.5}
 
@@ -35,6 +31,7 @@ WAYS: dict[str, Job] = {
     "auto": {"parallel.strategy": "auto"},
     "single": {"parallel.strategy": "single"},
     "alone": {"parallel.ranks_per_chain": 1},
+    "groups": {"parallel.tensor_parallel": 2},
     "planned": {"parallel.ranks_per_chain": "auto"},
     "little": {"parallel.memory_gib": 0.0016},
     "heads": {"decode.mode": "head-parallel"},
@@ -59,12 +56,9 @@ ASKED: dict[str, Job] = {
     "requests": {"documents.path": "{requests}", "documents.format": "openai-batch", "prompt.template": None},
     "compress": SMALL,
     "observed": OBSERVED,
+    "rolling": {"cache.kind": "streaming-llm", "cache.tokens": 40, "parallel.chunk_tokens": 16},
     "score": SCORED,
-    "score-column": {
-        "documents.path": "{rows}",
-        "generation.score": "choices",
-        "generation.max_new_tokens": None,
-    },
+    "score-column": {**SCORED, "documents.path": "{rows}", "generation.score": "choices"},
     "samples": {**SAMPLED, "generation.n": 2},
     "schema": {"generation.json_schema": SCHEMA, "generation.max_new_tokens": 16},
     "adapter": {"model.adapter": "{adapter}"},
@@ -75,8 +69,9 @@ RUNS: dict[str, Job] = {
     "compressed": {"output.kv": True, **OBSERVED},
 }
 
-# Pairs that are refused for what a run has stored, which no table of settings knows; and what is said.
-STORED_OTHERWISE = {
+# Pairs that are refused for what a run has stored, or on two ranks, which no table of settings knows; and what is said.
+REFUSED_LATER = {
+    frozenset(("alone", "groups")): "cannot be divided into tensor-parallel groups of 2",
     frozenset(("kv", "questions-compressed")): "questions about doc-.*: it is compressed",
     **{
         frozenset((name, "adapter")): "did not compute the keys and values .* different weights"
@@ -114,7 +109,7 @@ def said_of(names: Collection[str], base: Job | None = None) -> list[str]:
     if "resumed" in names:
         job["documents.shard"] = "0/2"
     found = refusals(JobSpec.model_validate(tomllib.loads(written(job))))
-    otherwise = (said for pair, said in STORED_OTHERWISE.items() if pair <= set(names))
+    otherwise = (said for pair, said in REFUSED_LATER.items() if pair <= set(names))
     return [*map(re.escape, found)] or list(otherwise)
 
 

@@ -38,11 +38,10 @@ def test_broken_toml_names_file_and_line(tmp_path: Path, text: str, said: str) -
     assert re.search(rf"{re.escape(str(path))}.* cannot be read as TOML: .*{said}", refusal(path))
 
 
-@pytest.mark.parametrize("bracket", ["[", "{a="])
-def test_a_value_that_is_nested_without_end_is_refused(tmp_path: Path, bracket: str) -> None:
-    path, deep = write_job(tmp_path), bracket * 20_000
-    assert "--set model.dtype" in refusal(path, f"model.dtype={deep}")
-    assert "KVR_MODEL__DTYPE" in refusal(path, KVR_MODEL__DTYPE=deep)
+def test_a_value_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    assert "--set model.dtype" in refusal(path, f"model.dtype={'[' * 20_000}")
+    assert "KVR_MODEL__DTYPE" in refusal(path, KVR_MODEL__DTYPE="{a=" * 20_000)
 
 
 @settings(max_examples=60)
@@ -70,10 +69,7 @@ def test_any_setting_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactor
     [
         ("[generate]\nseed = 1", f"unknown key 'generate'.*{', '.join(SECTIONS)}"),
         ("[paralel]\nx = 1", "unknown key 'paralel': did you mean 'parallel'\\?"),
-        ("[outputs]\nx = 1", "unknown key 'outputs': did you mean 'output'\\?"),
         ("[prompt]\ntemplat = 1", "unknown key 'prompt.templat': did you mean 'template'\\? valid keys: .*template"),
-        ("[parallel]\nchunk_token = 1", "'parallel.chunk_token': did you mean 'chunk_tokens'\\?"),
-        ("[compress]\nbugdet = 3", "unknown key 'compress.bugdet': did you mean 'budget'"),
         ("[generation]\ntop_logprobs = 3", "did you mean 'logprobs'"),
         ("[output.zzz]\nyyy = 1", "unknown key 'output.zzz': valid keys: path, kv"),
     ],
@@ -100,10 +96,10 @@ def test_what_is_missing_is_named_with_what_it_is_for(tmp_path: Path, section: s
     assert re.fullmatch(rf".*job\.toml: {section}:? is missing", refusal(path))
 
 
-@pytest.mark.parametrize("setting", ["", "=", "seed=5", "generation.seed", ".seed=5", "generation.=5", "  .  =1"])
-def test_a_malformed_setting_shows_how_it_is_done(tmp_path: Path, setting: str) -> None:
-    message = refusal(write_job(tmp_path), setting)
-    assert message.startswith(f"--set {setting!r}: expected section.key=value, for example ")
+def test_a_malformed_setting_shows_how_it_is_done(tmp_path: Path) -> None:
+    for setting in ("", "=", "seed=5", "generation.seed", ".seed=5", "generation.=5", "  .  =1"):
+        message = refusal(write_job(tmp_path), setting)
+        assert message.startswith(f"--set {setting!r}: expected section.key=value, for example ")
 
 
 def test_the_environment_alone_does_not_make_foreign_code_run(tmp_path: Path) -> None:

@@ -8,64 +8,40 @@ from pathlib import Path
 import pytest
 from job_files import MINIMAL, load, refusal, write_job
 
-from kvr_mpi.job import JobSpec, load_job, show_job
+from kvr_mpi.job import JobSpec
 
-# A setting, and what is said of it: after its name and value, unless that begins with its name.
+# A setting, and what is said of it after its name and value: of another type (a value is never made to fit), a wrong
+# choice, out of range, or without sense.
 REFUSED = [
-    # Of another type: a value is never made to fit.
-    ("model.path=7", "= 7: .*valid string"),
-    ("model.trust_remote_code='yes'", "= 'yes': .*valid boolean"),
     ("model.trust_remote_code=1", "= 1: .*valid boolean"),
-    ("documents.path=3", "= 3: .*valid list"),
     ("documents.path=['a', 3]", "= 3: .*valid string"),
     ("documents.limit=1.5", "= 1.5: .*valid integer"),
     ("documents.limit=true", "= True: .*valid integer"),
     ("generation.temperature=hot", "= 'hot': .*valid number"),
-    ("generation.max_new_tokens=''", "= '': .*valid integer"),
-    ("generation.logprobs=true", "= True: .*valid integer"),
     ("generation.stop=END", "= 'END': .*valid list"),
     ("output.kv=yes", "= 'yes': .*valid boolean.*'sharded'"),
     ("output.path=2024-05-01", r"= datetime\.date\(2024, 5, 1\): .*valid string"),
     ("parallel.ranks_per_chain=some", "= 'some': .*valid integer.*'all'"),
-    # A wrong choice lists the choices.
     ("model.dtype=wrong", "= 'wrong': .*'auto', 'float32', 'bfloat16' or 'float16'"),
-    ("model.device=wrong", "= 'wrong': .*'auto', 'cpu' or 'cuda'"),
     ("prompt.too_long=wrong", "= 'wrong': .*'error', 'keep-head', 'keep-middle', 'keep-tail' or 'split'"),
     ("parallel.strategy=wrong", "= 'wrong': expected one of 'auto', .*'single'.*'ring'.*'kvr'"),
-    ("cache.kind=wrong", "= 'wrong'"),
     ("compress.method=h2o", "= 'h2o': expected one of 'streaming-llm', 'snapkv', 'pyramidkv'"),
-    ("compress.observes=answer", "= 'answer': .*'question' or 'document'"),
     ("decode.mode=tensor-parallel", "= 'tensor-parallel': .*'data-parallel', 'head-parallel' or 'auto'"),
-    ("decode.placement=random", "= 'random': .*'static', 'best-effort', 'equal' or 'proportional'"),
     ("documents.encoding=base64", "= 'base64': expected an encoding that Python knows"),
     ("documents.encoding=klingon", "= 'klingon': expected an encoding that Python knows"),
     ('documents.encoding="a\\u0000b"', "= .*expected an encoding that Python knows"),
-    # Out of range.
-    ("documents.limit=0", "= 0: .*greater than or equal to 1"),
     ("prompt.template={}", "= {}: .*at least 1 item"),
     ("prompt.max_tokens=1", "= 1: .*greater than or equal to 2"),
     ("generation.max_new_tokens=-1", "= -1: .*greater than or equal to 0"),
-    ("generation.min_new_tokens=-1", "= -1: .*greater than or equal to 0"),
-    ("generation.seed=-1", "= -1: .*greater than or equal to 0"),
-    ("generation.top_k=-1", "= -1: .*greater than or equal to 0"),
-    ("generation.temperature=-0.5", "= -0.5: .*greater than or equal to 0"),
     ("generation.temperature=nan", "= nan: .*finite number"),
-    ("generation.repetition_penalty=0", "= 0: .*greater than 0"),
     ("generation.top_p=0", "= 0: .*greater than 0"),
     ("generation.top_p=1.01", "= 1.01: .*less than or equal to 1"),
-    ("generation.min_p=2", "= 2: .*less than or equal to 1"),
     ("generation.logprobs=21", "= 21: .*less than or equal to 20"),
-    ("generation.n=129", "= 129: .*less than or equal to 128"),
     ("parallel.ranks_per_chain=0", "= 0: expected 'all', 'auto' or a number of at least 1"),
-    ("parallel.chunk_tokens=0", "= 0: "),
     ("compress.budget=0", "= 0: .*greater than 0"),
     ("compress.budget=64.5", "= 64.5: expected a whole number of tokens, or the share"),
-    *(
-        (f"documents.shard='{one}'", f"= '{one}': expected 'i/n' with 0 <= i < n")
-        for one in ("4/4", "-1/4", "1/", "a/b")
-    ),
+    *((f"documents.shard='{one}'", f"= '{one}': expected 'i/n' with 0 <= i < n") for one in ("4/4", "-1/4", "a/b")),
     *((f"output.max_failed={one}", "") for one in ("-1", "1.5", "nan", "101%", "some", "true", "[1]", "%")),
-    # Without sense.
     ("generation.stop=['END', '']", r"= \['END', ''\]: an empty stop"),
     ("generation.n=2", "= 2: .*without sampling, all answers are the same"),
     ("generation.score=['']", ".*an empty continuation has no probability"),
@@ -75,37 +51,25 @@ REFUSED = [
 COMPRESS = "[compress]\nmethod = 'snapkv'\nbudget = 512\n"
 
 
-@pytest.mark.parametrize(("setting", "expected"), REFUSED)
-def test_a_wrong_value_is_named_with_what_is_expected(tmp_path: Path, setting: str, expected: str) -> None:
-    key = setting.partition("=")[0]
-    message = refusal(write_job(tmp_path, COMPRESS if key.startswith("compress") else ""), setting)
-    assert re.search(rf"^--set .*{re.escape(key)} *{expected}", message, re.MULTILINE), message
-    assert len(message.splitlines()) == 1, "one mistake is told once"
+def test_a_wrong_value_is_named_with_what_is_expected(tmp_path: Path) -> None:
+    for setting, expected in REFUSED:
+        key = setting.partition("=")[0]
+        message = refusal(write_job(tmp_path, COMPRESS if key.startswith("compress") else ""), setting)
+        assert re.search(rf"^--set .*{re.escape(key)} *{expected}", message, re.MULTILINE), message
+        assert len(message.splitlines()) == 1, "one mistake is told once"
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
+def test_values_that_make_no_sense_together_are_refused(tmp_path: Path) -> None:
+    for settings, expected in (
         (["compress.budget=63"], "compress.budget = 63 is less than the 64 tokens .*compress.window"),
         (["compress.profile=p"], "compress.profile is not used with method = 'snapkv', which uses window, budget"),
         (["compress.method=streaming-llm", "compress.budget=4"], "less than the 5 tokens .*raise it"),
-        (["compress.method=streaming-llm", "compress.window=8"], "compress.window is not used .* uses budget"),
         (["compress.method=headkv"], "needs compress.profile = 'FILE'"),
         (["decode.mode=auto", "decode.placement=static", "decode.profile=a"], "which places heads in order"),
         (["cache.kind=rolling", "cache.tokens=4"], "cache.tokens = 4"),
-    ],
-)
-def test_values_that_make_no_sense_together_are_refused(tmp_path: Path, settings: list[str], expected: str) -> None:
-    more = COMPRESS if settings[0].startswith("compress") else ""
-    assert re.search(expected, refusal(write_job(tmp_path, more), *settings))
-
-
-@pytest.mark.parametrize(
-    "setting", ["generation.max_new_tokens=0", "generation.top_p=1", "generation.seed=0", "documents.limit=1"]
-)
-def test_the_ends_of_a_range_are_in_it(tmp_path: Path, setting: str) -> None:
-    (row,) = (row for row in show_job(*load_job(write_job(tmp_path), [setting], {})) if row[2].startswith("--set"))
-    assert float(row[1]) == float(setting.partition("=")[2])
+    ):
+        more = COMPRESS if settings[0].startswith("compress") else ""
+        assert re.search(expected, refusal(write_job(tmp_path, more), *settings))
 
 
 @pytest.mark.parametrize(

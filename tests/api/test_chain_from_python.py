@@ -63,16 +63,6 @@ def test_it_answers_as_one_process_does(size: int, tiny_model_dir: Path, truth: 
     assert torch.allclose(found[-1][0].logits, logits, atol=1e-4 * float(logits.max() - logits.min()))
 
 
-def test_a_short_prompt_goes_to_one_rank_and_the_answer_to_all(tiny_model_dir: Path) -> None:
-    def work(chain: Chain) -> tuple[ChainPrefill, Answer]:
-        prefill = chain.prefill("Seven boats.")
-        return prefill, chain.generate(prefill)
-
-    alone, *_ = on_ranks(1, tiny_model_dir, work)
-    for prefill, answer in on_ranks(2, tiny_model_dir, work):
-        assert prefill.bounds == (0, len(prefill.ids)) and answer.token_ids == alone[1].token_ids
-
-
 def test_ranks_that_give_different_prompts_are_refused_on_all(tiny_model_dir: Path) -> None:
     def work(chain: Chain) -> Answer:
         with pytest.raises(KvrError, match="rank 1 was given another prompt than rank 0|another rank failed"):
@@ -120,14 +110,3 @@ def test_settings_that_make_no_chain_are_refused(tiny_model_dir: Path) -> None:
         return str(caught.value)
 
     assert run_local(2, rank)[1] == "rank 1 was given other settings than rank 0; expected the same on all ranks"
-
-
-def test_a_wrong_model_is_told_without_the_way_to_where_it_was_missed(tmp_path: Path) -> None:
-    def work(world: LocalTransport) -> tuple[str, list[str]]:
-        with pytest.raises(KvrError) as caught:
-            Chain(str(tmp_path / "none"), world)
-        return str(caught.value), [Path(str(entry.path)).name for entry in caught.traceback]
-
-    (told, path), (other, their_path) = run_local(2, work)
-    assert "none': no such file or folder" in told and other == "another rank failed"
-    assert path == their_path and path[-1] == "ranks.py", "what raises it is the last that is shown"

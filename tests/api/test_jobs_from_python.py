@@ -53,6 +53,12 @@ def test_a_job_is_run_and_its_results_opened(job: dict[str, Any]) -> None:
     with pytest.raises(OutputError, match="holds 1 result file"):
         kvr_mpi.run(job, comm=LocalTransport())
     assert kvr_mpi.run(job, comm=LocalTransport(), resume=True).exit_code == EXIT_BAD_DATA
+    spec = read_job(job)
+    with pytest.raises(ConfigError, match="has been read already"):
+        read_job(spec, ["generation.max_new_tokens=3"])
+    changed = spec.model_copy(update={"decode": spec.decode.model_copy(update={"mode": "head-parallel"})})
+    with pytest.raises(ConfigError, match="output.kv = true cannot be combined with decode.mode"):
+        kvr_mpi.run(changed, comm=LocalTransport())
     with pytest.raises(ConfigError, match="choose one"):
         kvr_mpi.run(job, comm=LocalTransport(), resume=True, overwrite=True)
 
@@ -70,19 +76,6 @@ def test_ranks_run_it_together_and_fail_together(job: dict[str, Any], tmp_path: 
 
     first, second = run_local(2, rank)
     assert "no such file or folder" in first and second == "another rank failed"
-
-
-def test_a_run_is_asked(job: dict[str, Any], tmp_path: Path) -> None:
-    kvr_mpi.run(job, comm=LocalTransport())
-    ask = {
-        "model": job["model"],
-        "documents": {"path": str(tmp_path / "out")},
-        "questions": {"ask": ["Who?", "Why?"]},
-        "generation": {"max_new_tokens": 3},
-        "output": {"path": str(tmp_path / "answers")},
-    }
-    outcome = kvr_mpi.run(ask, comm=LocalTransport())
-    assert outcome.is_complete and outcome.open().ids() == [f"doc-{n}.txt#q{q}" for n in (0, 1) for q in (1, 2)]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -104,18 +97,6 @@ def test_a_plan_is_that_of_the_command(job: dict[str, Any]) -> None:
         kvr_mpi.plan(job, 0, "h200")
     with pytest.raises(ConfigError, match="the job given: unknown key 'document'"):
         kvr_mpi.plan({**job, "document": {"path": "x"}}, 4, "h200")
-
-
-def test_a_job_is_read_from_a_file_or_taken_as_it_is(job: dict[str, Any]) -> None:
-    """One that was changed is refused as one that is read."""
-    spec = read_job(ROOT / "jobs" / "demo.toml", ["generation.max_new_tokens=3"])
-    assert spec.generation.max_new_tokens == 3 and read_job(spec) is spec
-    with pytest.raises(ConfigError, match="has been read already"):
-        read_job(spec, ["generation.max_new_tokens=3"])
-    spec = read_job(job)
-    changed = spec.model_copy(update={"decode": spec.decode.model_copy(update={"mode": "head-parallel"})})
-    with pytest.raises(ConfigError, match="output.kv = true cannot be combined with decode.mode"):
-        kvr_mpi.run(changed, comm=LocalTransport())
 
 
 def test_a_forecast_is_that_of_the_command() -> None:

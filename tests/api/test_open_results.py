@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pandas
 import pytest
 import torch
 from made_runs import HEADER, NAMES, corpus_of, record, take, write
@@ -55,13 +54,6 @@ def test_what_is_asked_for_wrongly_is_refused(folder: Path) -> None:
         open_results()
     with pytest.raises(MissingError, match="no such file or folder"):
         open_results(folder / "nowhere")
-
-
-def test_a_table(folder: Path) -> None:
-    table = open_results(folder).to_pandas("done")
-    assert isinstance(table, pandas.DataFrame) and len(table) == 8
-    assert list(table.loc[table.id == "c", "token_ids"]) == [[1, 2]] and table.prompt_tokens.dtype == np.int64
-    assert list(open_results(folder).to_pandas(where=lambda each: False).columns) == list(table.columns)
 
 
 def test_keys_and_values_come_back_bit_for_bit(tmp_path: Path) -> None:

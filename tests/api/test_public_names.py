@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -56,7 +55,3 @@ def test_a_name_that_is_not_there_is_told_those_that_are() -> None:
 def test_importing_loads_nothing() -> None:
     code = "import sys, kvr_mpi; print([name for name in sys.modules if name in ('torch', 'h5py', 'numpy', 'click')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_it_is_typed() -> None:
-    assert (Path(kvr_mpi.__file__).parent / "py.typed").is_file()

@@ -37,11 +37,8 @@ class Ran:
         return {record.id: record.token_ids for record in open_results(self.folder)}
 
 
-RunJob = Callable[..., Ran]
-
-
 @pytest.fixture
-def run_job(job: Path, tmp_path: Path, run_here: Any) -> RunJob:
+def run_job(job: Path, tmp_path: Path, run_here: Any) -> Callable[..., Ran]:
     """Run a job with these settings on some ranks, in a new folder unless one is named, to the exit code expected."""
     numbers = itertools.count()
 

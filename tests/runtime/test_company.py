@@ -5,6 +5,7 @@ That holds in float32 on CPUs; elsewhere records name what the answer was comput
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -23,53 +24,40 @@ TEXTS = {
     f"doc-{number}": f"Document {number}: the ferry left at {number} and came back. " * repeats
     for number, repeats in enumerate((1, 2, 3, 9, 14, 22, 25))
 }
-Answers = dict[str, list[int]]
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Callable[..., Answers]:
-    """Give answers of some documents; `before`: those that an earlier run over other ranks has answered."""
+def answer(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Callable[..., kvr_mpi.Results]:
+    """Answer some documents, of which an earlier run over other ranks (`before`) has answered the first."""
     folder, numbers = tmp_path_factory.mktemp("company"), itertools.count()
 
     def answers(
-        names: list[str], ranks: int, *settings: str, before: tuple[int, int] = (0, 1), to: Path | None = None
-    ) -> Answers:
+        names: list[str], ranks: int, *more: str, before: tuple[int, int] = (0, 1), dtype: str = "float32"
+    ) -> kvr_mpi.Results:
         number = next(numbers)
-        corpus, output = folder / f"{number}.jsonl", to or folder / f"out-{number}"
+        corpus, output = folder / f"{number}.jsonl", folder / f"out-{number}"
         job: dict[str, Any] = {
-            "model": {"path": str(small_vocabulary_dir), "dtype": "float32"},
+            "model": {"path": str(small_vocabulary_dir), "dtype": dtype},
             "documents": {"path": str(corpus)},
             "prompt": {"template": "Sum up: {text}"},
             "generation": {"max_new_tokens": 8},
             "parallel": {"partition": "even"},
             "output": {"path": str(output)},
         }
-
-        def run(some: list[str], size: int, *, extend: bool) -> None:
-            corpus.write_text("".join(json.dumps({"id": name, "text": TEXTS[name]}) + "\n" for name in some))
-            ended = run_local(size, lambda world: kvr_mpi.run(job, settings=settings, comm=world, extend=extend))
-            assert {one.exit_code for one in ended} == {0}
-
-        count, size = before
-        if count:
-            run(names[:count], size, extend=False)
-        run(names, ranks, extend=bool(count))
-        return {record.id: list(record.token_ids or ()) for record in kvr_mpi.open_results(output)}
+        for count, size in (before, (len(names), ranks)):
+            corpus.write_text("".join(json.dumps({"id": name, "text": TEXTS[name]}) + "\n" for name in names[:count]))
+            run = functools.partial(kvr_mpi.run, job, settings=more, extend=output.exists())
+            ended = run_local(size, lambda world: run(comm=world)) if count else []  # noqa: B023
+            assert all(one.exit_code == 0 for one in ended)
+        return kvr_mpi.open_results(output)
 
     return answers
 
 
 @pytest.fixture(scope="module")
-def alone(answer: Callable[..., Answers]) -> Callable[[str, tuple[str, ...]], list[int]]:
+def alone(answer: Callable[..., kvr_mpi.Results]) -> Callable[..., tuple[int, ...]]:
     """Give the answer of a document that is the only one of its job, on one rank."""
-    known: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-
-    def answer_of(name: str, sampling: tuple[str, ...]) -> list[int]:
-        if (name, sampling) not in known:
-            known[name, sampling] = answer([name], 1, *sampling)[name]
-        return known[name, sampling]
-
-    return answer_of
+    return functools.cache(lambda name, *sampling: answer([name], 1, *sampling)[name].token_ids)
 
 
 @settings(max_examples=6)
@@ -81,30 +69,16 @@ def alone(answer: Callable[..., Answers]) -> Callable[[str, tuple[str, ...]], li
     strategy=st.sampled_from(["kvr", "ring"]),
 )
 def test_answers_do_not_depend_on_company(
-    names: list[str],
-    ranks: int,
-    before: tuple[int, int],
-    sampling: tuple[str, ...],
-    strategy: str,
-    answer: Callable[..., Answers],
-    alone: Callable[[str, tuple[str, ...]], list[int]],
+    names: list[str], ranks: int, before: Any, sampling: tuple[str, ...], strategy: str, answer: Any, alone: Any
 ) -> None:
     before = (min(before[0], len(names) - 1), before[1])
     found = answer(names, ranks, *sampling, f"parallel.strategy={strategy}", before=before)
-    assert found == {name: alone(name, sampling) for name in names}
+    assert {one.id: one.token_ids for one in found} == {name: alone(name, *sampling) for name in names}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_records_name_kernels_on_which_an_answer_may_depend(
-    answer: Callable[..., Answers], tmp_path: Path, dtype: str
-) -> None:
-    output = tmp_path / "out"
-    split = ("prompt.too_long=split", "prompt.max_tokens=200")
-    answer(["doc-3", "doc-6"], 2, f"model.dtype={dtype}", *split, to=output)
-    named = {record.kernels for record in kvr_mpi.open_results(output)}
-    if dtype == "float32":
-        assert named == {""}
-        return
-    (kernels,) = named
-    assert kernels.startswith(f"CPU {torch.backends.cpu.get_cpu_capability()}, bfloat16; attention: ")
-    assert "products: " in kernels
+def test_records_name_kernels_on_which_an_answer_may_depend(answer: Any, dtype: str) -> None:
+    found = answer(["doc-3", "doc-6"], 2, "prompt.too_long=split", "prompt.max_tokens=200", dtype=dtype)
+    (kernels,) = {record.kernels for record in found}
+    expected = f"CPU {torch.backends.cpu.get_cpu_capability()}, bfloat16; attention: " if dtype == "bfloat16" else ""
+    assert kernels.startswith(expected) and ("products: " in kernels) == bool(kernels) == bool(expected)

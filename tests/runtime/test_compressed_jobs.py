@@ -29,7 +29,8 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     run_job: Any, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth, whole = run_job(1, *SMALL), run_job(1)
-    assert run_job(3, *SMALL).tokens == run_job(2, *SMALL, "parallel.strategy=ring").tokens == truth.tokens
+    assert run_job(3, *SMALL).tokens == truth.tokens
+    assert run_job(2, *SMALL[:1], "compress.budget=511").tokens == whole.tokens, "it is above all prompts"
     bounds = [(0, tokens * 30 // 31, tokens) for tokens in (64, 4096)]
     table = a_table().model_copy(update={"entries": tuple(map(an_entry, bounds))})
     save_table(fitting(table, tiny_model_dir), tmp_path / "table.json")
@@ -48,17 +49,6 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     assert all(record.compression == "" and not record.retained_bytes for record in whole.records.values())
 
 
-def test_a_budget_above_all_prompts_changes_nothing(run_job: Any) -> None:
-    assert run_job(2).tokens == run_job(2, *SMALL[:1], "compress.budget=511").tokens
-
-
-def test_what_the_document_observes_is_kept_beside_the_question(run_job: Any) -> None:
-    found = run_job(2, *SMALL, "compress.observes=document")
-    assert found.tokens == run_job(1, *SMALL, "compress.observes=document").tokens
-    beside = {record.retained_tokens - 64 for record in found.records.values() if record.compression}
-    assert len(beside) == 1 and beside.pop() > 0, "the words after the text, and what the chat template puts there"
-
-
 @pytest.mark.parametrize("settings", [("streaming-llm",), ("pyramidkv", "compress.window=8")])
 def test_a_share_is_what_is_kept(run_job: Any, settings: tuple[str, ...]) -> None:
     method, *more = settings
@@ -69,9 +59,8 @@ def test_a_share_is_what_is_kept(run_job: Any, settings: tuple[str, ...]) -> Non
 def test_another_way_to_compress_is_another_run(tmp_path: Path, run_job: Any, run_kvr: Kvr) -> None:
     """Also where only what a profile says has changed."""
     limit, profile = "documents.limit=1", tmp_path / "heads.json"
-    assert (
-        "compress  method ada-snapkv, budget 64," in run_kvr("inspect", run_job(1, *SMALL, limit, to="out").folder)[1]
-    )
+    shown = run_kvr("inspect", run_job(1, *SMALL, limit, to="out").folder)[1]
+    assert "compress  method ada-snapkv, budget 64," in shown
     for change in ((*SMALL, "compress.budget=65"), (*SMALL, "compress.observes=document"), ()):
         assert "compress was" in run_job(1, *change, limit, to="out", words=["--resume"], code=78).log
     settings = (
@@ -85,8 +74,6 @@ def test_another_way_to_compress_is_another_run(tmp_path: Path, run_job: Any, ru
     run_job(1, *settings, to="profile")
     profile.write_text(json.dumps({"counts": [[60, 20], [30, 40], [90, 16]]}))
     assert "compress was" in run_job(1, *settings, to="profile", words=["--resume"], code=78).log
-    profile.write_text(json.dumps({"counts": [[20, 60]]}))
-    assert "is for 1 layers of 2 KV heads" in run_job(1, *settings, code=78).log
 
 
 @pytest.mark.slow

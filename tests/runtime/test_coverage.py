@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,23 +53,13 @@ def test_below_the_least_coverage_a_document_is_an_error_record(run: Run, settin
     assert "prompt.min_coverage" in failed.error and not failed.answer and failed.coverage == 0
 
 
-def test_it_is_in_every_export(documents: Any, run_job: Any, tmp_path: Path) -> None:
+def test_it_is_shown_and_exported(documents: Any, run_job: Any) -> None:
     ran = run_job(1, documents({"short.txt": TEXT, "long.txt": TEXT * 20}), *CUT)
     assert "1 of 2 answers have seen only a part" in ran.log and " %" in ran.out
     expected = ran.records["long.txt"].coverage
     assert dict(open_results(ran.folder).to_pandas().set_index("id").coverage)["long.txt"] == expected
-    for kind in ("jsonl", "csv", "parquet"):
-        file = tmp_path / f"all.{kind}"
-        made = CliRunner().invoke(group, ["export", str(ran.folder), "--format", kind, "-o", str(file)])
-        assert made.exit_code == 0, made.output
-        if kind == "jsonl":
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
-        elif kind == "csv":
-            rows = list(csv.DictReader(file.read_text().splitlines()))
-        else:
-            import pyarrow.parquet
-
-            rows = pyarrow.parquet.read_table(file).to_pylist()
-        assert float(next(row for row in rows if row["id"] == "long.txt")["coverage"]) == expected
+    made = CliRunner().invoke(group, ["export", str(ran.folder), "--format", "jsonl"])
+    rows = [json.loads(line) for line in made.output.splitlines()]
+    assert next(row for row in rows if row["id"] == "long.txt")["coverage"] == expected
     shown = CliRunner().invoke(group, ["inspect", str(ran.folder), "long.txt"])
     assert f"coverage              {expected:.4g}" in shown.output

@@ -1,8 +1,10 @@
-"""Jobs with [decode]: ranks that share heads answer as ranks that decode each their own, and say what they do."""
+"""Jobs with [decode]: ranks that share heads answer as ranks that decode each their own, and say what they do.
+
+`test_settings_together` has two such ranks beside every other setting.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -10,57 +12,21 @@ from typing import Any
 
 import pytest
 from constants import TESTS
-from made_jobs import TEXT
 
 SMALL_VOCABULARY = True
 
 SMALL = ("compress.method=ada-snapkv", "compress.budget=64", "compress.window=16")
 SHARED = "decode.mode=head-parallel"
-MODES = ("data-parallel", "head-parallel")
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
-def test_shared_heads_give_the_answers_of_ranks_apart(job: Path, run_job: Any, ranks: int) -> None:
+def test_shared_heads_give_the_answers_of_ranks_apart(job: Path, run_job: Any) -> None:
     (job.parent / "corpus" / "doc-short.txt").write_text("It is late.")
-    wanted, found = run_job(1, *SMALL, SHARED), run_job(ranks, *SMALL, SHARED)
+    wanted, found = run_job(1, *SMALL, SHARED), run_job(3, *SMALL, SHARED)
     assert found.tokens == wanted.tokens and "there is only one rank" in wanted.log
-    assert f"decoded by {ranks} ranks that share heads (proportional, up to {ranks - 1} copies a layer" in found.log
+    assert "decoded by 3 ranks that share heads (proportional, up to 2 copies a layer" in found.log
     for name, record in found.records.items():
         assert record.compression == wanted.records[name].compression
         assert record.retained_bytes == wanted.records[name].retained_bytes and record.finish_reason == "length"
-
-
-@pytest.mark.long
-def test_requests_with_settings_of_their_own(batch_of: Any, run_job: Any) -> None:
-    """Some greedy, some sampled, one with log-probabilities, of several lengths, in one wave."""
-    bodies: list[dict[str, Any]] = [{"max_tokens": 3 + at, "prompt": f"{at} " + TEXT} for at in range(4)]
-    bodies[1] |= {"temperature": 0.9, "seed": 5}
-    bodies.append({"max_tokens": 7, "logprobs": 2})
-    path = batch_of(*((str(at), body, "/v1/completions") for at, body in enumerate(bodies)))
-    apart, shared = (run_job(2, f"decode.mode={mode}", of=path).tokens for mode in MODES)
-    assert apart == shared and all(len(apart[str(at)]) == 3 + at for at in range(5))
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_in_either_way(run_job: Any) -> None:
-    """Answers are the same, so one mode goes on with what another has begun."""
-    wanted = run_job(1, *SMALL)
-    assert len(run_job(2, *SMALL, SHARED, "documents.shard='0/2'", to="out").records) == 3
-    again = run_job(3, *SMALL, "decode.mode=auto", to="out", words=["--resume"])
-    assert "3 of them already done" in again.log and "a step is forecast to take" in again.log
-    assert again.log.count("decode.mode = 'auto': ") == 1 and again.tokens == wanted.tokens
-
-
-@pytest.mark.long
-def test_heads_are_placed_by_a_profile_of_this_model(tmp_path: Path, run_job: Any) -> None:
-    profile = tmp_path / "heads.json"
-    profile.write_text(json.dumps({"counts": [[20, 60], [30, 40], [90, 16]]}))
-    told = (*SMALL, SHARED, f"decode.profile={profile}", "decode.placement=best-effort")
-    done = run_job(2, *told)
-    assert f"(best-effort, by {profile})" in done.log and done.tokens == run_job(1, *SMALL).tokens
-    profile.write_text(json.dumps({"counts": [[20, 60]]}))
-    other = run_job(2, *told, code=78).log
-    assert "is for 1 layers of 2 KV heads" in other and str(profile) in other
 
 
 @pytest.mark.slow

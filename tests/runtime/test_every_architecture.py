@@ -49,12 +49,8 @@ OTHER = {
 DONE, ERRORS, REFUSED = 0, 65, 78
 
 
-def answers(folder: Path) -> dict[str, tuple[int, ...]]:
-    return {record.id: record.token_ids for record in open_results(folder) if record.status == "done"}
-
-
 @pytest.fixture
-def model(name: str, tmp_path: Path, tokenizer: Any) -> Path:
+def tiny_model_dir(name: str, tmp_path: Path, tokenizer: Any) -> Path:
     """A tiny random model of the architecture, with all tokens of a real tokenizer."""
     entry, size = ENTRIES[name], len(tokenizer)
     values = {"vocab_size": size, **entry.changes}
@@ -71,51 +67,12 @@ def model(name: str, tmp_path: Path, tokenizer: Any) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture
-def job(model: Path, tmp_path: Path) -> Path:
-    """Short documents, and one that is cut to the longest prompt."""
-    (tmp_path / "corpus").mkdir()
-    for number, sentences in enumerate((1, 3, 4, 60)):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(f"Document {number}. " + TEXT * sentences)
-    path = tmp_path / "job.toml"
-    path.write_text(
-        f"""
-        [model]
-        path = "{model}"
-        dtype = "float32"
-        [documents]
-        path = "{tmp_path / "corpus"}"
-        [prompt]
-        template = "Summarise: {{text}} Summary:"
-        too_long = "keep-head"
-        [generation]
-        max_new_tokens = 8
-        [output]
-        path = "{tmp_path / "out"}"
-        """
-    )
-    return path
-
-
-def questions(model: Path, run: Path, path: Path) -> Path:
-    path.write_text(
-        f"""
-        model.path = "{model}"
-        model.dtype = "float32"
-        documents.path = "{run}"
-        output.path = "{path.with_suffix("")}"
-        generation.max_new_tokens = 8
-        [questions]
-        ask = ["When?"]
-        """
-    )
-    return path
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("default")  # transformers' own
 @pytest.mark.parametrize("name", NAMES)
-def test_jobs_of_an_architecture(name: str, model: Path, job: Path, tmp_path: Path, run_here: Any) -> None:
+def test_jobs_of_an_architecture(name: str, job: Path, tmp_path: Path, run_here: Any, ask_about: Any) -> None:
+    (tmp_path / "corpus" / "long.txt").write_text(TEXT * 60)
+    job.write_text(job.read_text().replace("[prompt]", '[prompt]\ntoo_long = "keep-head"'))
     wrong: dict[str, Any] = {}
     refused: list[str] = []
 
@@ -129,7 +86,9 @@ def test_jobs_of_an_architecture(name: str, model: Path, job: Path, tmp_path: Pa
         if done.returncode == REFUSED:
             refused.append(mode)
             return None
-        return answers(folder) if folder.exists() else {}
+        if not folder.exists():
+            return {}
+        return {record.id: record.token_ids for record in open_results(folder) if record.status == "done"}
 
     alone = run("alone", job, "parallel.strategy=single")
     for mode, settings in EXACT.items():
@@ -138,7 +97,7 @@ def test_jobs_of_an_architecture(name: str, model: Path, job: Path, tmp_path: Pa
             wrong[mode] = found, alone
     for mode, settings in OTHER.items():
         run(mode, job, *settings)
-    asking = questions(model, tmp_path / "stored", tmp_path / "asked.toml")
+    asking = ask_about(tmp_path / "stored", "When?")
     anew = run("anew", job, "prompt.template=Summarise: {text}\n\nWhen?") if (tmp_path / "stored").exists() else None
     if anew is not None:
         anew = {f"{name}#q1": tokens for name, tokens in anew.items()}
@@ -149,4 +108,4 @@ def test_jobs_of_an_architecture(name: str, model: Path, job: Path, tmp_path: Pa
     assert not wrong
     assert alone is not None or "alone" in refused
     if name in SOME:
-        assert alone is not None and len(alone) == 4 and "planned" not in refused
+        assert alone is not None and len(alone) == 6 and "planned" not in refused

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from made_jobs import with_settings
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.report.page import page_of
@@ -31,16 +29,12 @@ def add_zone(powercap: Path, zone: str, name: str, microjoules: int = 0) -> Path
     return folder / "energy_uj"
 
 
-@pytest.fixture
-def powercap(tmp_path: Path) -> Path:
-    return tmp_path / "powercap"
-
-
 def spent(meter: Meters) -> float | None:
     return meter.cost(Tally()).joules
 
 
-def test_packages_and_memory_count_once_and_ranks_of_a_host_share_them(powercap: Path) -> None:
+def test_packages_and_memory_count_once_and_ranks_of_a_host_share_them(tmp_path: Path) -> None:
+    powercap = tmp_path / "powercap"
     files = [add_zone(powercap, zone, name) for zone, name in (("0", "package-0"), ("1", "package-1"), ("0:1", "dram"))]
     others = [add_zone(powercap, zone, name) for zone, name in (("2", "psys"), ("0:0", "core"))]
     first, second = (Meters(CPU, 2, rank, powercap) for rank in range(2))
@@ -53,15 +47,16 @@ def test_packages_and_memory_count_once_and_ranks_of_a_host_share_them(powercap:
     assert found.core_s == pytest.approx(8 * found.node_s, rel=0.5), "the first rank of a host counts the node"
 
 
-def test_a_counter_that_begins_anew_goes_on(powercap: Path) -> None:
-    file = add_zone(powercap, "0", "package-0", RANGE_UJ - 1_000_000)
-    meter = Meters(CPU, powercap=powercap)
+def test_a_counter_that_begins_anew_goes_on(tmp_path: Path) -> None:
+    file = add_zone(tmp_path, "0", "package-0", RANGE_UJ - 1_000_000)
+    meter = Meters(CPU, powercap=tmp_path)
     for now, seen in ((2_000_000, 3.0), (9_000_000, 10.0), (1_000_000, 12.0)):
         file.write_text(str(now))
         assert spent(meter) == pytest.approx(seen)
 
 
-def test_what_cannot_be_read_has_no_figure_but_a_reason(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_has_no_figure_but_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    powercap = tmp_path / "powercap"
     assert "has no RAPL zones" in Meters(CPU, powercap=powercap).cost(Tally()).meters
     file = add_zone(powercap, "0", "package-0")
     meter = Meters(CPU, powercap=powercap)
@@ -84,46 +79,25 @@ def test_what_cannot_be_read_has_no_figure_but_a_reason(powercap: Path, monkeypa
     assert total_cost([known, closed]).describe(1).endswith("for root only")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_line_that_is_no_cost_is_damaged() -> None:
+    for change in (
         *({"joules": -1.0}, {"rank_s": float("inf")}, {"core_s": "1"}, {"node_s": True}, {"key": 3}, {"meters": 1}),
         *({"expected_s": [1.0]}, {"expected_s": [1.0, 2.0, "3"]}, {"expected_s": 3}, {"took_s": None}),
-    ],
-)
-def test_a_line_that_is_no_cost_is_damaged(change: dict[str, Any]) -> None:
-    line = {**Cost("k", joules=2.0).as_line(), **change}
-    with pytest.raises((DataError, TypeError)):
-        read_cost(line)
+    ):
+        with pytest.raises((DataError, TypeError)):
+            read_cost({**Cost("k", joules=2.0).as_line(), **change})
 
 
-def test_how_a_forecast_turned_out_is_said_and_kept() -> None:
-    told = Cost("k", expected_s=(50.0, 60.0, 70.0), took_s=65.0)
-    line = told.as_line()
-    found = total_cost([Cost("other"), read_cost(line)])
-    assert found.describe_outcome() == "forecast: 60.0 s (50.0 s to 70.0 s in 80 % of cases); it took 65.0 s: within"
-    assert total_cost([told, replace(told, key="another share's")]).describe_outcome() == "", (
-        "of the whole there is none"
-    )
-    assert replace(told, took_s=49.0).describe_outcome().endswith("49.0 s: faster")
-    assert replace(told, took_s=71.0).describe_outcome().endswith("71.0 s: slower")
-    earlier = {name: value for name, value in line.items() if name not in ("expected_s", "took_s")}
-    assert read_cost(earlier).describe_outcome() == "", "logs of earlier versions have none"
-
-
-def test_documents_share_what_a_run_has_spent(
-    job: Path, tmp_path: Path, powercap: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_zone(powercap, "0", "package-0")
+def test_documents_share_what_a_run_has_spent(tmp_path: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_zone(tmp_path / "powercap", "0", "package-0")
     readings = iter(range(1, 1000))
-    monkeypatch.setattr(meters, "POWERCAP", powercap)
+    monkeypatch.setattr(meters, "POWERCAP", tmp_path / "powercap")
     monkeypatch.setattr(meters.Zone, "joules", lambda zone: 100.0 * next(readings))
-    first = run_here(2, [job, *with_settings("documents.limit=3")])
-    assert first.returncode == 0 and "(RAPL: package)" in first.stderr and "core hours" in first.stderr, first.stderr
-    before = open_results(tmp_path / "out")
-    again = run_here(1, [job, "--extend"])
-    assert again.returncode == 0, again.stderr
-    results = open_results(tmp_path / "out")
+    first = run_job(2, "documents.limit=3", to="out")
+    assert "(RAPL: package)" in first.log and "core hours" in first.log
+    before = open_results(first.folder)
+    run_job(1, to="out", words=["--extend"])
+    results = open_results(first.folder)
     assert len(results) == 5 and results.cost.joules and before.cost.joules
     assert results.cost.joules > before.cost.joules and results.cost.core_s > before.cost.core_s
     assert len(results.index.costs) == 3, "two ranks, and then one"

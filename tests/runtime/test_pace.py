@@ -7,12 +7,9 @@ import pytest
 from kvr_mpi.runtime.pace import Pace
 
 
-def test_without_evidence_there_is_always_time() -> None:
-    assert Pace(100.0).seconds_for(1000, 100.0) == 0.0
-
-
 def test_the_first_wave_is_judged_by_itself() -> None:
     pace = Pace(100.0)
+    assert pace.seconds_for(1000, 100.0) == 0.0, "without evidence there is always time"
     pace.begin_wave(100.0)
     pace.add_work(10)
     # 5 s for 10, decoding yet to come: 1 s for each; 10 + 20 of them take 30 s, 5 s have gone.

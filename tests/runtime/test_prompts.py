@@ -6,18 +6,13 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
-from made_jobs import TEXT
 
 from kvr_mpi.documents import Corpus, RowFormat, scan_corpus
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.plan import Plan
-from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.ways import AfterShared, Alone
-from kvr_mpi.runtime.worker import ChainWorker
 
 PROMPTS = {
     "who": "Read this: {text} Who saw the second boat?",
@@ -70,41 +65,6 @@ def test_answers_are_those_of_each_prompt_alone(job: Path, run_job: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "model",
-    ["qwen2-some-windows", "llama4-chunks", "falcon-h1-both"],
-)
-def test_every_kind_of_layer_goes_on_from_what_is_shared(model: str) -> None:
-    """What a chain leaves on its last rank, windows and states too, is what a prompt can go on from."""
-    import torch
-    from models import prompt, tiny
-
-    from kvr_mpi.model.attention_hook import prepare_model
-    from kvr_mpi.partition import Partition
-    from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, prefix_of_cache
-    from kvr_mpi.prefill.packed import prefill_packed
-    from kvr_mpi.transport.local import run_local
-
-    loaded = tiny(model)
-    ids = prompt(120)
-    ends = [[5, 7, 9], [11, 3]]
-    prepare_model(loaded.model, chain=False)
-    wanted = [prefill_single(loaded.model, [*ids, *end], torch.device("cpu")).logits for end in ends]
-    prepare_model(loaded.model, chain=True)
-
-    def rank(chain: Any) -> Any:
-        prefill = prefill_kvr(loaded, ids, Partition((0, 50, 120)), chain, last=0, keeps_all=True)
-        if chain.rank == 1:
-            return None
-        prefix = prefix_of_cache(ids, prefill.cache)
-        return [one.logits for one in prefill_packed(loaded, [[*ids, *end] for end in ends], prefix=prefix)]
-
-    found = [each for each in run_local(2, rank) if each is not None][0]
-    for logits, truth in zip(found, wanted, strict=True):
-        assert truth is not None
-        torch.testing.assert_close(logits, truth, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
     ("changed", "own"),
     [
         ({}, 5 + 4),
@@ -132,51 +92,6 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
     assert way.kept(plan) == [0, own] and way.needs(plan) == [0, own + 1000]
 
 
-@pytest.mark.long
-def test_fields_and_long_documents(job: Path, tmp_path: Path, run_job: Any) -> None:
-    prompts = {"a": "{text}\n\nIn {title}, who?", "b": "{text}", "c": "{text}\n\nIn {title}, " + "when? " * 20}
-    rows = [
-        {"id": "short", "text": TEXT, "title": "Ferries"},
-        {"id": "none", "text": TEXT},
-        {"id": "long", "text": TEXT * 40, "title": "Boats " * 9},
-    ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for choice in ("keep-head", "split"):
-        settings = (f"documents.path={file}", f"prompt.too_long={choice}")
-        run = run_job(2, *settings, of=with_prompts(job, prompts), code=EXIT_BAD_DATA)
-        assert "6 done, 3 failed" in run.out
-        found = run.records
-        assert all("the field 'title'" in found[f"none#{name}"].error for name in prompts)
-        assert all(found[f"none#{name}"].document == "none" for name in prompts)
-        long = [found[f"long#{name}"] for name in prompts]
-        if choice == "keep-head":  # the same of the text is in all prompts
-            assert len({record.dropped_tokens for record in long}) == 1 and long[0].dropped_tokens > 0
-            assert sorted(record.computed_tokens for record in long)[1] < 100
-        else:
-            assert all(record.parts > 2 for record in long)
-
-
-@pytest.mark.slow
-def test_what_is_done_is_not_done_again(job: Path, run_job: Any) -> None:
-    again: dict[str, Any] = {"to": "out", "words": ["--resume"]}
-    path = with_prompts(job, PROMPTS)
-    before = run_job(2, "documents.shard=1/2", of=path, to="out").records
-    assert {record.document for record in before.values()} == {"doc-1.txt", "doc-3.txt"} and len(before) == 6
-    other = with_prompts(job, {**PROMPTS, "who": "Read this: {text} Who?"}, "other.toml")
-    refused = run_job(2, of=other, **again, code=EXIT_CONFIG).log
-    assert "cannot resume" in refused and "prompt" in refused
-    after = run_job(2, of=path, **again).records
-    assert len(after) == 15 and all(after[name] == record for name, record in before.items())
-
-
-def test_prompts_that_begin_differently_are_said(job: Path, run_job: Any) -> None:
-    path = with_prompts(job, {**PROMPTS, "other": "Think of this: {text} Who?"})
-    run = run_job(1, "documents.limit=1", of=path)
-    assert "each document is prefilled 2 times, for the prompts who, when, long; other" in run.log
-    assert [record.question for record in run.records.values()] == [*PROMPTS.values(), "Think of this: {text} Who?"]
-
-
 def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.jsonl").write_text(json.dumps({"id": "x" * 511, "text": "more words"}) + "\n")
@@ -189,20 +104,3 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
     assert again == corpus
     assert scan_corpus([str(tmp_path)], prompts=["p", "q"], known=again).entries is again.entries
     assert len(scan_corpus([str(tmp_path)], prompts=["p"], known=again)) == 2
-
-
-def test_the_time_of_a_shared_document_is_counted_once() -> None:
-    """The first prompt's time includes that of the document, which was counted when the document was prefilled."""
-    tally, started = Tally(), []
-    prefills = [SimpleNamespace(seconds=seconds) for seconds in (5000.0, 1.0)]
-    way = SimpleNamespace(prefill=lambda row: prefills)
-    plan = SimpleNamespace(row_tokens=1, goes_with=lambda other: True, prompt=None, way=way)
-    decoder = SimpleNamespace(start=lambda prompt, prefill: started.append(prefill))
-    worker = SimpleNamespace(
-        _rows=[plan] * 2,
-        _runner=SimpleNamespace(first_rank=0),
-        _chain=SimpleNamespace(rank=0),
-        _context=SimpleNamespace(trace=MagicMock(tally=tally), decoder=decoder),
-    )
-    ChainWorker._prefill_rows(worker)  # type: ignore[arg-type]
-    assert started == prefills and 0 <= tally.busy_s < 2500, "what passed here, not what the record says"

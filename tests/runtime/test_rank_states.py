@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvr_mpi.store.lock import session_of
-from kvr_mpi.store.states import StateWriter, read_states
+from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.status import read_status
 
 SMALL_VOCABULARY = True
@@ -23,7 +22,7 @@ def test_every_rank_says_what_it_is_at(
 
     def spied(self: StateWriter, doing: str, what: str = "") -> None:
         tell(self, doing, what)
-        told.add((self._rank, doing))
+        told.add((self._state.rank, doing))
         if doing == "decoding":
             assert "answer" in what
             seen.append(tuple(state.rank for state in read_status(tmp_path / "out").ranks))
@@ -35,16 +34,3 @@ def test_every_rank_says_what_it_is_at(
     assert told == {(rank, word) for rank in range(2) for word in words} | {(0, "reading")}, "only the leader reads"
     assert (0, 1) in seen, "both can be seen from outside while it runs"
     assert not (tmp_path / "out" / "states").exists(), "nothing is left of it"
-
-
-def test_a_job_that_fails_says_that_its_ranks_ended(
-    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("a bug")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("kvr_mpi.runtime.batch.work_through", fail)
-        assert run_here(1, [job]).returncode == 1
-    out = tmp_path / "out"
-    assert [state.doing for state in read_states(out, session_of(out))] == ["ended"]

@@ -47,6 +47,9 @@ def prefill(tokens: int, seconds: float = 2.0) -> Prefill:
 def test_a_document_is_one_prompt(tokenizer: Any) -> None:
     document = request(tokenizer, "hello there")
     assert document.id == "a.txt" and document.is_final
+    for wrong, why in (("", "has no tokens"), (SENTENCES, "20")):
+        with pytest.raises(DocumentError, match=why):
+            request(tokenizer, wrong)
     (prompt,) = document.texts
     assert tokenizer.decode(prompt.ids[2:-1]) == "hello there"
     (one,) = requests(document)
@@ -57,17 +60,16 @@ def test_a_document_is_one_prompt(tokenizer: Any) -> None:
     assert (record.ttft_s, record.wait_s, record.decode_s) == (2.0, 0.5, 1.5)
 
 
-def test_what_cannot_be_a_prompt_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DocumentError, match="has no tokens"):
-        request(tokenizer, "")
-    with pytest.raises(DocumentError, match="20"):
-        request(tokenizer, SENTENCES)
-
-
 def test_a_long_document_is_split_and_its_answers_are_read_again(tokenizer: Any) -> None:
     document = request(tokenizer, SENTENCES, too_long="split")
     parts = len(document.texts)
     assert parts >= 3 and not document.is_final
+    with pytest.raises(DocumentError, match=f"part 2 of {parts}: no memory"):
+        request(tokenizer, SENTENCES, too_long="split").receive(1, Record("a.txt", "error", error="no memory"))
+    with pytest.raises(DocumentError, match="are not shorter than the text"):
+        longer = request(tokenizer, SENTENCES, too_long="split")
+        for part in range(parts):
+            longer.receive(part, Record("a.txt", "done", answer=SENTENCES))
     asked = requests(document)
     works = [one.work for one in asked]
     assert [one.part for one in asked] == list(range(parts)) and not any(one.is_final for one in asked)
@@ -84,20 +86,6 @@ def test_a_long_document_is_split_and_its_answers_are_read_again(tokenizer: Any)
     assert record.parts == parts + 1 and record.answer == "end" and record.new_tokens == parts + 1
     assert record.ttft_s == pytest.approx(2.0 * (parts + 1))
     assert record.decode_s == pytest.approx(2.0), "parts are decoded side by side"
-
-
-def test_a_part_that_fails_ends_the_document(tokenizer: Any) -> None:
-    document = request(tokenizer, SENTENCES, too_long="split")
-    with pytest.raises(DocumentError, match=f"part 2 of {len(document.texts)}: no memory"):
-        document.receive(1, Record("a.txt", "error", error="no memory"))
-
-
-def test_answers_that_do_not_get_shorter_end_the_document(tokenizer: Any) -> None:
-    document = request(tokenizer, SENTENCES, too_long="split")
-    record = Record("a.txt", "done", answer=SENTENCES)
-    with pytest.raises(DocumentError, match="are not shorter than the text"):
-        for part in range(len(document.texts)):
-            document.receive(part, record)
 
 
 texts, small = st.text(max_size=20), st.integers(0, 10**6)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from constants import Kvr
-from made_jobs import TEXT, with_settings
+from made_jobs import with_settings
 
 from kvr_mpi.cli.plan import plan as plan_command
 
@@ -19,24 +18,18 @@ ROLLING = ("cache.kind=rolling", "cache.tokens=40", "parallel.chunk_tokens=16")
 APPROXIMATE = ("cache.kind=streaming-llm", *ROLLING[1:])
 
 
-@pytest.mark.parametrize("in_parts", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_windows_that_fit_are_answered_as_by_the_plain_job(
-    run_job: Any, model_of: Callable[[str], Path], in_parts: bool
-) -> None:
+def test_windows_that_fit_are_answered_as_by_the_plain_job(run_job: Any, model_of: Callable[[str], Path]) -> None:
     """Also of prompts in parts, and what is sampled."""
-    settings = [f"model.path={model_of('mistral-window')}", "generation.logprobs=0"]
-    if in_parts:
-        settings += ["generation.temperature=1.0", "prompt.too_long=split", "prompt.max_tokens=200"]
+    settings = [f"model.path={model_of('mistral-window')}", "generation.logprobs=0", "generation.temperature=1.0"]
+    settings += ["prompt.too_long=split", "prompt.max_tokens=200"]
     whole, held = run_job(1, *settings), run_job(2, *settings, *ROLLING)
     assert held.tokens == whole.tokens
-    records = held.records
-    assert max(record.prompt_tokens for record in records.values()) > 200
-    for each, record in records.items():
+    for each, record in held.records.items():
         plain = whole.records[each]
         assert record.cache == "rolling cache of 40 + 16 tokens (exact)" and not plain.cache
         assert record.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
         assert record.parts == plain.parts and record.computed_tokens == record.prompt_tokens
-    assert any(record.parts > 1 for record in records.values()) == in_parts
+    assert any(record.parts > 1 for record in held.records.values())
 
 
 def test_an_approximation_is_asked_for_by_name_and_recorded(run_job: Any, run_kvr: Kvr) -> None:
@@ -52,50 +45,8 @@ def test_an_approximation_is_asked_for_by_name_and_recorded(run_job: Any, run_kv
     assert f"{'cache':21} {name}" in run_kvr("inspect", found.folder, "doc-4.txt")[1]
     (line, *_) = run_kvr("export", found.folder, "--format", "jsonl")[1].splitlines()
     assert json.loads(line)["cache"] == name
-    before = found.tokens
     other = run_job(1, *APPROXIMATE, "cache.tokens=41", to="out", words=["--resume"], code=78)
     assert "cache was" in other.log
-    again = run_job(1, *APPROXIMATE, to="out", words=["--resume"])
-    assert "5 of them already done" in again.log and again.tokens == before
-
-
-@pytest.mark.long
-def test_memory_for_prompts_is_that_of_the_cache(run_job: Any, job: Path) -> None:
-    """As much as a short prompt takes is enough for a long one; and what it is not enough for says so."""
-    (job.parent / "corpus" / "long.txt").write_text(TEXT * 18)
-    found = run_job(1, *APPROXIMATE, f"parallel.memory_gib={3 / 1024}").records
-    assert found["long.txt"].prompt_tokens > 350 and {record.status for record in found.values()} == {"done"}
-    for record in run_job(1, *APPROXIMATE, "parallel.memory_gib=0.00001", code=65).records.values():
-        assert record.error.startswith("a rolling cache of 40 + 16 tokens") and "cache.tokens" in record.error
-
-
-@pytest.mark.long
-def test_no_memory_for_a_step_is_one_documents_error(run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that fails leaves the others as they are, and is resumed; a token that fails is tried again."""
-    from kvr_mpi.kv.rolling import RollingLayer
-
-    ran, update, failed = run_job(1, *APPROXIMATE), RollingLayer.update, []
-    longer = ran.records["doc-3.txt"].prompt_tokens
-
-    def scarce(layer: RollingLayer, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        tokens = layer.cache.prompt_tokens
-        if layer.layer_idx == 1 and tokens == longer and layer.length > 100:
-            raise torch.OutOfMemoryError("a prompt's")
-        out = update(layer, keys, *args, **kwargs)
-        if layer.layer_idx == 1 and layer.length == tokens + 3 and tokens > 100 and tokens not in failed:
-            failed.append(tokens)
-            raise torch.OutOfMemoryError("a token's")
-        return out
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RollingLayer, "update", scarce)
-        found = run_job(1, *APPROXIMATE, "output.max_failed=1", to="scarce").records
-    assert found["doc-3.txt"].error.startswith(f"a prompt of {longer} tokens: there is no")
-    done = {name: record.token_ids for name, record in found.items() if record.status == "done"}
-    assert len(done) == 4 and len(failed) == 3, "each of them but the shortest lost a token, and wrote it again"
-    assert done == {name: ran.tokens[name] for name in done}
-    again = run_job(1, *APPROXIMATE, to="scarce", words=["--resume", "--retry-failed"])
-    assert again.tokens == ran.tokens
 
 
 def test_plans_know_that_memory_does_not_grow(job: Path, model_of: Callable[[str], Path]) -> None:

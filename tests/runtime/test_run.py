@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import h5py
 import pytest
-from made_jobs import answers, with_settings
-from made_runs import kv_in
+from made_jobs import answers
 
-from kvr_mpi.documents.prompts import PromptText, encode_text
 from kvr_mpi.store.results import open_results
-
-
-@pytest.mark.long
-def test_any_number_of_ranks_gives_the_same_answers(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
-    runs = {
-        "alone": (1, ["parallel.strategy=single"]),
-        "chain": (2, []),
-        "even": (3, ["parallel.partition=even"]),
-        "chains": (4, ["parallel.ranks_per_chain=2", "parallel.partition=equal_time"]),
-    }
-    for name, (ranks, settings) in runs.items():
-        folder = tmp_path / name
-        run = mpirun(ranks, [kvr_run, job, *with_settings(*settings, f"output.path={folder}")])
-        assert run.returncode == 0 and "5 done, 0 failed" in run.stdout, run.stderr
-        assert [file.name for file in folder.glob("*.h5*")] == ["results.h5"]
-        assert answers(folder) == answers(tmp_path / "alone") and len(answers(folder)) == 5
 
 
 @pytest.mark.slow
@@ -67,33 +47,6 @@ def test_another_job_is_not_resumed_and_says_so_before_the_model_is_loaded(run_j
         log = run_job(1, *begun, setting, **again, code=78).log
         assert "cannot resume" in log and words in log and "loading" not in log
     assert "2 of them already done" in run_job(1, *begun, "output.columns=[]", **again).log
-
-
-def test_braces_in_documents_are_text(tmp_path: Path, run_job: Any, tokenizer: Any) -> None:
-    (tmp_path / "a.txt").write_text("Mind {question} and {{text}} and {text}.")
-    settings = [f"documents.path={tmp_path / 'a.txt'}", "prompt.template=As {{json}}: {text}"]
-    (record,) = run_job(2, *settings, "prompt.chat_template=false").records.values()
-    text = encode_text(tokenizer, "Mind {question} and {{text}} and {text}.")
-    ids = [*tokenizer("As {json}: ")["input_ids"], *text]
-    assert record.prompt_sha256 == PromptText(tuple(ids)).sha256
-
-
-@pytest.mark.slow
-def test_kv_is_kept_when_asked_for(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, kvr: Path) -> None:
-    settings = ["output.kv=true", "generation.max_new_tokens=0", "model.dtype=bfloat16", "documents.limit=2"]
-    run = mpirun(2, [kvr_run, job, *with_settings(*settings)])
-    assert run.returncode == 0, run.stderr
-    records = list(open_results(tmp_path / "out"))
-    with h5py.File(tmp_path / "out" / "results.h5") as file:
-        for record in records:
-            kv, tokens = kv_in(file, record.id), record.prompt_tokens
-            assert record.new_tokens == 0 and record.answer == ""
-            assert list(kv) == ["layer_000", "layer_001", "layer_002", "token_ids"]
-            assert kv["token_ids"].shape == (tokens,)
-            assert kv["layer_000/keys"].shape == kv["layer_002/values"].shape == (tokens, 2, 8)
-            assert abs(kv["layer_001/keys"][()]).max() > 0
-    shown = subprocess.run([kvr, "inspect", tmp_path / "out", "doc-0.txt"], capture_output=True, text=True, check=True)
-    assert "bfloat16" in shown.stdout
 
 
 def test_prompts_shorter_than_the_chain(tmp_path: Path, run_job: Any) -> None:

@@ -1,8 +1,8 @@
 """Settings of a job by twos: each pair is refused by name before anything loads, or gives what it gives on one rank.
 
 The settings are in `settings_by_twos`; which pairs are refused is in `kvr_mpi.job.combinations`. Those that are not run
-several at once, in jobs of up to six settings on two ranks; each by itself where tests may take long. A job's truth is
-the same on one rank without the ways; of what is only kept, the answers are also those of the job that keeps nothing.
+several at once, in jobs of up to six settings on two ranks. A job's truth is the same on one rank without the ways; of
+what is only kept, the answers are also those of the job that keeps nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_together import PAIRS, REFUSED, TOGETHER, Bench, check, prepare_places
+from jobs_together import REFUSED, TOGETHER, Bench, check, prepare_places
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,3 @@ def bench(prepared: Any, run_here: Any, monkeypatch: pytest.MonkeyPatch) -> Benc
 @pytest.mark.parametrize("names", [*REFUSED, *TOGETHER], ids="+".join)
 def test_settings_together_are_refused_or_change_nothing(bench: Bench, names: tuple[str, ...]) -> None:
     check(bench, names)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair not in REFUSED], ids="+".join)
-def test_any_two_settings_change_nothing(bench: Bench, pair: tuple[str, str]) -> None:
-    check(bench, pair)

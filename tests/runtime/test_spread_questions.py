@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -21,21 +20,6 @@ from kvr_mpi.store.stored_kv import StoredLayer
 
 QUESTIONS = ("Who wrote it, and what for?", "When?", "What is it about, in one word?")
 DOCUMENTS = ("doc-2.txt", "doc-3.txt", "doc-4.txt")
-
-
-@pytest.fixture
-def run(run_job: Any) -> Path:
-    """A run with keys and values."""
-    folder: Path = run_job(1, "output.kv=true", "generation.max_new_tokens=1", "prompt.max_tokens=400").folder
-    return folder
-
-
-@pytest.fixture
-def ask(run: Path, run_job: Any, ask_about: Any) -> Callable[..., Any]:
-    """Ask about three of its documents, which all ranks hold together."""
-    spread = ("parallel.ranks_per_chain=all", f"questions.documents={list(DOCUMENTS)}")
-
-    return lambda ranks, *settings: run_job(ranks, *spread, *settings, of=ask_about(run, *QUESTIONS))
 
 
 class Watch:
@@ -81,17 +65,23 @@ def check_read_once(watch: Watch, run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
 def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_beside_it(
-    run: Path, ask: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+    run_job: Any, ask_about: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for all of them, and for one and a question or two: the answers of one rank that holds everything."""
+    run = run_job(1, "output.kv=true", "generation.max_new_tokens=1", "prompt.max_tokens=400").folder
+
+    def ask(ranks: int, *settings: str) -> Any:
+        """Ask about three documents, which all ranks hold together."""
+        spread = ("parallel.ranks_per_chain=all", f"questions.documents={list(DOCUMENTS)}")
+        return run_job(ranks, *spread, *settings, of=ask_about(run, *QUESTIONS))
+
     whole = ask(1, "parallel.ranks_per_chain=1")
     wanted, found = whole.tokens, whole.records.values()
     assert len(wanted) == len(DOCUMENTS) * len(QUESTIONS)
     with monkeypatch.context() as patched:
         watch = Watch(patched)
-        roomy = ask(ranks)
+        roomy = ask(2)
         most_bytes = watch.most_bytes
         check_read_once(watch, run)
     assert roomy.tokens == wanted and all(0 < record.computed_tokens < 40 for record in roomy.records.values())
@@ -99,9 +89,9 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
     config = AutoConfig.from_pretrained(tiny_model_dir)
     each = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4
     activation_bytes = footprint_of(config, torch.float32).activation_bytes
-    room = each * (-(-longest // ranks) + 40) + activation_bytes(max(fresh))
+    room = each * (-(-longest // 2) + 40) + activation_bytes(max(fresh))
     watch = Watch(monkeypatch)
-    tight = ask(ranks, f"parallel.memory_gib={room / GIB:.9f}")
+    tight = ask(2, f"parallel.memory_gib={room / GIB:.9f}")
     check_read_once(watch, run)
     assert tight.tokens == wanted
     assert watch.most_bytes <= room - activation_bytes(min(fresh)) < most_bytes

@@ -1,4 +1,7 @@
-"""Jobs whose groups are several ranks answer as jobs whose ranks have the whole model."""
+"""Jobs whose groups are several ranks answer, and store, what jobs whose ranks have the whole model do.
+
+With one group of two ranks, `test_settings_together` shows it beside every other setting.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 import torch
 from made_jobs import spec_of
+from made_runs import kv_in, stored_layers
 
-from kvr_mpi.errors import ConfigError, KvrError, counted
+from kvr_mpi.errors import ConfigError, KvrError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.preflight.checks import check_job, lay_out
@@ -18,30 +24,38 @@ from kvr_mpi.report.page import RunFacts, make_page
 from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.planning import plan_job
+from kvr_mpi.store.folder import index_run, read_run_header
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
+from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.traces import read_traces, trace_files
+from kvr_mpi.store.writer import ResultWriter
 
 SMALL_VOCABULARY = True
 
 GROUPS = "parallel.tensor_parallel=2"
+KV = "output.kv=true"
 
 
-@pytest.mark.parametrize(
-    "groups", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
-)
-def test_groups_of_two_ranks_give_the_answers_of_one_process(job: Path, run_job: Any, groups: int) -> None:
+@pytest.fixture
+def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave what ranks write as if it were too large to be put together at the end of a run."""
+    monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
+
+
+def test_two_groups_of_two_ranks_give_the_answers_of_one_process(job: Path, run_job: Any) -> None:
     (job.parent / "corpus" / "doc-short.txt").write_text("It is late.")
-    wanted, found = (run_job(n, *more, "generation.max_new_tokens=32") for n, more in ((1, ()), (2 * groups, [GROUPS])))
+    wanted, found = (run_job(n, *more, "generation.max_new_tokens=32") for n, more in ((1, ()), (4, [GROUPS])))
     assert found.tokens == wanted.tokens and [len(tokens) for tokens in found.tokens.values()] == [32] * 6
-    assert f"1 chain of {counted(groups, 'tensor-parallel group')} of 2 ranks" in found.log
+    assert "1 chain of 2 tensor-parallel groups of 2 ranks" in found.log
     records = found.records.values()
     assert sum(record.rank_s for record in records) == pytest.approx(open_results(found.folder).cost.rank_s)
     assert min(record.rank_s for record in records) > 0, "a group counts its documents once"
 
 
 @pytest.mark.slow
-def test_no_memory_on_one_rank_is_an_error_record(run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest document finds none on the second rank of the first group: the others are answered as ever."""
+def test_what_fails_on_one_rank_is_one_error_record(job: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest document finds no memory on the second rank of the first group, and another has no text."""
     alone = run_job(1)
     longest = max(alone.records.values(), key=lambda record: record.prompt_tokens)
 
@@ -51,22 +65,67 @@ def test_no_memory_on_one_rank_is_an_error_record(run_job: Any, monkeypatch: pyt
             raise MemoryError("out of memory (on purpose)")
         return run_model(model, ids, cache, **options)
 
-    monkeypatch.setattr("kvr_mpi.prefill.one_prompt.run_model", no_memory)
-    found = run_job(4, GROUPS, to="failing", code=65).records
-    assert "ran out of memory" in (found.pop(longest.id).error or "")
+    (job.parent / "corpus" / "empty.txt").write_text("")
+    written, write = list[str](), ResultWriter.write
+
+    def counted(writer: ResultWriter, record: Record, *rest: Any) -> None:
+        written.append(record.id)
+        write(writer, record, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvr_mpi.prefill.one_prompt.run_model", no_memory)
+        patch.setattr(ResultWriter, "write", counted)
+        found = run_job(4, GROUPS, to="failing", code=65).records
+    assert "empty" in found.pop("empty.txt").error and "ran out of memory" in found.pop(longest.id).error
     assert {name: one.token_ids for name, one in found.items()} | {longest.id: longest.token_ids} == alone.tokens
-    # Whoever goes on with it, in whatever layout, does what is left.
-    again = run_job(1, to="failing", words=["--resume", "--retry-failed"])
-    assert again.tokens == alone.tokens
+    assert sorted(written) == sorted([*alone.tokens, "empty.txt"]), "not by each rank of a group"
+    again = run_job(1, to="failing", words=["--resume", "--retry-failed"], code=65)
+    assert again.tokens == {**alone.tokens, "empty.txt": ()}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unmerged")
+def test_what_groups_store_is_what_one_process_stores(run_job: Any, ask_about: Any) -> None:
+    """In pieces, asked by other groups; done again where heads are lost; and when the pieces are put together."""
+    alone, pieces = run_job(1, KV), run_job(4, GROUPS, KV, to="pieces")
+    # Of two slices of two lanes each; short prompts, of one group each, have two.
+    assert sum(len(place.pieces) for place in index_run(pieces.folder).places.values()) > 10
+    wanted, found = (run_job(n, *more, of=ask_about(of.folder)) for n, of, *more in ((1, alone), (2, pieces, GROUPS)))
+    assert len(wanted.tokens) == 10 and found.tokens == wanted.tokens
+    assert all(one.computed_tokens < 64 for one in found.records.values()), "the documents are loaded"
+    lost = sorted(pieces.folder.glob("kv-*.h5"))[-1]
+    lost.unlink()
+    assert f"{lost.name} is gone" in run_job(4, GROUPS, KV, to="pieces", words=["--resume"]).log
+    assert pieces.tokens == alone.tokens
+    merge_run(pieces.folder)
+    assert not list(pieces.folder.glob("kv-*.h5"))
+    for name in alone.tokens:
+        mine, other = (stored_layers(run.folder, name) for run in (pieces, alone))
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
+    header, other_header = read_run_header(pieces.folder), read_run_header(alone.folder)
+    assert header is not None and other_header is not None
+    assert header.identity == other_header.identity and header.model == other_header.model
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unmerged")
+def test_a_damaged_piece_is_an_error_record_on_all_ranks(run_job: Any, ask_about: Any) -> None:
+    """One rank of the group reads it, the other does not: nobody waits, and nobody answers from it."""
+    pieces = run_job(2, GROUPS, KV, "documents.limit=4").folder
+    (path,) = pieces.glob("kv-*-0001-*.h5")
+    with h5py.File(path, "r+") as file:
+        keys = kv_in(file, "doc-2.txt")["layer_001/keys"]
+        keys[5] = np.asarray(keys[5]) + 1
+    records = run_job(2, GROUPS, of=ask_about(pieces), code=65).records.values()
+    bad = [record for record in records if record.document == "doc-2.txt"]
+    assert len(bad) == 2 and all("cannot read what is stored" in record.error for record in bad)
+    assert len(records) == 8 and len([record for record in records if record.status == "done"]) == 6
+    assert not any(record.token_ids for record in bad)
 
 
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("parallel.strategy=ring", "choose strategy = 'kvr'"),
-        ("parallel.ranks_per_chain=auto", "give a number of ranks"),
-        ("decode.mode=head-parallel", "which tensor_parallel does already"),
-        ("model.adapter=adapters/mine", "save a merged model"),
         ("model.path=org/name", "use that folder"),
         ("parallel.tensor_parallel=3", r"cannot be divided by it; choose one of \[1, 2, 4\]"),
         ("parallel.ranks_per_chain=3", "cannot be divided into chains of 3"),
@@ -74,10 +133,9 @@ def test_no_memory_on_one_rank_is_an_error_record(run_job: Any, monkeypatch: pyt
 )
 def test_what_does_not_go_with_groups_is_refused_before_anything_is_loaded(job: Path, setting: str, words: str) -> None:
     with pytest.raises(KvrError, match=words):
-        check_job(spec_of(job, GROUPS, *setting.split()), 4, goes_on=False, offline=True)
-    for ranks, group, said in ((4, 3, r"choose one of \[1, 2, 4\]"), (6, 4, "groups of 4")):
-        with pytest.raises(ConfigError, match=said):
-            lay_out(spec_of(job, f"parallel.tensor_parallel={group}"), ranks)
+        check_job(spec_of(job, GROUPS, setting), 4, goes_on=False, offline=True)
+    with pytest.raises(ConfigError, match="groups of 4"):
+        lay_out(spec_of(job, "parallel.tensor_parallel=4"), 6)
 
 
 def test_a_job_of_groups_is_planned_as_one_of_groups(job: Path, tmp_path: Path) -> None:
@@ -104,5 +162,4 @@ def test_every_rank_is_in_the_trace_with_its_group(run_job: Any) -> None:
             peers = {span.peer for span in lane.spans if span.kind in ("send", "receive", "wait")}
             assert peers <= {(lane.rank + 2) % 4}
     page = make_page(RunFacts("a run", "tiny", "kvr_mpi 0"), list(open_results(folder)), run, (0.0, 0.0)).decode()
-    assert "rank 3 (group 1.1)" in page
-    assert "rank 2 (group 1.0)" in trace_files(folder)[2].read_text()
+    assert "rank 3 (group 1.1)" in page and "rank 2 (group 1.0)" in trace_files(folder)[2].read_text()

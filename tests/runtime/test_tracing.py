@@ -64,29 +64,17 @@ def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(job: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stored", "asked"),
-    [
-        (("compress.method=snapkv", "compress.budget=64", "compress.window=16"), ()),
-        ((), ("parallel.ranks_per_chain=all",)),
-    ],
-)
-def test_prompts_that_go_on_from_stored_ones_have_their_place_in_time(
-    run_job: Any, ask_about: Any, stored: Any, asked: Any
-) -> None:
-    ran = run_job(1, "output.kv=true", *stored)
-    traced = run_job(2, "output.trace=true", *asked, of=ask_about(ran.folder))
-    for trace in read_traces(traced.folder):
-        prefills = of_kind(trace, "prefill")
-        ends = [span.ended_s for span in of_kind(trace, "write")]
-        assert prefills and all(0.0 <= span.began_s < span.ended_s <= max(ends) for span in prefills)
-
-
-def test_a_prompts_shared_beginning_is_not_in_its_own_span_again(run_job: Any) -> None:
+def test_prefills_have_their_place_in_time(run_job: Any, ask_about: Any) -> None:
+    """Also those that go on from stored prompts; and a shared beginning is in no prompt's own span again."""
+    ran = run_job(1, "output.kv=true")
+    asked = run_job(2, "output.trace=true", "parallel.ranks_per_chain=all", of=ask_about(ran.folder))
     prompts = "prompt.template={who = '{text} who?', when = '{text} when?'}"
-    (trace,) = read_traces(run_job(1, "output.trace=true", prompts).folder)
-    spans = sorted(of_kind(trace, "prefill"), key=lambda span: span.began_s)
-    assert len(spans) > 2 and all(before.ended_s <= after.began_s + 2e-6 for before, after in pairwise(spans))
+    several = run_job(1, "output.trace=true", prompts)
+    for trace in (*read_traces(asked.folder), *read_traces(several.folder)):
+        spans = sorted(of_kind(trace, "prefill"), key=lambda span: span.began_s)
+        ends = [span.ended_s for span in of_kind(trace, "write")]
+        assert len(spans) > 2 and all(0.0 <= span.began_s < span.ended_s <= max(ends) for span in spans)
+        assert all(before.ended_s <= after.began_s + 2e-6 for before, after in pairwise(spans))
 
 
 def test_spans_nest_and_nothing_is_received_before_it_is_sent(run_job: Any) -> None:
@@ -165,16 +153,13 @@ def test_a_killed_job_leaves_what_was_written(tmp_path: Path) -> None:
     assert trace.damaged == 4 and len(trace.spans) == 18
 
 
-def test_a_trace_ends_at_its_size_and_says_so(tmp_path: Path) -> None:
-    (said,) = write_spans(tmp_path, 1000, limit_bytes=8192)
-    assert "has reached its limit" in said
-    (path,) = trace_files(tmp_path)
-    assert path.stat().st_size <= 8192 + 128
-    (trace,) = read_traces(tmp_path)
+def test_a_trace_ends_at_its_size_and_clocks_that_differ_are_aligned(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (said,) = write_spans(tmp_path / "full", 1000, limit_bytes=8192)
+    (path,) = trace_files(tmp_path / "full")
+    (trace,) = read_traces(tmp_path / "full")
+    assert "has reached its limit" in said and path.stat().st_size <= 8192 + 128
     assert trace.is_full and 40 < len(trace.spans) < 1000 and not trace.damaged
-
-
-def test_clocks_that_differ_are_aligned(tmp_path: Path) -> None:
     write_spans(tmp_path, 3)
     (path,) = trace_files(tmp_path)
     for at_s, ahead_s in ((1000, 5.0), (1002, 5.2)):
@@ -185,16 +170,10 @@ def test_clocks_that_differ_are_aligned(tmp_path: Path) -> None:
     assert trace.clock_error_s == 0.001
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{}\n", "[1]\n", "[\n1,\n", "no JSON\n", '[\n{"ph": "X", "name": "a", "ts": 1, "dur": 1},\n', "[\n{}\n"],
-)
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     write_spans(tmp_path, 1)
     (path,) = trace_files(tmp_path)
-    path.write_text(text)
-    if not text:
-        assert not list(read_traces(tmp_path))
-        return
-    with pytest.raises(DataError, match=str(path)):
-        list(read_traces(tmp_path))
+    for text in ("{}\n", "[1]\n", "[\n1,\n", "no JSON\n", '[\n{"ph": "X", "ts": 1, "dur": 1},\n', "[\n{}\n"):
+        path.write_text(text)
+        with pytest.raises(DataError, match=str(path)):
+            list(read_traces(tmp_path))
