@@ -58,7 +58,8 @@ def test_the_table_is_cut_and_says_by_how_much(count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["[red]x[/red]", "[/b]", ":warning:", "[link=https://x.org]y", "\\[x]", "x" * 300])
-def test_names_answers_and_paths_are_shown_as_they_are(name: str) -> None:
+def test_names_answers_and_paths_are_shown_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     path = str(Path("runs", name, "results.h5"))
     out = show(done(name, answer=name[:30] + " says"), Record("bad", "error", error=name[:30]), result=path)
     # An id may be cut with an ellipsis, an answer has room.
