@@ -42,7 +42,7 @@ def check_only_own(folder: Path) -> None:
         record, pieces = results[name], place.pieces
         assert len(pieces) == len({piece.path for piece in pieces}) == max(1, len(record.slices) - 1)
         with results.open(name) as (_, kv):
-            assert [row[0].first_token for row in kv.pieces] == list(record.slices[: len(pieces)])
+            assert [row[0].tokens.first for row in kv.pieces] == list(record.slices[: len(pieces)])
     assert written == Counter(key_of(piece) for place in results.index.places.values() for piece in place.needs)
 
 

@@ -39,7 +39,7 @@ class Watch:
         def watched_read(layer: StoredLayer, first: int = 0, last: int | None = None) -> Any:
             if last is not None:  # else how fast files are read here is measured
                 with self._lock:
-                    self.read[layer.keys.data.name] += last - first
+                    self.read[layer.keys.name] += last - first
             return read(layer, first, last)
 
         def watched_load(share: Share, layer_idx: int) -> None:
