@@ -59,7 +59,7 @@ def truths_of(loaded: LoadedModel, lengths: Sequence[int] = LENGTHS, **config: A
     return {tokens: truth_of(loaded, other_prompt(tokens), **config) for tokens in lengths}
 
 
-def truth_of(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, ...]:
+def truth_of(loaded: LoadedModel, ids: list[int], chain: bool = True, **config: Any) -> tuple[int, ...]:
     """What transformers' own generate() writes, without the end."""
     prepare_model(loaded.model, chain=False)
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config
@@ -69,7 +69,7 @@ def truth_of(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, .
         attention_mask=torch.ones(1, len(ids)),
         generation_config=GenerationConfig(max_new_tokens=NEW_TOKENS, **settings),
     )
-    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
+    prepare_model(loaded.model, chain=chain, in_parts=loaded.attends_in_parts)
     written: list[int] = out[0, len(ids) :].tolist()
     return tuple(written[:-1] if written[-1] == config.get("eos_token_id") else written)
 
@@ -218,8 +218,8 @@ def test_other_errors_are_ours() -> None:
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mamba-no-attention", "bloom-own-attention"])
 def test_plain_caches_step_one_by_one(name: str) -> None:
-    truths = truths_of(ready(name), LENGTHS[:3])
     loaded = ready(name, chain=False)
+    truths = truths_of(loaded, LENGTHS[:3], chain=False)
     batch = batch_of(loaded, NEW_TOKENS)
     for tokens in LENGTHS[:3]:
         batch.add(tokens, prefill_single(loaded.model, other_prompt(tokens), loaded.device), other_prompt(tokens), 0)
