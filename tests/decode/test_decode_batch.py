@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, prompt
-from rows import Numbers, alone, batch_of, finish, long_rope, other_prompt, ready, tokens_of
+from rows import alone, batch_of, finish, other_prompt, ready, tokens_of
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
@@ -224,13 +224,6 @@ def test_plain_caches_step_one_by_one(name: str) -> None:
     for tokens in LENGTHS[:3]:
         batch.add(tokens, prefill_single(loaded.model, other_prompt(tokens), loaded.device), other_prompt(tokens), 0)
     assert tokens_of(finish(batch)) == truths
-
-
-def test_a_rotary_embedding_by_length_steps_together() -> None:
-    """The second prompt is beyond the 32 tokens from which on the embedding is another."""
-    loaded = replace(long_rope(), tokenizer=Numbers())
-    found = tokens_of(finish(begun(loaded, (5, 40))))
-    assert found == {tokens: answer_of(loaded, other_prompt(tokens)).token_ids for tokens in (5, 40)}
 
 
 @pytest.mark.parametrize("name", ["falcon-alibi", "deepseek-latents", "qwen3-next-delta-rule", "falcon-h1-both"])
