@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, prompt
-from rows import Numbers, alone, batch_of, finish, long_rope, other_prompt, ready, tokens_of
+from rows import alone, batch_of, finish, other_prompt, ready, tokens_of
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
@@ -59,7 +59,7 @@ def truths_of(loaded: LoadedModel, lengths: Sequence[int] = LENGTHS, **config: A
     return {tokens: truth_of(loaded, other_prompt(tokens), **config) for tokens in lengths}
 
 
-def truth_of(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, ...]:
+def truth_of(loaded: LoadedModel, ids: list[int], chain: bool = True, **config: Any) -> tuple[int, ...]:
     """What transformers' own generate() writes, without the end."""
     prepare_model(loaded.model, chain=False)
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config
@@ -69,7 +69,7 @@ def truth_of(loaded: LoadedModel, ids: list[int], **config: Any) -> tuple[int, .
         attention_mask=torch.ones(1, len(ids)),
         generation_config=GenerationConfig(max_new_tokens=NEW_TOKENS, **settings),
     )
-    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
+    prepare_model(loaded.model, chain=chain, in_parts=loaded.attends_in_parts)
     written: list[int] = out[0, len(ids) :].tolist()
     return tuple(written[:-1] if written[-1] == config.get("eos_token_id") else written)
 
@@ -218,19 +218,12 @@ def test_other_errors_are_ours() -> None:
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mamba-no-attention", "bloom-own-attention"])
 def test_plain_caches_step_one_by_one(name: str) -> None:
-    truths = truths_of(ready(name), LENGTHS[:3])
     loaded = ready(name, chain=False)
+    truths = truths_of(loaded, LENGTHS[:3], chain=False)
     batch = batch_of(loaded, NEW_TOKENS)
     for tokens in LENGTHS[:3]:
         batch.add(tokens, prefill_single(loaded.model, other_prompt(tokens), loaded.device), other_prompt(tokens), 0)
     assert tokens_of(finish(batch)) == truths
-
-
-def test_a_rotary_embedding_by_length_steps_together() -> None:
-    """The second prompt is beyond the 32 tokens from which on the embedding is another."""
-    loaded = replace(long_rope(), tokenizer=Numbers())
-    found = tokens_of(finish(begun(loaded, (5, 40))))
-    assert found == {tokens: answer_of(loaded, other_prompt(tokens)).token_ids for tokens in (5, 40)}
 
 
 @pytest.mark.parametrize("name", ["falcon-alibi", "deepseek-latents", "qwen3-next-delta-rule", "falcon-h1-both"])

@@ -116,13 +116,12 @@ def test_a_share_that_cannot_be_read_fails_its_questions_on_all_ranks(is_damaged
             return read(number, first, last)
 
         document.prefix = replace(document.prefix, read=read_or_fail)
-        options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * 2, "last": 2}
-        return [prefill_stored(stored.loaded, prompts[at : at + 2], document, chain, **options) for at in (0, 2)]
+        options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS], "last": 2}
+        return [prefill_stored(stored.loaded, [ids], document, chain, **options) for ids in prompts[:2]]
 
     said = "layer_001/keys is damaged" if is_damaged else "rank 1 of its chain ran out of memory"
     for first, second in run_local(3, work):
-        # A row that does not fit is run in halves: its second question is answered.
-        failed = [*first, *second] if is_damaged else first[:1]
+        failed = [*first, *second] if is_damaged else first
         assert all(one.share is None and one.logits is None and said in str(one.error) for one in failed)
         assert is_damaged or all(one.error is None and one.share is not None for one in second)
 

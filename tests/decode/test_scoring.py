@@ -86,7 +86,7 @@ def test_what_a_prompt_cannot_be_asked_is_its_error_alone(
     name: str, own: OwnGeneration, config: dict[str, Any], said: str
 ) -> None:
     loaded, ids = ready(long_rope() if name == "long-rope" else name), IDS[:30]
-    batch = batch_of(loaded, 1, **config)
+    batch = batch_of(loaded, 6, **config)
     for key, asked in (("bad", own), ("good", OwnGeneration(max_new_tokens=1))):
         batch.add(key, alone(loaded, ids, 6), ids, 0, asked)
     found = finish(batch)

@@ -177,7 +177,7 @@ def test_groups_change_no_logits(chunk_tokens: int | None, calls: int, monkeypat
 @pytest.mark.slow
 def test_jobs_run_in_chunks_where_memory_is_short(tmp_path: Path, tiny_model_dir: Path, run_here: Any) -> None:
     """Documents are answered, as ever, instead of refused."""
-    rows = (json.dumps({"id": f"d{n}", "text": f"Document {n}. {TEXT * count}"}) for n, count in enumerate((21, 2, 18)))
+    rows = [json.dumps({"id": str(sentences), "text": TEXT * sentences}) for sentences in (21, 2, 18)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
     (job := tmp_path / "job.toml").write_text(f"""
         model = {{path = "{tiny_model_dir}", dtype = "float32"}}

@@ -61,7 +61,8 @@ def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPat
     if broken:
         monkeypatch.setattr(layer_module, "attend_up_to", forgets_first)
         monkeypatch.setattr(layer_module, "attend", forgetful)
-    first, second = run_local(2, lambda rank: list(verify(tiny("llama-gqa"), rank, [40])))
+    loaded = tiny("llama-gqa")
+    first, second = run_local(2, lambda rank: list(verify(loaded, rank, [40])))
     assert first == second and len(first) == 8
     named = [("chunks" if "chunks" in found.strategy else found.strategy.split()[0], found) for found in first]
     held = {name: found.holds for name, found in named if "one token" not in found.strategy}
@@ -80,7 +81,7 @@ def test_verify_runs_models_without_keys_or_positions_and_says_what_does_not_fit
 
 @pytest.mark.parametrize("layer", [0, 1, 2, None])
 def test_verify_notices_nan_in_any_layer_and_another_token(layer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied, follow = exactness.copy_layers, exactness.follow
+    loaded, copied, follow = tiny("llama-gqa"), exactness.copy_layers, exactness.follow
 
     def with_nan(cache: Any) -> Any:
         layers = copied(cache)
@@ -96,8 +97,8 @@ def test_verify_notices_nan_in_any_layer_and_another_token(layer: int | None, mo
         monkeypatch.setattr("kvr_mpi.prefill.verify.follow", other)
     else:
         monkeypatch.setattr(exactness, "copy_layers", with_nan)
-    findings = run_local(2, lambda rank: list(verify(tiny("llama-gqa"), rank, [40])))[0]
+    findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))[0]
     assert findings and not any(finding.holds for finding in findings)
     if layer is not None:
         with pytest.raises(ModelError, match=f"keys of layer {layer} differ"):
-            check_chain(tiny("llama-gqa"))
+            check_chain(loaded)
