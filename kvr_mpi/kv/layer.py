@@ -177,16 +177,17 @@ class SliceLayer(RowLayer):
         UnreadError
             To skip the last layer's attention for a chunk without the last token.
         """
-        self.attended = True
-        # A single token's query heads may come folded into the query length (1, kv_heads, group, head_dim).
-        if query.shape[2] != self.fresh and self.fresh > 1:
+        self.attended, shape = True, query.shape
+        if self.fresh == 1:  # the token's heads may come folded into the query length (1, kv_heads, group, head_dim)
+            query = query.reshape(1, -1, 1, shape[-1])
+        if query.shape[2] != self.fresh:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
         seen, layout = self.shape.visibility, self.layout
         assert layout is not None, "update came before"
         is_shared = bool(layout.shared) and seen.sees_all(self.length)
         if layout.buffer is None and (not layout.is_whole or is_shared):
-            part = layout.attend(query.reshape(1, -1, self.fresh, query.shape[-1]), self.length, params)
-            return part.finish(params).to(query.dtype).reshape(*query.shape[:-1], layout.shape.value_dim)
+            out = layout.attend(query, self.length, params).finish(params).to(query.dtype)
+            return out.reshape(*shape[:-1], layout.shape.value_dim)
         if self.cache.observation is not None and self.cache.prefilling:
             self.cache.observation.keep(self.layer_idx, query, self.fresh_ranges, params)
         reads_only_last = self.cache.reads_only_last(self.layer_idx)
@@ -199,7 +200,8 @@ class SliceLayer(RowLayer):
         else:
             part = self._attend_collected(query, params, skipped)
         out = part.finish(params).to(query.dtype)
-        return torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
+        whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
+        return whole.reshape(*shape[:-1], self.shape.value_dim)
 
     def _attend_route(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
