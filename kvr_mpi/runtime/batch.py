@@ -261,7 +261,7 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
 
 
 def open_source(setup: JobSetup, corpus: Corpus) -> Source:
-    """Open the source of prompts."""
+    """Open the source of documents and their prompts."""
     if setup.spec.questions is not None:
         return StoredSource(setup, corpus)
     if setup.beginnings is not None:
@@ -313,7 +313,7 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     run.close()
     if spec.documents.format == "openai-batch":
         write_batch(folder, log)
-    index = survey(folder).index()  # a share may be empty
+    index = survey(folder).index()  # a share may have no documents
     summary = index.summary()
     log.line(f"cost: {index.cost.describe(summary.done)}")
     if log.level != "quiet":

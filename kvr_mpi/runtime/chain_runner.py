@@ -184,7 +184,7 @@ class ChainRunner:
             plan.way.check_fits(plan)
 
     def fits_beside(self, plan: Plan, held_bytes: Sequence[int]) -> bool:
-        """Whether a prompt fits into the memory that the ranks of the chain have left."""
+        """Whether a prompt fits into the memory that is left on the ranks of the chain."""
         if self._setup.footprint is None:  # plain transformers: memory is not predicted, so run one by one
             return False
         spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
@@ -194,11 +194,11 @@ class ChainRunner:
         )
 
     def goes_on(self, plan: Plan) -> bool:
-        """Whether a prompt can run without beginning or releasing a prefix."""
+        """Whether a prompt can run without preparing or releasing a prefix."""
         return all(way.at == (way.beginning(plan) if way is plan.way else None) for way in self._ways)
 
     def begin(self, plan: Plan) -> Prefill | None:
-        """Release the prefix of earlier prompts, and compute or open the one of this prompt.
+        """Release the prefix of earlier prompts, and compute or open that of this prompt.
 
         Returns
         -------

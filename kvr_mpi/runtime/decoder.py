@@ -1,4 +1,4 @@
-"""One rank's decoding: answers in progress, and their delivery.
+"""One rank's decoding: runs the answers in progress, and delivers finished ones.
 
 The answer to a document's only prompt is stored as its record. Answers to parts of a document go to the chain's leader,
 which builds the final prompt from them.
@@ -66,7 +66,7 @@ class Decoder:
         return Held(self._batch.running, self._batch.group.held_bytes(prefills, document))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
-        """Add a prefilled prompt; all ranks that hold a share of it call this."""
+        """Add a prefilled prompt; all ranks that hold a shard of it call this."""
         self._stop.announce()
         is_home, share = self._batch.group.is_home(prefill), prefill.share
         if prefill.error is None and is_home:
@@ -101,7 +101,7 @@ class Decoder:
         return parts
 
     def _is_over(self) -> bool:
-        """Whether time is up; ranks that decode together agree on it."""
+        """Whether time is up; ranks that decode together get the same result."""
         is_over, ranks = self._stop.is_over_for_group, self._batch.group.ranks
         return is_over if ranks is None else bool(share_json(ranks, is_over))
 

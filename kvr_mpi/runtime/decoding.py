@@ -61,7 +61,7 @@ def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
 
 
 def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> None:
-    """Log the choice for a round, if the job leaves it open or asks for shared heads."""
+    """Log the choice for a round, if the job leaves it open or requests head-parallel decoding."""
     if setup.spec.decode.mode == "auto":
         say(str(choice))
     elif setup.spec.decode.mode == "head-parallel" and choice.mode != "head-parallel":

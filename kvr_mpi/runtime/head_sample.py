@@ -109,7 +109,7 @@ def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compress
     Parameters
     ----------
     loaded : LoadedModel
-        Prepared for chains.
+        A model prepared for chains.
     prompts : sequence of PromptText
     compression : Compression
     """

@@ -68,7 +68,7 @@ class Leader:
 
     @property
     def has_work(self) -> bool:
-        """Whether documents, waiting prompts, or parts that lead to another prompt remain."""
+        """Whether documents, waiting prompts, or unanswered parts of documents remain."""
         return self._has_more or bool(self._parts)
 
     @property
@@ -149,7 +149,7 @@ class Leader:
             self._refuse_document(prompt, str(error))
 
     def _refuse_document(self, prompt: Prompt, reason: str) -> None:
-        """Give up the document that a prompt belongs to."""
+        """Write an error record for a prompt's document, and drop the document's prompts."""
         document_id = prompt.document_id
         self._split.pop(document_id, None)
         self._parts = {key: other for key, other in self._parts.items() if other.document_id != document_id}

@@ -21,7 +21,7 @@ ZONES = ("package", "dram")
 
 
 class Counter(Protocol):
-    """A counter of joules."""
+    """An energy counter."""
 
     def joules(self) -> float:
         """Joules since the counter was opened."""

@@ -28,7 +28,7 @@ class Pace:
         self._wave_work += work
 
     def seconds_for(self, work: int, now_s: float) -> float:
-        """Estimate the seconds until a document of so much work is answered, including all work in progress."""
+        """Estimate the seconds until a document of this much work is answered, after all work in progress."""
         if self._past_work:
             rate = (self.wave_began_s - self._began_s) / self._past_work
         elif self._wave_work:

@@ -63,7 +63,7 @@ class ResultSink:
         self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds, prefilled)
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
-        """Store an answer, with keys and values if the job asks for them, and report it."""
+        """Store an answer, with keys and values if the job stores them, and report it."""
         layers, tokens = self._stored_of(prefill, record, prompt) if self._keeps_kv else ([], None)
         if self._tells:
             self._writer.write(record, layers, tokens)

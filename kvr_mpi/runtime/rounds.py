@@ -23,7 +23,7 @@ from kvr_mpi.transport import on_root, share_json
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Chains of the same length, and the documents they start with.
+    """Chains of the same length, with the documents that they start with.
 
     topology : the chains.
     lists : document numbers for each chain.
@@ -71,7 +71,7 @@ class Shares:
 
 
 def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: JobRanks, log: Log) -> Shares:
-    """Distribute documents over chains: as planned, or evenly by work over chains of the same length.
+    """Distribute documents over chains: by the plan, or evenly by work over chains of the same length.
 
     Every rank calls this; rank 0 decides, and all ranks receive the same shares.
     """

@@ -33,7 +33,7 @@ LOADED_WORK = 0.02
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A stored document, or the reason why it cannot be asked.
+    """A stored document, or the reason why questions about it cannot be answered.
 
     bytes : size of all keys and values.
     compression : method and settings of its compression; empty: all tokens are stored.
@@ -127,14 +127,14 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
 
 
 def check_askable(spec: JobSpec, found: StoredCorpus) -> None:
-    """Refuse incomplete runs, and runs with more documents that cannot be asked than `output.max_failed` allows.
+    """Refuse incomplete runs, and runs with more unusable documents than `output.max_failed` allows.
 
     Raises
     ------
     DataError
         Names what is missing, and what to do.
     CorpusError
-        Names a document that cannot be asked, and what to do.
+        Names an unusable document, and what to do.
     """
     if found.missing and spec.questions is not None and spec.questions.documents is None:
         raise DataError(
@@ -169,7 +169,7 @@ class StoredSource:
         assert questions is not None and isinstance(questions.ask, dict)
         self._ask: Mapping[str, str] = questions.ask
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
-        self._open: tuple[Record, CachedTokens, StoredPrefix | None] | None = None  # the last one
+        self._open: tuple[Record, CachedTokens, StoredPrefix | None] | None = None  # the latest
         self._index: Index | None = None
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 

@@ -136,7 +136,7 @@ def open_states(
 def open_trace(
     setup: JobSetup, folder: Path, session: int, ranks: JobRanks, log: Log, states: StateWriter | None = None
 ) -> Iterator[Trace]:
-    """Start the trace of this rank if the job asks for one; every rank calls this.
+    """Start the trace of this rank if the job requests one; every rank calls this.
 
     Clocks are compared at the beginning and at the end; in between, linear drift is assumed.
     """
@@ -188,7 +188,7 @@ def _written_bytes(folder: Path) -> int:
 
 
 def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:
-    """Measure the offset of this rank's clock from rank 0's, on one rank per host.
+    """Measure the offset of this rank's clock from rank 0's; messages are exchanged with one rank per host.
 
     Parameters
     ----------

@@ -72,7 +72,7 @@ class WorkQueue:
         """Take a document from this chain's list, else from that with the most work left; None if all are empty."""
         while (found := self._fullest()) is not None:
             at = self._counters.add(self._first_slot + found[0])
-            if at < len(self._lists[found[0]]):  # else another rank was faster
+            if at < len(self._lists[found[0]]):  # otherwise another rank has taken the last one
                 return self._lists[found[0]][at]
         return None
 

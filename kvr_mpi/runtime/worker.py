@@ -160,7 +160,7 @@ class ChainWorker:
         decoder.decode(leave=few if end.has_more else 0)
 
     def _decode_together(self) -> None:
-        """Decode the chain's answers to the end, after all segments are sent."""
+        """Decode the chain's answers to the end, once all segments have been sent."""
         if self._runner.forwarder is not None:
             self._runner.forwarder.settle()
         self._chain.barrier()
