@@ -54,7 +54,7 @@ class Ended:
         return True
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class Transport(Protocol):
@@ -111,7 +111,7 @@ class Transport(Protocol):
         """Make a transport for the ranks with the same color, in rank order."""
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks of the job at once with this exit code."""
+        """End all ranks of the job immediately with this exit code."""
 
 
 class FailedTogetherError(KvrError):

@@ -26,7 +26,7 @@ SMALL_BYTES = 64 << 10
 
 
 def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return every rank's contiguous tensor in rank order; all have the same shape. Every rank calls this."""
+    """Return every rank's contiguous tensor in rank order; every rank calls this with a tensor of the same shape."""
     import torch
 
     rank, size = transport.rank, transport.size

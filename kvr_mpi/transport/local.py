@@ -178,7 +178,7 @@ def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.devi
 
 
 class PretendedChain(LocalTransport):
-    """The second rank of a simulated chain whose first rank has sent everything already."""
+    """The second rank of a simulated chain; all messages of its first rank have arrived."""
 
     def __init__(self) -> None:
         super().__init__()
