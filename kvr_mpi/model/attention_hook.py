@@ -73,7 +73,7 @@ class HookedCache(Protocol):
 
     @property
     def attending(self) -> AttendingLayer:
-        """The layer that was updated and has not attended yet."""
+        """The layer that has been updated but has not attended yet."""
 
     @property
     def positions(self) -> torch.Tensor | None:

@@ -231,7 +231,7 @@ class CpuAttention:
         return way_for(self.ways, query.shape[2]) != PLAIN and self.library.takes(query, keys, values)
 
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
-        """Whether the kernel supports one query per head of several documents, and is faster."""
+        """Whether the kernel supports one query per head of several documents, and was measured to be faster."""
         return self.ways[0] != PLAIN and self.library.takes_units(query, table)
 
 

@@ -71,6 +71,6 @@ def explain_unusable_gpu(environ: Mapping[str, str] = os.environ) -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "torch.cuda.is_available() is False"
-    except (RuntimeError, AssertionError) as error:  # an old driver, a GPU in a bad state, none allocated
+    except (RuntimeError, AssertionError) as error:  # old driver, GPU in a bad state, or no GPU allocated
         reason = " ".join(str(error).split()).rstrip(".")
     return f"there is an NVIDIA driver and torch is built for CUDA {torch.version.cuda}, but finds no GPU: {reason}"

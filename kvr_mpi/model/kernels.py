@@ -33,7 +33,7 @@ def always(way: str) -> Ways:
 
 
 def way_for(ways: Ways, rows: int) -> str:
-    """Return the implementation for so many rows."""
+    """Return the implementation for this number of rows."""
     return ways[bisect_right(BOUNDS, rows)]
 
 

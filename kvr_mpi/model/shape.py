@@ -181,7 +181,7 @@ def on_meta() -> Iterator[None]:
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of the argument through which a model takes its cache.
+    """Return the name of a model's cache argument.
 
     Raises
     ------

@@ -42,7 +42,7 @@ UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model's files are: a folder, a GGUF file, or an id on the hub."""
+    """Location of a model's files: a folder, a GGUF file, or a hub id."""
 
     location: str
     gguf_file: str | None = None
@@ -167,7 +167,7 @@ def locate(path: str, offline: bool, trust_remote_code: bool, cache_dir: Path) -
 
 
 def fingerprint_of(source: ModelSource, config: Any) -> str:
-    """Return the identity of the weights: the same on every host, different for another model."""
+    """Return the identity of the weights: the same on every host, but different for other models."""
     if source.is_hub:
         commit = getattr(config, "_commit_hash", None)
         return hashlib.sha256(json.dumps([source.location, commit]).encode()).hexdigest()

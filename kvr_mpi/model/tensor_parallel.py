@@ -56,7 +56,7 @@ Reduce = Callable[["torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The heads and the share of other weights that a rank holds.
+    """A rank's part of a model: some heads, and a share of the other weights.
 
     heads, kv_heads, head_dim : of the whole model.
     """

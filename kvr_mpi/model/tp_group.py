@@ -71,7 +71,7 @@ class TensorParallelGroup:
             return tensor
         total = tensor.contiguous()
         total.new_empty(total.numel() + 1)  # fail here if there is no memory for the sum's buffers
-        if threading.get_ident() != self._thread:  # sums of two threads could not be told apart
+        if threading.get_ident() != self._thread:  # ranks cannot match the sums of two threads
             raise TensorParallelError(
                 "ranks of a tensor-parallel group meet in one thread each, and a chain of threads was to run on them"
             )
@@ -92,7 +92,7 @@ class TensorParallelGroup:
         return [round(one) for one in found]
 
     def agree_on(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Broadcast the first rank's tensor."""
+        """Return the first rank's tensor on all ranks."""
         if self.rank and not self.is_alone:
             tensor = tensor.new_zeros(tensor.shape)
         return self.all_reduce(tensor)
