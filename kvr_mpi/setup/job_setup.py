@@ -142,7 +142,7 @@ class JobSetup:
         return self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of so many tokens."""
+        """Bytes of the keys and values of `tokens` tokens, in whole pages if there is a page pool."""
         if self.rolling is not None:
             return self.rolling.kv_bytes(self.loaded.shape) if tokens else 0
         if self.arena is not None:
@@ -185,7 +185,7 @@ class JobSetup:
         return with_memory(forecast, self.spec, config, self.footprint, room)
 
     def header(self) -> Header:
-        """Return the header of the results: everything that the answers depend on."""
+        """Return the header of the results: everything on which the answers depend."""
         spec, loaded = self.spec, self.loaded
         identity = {
             "model": loaded.fingerprint,
@@ -210,7 +210,7 @@ class JobSetup:
 
 
 def identity_of(spec: JobSpec) -> dict[str, Any]:
-    """Return the settings that answers depend on, apart from the model."""
+    """Return the settings on which answers depend, apart from the model."""
     identity: dict[str, Any] = {
         "prompt": spec.prompt.model_dump(),
         "generation": spec.generation.model_dump(),

@@ -59,7 +59,7 @@ class PlannedJob:
 
     @property
     def expected(self) -> Expected | None:
-        """Expected duration of the job as written, including its start; None without history of its model."""
+        """Expected duration of the job as written, including its start; None without earlier jobs of its model."""
         if self.history is None or not is_forecast(self.spec):
             return None
         parts = two_parts(self.spec, self.texts, self.schedule.ranks, self.forecast)
@@ -104,7 +104,7 @@ class PlannedJob:
 
 
 def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) -> PlannedJob:
-    """Read a job's corpus, and plan it for so many ranks.
+    """Read a job's corpus, and plan the job for a number of ranks.
 
     Raises
     ------
