@@ -115,7 +115,7 @@ class Forecast:
         return self.strategies[0].is_plain
 
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
-        """Chunk size in tokens of a prompt's slices on so many ranks; None for whole slices."""
+        """Chunk size in tokens of a prompt's slices on `ranks` ranks; None for whole slices."""
         strategy = self.strategy(tokens, ranks)
         if self.rolling is not None:
             return None
@@ -133,7 +133,7 @@ class Forecast:
         return self.costs.in_chunks(math.ceil(max(self.slices(tokens, ranks).lengths) / chunk_tokens))
 
     def strategy(self, tokens: int, ranks: int) -> Strategy:
-        """Strategy for a prompt on so many ranks; on one rank, plain transformers or a chain of one."""
+        """Strategy for a prompt on `ranks` ranks; on one rank, plain transformers or a chain of one."""
         known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
         if ranks == 1 or not known:
             return self.strategies[0] if self.is_plain else KVR
@@ -142,11 +142,11 @@ class Forecast:
         return known[fastest([one.seconds(self.costs, self.cut_for(one, tokens, ranks)) for one in known])]
 
     def slices(self, tokens: int, ranks: int) -> Partition:
-        """Slices of a prompt on so many ranks."""
+        """Slices of a prompt on `ranks` ranks."""
         return self.cut_for(self.strategy(tokens, ranks), tokens, ranks)
 
     def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
-        """Slices of a prompt on so many ranks with a strategy."""
+        """Slices of a prompt on `ranks` ranks with a strategy."""
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, ranks)
         if self.cut is not None and ranks > 1:
@@ -221,7 +221,7 @@ class Forecast:
         return None if self.peak_bytes is None else self.peak_bytes(min(tokens, self.frame.max_tokens), ranks)
 
     def fits(self, tokens: int, ranks: int) -> bool:
-        """Whether a document fits on a chain of so many ranks; True if the memory is unknown."""
+        """Whether a document fits on a chain of `ranks` ranks; True if the memory is unknown."""
         needed = self.memory(tokens, ranks) if tokens and self.memory_bytes is not None else None
         return needed is None or self.memory_bytes is None or needed <= self.memory_bytes
 

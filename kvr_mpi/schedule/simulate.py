@@ -29,7 +29,7 @@ NAMES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ForecastRow:
-    """The forecast for one prompt length on one number of ranks.
+    """The forecast for one prompt length and one number of ranks.
 
     ttft_s : seconds to the first token by strategy; other methods as published (``single`` uses one rank).
     auto : the strategy that a job with ``strategy = "auto"`` would use.
@@ -59,7 +59,7 @@ class ForecastRow:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The subject of a forecast: a model's work on a machine, and the kind of relay."""
+    """The inputs of a forecast: a model's work, a machine with its costs, and the kind of relay."""
 
     work: Workload
     hardware: Hardware
