@@ -40,7 +40,7 @@ SUMS = (
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prompt(PromptText):
-    """A prompt with everything that its answer and record depend on.
+    """A prompt with everything on which its answer and record depend.
 
     key : unique among the prompts of a chain.
     document_id : unique among the documents of a job.
@@ -147,7 +147,7 @@ def sum_records(parts: Sequence[Record], past: Mapping[str, Any]) -> dict[str, A
 
 
 def _asked_for(answer: Answer) -> dict[str, Any]:
-    """Return the fields for scores, samples and log-probabilities, if the job asks for them."""
+    """Return the fields for scores, samples and log-probabilities, if the job requests them."""
     found: dict[str, Any] = {}
     if answer.scores:
         found["scores"] = json.dumps([_score_as_json(score) for score in answer.scores])
