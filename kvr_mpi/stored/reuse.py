@@ -103,7 +103,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
 def find_beginnings(
     spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Callable[[str], None]
 ) -> StoredBeginnings | None:
-    """List the beginnings of the prompts of `documents.reuse` if this model can continue them; every rank calls this.
+    """List the beginnings of the prompts in `documents.reuse`, if this model can continue them; every rank calls this.
 
     Raises
     ------
