@@ -1,7 +1,7 @@
 """Properties of the loaded MPI: version, thread level, support for GPU buffers.
 
-Functions that import ``mpi4py.MPI`` may call MPI_Init. ``python -m kvr_mpi.transport.mpi_query`` does not: it prints the
-library's version even where MPI_Init would abort.
+Functions that import ``mpi4py.MPI`` may call MPI_Init. ``python -m kvr_mpi.transport.mpi_query`` does not: it prints
+the library's version even where MPI_Init would abort.
 """
 
 from __future__ import annotations
