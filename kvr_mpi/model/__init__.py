@@ -1,4 +1,4 @@
-"""A causal LM: loading, shape, masks and rotary embeddings."""
+"""Causal language models: loading, shapes, masks, rotary embeddings and kernels."""
 
 from kvr_mpi.model.devices import choose_device, visible_gpus
 from kvr_mpi.model.load import LoadedModel, Outline, load_model, load_outline

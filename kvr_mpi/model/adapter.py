@@ -1,7 +1,7 @@
 """LoRA adapters, merged into a model's weights when it is loaded.
 
-peft reads and merges it (https://github.com/huggingface/peft). What peft would only warn of is refused: weights that
-are in the file and not in the model, or the other way round.
+peft reads and merges them (https://github.com/huggingface/peft). Weights that are only in the file or only in the model
+raise an error, where peft would just warn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_adapter(path: str) -> None:
     Raises
     ------
     ModelError
-        If something is missing, or it is no LoRA adapter.
+        If a file or peft is missing, or the folder is no LoRA adapter.
     """
     folder = Path(path).expanduser()
     where = f"model.adapter {path!r}"
@@ -52,7 +52,7 @@ def check_adapter(path: str) -> None:
 
 
 def with_adapter(base: str, adapter: str | None) -> str:
-    """Combine the fingerprint of a model with a hash of an adapter's configuration and weights, if there is one."""
+    """Return a model's fingerprint, combined with a hash of its adapter's configuration and weights if it has one."""
     if adapter is None:
         return base
     digest, folder = hashlib.sha256(), Path(adapter).expanduser()
@@ -68,7 +68,7 @@ def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:
     Raises
     ------
     ModelError
-        If it is not of this model, or cannot be read.
+        If the adapter is for another model, or cannot be read.
     """
     if path is None:
         return loaded
@@ -80,7 +80,7 @@ def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:
     where = f"model.adapter {path!r}"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is missing, which is refused here, and of its own way with models
+            warnings.simplefilter("ignore")  # missing weights raise an error below
             adapted = PeftModel.from_pretrained(loaded.model, folder, torch_device=str(loaded.device))
             _check_complete(adapted, Path(folder), where)
             _check_not_tied(adapted, where)
@@ -110,7 +110,7 @@ def _check_complete(adapted: Any, folder: Path, where: str) -> None:
 
 
 def _check_not_tied(adapted: Any, where: str) -> None:
-    """Refuse adapters of tied embeddings, since merging would change both of their uses."""
+    """Refuse adapters of tied embeddings: merging would change both the input and the output embedding."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model = adapted.get_base_model()

@@ -1,9 +1,9 @@
 """Routes a model's attention to our cache, without changing the model.
 
-Two fast ways, both through public doors: architectures that take any attention function are given ours, and it finds
-the cache among the keyword arguments they pass on; those that call ``scaled_dot_product_attention`` themselves
-(Falcon, StableLM, ...) are run under a torch function mode that answers that one call. Where neither will do, the
-model's own attention runs over what the cache returns (``whole``).
+Two fast methods, both with public APIs: architectures with a pluggable attention function get ours, which finds the
+cache among the keyword arguments that they pass on. Architectures that call ``scaled_dot_product_attention`` directly
+(Falcon, StableLM, ...) run under a torch function mode that intercepts this call. Otherwise the model's own attention
+runs over the keys and values that the cache returns (``whole``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ATTENTION = "kvr"
 class AttentionParams:
     """How a layer turns query-key products into weights.
 
-    scale : products are multiplied by it.
-    softcap : scores are bent to stay within it (Gemma 2).
-    sinks : one learned score per head (heads,) that takes its share of the softmax and gives nothing (gpt-oss).
-    kernel : what is faster than torch's attention for some shapes, if there is anything.
+    scale : factor of the products.
+    softcap : bound of the scores, by tanh (Gemma 2).
+    sinks : one learned score per head (heads,) that takes part in the softmax but has no value (gpt-oss).
+    kernel : attention kernel that is faster than torch's for some shapes.
     """
 
     scale: float
@@ -46,7 +46,7 @@ class AttentionParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are scaled products, as kernels compute them; sinks are added at the end."""
+        """Whether scores are just scaled products, as kernels compute them; sinks are added afterwards."""
         return self.softcap is None
 
 
@@ -65,22 +65,22 @@ class AttendingLayer(Protocol):
 class HookedCache(Protocol):
     """The part of a cache that the hook uses."""
 
-    in_parts: bool  # whether attention is taken over; else the model's own runs over what the cache returns
+    in_parts: bool  # whether our attention runs; otherwise the model's own, over all keys and values
 
     @property
     def prefilling(self) -> bool:
-        """Whether prompt tokens are processed; otherwise answer tokens."""
+        """Whether prompt tokens are being processed, not answer tokens."""
 
     @property
     def attending(self) -> AttendingLayer:
-        """The layer that was updated and has not attended yet."""
+        """The layer that has been updated but has not attended yet."""
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """Positions of the tokens (1, tokens), if the model cannot count them."""
+        """Positions of the tokens (1, tokens); None if the model counts them itself."""
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """For each document, its tokens to run and its length with them (`rope.whole_lengths`)."""
+        """Return each document's number of tokens in this call and its length after it (`rope.whole_lengths`)."""
 
 
 class _SdpaHook(TorchFunctionMode):
@@ -135,7 +135,7 @@ def _attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers that uses the cache passed in the model's arguments."""
+    """Attend with the cache in the model's keyword arguments; registered as an attention function of transformers."""
     if kv_chain is None:
         raise ModelError("it does not pass keyword arguments on to its attention")
     layer = kv_chain.attending
@@ -145,7 +145,7 @@ def _attention(
         raise ModelError("it adds a bias to attention")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ModelError("its attention is not causal")
-    if kv_chain.prefilling and not query.is_meta:  # there masks have no values
+    if kv_chain.prefilling and not query.is_meta:  # masks on meta have no values
         check_mask(attention_mask, layer.shape.visibility, sliding_window)
     params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, kv_kernel)
     out = layer.attend(query, key, value, params)
@@ -153,14 +153,14 @@ def _attention(
 
 
 def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
-    """Select the model's attention and weights: ours for a chain, otherwise transformers' own.
+    """Select the model's attention and kernels: ours for a chain, otherwise transformers' own.
 
-    in_parts : of a chain: take attention over. Otherwise the model's own runs over the whole prefix.
+    in_parts : in a chain, replace the model's attention. Otherwise it runs over the whole prefix.
 
     Raises
     ------
     ModelError
-        If attention cannot be taken over.
+        If the model's attention cannot be replaced.
     """
     use_kernels(model, chain)
     embed_whole_lengths(model)
@@ -176,7 +176,7 @@ def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
 
 
 def _check_own_calls(model: Any) -> None:
-    """Refuse direct attention calls that could contain masks."""
+    """Refuse models whose direct attention calls may have their own masks."""
     if not model._supports_sdpa:
         raise ModelError("it only has attention of its own")
     config = model.config.get_text_config()
@@ -190,7 +190,7 @@ def run_plain(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     tokens = ids.shape[1]
     try:
         before = int(cache.get_seq_length())
-    except ValueError:  # a cache of states only: nothing in such a model depends on its length
+    except ValueError:  # the cache has only states, and such models do not depend on the length
         before = 0
     options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
     if takes(model, "logits_to_keep"):
@@ -209,21 +209,21 @@ def run_model(
     keep: torch.Tensor | None = None,
     chunk_lengths: ChunkLengths | None = None,
 ) -> torch.Tensor:
-    """Run tokens (1, tokens) through the model after those in its cache.
+    """Run tokens (1, tokens) through the model, after those in its cache.
 
     Parameters
     ----------
     positions : torch.Tensor, optional
-        Of each token in its document (1, tokens); by default as the cache or the model counts.
+        Position of each token in its document (1, tokens); by default, the cache or the model counts.
     keep : torch.Tensor, optional
-        Which tokens' logits are read (rows,); by default the last one's.
+        Indices of the tokens whose logits are returned (rows,); by default, the last one.
     chunk_lengths : callable, optional
-        Tells of a layer the tokens of each of the chunks in which it is run (`layer_chunks`).
+        Returns the tokens of each chunk of a layer (`layer_chunks`).
 
     Returns
     -------
     torch.Tensor
-        Their logits (rows, vocab_size), float32.
+        Logits (rows, vocab_size), float32.
     """
     options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
     if positions is None:
@@ -238,7 +238,7 @@ def run_model(
     with rows, layers_in_chunks(chunk_lengths), contextlib.ExitStack() as hook:
         if cache.in_parts and model.config._attn_implementation == ATTENTION:
             options |= {"kv_chain": cache, "kv_kernel": kernel}
-        elif cache.in_parts:  # a mask of one element: the model makes none of its own, and the hook ignores it
+        elif cache.in_parts:  # with this dummy mask, which the hook ignores, the model makes none
             options["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
             hook.enter_context(_SdpaHook(cache, kernel))
         logits = model(**options).logits[0]

@@ -1,4 +1,4 @@
-"""Stored keys and values as a transformers cache, for programs that continue with ``generate``."""
+"""Converts stored keys and values to a transformers cache, for programs that continue with ``generate``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvr_mpi.errors import ConfigError
 
-# Tokens that are computed again, and how far keys and values may be from the stored ones, as a fraction of the largest:
-# the kernels may be others, but another model's differ by about 1.
+# Number of tokens that are recomputed, and tolerances for their keys and values, relative to the largest. Tolerances
+# allow for other kernels; keys and values of another model differ by about 1.
 COMPARED_TOKENS = 16
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 NARROW_TOLERANCE = 0.1
@@ -25,7 +25,7 @@ def to_cache(
     Raises
     ------
     ConfigError
-        If the model is another one, not all of its layers are here, or a layer does not have all tokens.
+        If another model produced them, or if layers or tokens are missing.
     """
     if token_ids is None:
         raise ConfigError("these keys and values do not say which tokens they belong to: prefill the document again")

@@ -1,4 +1,4 @@
-"""Checks of a model's files for errors that transformers would accept and then compute wrongly."""
+"""Checks a model's files for errors that transformers accepts although they give wrong results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvr_mpi.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-# A number among a parameter's name is that of its layer, or of its expert.
+# A number in a parameter's name is the index of its layer or expert.
 _NUMBER = re.compile(r"\.\d+\.")
 
 
@@ -22,7 +22,7 @@ def check_config(config: Any) -> None:
     Raises
     ------
     ModelError
-        With all that is wrong.
+        Names all contradictions.
     """
     found = list(_contradictions(config.get_text_config()))
     if found:
@@ -84,7 +84,7 @@ def check_loaded(model: Any, info: Mapping[str, Iterable[Any]]) -> None:
     Raises
     ------
     ModelError
-        Naming some of them.
+        Names some of them.
     """
     missing = sorted(map(str, info.get("missing_keys", ())))
     if missing:
@@ -114,7 +114,7 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
     Raises
     ------
     ModelError
-        Saying what to set.
+        Names the dtypes to choose from.
     """
     import torch
 

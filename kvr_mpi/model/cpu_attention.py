@@ -1,10 +1,10 @@
-"""Attention on CPUs by our own kernels, where they are faster than torch's.
+"""Attention on CPUs with our own kernels, where they are faster than torch's.
 
-torch's flash attention multiplies blocks by general products of matrices. Ours keeps a tile of queries in registers and
-computes little above the diagonal (``tiled_attention.cpp``); for the one query of a step of decoding it reads keys and
-values once, nearly as fast as memory gives them (``decode_attention.cpp``). They are compiled once for a processor
-(`tuning.compiled_attention`), and taken for the numbers of queries at which they were measured to be faster
-(`tuning.kernels`). Without a compiler torch's goes on.
+torch's flash attention multiplies blocks with general matrix products. Our prefill kernel keeps a tile of queries in
+registers and computes little above the diagonal (``tiled_attention.cpp``). Our decode kernel reads keys and values
+once, at nearly memory bandwidth (``decode_attention.cpp``). The kernels are compiled once per processor
+(`tuning.compiled_attention`), and used for the numbers of queries at which they were measured to be faster
+(`tuning.kernels`). Without a compiler, torch's attention is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
 from kvr_mpi.model.narrow_product import NarrowWeights
 from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
 
-# All of one library, with the products of few rows.
+# All sources form one library, together with the matrix products for few rows.
 _NAMES = ("tiled_attention.cpp", "decode_attention.cpp", "narrow_product.cpp")
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "threads.h")]
@@ -40,7 +40,7 @@ class _Shape(ctypes.Structure):
 
 
 def _named(what: str) -> AbstractContextManager[Any]:
-    """Name a block for the profiler, if one is active; names cost as much as a call."""
+    """Name a block for the profiler, if one is active, since naming costs as much as a kernel call."""
     at_work = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return torch.profiler.record_function(what) if at_work else nullcontext()
 
@@ -56,15 +56,15 @@ class _Step(ctypes.Structure):
 class KernelLibrary:
     """The compiled kernels: a shared library made of `SOURCES`.
 
-    identity : the name of its folder, which another code or processor has another of.
-    multiple : heads it takes have a multiple of so many features.
+    identity : the name of its folder, unique for its code and processor.
+    multiple : head_dim must be a multiple of this.
 
     Raises
     ------
     OSError
-        If it cannot be loaded.
+        If the library cannot be loaded.
     AttributeError
-        If it is another library.
+        If it lacks one of the functions.
     """
 
     def __init__(self, file: Path) -> None:
@@ -88,7 +88,7 @@ class KernelLibrary:
         dtype = query.dtype
         if dtype != torch.float32 and (dtype != torch.bfloat16 or query.shape[2] > 1):
             return False
-        for each in (query, keys, values):  # a type of its own: one whose memory is no tensor's, or nobody's
+        for each in (query, keys, values):  # subclasses may have no memory of their own
             if type(each) is not torch.Tensor or each.dtype != dtype or each.device.type != "cpu":
                 return False
             if each.stride(-1) != 1:
@@ -123,18 +123,17 @@ class KernelLibrary:
         Parameters
         ----------
         query : torch.Tensor
-            (1, heads, queries, head_dim) in float32, or one query in bfloat16. What a kernel cannot read (`takes`)
-            must not be given to it.
+            (1, heads, queries, head_dim) in float32, or one query in bfloat16; `takes` must be True.
         keys, values : torch.Tensor
             (1, kv_heads, keys, head_dim).
         window : int or None
-            If `causal`: see only the last so many of the keys up to each query.
+            If `causal`, attend only to the last `window` keys up to each query.
 
         Returns
         -------
         torch.Tensor, torch.Tensor
-            Output (1, heads, queries, head_dim) of the query's type, by queries, and log-sum-exp (1, heads, queries) in
-            float32.
+            Output (1, heads, queries, head_dim) in the query's dtype, whose memory is ordered by query, and log-sum-exp
+            (1, heads, queries) in float32.
         """
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
         assert queries <= count if causal else window is None
@@ -167,16 +166,16 @@ class KernelLibrary:
         query : torch.Tensor
             (1, heads, documents, head_dim).
         table : UnitTable
-            Such as `takes_units` takes.
+            `takes_units` must be True.
         lengths : array
-            Of the documents (documents,): how many rows units have.
+            Lengths of the documents (documents,), which determine the units' rows.
         firsts : array or None
-            The first row of each document that is attended to (documents,); None: all are.
+            First position of each document to attend to (documents,); None: all positions.
 
         Returns
         -------
         torch.Tensor, torch.Tensor
-            Output (documents, heads, head_dim) and log-sum-exp (documents, heads), float32; zero and minus infinity of
+            Output (documents, heads, head_dim) and log-sum-exp (documents, heads), float32; zero and minus infinity for
             heads without a unit.
         """
         (_, heads, documents, dim), group = query.shape, query.shape[1] // table.kv_heads
@@ -201,7 +200,7 @@ class KernelLibrary:
         Raises
         ------
         ValueError
-            If the rows are not what the kernels read.
+            If the kernels do not support the rows.
         """
         outs, features = weights.packed.shape[0], rows.shape[-1]
         if rows.dtype != torch.float32 or rows.device.type != "cpu" or type(rows) is not torch.Tensor:
@@ -220,7 +219,7 @@ class KernelLibrary:
 
 
 class CpuAttention:
-    """Where a model's layers attend by our kernels: for the numbers of queries for which these are faster."""
+    """Our attention kernels for a model's layers, used for the numbers of queries at which they are faster."""
 
     slot, nbytes = ATTENTION_SLOT, 0
 
@@ -232,7 +231,7 @@ class CpuAttention:
         return way_for(self.ways, query.shape[2]) != PLAIN and self.library.takes(query, keys, values)
 
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
-        """Whether the kernel supports one query per head of several documents, and is faster."""
+        """Whether the kernel supports one query per head of several documents, and was measured to be faster."""
         return self.ways[0] != PLAIN and self.library.takes_units(query, table)
 
 

@@ -1,4 +1,4 @@
-"""The device of a rank's model, and why torch cannot use a machine's GPUs."""
+"""Chooses the device of a rank's model, and explains why torch cannot use a machine's GPUs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ REMEDY = (
 def choose_device(name: str, index: int) -> torch.device:
     """Choose the device of a rank's model: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
 
-    `index` is that of the GPU among those that this rank sees.
+    `index` is the GPU's index among those that this rank sees.
 
     Raises
     ------
     ModelError
-        If a GPU is asked for and there is none. Also for ``auto`` if torch cannot use the GPUs of this machine: a job
-        on its CPU cores would be about 100 times slower.
+        If ``cuda`` is requested but there is no GPU. Also for ``auto`` if torch cannot use this machine's GPUs: the job
+        would be about 100 times slower on the CPU cores.
     """
     import torch
 
@@ -46,7 +46,7 @@ def choose_device(name: str, index: int) -> torch.device:
 
 
 def visible_gpus() -> list[str]:
-    """Return globally unique ids of the GPUs that this process sees, in its order."""
+    """Return globally unique ids of the GPUs that this process sees, in torch's order."""
     import torch
 
     if not torch.cuda.is_available():
@@ -60,8 +60,8 @@ def explain_unusable_gpu(environ: Mapping[str, str] = os.environ) -> str:
     Returns
     -------
     str
-        With torch's own reason. Empty if torch finds a GPU, and where CPUs are expected: without a driver, with a torch
-        that is built without CUDA, and if ``CUDA_VISIBLE_DEVICES`` hides all GPUs.
+        An explanation with torch's own reason. Empty if torch finds a GPU, or if none is expected: without a driver,
+        with a torch without CUDA, or if ``CUDA_VISIBLE_DEVICES`` hides all GPUs.
     """
     import torch
 
@@ -71,6 +71,6 @@ def explain_unusable_gpu(environ: Mapping[str, str] = os.environ) -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "torch.cuda.is_available() is False"
-    except (RuntimeError, AssertionError) as error:  # an old driver, a GPU in a bad state, none allocated
+    except (RuntimeError, AssertionError) as error:  # old driver, GPU in a bad state, or no GPU allocated
         reason = " ".join(str(error).split()).rstrip(".")
     return f"there is an NVIDIA driver and torch is built for CUDA {torch.version.cuda}, but finds no GPU: {reason}"

@@ -1,8 +1,8 @@
 """Faster implementations of some of a model's modules, kept separately from the model.
 
-Plain transformers goes on with the modules' own code: ours is in their place only while ours runs. Which way is faster
-depends on the processor and on the number of rows, so a kernel knows both ways and takes that which was measured to be
-faster (`tuning.kernels`). What comes of it is held against plain transformers before every batch
+Plain transformers runs the modules' own code; kernels replace it only while we run the model. The fastest
+implementation depends on the processor and the number of rows, so a kernel has several, and uses the one that was
+measured to be fastest (`tuning.kernels`). Results are compared with plain transformers before every batch
 (`prefill.self_check`).
 """
 
@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-# Rows that are measured: a document's next token, those of some and of many documents, a slice.
+# Numbers of rows that are measured: decoding one, some and many documents, and prefill of a slice.
 ROWS = (1, 8, 64, 512)
-# From so many rows on the next of them stands for what is computed: half way between, as ratios are counted.
+# From each bound on, the next of `ROWS` applies; bounds are geometric means.
 BOUNDS = tuple(round((few * many) ** 0.5) for few, many in zip(ROWS, ROWS[1:], strict=False))
 PLAIN = "plain"
-# Where a kernel stands: in place of a module's own code, or, beside a whole model, for what its layers attend with.
+# Attribute of a module that holds its kernel: its own forward, or the attention kernel of a whole model.
 FORWARD_SLOT, ATTENTION_SLOT = "forward", "kvr_attention"
-# The name of a way at each of `ROWS`.
+# The name of the implementation at each of `ROWS`.
 Ways = tuple[str, ...]
 
 
@@ -33,19 +33,19 @@ def always(way: str) -> Ways:
 
 
 def way_for(ways: Ways, rows: int) -> str:
-    """Return the implementation for so many rows."""
+    """Return the implementation for this number of rows."""
     return ways[bisect_right(BOUNDS, rows)]
 
 
 class Kernel(Protocol):
-    """What stands in a slot of a module: a function from (..., features) to (..., features), or `CpuAttention`."""
+    """The kernel in a module's slot: a function from (..., features) to (..., features), or `CpuAttention`."""
 
     slot: str
-    nbytes: int  # memory it takes beside the module's own
+    nbytes: int  # memory in addition to the module's own
     ways: Ways
 
 
-# Beside the models and not in them: a copy of a model, in another dtype maybe, is a plain one.
+# Not stored in the models, so that copies of a model, perhaps in another dtype, have no kernels.
 _KERNELS: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
 
 

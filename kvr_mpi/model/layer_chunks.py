@@ -1,16 +1,16 @@
 """Slices in chunks: each layer processes one chunk after the other, so that only one chunk's activations exist.
 
-Behind the attention of the last layer only the last token is read, so that layer takes the last token as a chunk of its
-own, and is left in the middle of the chunks before it.
+Only the last token is needed after the last layer's attention. So that layer processes the last token as a separate
+chunk, and ends early for the chunks before it (`UnreadError`).
 
-Stands between the hook, which runs a model, and its layers. All chunks go through a layer before the first of them
-goes through the next: a layer's keys and values are then complete when the layer is, as in a pass without chunks, and
-the ranks after this one run at most a layer behind it. Chunk by chunk through all layers, the last chunk's keys of the
-first layer would come when nearly everything is computed, and the ranks of a chain would work one after the other.
+Sits between the hook, which runs a model, and its layers. All chunks pass one layer before the first chunk enters the
+next. A layer's keys and values are then complete when the layer ends, as in a pass without chunks, and the following
+ranks are at most one layer behind. If each chunk passed all layers first, the first layer's last keys would be sent
+only near the end, and the ranks of a chain would work one after the other.
 
-What is alive for the whole slice is what goes into a layer and what comes out. No model code is changed: a layer's
-``forward`` is called once for each chunk, with what it is given for each token cut accordingly. Where a layer takes
-its tokens otherwise, the cache notices (`kv.layer`), and ``prefill.self_check`` before anything is computed.
+Only a layer's input and output exist for the whole slice. No model code is changed: a layer's ``forward`` is called
+once per chunk, with its per-token arguments cut accordingly. If a layer takes its tokens differently, the cache raises
+an error (`kv.layer`), as does ``prefill.self_check`` before the batch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-# Tells of a layer the tokens of each chunk of the slice that this thread is running.
+# Returns the tokens of each chunk for a layer, in the slice that this thread runs.
 ChunkLengths = Callable[[int], Sequence[int]]
 _CHUNKS: ContextVar[ChunkLengths | None] = ContextVar("kvr_chunks", default=None)
 
 
 class UnreadError(Exception):
-    """Raised out of a layer when the rest of its output, or of the model's, is not used."""
+    """Raised inside a layer if the rest of its output, or of the model's, is not needed."""
 
 
 @contextmanager
@@ -51,12 +51,12 @@ def cut_layers(model: Any) -> bool:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Find the layers that hidden states (1, tokens, hidden) pass one after the other.
+    """Find the layers through which hidden states (1, tokens, hidden) pass in sequence.
 
-    The result is empty if there is no such list.
+    The result is empty if the model has no such list.
     """
     count = model.config.get_text_config().num_hidden_layers
-    # Outer modules come before inner ones: experts may be as many as layers.
+    # Outer modules come first, so a list of experts of the same length is not used.
     lists = (one for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len(one) == count)
     return list(next(lists, ()))
 
@@ -68,12 +68,12 @@ class _ChunkedForward:
         self._layer, self._layer_idx = layer, layer_idx
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run (1, tokens, hidden); where only the last token is read, its output is returned for all.
+        """Run (1, tokens, hidden); if only the last token is needed, its output is repeated for all.
 
         Raises
         ------
         UnreadError
-            If nobody reads anything of the last chunk, either.
+            If the last chunk's output is not needed, either.
         """
         layer, lengths = self._layer, _CHUNKS.get()
         chunks = [] if lengths is None else lengths(self._layer_idx)
@@ -92,7 +92,7 @@ class _ChunkedForward:
                 is_read = False
             else:
                 rows = out[0] if isinstance(out, tuple) else out
-                if not is_read:  # models may ask for as many rows as there are tokens
+                if not is_read:  # models may expect one row per token
                     rows = rows[:, -1:].expand(-1, tokens, -1)
                     return (rows, *out[1:]) if isinstance(out, tuple) else rows
                 whole = hidden_states.new_empty(1, tokens, rows.shape[2]) if whole is None else whole
@@ -102,7 +102,7 @@ class _ChunkedForward:
 
 
 def _cut(value: Any, first: int, last: int, tokens: int) -> Any:
-    """Cut a chunk out of an argument that has tokens: (1, tokens, ...), (tokens,) or (..., tokens, n)."""
+    """Cut a chunk out of an argument with a token dimension: (1, tokens, ...), (tokens,) or (..., tokens, n)."""
     if isinstance(value, torch.Tensor):
         if value.ndim > 1 and value.shape[1] == tokens:
             return value[:, first:last]

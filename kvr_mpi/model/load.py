@@ -1,7 +1,7 @@
-"""Loading a causal LM and its tokenizer as a `LoadedModel`.
+"""Loads a causal LM and its tokenizer as a `LoadedModel`.
 
-Weights are read from safetensors or GGUF only, never from pickles; code from a model's folder runs only when a job asks
-for it by name.
+Weights are read only from safetensors or GGUF, never from pickles. Code from a model's folder runs only if a job sets
+`model.trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class LoadedModel:
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
-    cuts_last_layer: bool = True  # its last layer takes the last token as a chunk of its own
-    attends_in_parts: bool = True  # a chain takes its attention over; else its own attends to the whole prefix at once
-    tp_group: TensorParallelGroup | None = None  # the ranks that have the other parts, if the model is a part
-    part: Part | None = None  # then which heads it has
+    cuts_last_layer: bool = True  # its last layer processes the last token as a separate chunk
+    attends_in_parts: bool = True  # chains replace its attention; otherwise its own runs over the whole prefix at once
+    tp_group: TensorParallelGroup | None = None  # the ranks with the other parts, if the model is divided
+    part: Part | None = None  # then the heads of this rank
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A model without weights, enough for planning. `fingerprint` is that of its `LoadedModel`."""
+    """A model without weights, enough for planning. `fingerprint` is the same as in its `LoadedModel`."""
 
     config: Any  # transformers.PreTrainedConfig
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
@@ -75,18 +75,18 @@ def load_model(
     device : str
         ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
     offline : bool
-        Never ask the hub; only its local cache.
+        Use only the hub's local cache.
     cache_dir : Path
-        Where converted GGUF models are kept.
+        Folder for converted GGUF models.
     device_index : int
-        Of the GPU, among those that this rank sees.
+        Index of the GPU among those that this rank sees.
     tp_group : TensorParallelGroup, optional
-        The ranks that have the other parts; nobody waits for them here.
+        The ranks with the other parts; loading does not wait for them.
 
     Raises
     ------
     ModelError
-        If the model is missing, incomplete, damaged, of no known architecture, or it is not known how to divide it.
+        If the model is missing, incomplete, damaged or of an unknown architecture, or cannot be divided.
     ConfigError
         If its heads cannot be divided among the group.
     """
@@ -108,7 +108,7 @@ def load_model(
                 f"pickled weights (*.bin, *.pt) are never loaded, since they can run code: convert them to safetensors"
             )
         check_config(config)
-        # Before weights are read: what cannot be run is refused by its shape. Code from a model's folder is built once.
+        # Refuse unsupported models before weights are read. Models with their own code are built only once.
         shape = None if trust_remote_code or tp_group else probe_shape(config, torch.float32)
         if tp_group is None:
             with BUILDING:
@@ -145,7 +145,7 @@ def load_model(
 
 
 def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target: torch.device) -> tuple[Any, Any]:
-    """Read a rank's slices of a model's weights; also return what transformers reports as missing."""
+    """Read a rank's slices of a model's weights; also return transformers' loading info."""
     from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

@@ -1,9 +1,8 @@
 """Which keys a layer's queries see, derived from the mask function that the model requests.
 
-Stands between transformers' mask interface and our attention. transformers builds a mask from a function of query and
-key position; with our attention registered that function comes here instead, and no mask is made: it is recognised as
-full, sliding-window or chunked attention by evaluating it at chosen positions. What is none of these is left to the
-model's own attention.
+Sits between transformers' mask interface and our attention. transformers builds a mask from a function of query and key
+positions. With our attention registered, the function is passed here and no mask is built: evaluating it at chosen
+positions identifies full, sliding-window or chunked attention. Models with other masks use their own attention.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvr_mpi.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-# The beginning of a prompt is looked at whole, what is after it around edges.
+# Number of first positions that are all evaluated; after them, only positions near edges are.
 DENSE_TOKENS = 256
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -25,9 +24,9 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Which keys a query sees: all up to its own, the last `window` of them, or those of its chunk.
+    """The keys up to its own position that a query sees: all, the last `window`, or those in its chunk.
 
-    At most one of the two is set.
+    At most one of `window` and `chunk` is set.
     """
 
     window: int | None = None
@@ -40,7 +39,7 @@ class Visibility:
         return 0 if self.chunk is None else position // self.chunk * self.chunk
 
     def sees_all(self, tokens: int) -> bool:
-        """Whether in a prompt of this length every query sees all keys up to its own."""
+        """Whether every query sees all keys up to its own position in a prompt of this length."""
         return self.first_key(tokens - 1) == 0
 
     @property
@@ -61,11 +60,11 @@ FULL = Visibility()
 class MaskRequest:
     """A model's request for a mask, passed through the model in place of the mask.
 
-    mask_function : (batch, head, query position, key position) to whether it is seen.
+    mask_function : maps (batch, head, query position, key position) to True if the query sees the key.
     local_size : tokens of the window or chunk, as transformers names it.
-    is_plain : nothing else is asked for: no padding, no overlay.
-    longest : the longest context, up to which the function is looked at.
-    device : where the function is evaluated: where the tensors are that it may hold.
+    is_plain : whether the mask has no padding and no overlay.
+    longest : the longest context, up to which the function is evaluated.
+    device : where the function is evaluated, since it may contain tensors.
     """
 
     mask_function: MaskFunction
@@ -76,7 +75,7 @@ class MaskRequest:
     found: Visibility | None = None
 
     def __getitem__(self, index: Any) -> MaskRequest:
-        """Return itself, since some models cut masks to the length of the keys."""
+        """Return the request itself, since some models cut masks to the length of the keys."""
         return self
 
     def visibility(self) -> Visibility:
@@ -85,7 +84,7 @@ class MaskRequest:
         Raises
         ------
         ModelError
-            If it is neither full, nor a window, nor chunks.
+            If the mask is none of full, window and chunks.
         """
         if self.found is None:
             if not self.is_plain:
@@ -100,7 +99,7 @@ def recognise(mask_function: MaskFunction, local_size: int | None, longest: int,
     Raises
     ------
     ModelError
-        If it is none of full, window of `local_size`, chunks of `local_size`.
+        If it is none of full, a window of `local_size`, and chunks of `local_size`.
     """
     import torch
 
@@ -124,7 +123,7 @@ def recognise(mask_function: MaskFunction, local_size: int | None, longest: int,
         if seen.device.type == "meta":
             raise ModelError("it looks at tensors without values")
         seen = seen.expand(len(queries), len(keys))
-    except Exception as error:  # whatever a mask function of somebody else's raises
+    except Exception as error:  # mask functions of models can raise any error
         raise ModelError(f"its mask function cannot be evaluated ({type(error).__name__}: {error})") from error
     causal = key <= query
     candidates = {FULL: causal}
@@ -147,9 +146,9 @@ def request_mask(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> MaskRequest:
-    """Pass a mask request on, in place of transformers' mask makers (``AttentionMaskInterface``)."""
+    """Return a mask request in place of a mask; registered with transformers' ``AttentionMaskInterface``."""
     longest = getattr(config, "max_position_embeddings", None) or 1 << 20
-    where = "cpu" if str(device) == "meta" else str(device)  # what is looked at on ``meta`` has no values there
+    where = "cpu" if str(device) == "meta" else str(device)  # tensors on ``meta`` have no values
     is_plain = attention_mask is None and not use_vmap
     return MaskRequest(mask_function, local_size, is_plain, longest, where)
 
@@ -160,13 +159,13 @@ def check_mask(mask: Any, announced: Visibility, told_window: int | None = None)
     Raises
     ------
     ModelError
-        If it is not.
+        If they differ.
     """
     if not isinstance(mask, MaskRequest):
         raise ModelError("its attention is given no mask of transformers'")
     asked = mask.visibility()
     if asked != announced:
         raise ModelError(f"a layer's mask lets it see {asked}, and {announced} were found before")
-    # A window as long as the context lets every token see all.
+    # A window as long as the context is the same as no window.
     if told_window is not None and told_window != asked.window and (asked.size or told_window < mask.longest):
         raise ModelError(f"its attention is told a window of {told_window} tokens, and its mask lets it see {asked}")

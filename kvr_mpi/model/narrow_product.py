@@ -1,10 +1,10 @@
 """Lossless copies of weights in fewer bits, for products with few rows.
 
-A step of decoding waits for weights from memory. A checkpoint in bfloat16 that is computed with in float32 has zeros in
-half of every number; one that was quantised to 8 or 4 bits (GGUF's Q8_0 and Q4_1) has few numbers in a block of 32.
-Nothing is rounded here: what is kept is widened again and compared bit by bit with the weights, and weights that are
-other numbers stay as they are. The kernels (``narrow_product.cpp``) are compiled with those for attention
-(`tuning.compiled_attention`), and taken for the numbers of rows at which they were measured to be faster.
+Decode steps are bound by the memory bandwidth of weights. In float32, weights of a bfloat16 checkpoint have 16 zero
+bits, and weights that were quantised to 8 or 4 bits (GGUF's Q8_0 and Q4_1) have few distinct values per block of 32.
+Copies are lossless: each is widened and compared bit by bit with the weights, and other weights are not copied. The
+kernels (``narrow_product.cpp``) are compiled with those for attention (`tuning.compiled_attention`), and used for the
+numbers of rows at which they were measured to be faster.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 NARROW = "fewer bits"
-# Weights that share a step and a least; and the fewest outputs that the kernels take.
+# Number of weights that share a scale; minimum number of outputs that the kernels support.
 BLOCK, LEAST_OUTS = 32, 16
 MOST_STEPS, MOST_MULTIPLE = 15, 127
-# Weights that are looked at together: what is made on the way is several times as large.
+# Number of weights converted at a time, since intermediate tensors are several times as large.
 AT_ONCE = 1 << 21
 
 
@@ -27,10 +27,10 @@ class NarrowWeights:
     """Weights (outs, features) in fewer bits.
 
     packed : upper halves of floats, int16 (outs, features); multiples of a scale, int8 (outs, features); or two steps
-        a byte, uint8 (outs, features / 2): in the lower half of a byte a weight of the first half of its block, in the
-        upper half one of the second.
-    scales : of multiples (outs, features / BLOCK, 1); of steps (outs, features / BLOCK, 2), the step and the least of
-        each block; None of halves.
+        per byte, uint8 (outs, features / 2): the lower 4 bits belong to the first half of the block, the upper 4 bits
+        to the second.
+    scales : for multiples (outs, features / BLOCK, 1); for steps (outs, features / BLOCK, 2), each block's step and
+        minimum; None for halves.
     """
 
     packed: torch.Tensor
@@ -59,7 +59,7 @@ class NarrowWeights:
 
 
 def narrow(weight: torch.Tensor) -> NarrowWeights | None:
-    """Convert weights (outs, features) to fewer bits; None if one would change, or the kernels do not support it."""
+    """Convert weights (outs, features) to fewer bits; None if that is lossy, or the kernels do not support them."""
     outs, features = weight.shape
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or features % BLOCK or outs < LEAST_OUTS:
         return None

@@ -1,6 +1,6 @@
-"""RMS norms in one pass on GPUs, where models' own code takes several.
+"""RMS norms in one fused kernel on GPUs, where models' own code uses several.
 
-torch's ``rms_norm`` stands for a module if both give the same for random rows, large and small.
+torch's ``rms_norm`` replaces a module if both agree for random rows, large and small.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm
 
 from kvr_mpi.model.kernels import FORWARD_SLOT, always, give_kernel
 
-# How far off it may be: what rounding to bfloat16 twice gives.
+# Tolerance: the error of rounding to bfloat16 twice.
 ERROR = 2**-6
 TRIAL_ROWS = 16
 
@@ -34,7 +34,7 @@ def fuse_norms(model: torch.nn.Module) -> int:
     fused, dtype = 0, next(model.parameters()).dtype
     for module in model.modules():
         kernel = _fused(module) if type(module).__name__.endswith("RMSNorm") else None
-        if kernel is not None and kernel.weight.dtype == dtype:  # of others, rows are of another type than weights
+        if kernel is not None and kernel.weight.dtype == dtype:  # otherwise rows and weights differ in dtype
             give_kernel(module, kernel)
             fused += 1
     return fused
@@ -49,11 +49,11 @@ def _fused(module: torch.nn.Module) -> FusedNorm | None:
     draw = torch.Generator(weight.device).manual_seed(0)
     rows = torch.randn(TRIAL_ROWS, len(weight), generator=draw, device=weight.device, dtype=weight.dtype)
     rows *= torch.logspace(-4, 2, TRIAL_ROWS, device=weight.device, dtype=weight.dtype)[:, None]  # small: `eps` counts
-    for scale in (weight, 1 + weight):  # Gemma's begin at zero
+    for scale in (weight, 1 + weight):  # Gemma stores weight - 1
         kernel = FusedNorm(scale, eps)
         try:
             if torch.allclose(module(rows).float(), kernel(rows).float(), rtol=ERROR, atol=ERROR * float(eps)):
                 return kernel
-        except TypeError:  # it wants more than rows
+        except TypeError:  # the module has more arguments
             return None
     return None

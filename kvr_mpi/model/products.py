@@ -1,12 +1,10 @@
-"""Copies of weights in the layout, or with the fewer bits, that a CPU multiplies fastest.
+"""Copies of weights in a layout, or with fewer bits, that a CPU multiplies faster.
 
-On some processors oneDNN multiplies faster with weights that lie in its own order than torch does with them as they
-are, on others slower, and it depends on the shape and on the rows. With few rows the fewest bytes win
-(`narrow_product`). Where which pays is measured (`tuning.kernels`). Copies are made once, beside the weights
-themselves.
+oneDNN with weights in its own layout is faster than torch on some processors and slower on others; this also depends on
+the shape and the number of rows. With few rows, the smallest copy is fastest (`narrow_product`). `tuning.kernels`
+measures which to use. Copies are made once, in addition to the weights.
 
-torch offers its own order to the output of its compiler, under names with an underscore; without it everything runs as
-before.
+torch has oneDNN's layout for its compiler, in private operators; without them, the original weights are used.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from kvr_mpi.model.cpu_attention import KernelLibrary
 
 PREPACKED = "prepacked"
-# Not every build of torch has them.
+# Some builds of torch lack these operators.
 _LAY = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _HAS_BF16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
 MULTIPLY: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
@@ -33,9 +31,9 @@ MULTIPLY: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "d
 class Product:
     """The product of a `torch.nn.Linear`, with copies of its weights.
 
-    ways : for which rows which copy is read; for the others the weights themselves are.
-    library : needed for weights in fewer bits. A layer whose weights are no such numbers reads another copy instead.
-    narrowed : its weights in fewer bits, if they have been made already.
+    ways : the copy to use for each number of rows, or the weights themselves.
+    library : needed for weights in fewer bits. A layer that has no such copy uses another one.
+    narrowed : its weights in fewer bits, if they exist already.
     """
 
     slot = FORWARD_SLOT
@@ -73,7 +71,7 @@ class Product:
 
 
 def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """List the linear layers whose weights can be copied, by their shape: those of one shape are computed alike."""
+    """List the linear layers whose weights can be copied, by shape; layers of one shape use the same copy."""
     found: dict[str, list[torch.nn.Linear]] = {}
     for module in model.modules():
         if type(module) is torch.nn.Linear:
@@ -84,7 +82,7 @@ def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 
 
 def narrow_weights(model: torch.nn.Module, most_bytes: float) -> dict[torch.nn.Linear, NarrowWeights]:
-    """Copy weights in fewer bits, for shapes where that is lossless in all layers, as far as memory allows."""
+    """Copy weights in fewer bits, for shapes where that is lossless in all layers, up to `most_bytes`."""
     found: dict[torch.nn.Linear, NarrowWeights] = {}
     for layers in find_products(model).values():
         if sum(layer.weight.nbytes for layer in layers) / 2 > most_bytes:

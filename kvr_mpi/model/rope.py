@@ -1,9 +1,9 @@
 """Rotary embeddings that depend on the length of the whole prompt, made correct on every rank.
 
-Dynamic NTK and LongRoPE choose their frequencies by the farthest position that one call sees. A slice ends before the
-prompt does, a packed row holds prompts of several lengths, and dynamic NTK also remembers the longest prompt so far. So
-such modules are asked once for each prompt of a row, afresh, with the prompt's last position added to what they see.
-They are reached by forward hooks of torch; no model code is changed.
+Dynamic NTK and LongRoPE choose their frequencies by the last position in a call. But a slice ends before the prompt
+does, a packed row holds prompts of several lengths, and dynamic NTK also remembers the longest prompt so far. So these
+modules are reset and called once for each prompt of a row, with the prompt's last position appended. They are called
+through torch's forward hooks; no model code is changed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 from kvr_mpi.errors import ModelError
 
-# rope_type as transformers names it, of embeddings that depend on the farthest position.
+# transformers' rope_type of embeddings that depend on the last position.
 BY_LENGTH = ("dynamic", "longrope")
-# Longer contexts are compared up to here: a whole embedding of ten million positions would take gigabytes.
+# Contexts are compared up to this length, since an embedding of ten million positions would take gigabytes.
 MOST_COMPARED = 1 << 17
 
-# Of each prompt in the row that this thread is running: its tokens in the row, and how long it is altogether.
+# For each prompt in the row that this thread runs: its tokens in the row, and its full length.
 _ROW: ContextVar[Sequence[tuple[int, int]] | None] = ContextVar("kvr_row", default=None)
 
 
 @contextmanager
 def whole_lengths(row: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Tell rotary embeddings each prompt's tokens in the row and its full length, for the duration of the block."""
+    """Set each prompt's tokens in the row and its full length for rotary embeddings within the block."""
     token = _ROW.set(row)
     try:
         yield
@@ -48,19 +48,19 @@ def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def rope_kinds(module: torch.nn.Module) -> dict[str | None, str]:
-    """Return a module's kinds of rotary embedding, by layer type or under None."""
+    """Return a module's kinds of rotary embedding by layer type; the key is None if it has only one."""
     kinds: Any = module.rope_type
     return dict(kinds) if isinstance(kinds, dict) else {None: str(kinds)}
 
 
 def depends_on_length(model: torch.nn.Module) -> str:
-    """Return the kinds of a model's rotary embeddings that depend on the length, joined; else an empty string."""
+    """Return the kinds of a model's rotary embeddings that depend on the length, comma-separated; empty if none."""
     kinds = {kind for module in rotary_modules(model) for kind in rope_kinds(module).values()}
     return ", ".join(sorted(kind for kind in kinds if any(name in kind for name in BY_LENGTH)))
 
 
 def embed_whole_lengths(model: torch.nn.Module) -> None:
-    """Attach hooks to rotary embeddings that depend on the length, once."""
+    """Attach hooks to rotary embeddings that depend on the length. Idempotent."""
     for module in rotary_modules(model):
         if depends_on_length(module) and not any(isinstance(hook, _Hook) for hook in module._forward_hooks.values()):
             module.register_forward_hook(_Hook(), with_kwargs=True)
@@ -70,7 +70,7 @@ class _Hook:
     """Recomputes a rotary embedding for each prompt of the row with that prompt's full length."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # ranks as threads share the module, which keeps frequencies in itself
+        self._lock = threading.Lock()  # ranks as threads share the module, which stores its frequencies
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         """Return a new hook for a copy of the model."""
@@ -97,7 +97,7 @@ class _Hook:
 
 
 def _forget_lengths(module: torch.nn.Module) -> None:
-    """Reset the longest length that a dynamic embedding has seen."""
+    """Reset the longest length that a dynamic embedding has stored."""
     for layer_type, kind in rope_kinds(module).items():
         if "dynamic" not in kind:
             continue
@@ -110,8 +110,8 @@ def _forget_lengths(module: torch.nn.Module) -> None:
 def begins_anew_at(model: Any) -> int | None:
     """Return the length at which transformers' ``generate`` recomputes a shorter cache; None if it never does.
 
-    Phi-3 and its kin do, when an answer grows past the length at which their frequencies change: keys that were made
-    with the other ones are of no use.
+    Models like Phi-3 do, when an answer passes the length at which their frequencies change, since the keys in the
+    cache have the old frequencies.
     """
     prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
     threshold = getattr(model.config, "original_max_position_embeddings", None)
@@ -123,13 +123,13 @@ def begins_anew_at(model: Any) -> int | None:
 def check_rotary(model: Any, longest: int | None) -> None:
     """Compare the rotary embeddings of slices with those of the whole prompt, below and above their thresholds.
 
-    What they depend on besides the position shows only in prompts longer than any self-check could run. `longest` is
-    the longest context.
+    The self-check's prompts are too short to show other dependencies than on the position. `longest` is the longest
+    context.
 
     Raises
     ------
     ModelError
-        If a slice is embedded otherwise than the whole.
+        If a slice's embedding differs from the whole prompt's.
     """
     embed_whole_lengths(model)
     config = model.config.get_text_config()
@@ -156,7 +156,7 @@ def _check_slices(module: torch.nn.Module, layer_type: str | None, length: int) 
         _forget_lengths(module)
         try:
             whole = _as_tuple(module(values, positions, **named))
-        except (TypeError, RuntimeError, IndexError):  # it wants positions of another form: of images, say
+        except (TypeError, RuntimeError, IndexError):  # it takes other positions, such as those of images
             return
         for start, stop in ((0, 1), (length // 3, length // 3 + 1), (length // 2, length)):
             with whole_lengths([(stop - start, length)]):

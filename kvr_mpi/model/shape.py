@@ -1,4 +1,4 @@
-"""What a model caches per layer and token, found on the ``meta`` device before weights are read."""
+"""Finds what a model caches per layer and token, on the ``meta`` device, before weights are read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvr_mpi.model.masks import FULL, MaskRequest, Visibility, request_mask
 if TYPE_CHECKING:
     import torch
 
-# The attention of the probe, and of chains that take attention over (model/attention_hook.py registers the latter).
+# Name of the probe's attention; `attention_hook.ATTENTION` is that of chains.
 PROBE_ATTENTION = "kvr_probe"
-# While it builds a model, transformers patches itself and sets torch's default dtype, for the whole process: two
-# threads would put back each other's changes, and leave some for good (weights that are no longer tied, say).
+# While it builds a model, transformers patches itself and sets torch's default dtype for the whole process. Two threads
+# would restore each other's changes, and some would stay (such as untied weights).
 BUILDING = threading.Lock()
-# Under which of these names a model takes its cache.
+# Names of a model's cache argument.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-# Sizes of tables that a token needs a row in: that of all, Gemma 3n's of each layer (which has none for some tokens of
-# images and sound), Marian's of a decoder.
+# Names of the sizes of embedding tables, in which every token needs a row: the usual table, Gemma 3n's per-layer table
+# (without rows for some image and audio tokens), and Marian's decoder table.
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size")
-# Under which of these names a configuration has its longest context: most, MPT, Whisper.
+# Names of the longest context in configurations: most models, MPT, Whisper.
 LONGEST = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
@@ -36,9 +36,9 @@ class StateShape:
     """A state of a recurrent or convolution layer, independent of the number of tokens.
 
     kind : ``conv`` or ``recurrent``.
-    index : a layer may keep several of a kind.
-    shape : with the batch of one in front.
-    dtype : ``None``: that of the model.
+    index : index among the layer's states of this kind.
+    shape : includes the batch dimension of 1.
+    dtype : ``None``: the model's dtype.
     """
 
     kind: str
@@ -49,9 +49,9 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer caches: keys and values per token, states, or (all sizes 0) nothing.
+    """What one layer caches: keys and values per token, states, or nothing (all sizes 0).
 
-    Head sizes may differ between keys and values.
+    Keys and values may have different head sizes.
     """
 
     num_kv_heads: int = 0
@@ -75,14 +75,14 @@ class LayerShape:
 class ModelShape:
     """The properties of a model that planning and buffers need, without weights.
 
-    layers : a layer each, as the model's cache counts them.
-    vocab_size : tokens that it can be given.
-    max_tokens : longest context, None where the configuration names none.
-    why_single : why no chain of ranks can run it; None if one can, as far as is known without weights.
-    why_whole : why its attention cannot be taken over in parts; None if it can, as far as is known without weights.
-    padding_id : a token that the model leaves out when it counts positions, wherever it stands; None if none does so.
-    counts_cache : it counts positions from the length of its cache, whatever positions it is given (Llama 4's attention
-        temperature): rows of several prompts, or of two stretches, are not for it.
+    layers : the layers of the model's cache.
+    vocab_size : number of tokens in its vocabulary.
+    max_tokens : longest context; None if the configuration has none.
+    why_single : why chains of ranks cannot run it; None if they can, as far as is known without weights.
+    why_whole : why its attention cannot be replaced; None if it can, as far as is known without weights.
+    padding_id : token that the model skips when it counts positions; None if it skips none.
+    counts_cache : it counts positions from the length of its cache, whatever `position_ids` are (Llama 4's attention
+        temperature), so a row cannot hold several prompts or two slices.
     """
 
     architecture: str
@@ -117,7 +117,7 @@ class ModelShape:
         Raises
         ------
         DocumentError
-            Naming the token.
+            Names the token.
         """
         largest = max(ids, default=0)
         if largest >= self.vocab_size:
@@ -133,7 +133,7 @@ class ModelShape:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer has a state, so that each rank continues from the one before it."""
+        """Whether some layer has a state, which each rank receives from the rank before it."""
         return any(layer.states for layer in self.layers)
 
 
@@ -145,14 +145,14 @@ def meta_model(config: Any, dtype: torch.dtype) -> Any:
     try:
         with BUILDING, torch.device("meta"), torch.inference_mode():
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
-    except Exception as error:  # whatever a model's own code raises over a configuration
+    except Exception as error:  # models' code can raise any error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"transformers cannot build a causal LM of {type(config).__name__}: {reason}") from error
 
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Run a model on the ``meta`` device; code that asks for values gets zeros."""
+    """Run a model on the ``meta`` device; code that reads values gets zeros."""
     import torch
     import torch.fx.experimental._config
     from torch.distributions import Distribution
@@ -170,7 +170,7 @@ def on_meta() -> Iterator[None]:
             return func(*args, **(kwargs or {}))
 
     validates = Distribution._validate_args
-    # Some look for the tokens of each expert: all, for the shapes.
+    # Some models look up the tokens of each expert with nonzero; for shapes, assume all tokens.
     assume = torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     Distribution.set_default_validate_args(False)
     try:
@@ -181,12 +181,12 @@ def on_meta() -> Iterator[None]:
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of the argument through which a model takes its cache.
+    """Return the name of a model's cache argument.
 
     Raises
     ------
     ModelError
-        If it takes none of transformers' caches.
+        If the model does not support transformers' caches.
     """
     parameters = inspect.signature(model.forward).parameters
     for name in CACHE_ARGUMENTS:
@@ -198,13 +198,13 @@ def cache_argument(model: Any) -> str:
 def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     """Find what every layer caches by running one token on the ``meta`` device.
 
-    No weights are needed and no memory is taken, so receives can be posted before any data exists. The
-    probe runs in bfloat16, the one type for which every operation (grouped experts, too) has a meta kernel.
+    This needs neither weights nor memory, so receives can be posted before any data exists. The probe runs in bfloat16,
+    the only dtype in which every operation (including grouped experts) has a meta kernel.
 
     Raises
     ------
     ModelError
-        If it is no causal decoder with a cache of transformers'.
+        If the model is no causal decoder with a transformers cache.
     """
     import torch
 
@@ -239,7 +239,7 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
 
 
 def _run_probe(model: Any, attention: str | None = None) -> Any:
-    """Run one token on ``meta``, and return the cache that it filled."""
+    """Run one token on ``meta``, and return the filled cache."""
     import torch
     from transformers import DynamicCache
 
@@ -247,14 +247,14 @@ def _run_probe(model: Any, attention: str | None = None) -> Any:
     ways = [attention] if attention else ["sdpa", "eager"] if model._supports_sdpa else ["eager"]
     ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
     failure: Exception | None = None
-    # Some ask a mask that they are not given, or make themselves, for its values; each does without some way.
+    # Some models read a mask's values, whether given or built by them; each model works with some combination.
     for way, given in itertools.product(ways, ({}, {"attention_mask": torch.ones_like(ids)})):
         with on_meta():
             model.set_attn_implementation(way)
             try:
                 cache = DynamicCache(config=model.config)
                 model(ids, **{name: cache}, **given, use_cache=True)
-            except Exception as error:  # whatever a model's own code raises
+            except Exception as error:  # models' code can raise any error
                 failure = failure or error
             else:
                 return cache
@@ -265,7 +265,7 @@ def _run_probe(model: Any, attention: str | None = None) -> Any:
 
 
 def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility]) -> str | None:
-    """Return why a chain would differ from plain transformers, whose cache does more than store."""
+    """Return why a chain would differ from plain transformers, whose cache may drop or select tokens; else None."""
     text = model.config.get_text_config()
     longest, kept = getattr(text, "max_position_embeddings", None), getattr(text, "keep_window_size", None)
     if kept is not None and not (longest and kept >= longest):
@@ -276,7 +276,7 @@ def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility
                 "an indexer chooses which tokens are attended to, and transformers' own code does not go on from its "
                 "cache exactly with several tokens"
             )
-        if not getattr(layer, "is_sliding", False) or (longest and layer.sliding_window >= longest):  # it keeps all
+        if not getattr(layer, "is_sliding", False) or (longest and layer.sliding_window >= longest):  # keeps all
             continue
         if not model._supports_attention_backend or (idx in seen and seen[idx].size != layer.sliding_window):
             told = seen.get(idx, "a mask of its own making")
@@ -288,13 +288,13 @@ def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility
 
 
 def _max_tokens(text: Any, padding_id: int | None) -> int | None:
-    """Return the longest context; RoBERTa-like models count from the padding id on."""
+    """Return the longest context in tokens; RoBERTa-like models count positions from the padding id on."""
     found = next((value for name in LONGEST if isinstance(value := getattr(text, name, None), int)), None)
     return found if found is None or padding_id is None else found - padding_id - 1
 
 
 def _padding_id(model: Any) -> int | None:
-    """Return the token that RoBERTa-like models skip when they count; None for other models."""
+    """Return the token that RoBERTa-like models skip when they count positions; None for other models."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids") and isinstance(module.padding_idx, int):
             return int(module.padding_idx)
@@ -331,9 +331,9 @@ def _layer_shape(layer: Any, architecture: str) -> LayerShape:
 
 
 def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
-    """Find which keys each layer sees from the masks it requests, or why that is unknown.
+    """Find which keys each layer sees, from the masks it requests; otherwise return the reason why that is unknown.
 
-    Models whose attention is none of transformers' interchangeable ones are looked at as they run (``attention_hook``).
+    Models without a pluggable attention function are checked when they run (``attention_hook``).
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -351,7 +351,7 @@ def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     try:
-        with BUILDING:  # another thread would register its own under the same name
+        with BUILDING:  # another thread would register its probe under the same name
             AttentionInterface.register(PROBE_ATTENTION, attention)
             AttentionMaskInterface.register(PROBE_ATTENTION, request_mask)
             _run_probe(model, PROBE_ATTENTION)
@@ -361,7 +361,7 @@ def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
 
 
 def _visibility_on_meta(request: MaskRequest, text: Any) -> Visibility:
-    """Recognise a mask; chunked masks depend on a tensor without value on ``meta``, and are known by their size."""
+    """Recognise a mask on ``meta``, where chunked masks have no values and are recognised by their size."""
     if request.is_plain and request.local_size is not None:
         if request.local_size == getattr(text, "attention_chunk_size", None):
             return Visibility(chunk=request.local_size)

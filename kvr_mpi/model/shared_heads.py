@@ -1,7 +1,7 @@
-"""A rank's part of a model that every rank has whole: some heads, and a share of the MLP and the vocabulary.
+"""A rank's part of a model that every rank holds completely: some heads, and a share of the MLP and the vocabulary.
 
-A copy with modules of its own and the same weights, whose linear layers are cut as `tensor_parallel` says; but a rank's
-heads may be any, and others for other documents. Weights that lie together are views of the model's own.
+The part has its own modules, whose linear layers are cut as in `tensor_parallel`. Unlike there, a rank can have any
+heads, and they can change between documents. Slices of adjacent weights are views of the model's weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvr_mpi.topology import share_of
 
 # The linear layers of a layer's attention and MLP.
 LINEAR = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-# Norms of each head by itself, of which every rank has the whole.
+# Norms of single heads, which every rank has completely.
 NORMS = ("q_norm", "k_norm")
 
 
@@ -48,7 +48,7 @@ def why_not_shared(loaded: LoadedModel) -> str | None:
 
 
 def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
-    """Return the reason as far as the configuration shows."""
+    """Return why a model's heads cannot be distributed, as far as the configuration shows; else None."""
     if why := why_no_plan(config):
         return why
     if EXPERTS in config.base_model_tp_plan or f"{MLP}down_proj" not in config.base_model_tp_plan:
@@ -60,7 +60,7 @@ def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
 
 
 def _why_not_layer(layer: Any, config: Any) -> str | None:
-    """Check for parameters and linear layers that the plan does not cover."""
+    """Return why a layer cannot be cut, such as a parameter that the plan does not cover; None if it can."""
     for part, linear in ((getattr(layer, name), names) for name, names in LINEAR.items()):
         for name, parameter in part.named_parameters():
             owner = name.partition(".")[0]
@@ -78,7 +78,7 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
 class SharedHeads:
     """One of `size` parts of a model, with a fixed share of MLP and vocabulary, and heads that can be chosen.
 
-    loaded : for which `why_not_shared` is None.
+    loaded : a model for which `why_not_shared` is None.
     reduce : sums a contiguous tensor over all ranks, in place.
     """
 
@@ -108,19 +108,19 @@ class SharedHeads:
         use_kernels(self._part, True)
 
     def choose(self, heads: Sequence[Sequence[int]] | None) -> torch.nn.Module:
-        """Compute with these heads from now on.
+        """Select the heads that this rank computes from now on.
 
         Parameters
         ----------
         heads : sequence of sequence of int or None
-            Of each layer the KV heads, ascending and at least one, that this rank computes queries, keys and values of;
-            None: all of every layer, and a share of the output projection.
+            For each layer, the KV heads of this rank, ascending and at least one; None: all heads, but only a share of
+            the output projection.
 
         Returns
         -------
         Module
-            The part, always the same one. Its logits are those of this rank's share of the vocabulary, the shares in
-            rank order.
+            The part, always the same object. Its logits are for this rank's share of the vocabulary; shares are in rank
+            order.
         """
         features = self._whole.model.layers[0].self_attn.o_proj.in_features
         self._first_input = 0 if heads is not None else share_of(features, self._rank, self._size)[0]
@@ -135,14 +135,14 @@ class SharedHeads:
         return part
 
     def _own_inputs(self, module: Any, given: tuple[torch.Tensor]) -> torch.Tensor:
-        """Select the features of (..., features) that the part of the output projection needs."""
+        """Select the features (..., features) that this rank's part of the output projection needs."""
         return given[0].narrow(-1, self._first_input, module.in_features)
 
     @torch.inference_mode()
     def _cut(self, name: str, heads: Sequence[int] | None = None) -> None:
-        """Give a linear layer of the part its weights, and a kernel if the whole layer has one.
+        """Set the weights of a linear layer of the part, and its kernel if the whole layer has one.
 
-        heads : those whose features it keeps; None: its share, or, where the output projection has the share, all.
+        heads : KV heads to keep; None: all for queries, keys and values, this rank's share for other layers.
         """
         whole, part, leaf = self._whole.get_submodule(name), self._part.get_submodule(name), name.rpartition(".")[2]
         dim = DIVIDED_DIMS[leaf]
@@ -157,7 +157,7 @@ class SharedHeads:
         part.out_features, part.in_features = part.weight.shape
         if whole.bias is not None and dim == 0:
             part.bias = torch.nn.Parameter(_pick(whole.bias, 0, some), requires_grad=False)
-        elif self._rank:  # one rank adds the bias of summed products
+        elif self._rank:  # only rank 0 adds the bias of summed products
             part.bias = None
         kernel = self._kernels.get(name)
         if isinstance(kernel, Product):
@@ -174,9 +174,9 @@ def _pick(tensor: torch.Tensor, dim: int, some: Sequence[int]) -> torch.Tensor:
 
 
 def shared_bytes(loaded: LoadedModel) -> int:
-    """Maximum bytes of a rank's part in addition to the model: weights that are not adjacent, or are packed again.
+    """Maximum bytes of a rank's part in addition to the model: copies of weights that are not adjacent or are packed.
 
-    That of one of two ranks; more ranks take less. Of attention a rank may compute all heads.
+    The maximum is that of two ranks; more ranks need less. A rank may compute all heads of attention.
     """
     layers = loaded.model.model.layers
     attention = sum(_bytes_of(layer.self_attn) for layer in layers)

@@ -1,7 +1,7 @@
 """The files of a model, how to read them, and the fingerprints that identify it.
 
-Files are a folder of safetensors, a GGUF file, which is converted to one, or a repository on the Hugging Face hub.
-Nothing is ever read from a pickle.
+A model is a folder of safetensors, a GGUF file (converted to such a folder), or a repository on the Hugging Face hub.
+Pickles are never read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvr_mpi.model.shape import BUILDING
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
 HASHED_BYTES = 16 << 20
-# What transformers raises over files and configurations that it cannot read, or build a model of.
+# Errors of transformers for files and configurations that it cannot read or build a model from.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -42,7 +42,7 @@ UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model's files are: a folder, a GGUF file, or an id on the hub."""
+    """Location of a model's files: a folder, a GGUF file, or a hub id."""
 
     location: str
     gguf_file: str | None = None
@@ -50,7 +50,7 @@ class ModelSource:
 
     @property
     def path(self) -> Path:
-        """The file or folder; for an id on the hub a path that does not exist."""
+        """The file or folder; for a hub id, a path that does not exist."""
         return Path(self.location) / (self.gguf_file or "")
 
 
@@ -66,7 +66,7 @@ def find_model(path: str) -> ModelSource:
     Raises
     ------
     ModelError
-        If it is none of these.
+        If `path` is none of these.
     """
     text = path
     if path.startswith(PACKAGE):
@@ -96,9 +96,9 @@ def find_model(path: str) -> ModelSource:
 def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     """Convert a GGUF file to a safetensors folder, once.
 
-    De-quantising takes many seconds and would be paid by every rank. The folder's name carries a hash of
-    the GGUF file's name, size and ends, and appears under its final name only when complete; of two ranks
-    that convert at once, one folder stays.
+    De-quantising takes many seconds on every rank, so the result is cached. The folder's name contains a hash of the
+    GGUF file's name, size, start and end. A folder gets its final name when it is complete; if two ranks convert at the
+    same time, one folder remains.
 
     Returns
     -------
@@ -113,9 +113,9 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
 
     cache_dir.mkdir(parents=True, exist_ok=True)
     partial = cache_dir / f".{folder.name}-{secrets.token_hex(8)}"
-    partial.mkdir()  # with the modes of one's own umask, so that colleagues can read a shared cache
+    partial.mkdir()  # with the user's umask, so that a shared cache is readable
     try:
-        # The conversion draws a bar of its own, which has no place in a batch log.
+        # Hide the conversion's progress bar from the batch log.
         with explained(str(source.path)), BUILDING, _parsed_once(), contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
@@ -123,7 +123,7 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(
                 source.location, gguf_file=source.gguf_file, local_files_only=True
             )
-            # The weights are plain float32 now; transformers refuses to save while it thinks otherwise.
+            # The weights are plain float32 now, but transformers does not save models that it considers quantised.
             del model.config.quantization_config
             model.hf_quantizer = None
             model.save_pretrained(partial)
@@ -137,10 +137,10 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Cache the slow parsing of a GGUF file that transformers repeats.
+    """Cache the parsing of a GGUF file, which is slow and which transformers repeats.
 
-    It parses the whole file for the configuration, the tokenizer and the weights each, and makes the table of the
-    weights' names anew for every module.
+    transformers parses the whole file for the configuration, the tokenizer and the weights, and rebuilds the table of
+    weight names for every module.
     """
     import gguf
 
@@ -167,7 +167,7 @@ def locate(path: str, offline: bool, trust_remote_code: bool, cache_dir: Path) -
 
 
 def fingerprint_of(source: ModelSource, config: Any) -> str:
-    """Return the identity of the weights: the same on every host, different for another model."""
+    """Return the identity of the weights: the same on every host, but different for other models."""
     if source.is_hub:
         commit = getattr(config, "_commit_hash", None)
         return hashlib.sha256(json.dumps([source.location, commit]).encode()).hexdigest()
@@ -178,7 +178,7 @@ def fingerprint_of(source: ModelSource, config: Any) -> str:
 def hash_weights(path: str, *, offline: bool, cache_dir: Path, trust_remote_code: bool) -> str:
     """Hash a model's configuration and all of its weights, which takes as long as reading them.
 
-    `LoadedModel.fingerprint` looks at the ends of the files only. A model of the hub is known by its commit.
+    `LoadedModel.fingerprint` hashes only the start and the end of each file. A hub model is identified by its commit.
     """
     import xxhash
 
@@ -206,7 +206,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def _hash_files(files: list[Path], sample_bytes: int = 1 << 20) -> str:
-    """Hash names, sizes and both ends of files; fast for many gigabytes, and different after re-training."""
+    """Hash each file's name, size, start and end; fast for large files, and different after re-training."""
     digest = hashlib.sha256()
     for file in sorted(files):
         size = file.stat().st_size

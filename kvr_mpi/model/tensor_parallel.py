@@ -1,12 +1,12 @@
 """Division of a model over ranks: heads, the MLP and the vocabulary (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-What is divided, and where ranks sum, is read from transformers' own plan for the architecture (``base_model_tp_plan``).
-What the plan does not say, or says in words that are not known here, is refused: a norm over features of which a rank
-has only some would be wrong without a word.
+transformers' own plan for the architecture (``base_model_tp_plan``) defines what is divided and where ranks sum. Models
+with unknown or missing entries are refused, since errors would be silent: a norm over only some of its features, for
+example.
 
-Ranks of a tensor-parallel group load slices, so that none ever holds a whole matrix that is divided: a rank's part is a
-model of the same architecture with fewer heads, a narrower MLP and fewer tokens. Ranks that share heads have the whole
-model, and cut it (`shared_heads`).
+Ranks of a tensor-parallel group load slices, so no rank holds a whole divided matrix. A rank's part is a model of the
+same architecture with fewer heads, a narrower MLP and a smaller vocabulary. Ranks that share heads hold the whole model
+and cut it (`shared_heads`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 ATTENTION = "layers.*.self_attn."
 MLP = "layers.*.mlp."
-# Of transformers' plans, what is known here: a part of the rows, a part of the columns whose products are summed, or
-# all of a norm of each head by itself.
+# Supported entries of transformers' plans: some rows, some columns whose products are summed, and whole norms of single
+# heads.
 KNOWN = {
     **{f"{ATTENTION}{name}_proj": "colwise" for name in "qkv"},
     f"{ATTENTION}o_proj": "rowwise",
@@ -44,7 +44,7 @@ KNOWN = {
     f"{MLP}experts": "moe_tp_experts",
 }
 EXPERTS = f"{MLP}experts"
-# Matrices as files name them, and the dimension that is divided.
+# Names of matrices in files, with the dimension that is divided.
 DIVIDED_DIMS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_head"), 0),
     **dict.fromkeys(("o_proj", "down_proj", "w2"), 1),
@@ -56,7 +56,7 @@ Reduce = Callable[["torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The heads and the share of other weights that a rank holds.
+    """A rank's part of a model: some heads, and a share of the other weights.
 
     heads, kv_heads, head_dim : of the whole model.
     """
@@ -91,7 +91,7 @@ class Part:
 
     @property
     def stores(self) -> bool:
-        """Whether this rank stores its KV heads, being the first rank that holds them."""
+        """Whether this rank stores its KV heads: it does if it is the first rank that holds them."""
         return self.rank == 0 or replace(self, rank=self.rank - 1).own_kv_heads != self.own_kv_heads
 
     def bounds(self, name: str, length: int) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def why_no_vocabulary(model: Any) -> str | None:
 
 
 def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
-    """Return why heads cannot be divided over so many ranks; None if they can, or if ranks can share a KV head."""
+    """Return why heads cannot be divided over so many ranks; None if they can, also if several share a KV head."""
     if heads % size or (kv_heads % size and size % kv_heads):
         fitting = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
         return f"{heads} query heads and {kv_heads} KV heads cannot be divided by it; choose one of {fitting}"
@@ -145,9 +145,9 @@ def part_of(config: Any, rank: int, size: int) -> Part:
     Raises
     ------
     ConfigError
-        If the heads cannot be divided so.
+        If the heads cannot be divided over so many ranks.
     ModelError
-        If it is not known how to divide this model.
+        If this architecture cannot be divided.
     """
     name = type(config).__name__.removesuffix("Config")
     if why := why_no_plan(config):
@@ -164,7 +164,7 @@ def part_of(config: Any, rank: int, size: int) -> Part:
 
 
 def part_config(config: Any, part: Part) -> Any:
-    """Return the configuration of a rank's part of a model, without padding token."""
+    """Return the configuration of a rank's part of a model, without a padding token."""
     mine = copy.deepcopy(config)
     mine.head_dim = part.head_dim
     mine.num_key_value_heads = part.own_kv_heads[1] - part.own_kv_heads[0]
@@ -184,7 +184,7 @@ def check_part(config: Any, mine: Any, part: Part) -> None:
     Raises
     ------
     ModelError
-        Naming the first that is not as planned.
+        Names a matrix that is not divided as planned.
     """
     import torch
 
@@ -207,13 +207,13 @@ def _planned(name: str, whole: torch.Tensor, plan: Mapping[str, str], part: Part
     module, _, kind = _NUMBER.sub(".*", name).rpartition(".")
     module = module.removeprefix("model.")
     shape, leaf = list(whole.shape), module.rpartition(".")[2]
-    if (path := f"{module}.{kind}") in plan and module == EXPERTS:  # (experts, out, in), named without a module
+    if (path := f"{module}.{kind}") in plan and module == EXPERTS:  # (experts, out, in), not in a Linear
         dim, packs = (1, 2) if plan[path] == "packed_colwise" else (2, 1)
         first, last = part.bounds(kind, shape[dim] // packs)
         shape[dim] = packs * (last - first)
     elif plan.get(module) in ("colwise", "rowwise") or leaf in ("embed_tokens", "lm_head"):
         dim = DIVIDED_DIMS[leaf]
-        if dim < len(shape):  # not the bias of summed products
+        if dim < len(shape):  # the bias of summed products is whole
             first, last = part.bounds(leaf, shape[dim])
             shape[dim] = last - first
     return tuple(shape)
@@ -221,11 +221,11 @@ def _planned(name: str, whole: torch.Tensor, plan: Mapping[str, str], part: Part
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """A rank's slice of a tensor in a file, with the interface that transformers reads.
+    """A rank's slice of a tensor in a file, with the interface that transformers expects.
 
-    tensor : of safetensors, not read yet.
-    dim : the one that is divided; None: all of it is the rank's.
-    is_zero : the bias of summed products, which one rank adds.
+    tensor : safetensors slice, not read yet.
+    dim : the divided dimension; None: the whole tensor.
+    is_zero : read zeros; for the bias of summed products, which only one rank adds.
     """
 
     tensor: Any
@@ -235,7 +235,7 @@ class WeightSlice:
     is_zero: bool = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read the slice into memory of its own."""
+        """Read the slice into newly allocated memory."""
         found: torch.Tensor
         if self.dim is None:
             found = self.tensor[...].clone()
@@ -269,7 +269,7 @@ def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, Wei
 
 
 def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
-    """Return this rank's slice; wrong shapes are refused by transformers, and by `check_part`."""
+    """Return this rank's slice; transformers and `check_part` refuse wrong shapes."""
     leaf, shape = name.split(".")[-2:-1], list(tensor.get_shape())
     dim = DIVIDED_DIMS.get(leaf[0]) if leaf else None
     if dim is None:
@@ -285,17 +285,17 @@ def in_plan(name: str) -> str:
 
 
 def sum_products(model: torch.nn.Module, plan: Mapping[str, str], reduce: Reduce) -> None:
-    """Sum the outputs of the modules that have only some of their inputs; the plan names modules as the model does."""
+    """Sum the outputs of modules that have only some of their inputs; `plan` uses the model's module names."""
     for name, module in model.named_modules():
         if plan.get(in_plan(name)) in ("rowwise", "moe_tp_experts"):
             module.register_forward_hook(lambda part, given, made: reduce(made))
 
 
 def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
-    """Make a rank's part of a model, in place, sum its products with the other parts, so that it acts as the whole.
+    """Connect a rank's part of a model, in place, with the other parts, so that it acts as the whole model.
 
-    model : of `part_config`.
-    config : of the whole model, whose vocabulary is the model's from now on.
+    model : built from `part_config`.
+    config : configuration of the whole model; the part gets its vocabulary size.
     """
     first, last = share_of(config.vocab_size, tp_group.rank, tp_group.size)
 
@@ -311,7 +311,7 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
             router = modules.get(f"{name.rpartition('.')[0]}.gate")
             if router is None:
                 raise ModelError(f"{type(model).__name__}: what chooses the experts of {name} is not known here")
-            # One token sent to other experts on another rank, by a rounding, would be a sum of two halves of nothing.
+            # If rounding sent a token to different experts on two ranks, the sum would mix halves of both.
             router.register_forward_hook(lambda part, given, made: tuple(map(tp_group.agree_on, made)))
     model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), tp_group, first, last))
     model.get_output_embeddings().register_forward_hook(gather_logits)
@@ -322,7 +322,7 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
 
 
 def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int, last: int) -> torch.nn.Module:
-    """Combine the embeddings of all ranks, each of which has some tokens."""
+    """Make an embedding that combines those of all ranks, each of which has some tokens."""
     import torch
 
     class SharedEmbedding(torch.nn.Module):
@@ -332,7 +332,7 @@ def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int,
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             """Embed tokens (1, tokens) to (1, tokens, hidden_size)."""
-            if tp_group.is_alone:  # a model of fewer tokens
+            if tp_group.is_alone:  # a model with a smaller vocabulary
                 rows: torch.Tensor = self.part(ids % (last - first))
                 return rows
             is_own = (ids >= first) & (ids < last)

@@ -1,11 +1,11 @@
 """A tensor-parallel group: ranks that together hold one copy of a model's weights.
 
-Each rank of a group runs the same tokens through its heads and its share of the rest, at once with the others: they
-meet in every sum over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails on its way would leave
-the others waiting there. So before a sum all tell each other, in a word, that they are here, and a rank that fails says
-that instead; the others then fail, too, in the same place. What failed for want of memory they take for their own want
-of memory, and what was stored and cannot be read for data that they cannot read, so that all of a group go on alike: in
-halves, or with the next prompt.
+All ranks of a group run the same tokens at the same time, each with its heads and its share of the other weights, and
+meet in every sum over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails between sums would
+leave the others waiting. So before each sum, all ranks exchange a status word; a failed rank sends its failure instead,
+and the others fail at the same point. If a rank runs out of memory or cannot read stored data, the others raise the
+corresponding error, so that all ranks of the group handle it in the same way: they split the work, or continue with the
+next prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-# The word that a rank tells the others.
+# Status words that ranks exchange.
 GOES_ON, NO_MEMORY, FAILED, BAD_DATA = 0, 1, 2, 3
 
 
@@ -31,7 +31,7 @@ class OtherRankMemoryError(MemoryError):
 
 
 class OtherRankDataError(DataError):
-    """Another rank of the tensor-parallel group cannot read stored data; no rank of it continues."""
+    """Another rank of the tensor-parallel group cannot read stored data; all its ranks treat it as their own error."""
 
 
 class TensorParallelError(KvrError):
@@ -41,8 +41,8 @@ class TensorParallelError(KvrError):
 class TensorParallelGroup:
     """This rank's membership in a tensor-parallel group.
 
-    reduce : sums a contiguous tensor over the group's ranks, in place, to the same bits on all of them.
-    tell : tells a word to all of them, and returns every rank's, in rank order.
+    reduce : sums a contiguous tensor over the group's ranks, in place, bitwise equal on all of them.
+    tell : sends a status word to all ranks, and returns every rank's, in rank order.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class TensorParallelGroup:
         Raises
         ------
         OtherRankMemoryError, OtherRankDataError, TensorParallelError
-            If another rank has failed, and does not come.
+            If another rank has failed before this sum.
         """
         if self.is_alone:
             return tensor
         total = tensor.contiguous()
-        total.new_empty(total.numel() + 1)  # what the sum takes beside: if there is no memory for that, fail here
-        if threading.get_ident() != self._thread:  # the others could not tell its sums from those of another thread
+        total.new_empty(total.numel() + 1)  # fail here if there is no memory for the sum's buffers
+        if threading.get_ident() != self._thread:  # ranks cannot match the sums of two threads
             raise TensorParallelError(
                 "ranks of a tensor-parallel group meet in one thread each, and a chain of threads was to run on them"
             )
         self._meet(GOES_ON)
         try:
             self._reduce(total)
-        except Exception as error:  # the others wait for data, and hear nothing else
+        except Exception as error:  # the other ranks wait for data, so the failure cannot be announced
             raise TensorParallelError(
                 f"a sum over the {self.size} ranks of a tensor-parallel group failed: {error}"
             ) from error
@@ -92,24 +92,23 @@ class TensorParallelGroup:
         return [round(one) for one in found]
 
     def agree_on(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Broadcast the first rank's tensor."""
+        """Return the first rank's tensor on all ranks."""
         if self.rank and not self.is_alone:
             tensor = tensor.new_zeros(tensor.shape)
         return self.all_reduce(tensor)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Run a function on all ranks of the group, and fail on all if it fails on any.
+        """Run a block on all ranks of the group; if it fails on any rank, it fails on all.
 
-        What is undone after a failure has to be undone around this, and what may fail be within it; one may be in
-        another.
+        The block contains everything that may fail; cleanup belongs around it. Blocks can be nested.
 
         Raises
         ------
         OtherRankMemoryError, OtherRankDataError
-            Where memory ran out, or stored data cannot be read, on another rank only.
+            If only other ranks ran out of memory, or only other ranks cannot read stored data.
         TensorParallelError
-            Where another rank failed in another way than this one, or in any other.
+            If another rank failed with another error, or ranks failed in different ways.
         """
         if self.is_alone:
             yield
@@ -118,14 +117,14 @@ class TensorParallelGroup:
         try:
             yield
             self._meet(GOES_ON)
-        except (OtherRankMemoryError, OtherRankDataError, TensorParallelError):  # all know
+        except (OtherRankMemoryError, OtherRankDataError, TensorParallelError):  # all ranks know
             self._has_told = True
             raise
         except Exception as error:
-            if not self._has_told:  # by one within this one
+            if not self._has_told:  # a nested block may have announced it
                 self._has_told = True
                 own = self._word_of(error)
-                if {*self._tell(own)} - {GOES_ON, own}:  # ranks would go on in different ways
+                if {*self._tell(own)} - {GOES_ON, own}:  # ranks would continue differently
                     raise TensorParallelError(
                         f"ranks of a tensor-parallel group of {self.size} failed in different ways at once"
                     ) from error
@@ -133,7 +132,7 @@ class TensorParallelGroup:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Use this rank's part as a model of its own within the block, without sums."""
+        """Use this rank's part as a separate model within the block, without sums."""
         self.is_alone = True
         try:
             yield
@@ -141,13 +140,13 @@ class TensorParallelGroup:
             self.is_alone = False
 
     def _word_of(self, error: Exception) -> int:
-        """Encode how this rank failed."""
+        """Return the status word for an error on this rank."""
         if self._is_memory_error(error):
             return NO_MEMORY
         return BAD_DATA if isinstance(error, DataError) else FAILED
 
     def _meet(self, word: int) -> None:
-        """Exchange with the other ranks whether to continue."""
+        """Exchange status words with the other ranks, and raise an error if any rank failed."""
         words = list(self._tell(word))
         if FAILED in words:
             raise TensorParallelError(
@@ -169,10 +168,10 @@ class TensorParallelGroup:
 
 
 def guarded(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]:
-    """Run a function on all ranks of a group, if there is one (`TensorParallelGroup.guarded`)."""
+    """Run a block on all ranks of a group, if there is one (`TensorParallelGroup.guarded`)."""
     return nullcontext() if tp_group is None else tp_group.guarded()
 
 
 def alone(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]:
-    """Use a rank's part as a model of its own, if it is in a group (`TensorParallelGroup.alone`)."""
+    """Use a rank's part as a separate model, if it is in a group (`TensorParallelGroup.alone`)."""
     return nullcontext() if tp_group is None else tp_group.alone()

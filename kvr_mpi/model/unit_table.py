@@ -1,8 +1,8 @@
 """The table for attention in a decode step: the units of each KV head of each document.
 
-A unit is a run of rows of keys and values that the query heads of a group read; what comes of those of one KV head,
-which follow each other, is merged. A table is built when documents join
-or leave; between steps only the documents' lengths change. Its rows are the ``Unit``s of ``decode_attention.cpp``.
+A unit is a run of rows of keys and values that one group of query heads reads. The units of one KV head are adjacent,
+and their results are merged. A table is built when documents join or leave; between steps only the documents' lengths
+change. Its rows are the ``Unit``s of ``decode_attention.cpp``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Unit(NamedTuple):
     """Rows of one KV head of a document.
 
     document, head : indices of the document and of its KV head in the query.
-    keys, values : (capacity, head_dim), the features of a row next to each other.
-    filled : rows that are, less the document's length if it grows with that.
-    grows : whether each token of the document adds a row.
+    keys, values : (capacity, head_dim), with contiguous rows.
+    filled : number of rows; if the unit grows, that number minus the document's length.
+    grows : whether each new token of the document adds a row.
     first : position of the first row.
     """
 
@@ -39,9 +39,9 @@ class Unit(NamedTuple):
 
 
 class UnitTable:
-    """The units of one layer, those of a KV head of a document one after the other.
+    """The units of one layer; the units of a document's KV head are adjacent.
 
-    documents, kv_heads : of the queries: (1, heads, documents, head_dim), heads a multiple of kv_heads.
+    documents, kv_heads : sizes for queries (1, heads, documents, head_dim); heads is a multiple of kv_heads.
     """
 
     def __init__(self, documents: int, kv_heads: int, units: Sequence[Unit]) -> None:
@@ -57,14 +57,14 @@ class UnitTable:
         self._rows: Integers | None = None
 
     def rows(self, lengths: Integers, firsts: Integers | None, item_bytes: int) -> Integers:
-        """Return what units read (units, 8) when the documents have these lengths (documents,).
+        """Return the units' table (units, 8) for documents of these lengths (documents,).
 
-        That is all rows, or those from the positions `firsts` (documents,) on.
+        Units read all rows, or those from the positions `firsts` (documents,) on.
 
         Raises
         ------
         ValueError
-            If a unit has more rows than it has room for, or none: a kernel would read beyond.
+            If a unit has no rows, or more rows than its capacity, so that a kernel would read beyond its memory.
         """
         counts = self._count + self._grows * lengths[self.document]
         if bool(((counts < 1) | (counts > self._capacity)).any()):

@@ -1,1 +1,1 @@
-"""Documents in progress: their source, their prompts, and what the prompts share."""
+"""Documents in progress: their sources, their prompts, and the tokens that prompts share."""

@@ -1,7 +1,7 @@
 """A complete prompt: any rank of a chain can prefill it, answer it and store the result.
 
-The leader of a chain makes prompts and sends them to the other ranks, which hold no corpus. What became of a prompt
-that is only a part of its document goes back to the leader as a record of that part.
+The leader of a chain makes prompts and sends them to the other ranks, which read no documents. If a prompt covers only
+a part of its document, its outcome returns to the leader as a record of that part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.store.record import Record
 from kvr_mpi.stored.prompt import StoredPrefix
 
-# Fields of a record that are sums over the prompts of its document.
+# Fields of a record that are summed over the prompts of its document.
 SUMS = (
     "prompt_tokens",
     "computed_tokens",
@@ -40,21 +40,21 @@ SUMS = (
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prompt(PromptText):
-    """A prompt with everything that its answer and record depend on.
+    """A prompt with everything on which its answer and record depend.
 
     key : unique among the prompts of a chain.
-    document_id : the document's, unique among those of a job.
-    new_tokens : most tokens of the answer.
-    generation : the document's own settings, over those of the job.
-    seed : of the random numbers that choose the answer.
+    document_id : unique among the documents of a job.
+    new_tokens : maximum tokens of the answer.
+    generation : the document's own settings, which override the job's.
+    seed : seed for sampling the answer.
     about : fields of the document's record that are known before the prompt runs.
     document_work, work : the document's work in the job's unit, and this prompt's part of it.
-    part : number of this prompt among those of the document.
-    is_final : its answer is the document's.
+    part : index of this prompt among those of the document.
+    is_final : whether its answer is the document's answer.
     past : sums over the document's earlier prompts (`SUMS`), and their strategies.
-    min_coverage : fraction of the document that its answer has to have seen.
-    shared_tokens : first tokens that other prompts about the same document begin with, too.
-    stored : where the keys and values of its first tokens are stored, if they are.
+    min_coverage : minimum fraction of the document that the prompts must contain.
+    shared_tokens : number of first tokens that other prompts about the same document share.
+    stored : location of the stored keys and values of its first tokens, if there are any.
     """
 
     key: str
@@ -140,14 +140,14 @@ def too_little(coverage: float, least: float) -> str:
 def sum_records(parts: Sequence[Record], past: Mapping[str, Any]) -> dict[str, Any]:
     """Add the `SUMS`, decoding time and strategies of a document's prompts to earlier sums."""
     found: dict[str, Any] = {name: past.get(name, 0) + sum(getattr(one, name) for one in parts) for name in SUMS}
-    # Parts are decoded side by side, the prompt about their answers after them.
+    # Parts are decoded in parallel, and the prompt about their answers after them.
     found["decode_s"] = past.get("decode_s", 0.0) + max(one.decode_s for one in parts)
     strategies = [*filter(None, [past.get("strategy")]), *(one.strategy for one in parts)]
     return found | {"strategy": "+".join(dict.fromkeys("+".join(strategies).split("+")))}
 
 
 def _asked_for(answer: Answer) -> dict[str, Any]:
-    """Return the fields for scores, samples and log-probabilities, if the job asks for them."""
+    """Return the fields for scores, samples and log-probabilities, if the job requests them."""
     found: dict[str, Any] = {}
     if answer.scores:
         found["scores"] = json.dumps([_score_as_json(score) for score in answer.scores])

@@ -1,4 +1,4 @@
-"""The sources of documents, and how their prompts are made."""
+"""Sources of documents; they also make the documents' prompts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FindPrefix = Callable[[Sequence[int]], StoredPrefix | None]
 
 
 class Source(Protocol):
-    """Documents by number; only leaders of chains read them."""
+    """Documents by number; only the leaders of chains read them."""
 
     corpus: Corpus
 
     def read(self, number: int) -> Document:
-        """Read a document; if that fails, it contains the error."""
+        """Read a document; if that fails, the result contains the error."""
 
     def request(self, document: Document, work: int) -> Split:
         """Make a document's prompts.
@@ -33,7 +33,7 @@ class Source(Protocol):
         Raises
         ------
         DocumentError
-            If something is wrong with it.
+            If no prompt can be made, for example because the document is empty or too long.
         """
 
 
@@ -44,11 +44,11 @@ class TextSource:
     ----------
     corpus : Corpus
     prompt_config : PromptConfig
-        How they are asked.
+        Settings for prompts.
     find_prefix : callable, optional
-        Finds what is stored of a prompt's beginning.
+        Finds the stored prefix of a prompt.
     prompts : mapping
-        Templates by name, if there are several about each document.
+        Templates by name, if there are several prompts about each document.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TextSource:
         self.corpus, self._config, self._find_prefix, self._prompts = corpus, prompt_config, find_prefix, prompts or {}
 
     def read(self, number: int) -> Document:
-        """Read a document's text, and find which of several prompts it is for."""
+        """Read a document's text, and select its prompt if there are several."""
         document = self.corpus.read(number)
         if not self._prompts:
             return document
@@ -70,7 +70,7 @@ class TextSource:
         return replace(document, asked=Asked(about, self._prompts[name], sha256))
 
     def request(self, document: Document, work: int) -> Split:
-        """Put the template around a text; a text that is too long is cut, or split into several prompts."""
+        """Put the template around a text; cut a text that is too long, or split it into several prompts."""
         if document.error is not None:
             raise DocumentError(document.error)
         config = self._config.of(document)
@@ -97,7 +97,7 @@ class TextSource:
 
 
 def _conversation(config: PromptConfig, document: Document) -> PromptText:
-    """Make the prompt of a conversation, which is never cut."""
+    """Make the prompt of a conversation; conversations are never cut."""
     ids, most = encode_conversation(config.tokenizer, document.messages), config.frame.max_tokens
     if len(ids) > most:
         raise DocumentError(

@@ -1,7 +1,7 @@
 """A document and its current prompts, on the leader of a chain.
 
-Most documents are one prompt. One that is too long and may be split is several prompts, whose answers make the next
-prompt, until one is left.
+Most documents have one prompt. A document that is too long and may be split has several prompts, whose answers become
+the text of the next prompts, until only one is left.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvr_mpi.requests.prompt import Prompt, sum_records
 from kvr_mpi.store.record import Record
 from kvr_mpi.stored.prompt import StoredPrefix
 
-# Rounds of answers about answers before a document is given up.
+# Maximum number of times that a text is split before the document fails.
 MAX_REDUCTIONS = 8
 
 
 def seed_of(document: Document, job_seed: int) -> int:
     """Return the seed of a document, independent of ranks.
 
-    A row with a seed of its own has the stream of that seed, as have all that name it.
+    If a document's row has a seed, it replaces the job's seed and the id, so rows with equal seeds sample alike.
     """
     own = document.generation.seed
     text = f"{job_seed} {document.id}" if own is None else f"{own}"
@@ -41,12 +41,12 @@ def seed_of(document: Document, job_seed: int) -> int:
 class PromptConfig:
     """The job's settings for prompts.
 
-    frame, reduce_frame : around a document's text, and around the answers about its parts.
-    max_new_tokens : of an answer.
-    questions : frames by the name of the prompt, if there are several about each document.
-    generation : what is wanted of final answers only.
-    score_column : field of a document's row with what is to be scored, if there is one.
-    seed : of the job's random numbers.
+    frame, reduce_frame : the prompt around a document's text, and around the answers about its parts.
+    max_new_tokens : maximum tokens of an answer.
+    questions : frames by prompt name, if there are several prompts about each document.
+    generation : settings that apply only to final answers.
+    score_column : field of a document's row with the continuations to score, if there is one.
+    seed : the job's seed for sampling.
     """
 
     tokenizer: Any
@@ -60,12 +60,12 @@ class PromptConfig:
     seed: int = 0
 
     def scoring(self, document: Document) -> PromptConfig:
-        """Return the continuations to score, and reserve room for the longest.
+        """Return the settings with the document's continuations to score, and with room for the longest.
 
         Raises
         ------
         DocumentError
-            If its row does not have them.
+            If the document's row has no valid continuations.
         """
         texts = self.generation.score or ()
         if self.score_column is not None:
@@ -76,12 +76,12 @@ class PromptConfig:
         return replace(self, generation=replace(self.generation, score=texts), max_new_tokens=longest)
 
     def of(self, document: Document) -> PromptConfig:
-        """Fill in the fields of a document's row, and reserve room for its answer.
+        """Return the settings with the fields of a document's row filled in, and with room for its answer.
 
         Raises
         ------
         DocumentError
-            If they leave no room for its text.
+            If the fields leave no room for the document's text.
         """
         own, asked = document.generation.max_new_tokens, self.scoring(document)
         new_tokens = asked.max_new_tokens if own is None else own
@@ -97,7 +97,7 @@ class PromptConfig:
             replace(one, max_tokens=room).filled(self.tokenizer, document.columns)
             for one in (frame, reduce_frame, *self.questions.values())
         )
-        if others and self.prompt.kept is not None:  # all prompts about a document are about the same text
+        if others and self.prompt.kept is not None:  # cut the same text for all prompts about a document
             budget = min(other.text_budget for other in others)
             frame = replace(frame, max_tokens=len(frame.head) + len(frame.tail) + budget)
         return replace(asked, frame=frame, reduce_frame=reduce_frame, max_new_tokens=new_tokens)
@@ -110,7 +110,7 @@ class PromptConfig:
         alike = [one for one in self.questions.values() if one.begins_like(own)]
         if len(alike) < 2:
             return 0
-        # Each of them has to go on with something.
+        # After the shared tokens, each prompt needs at least one of its own.
         return prompt.text[1] - any(not one.tail and not one.tail_gaps for one in alike)
 
 
@@ -123,13 +123,13 @@ class Split:
     document : Document
     prompt_config : PromptConfig
     work : int
-        How much work it is, in the job's unit, for the progress.
+        The document's work in the job's unit, for the progress.
     texts : list of PromptText
-        Of the prompts of the moment.
+        Texts of the current prompts.
     stored : StoredPrefix or None
-        Where the keys and values are stored that its only prompt begins with, if they are.
+        Location of the stored keys and values with which its only prompt begins, if there are any.
     shared_tokens : int
-        How many tokens of its only prompt other prompts about the same document begin with, too.
+        Number of first tokens of its only prompt that other prompts about the same document share.
     """
 
     document: Document
@@ -154,7 +154,7 @@ class Split:
         return len(self.texts) == 1
 
     def make_prompts(self, keys: Iterator[str]) -> list[Prompt]:
-        """Make prompts of the current texts, with the next of these keys."""
+        """Make prompts of the current texts, each with the next of `keys`."""
         document, config = self.document, self.prompt_config
         own = document.generation
         generation = own.over(config.generation) if self.is_final else own
@@ -173,7 +173,7 @@ class Split:
                 seed=seed,
                 about=about,
                 document_work=self.work,
-                # A prompt of answers about parts is no work of the document's own tokens.
+                # A prompt made of answers contains none of the document's own tokens.
                 work=0 if self.past else self.work * text.tokens // tokens,
                 part=part,
                 is_final=self.is_final,
@@ -190,7 +190,7 @@ class Split:
         Raises
         ------
         DocumentError
-            If a part failed, or the answers got no shorter than the text.
+            If a part failed, or the answers are not shorter than the text.
         """
         self._received[part] = record
         if record.error:
@@ -211,7 +211,7 @@ class Split:
         return True
 
     def split_text(self, ids: Sequence[int], frame: Frame) -> None:
-        """Split a text into the next texts."""
+        """Split a text into the texts of the next prompts."""
         self._text_ids, self._stage = ids, self._stage + 1
         self.texts = split_text(self.prompt_config.tokenizer, frame, ids)
 

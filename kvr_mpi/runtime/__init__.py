@@ -1,1 +1,1 @@
-"""Running a job: documents are scheduled in waves, prefilled, decoded and stored."""
+"""Run a job: schedule documents in waves, prefill them, decode and store the answers."""

@@ -1,8 +1,8 @@
 """The main job: prefill, answer and store every document of a corpus.
 
-The data's way, as in `run_job`: documents -> prompts -> plan -> chain prefill -> decode -> outputs -> report.
-Every rank knows the same corpus and computes the same shares of it (``rounds``). Each chain takes its documents from
-the front of its own list, and, when that is empty, from the list with most left (``work_queue``): nobody coordinates.
+Data flow in `run_job`: documents -> prompts -> plan -> chain prefill -> decode -> outputs -> report.
+All ranks have the same corpus; rank 0 distributes it over the chains (``rounds``). Each chain takes documents from the
+front of its own list, then from the list with the most work left (``work_queue``), without a coordinator.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from kvr_mpi.transport import Transport, gather_json, on_root, share_json, toget
 from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
 
-# What a batch file's job writes beside its results.
+# File with the responses to an OpenAI batch file, next to the results.
 RESPONSES = "responses.jsonl"
 
 
@@ -80,8 +80,8 @@ def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world:
     Returns
     -------
     int
-        Exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if it was stopped
-        before the end.
+        Exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if the job was
+        stopped before the end.
     """
     stop = Stop(environment.deadline_s)
 
@@ -135,7 +135,7 @@ def _run(
         return held.enter_context(opened)
 
     run = on_root(world, open_folder)
-    # Rank 0 reads the folder; no other rank lists it, since two lists may differ.
+    # Only rank 0 lists the folder: listings on two ranks may differ.
     session, ids = share_json(world, None if run is None else [run.session, sorted(run.done | run.failed)])
     done = set(ids)
     todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
@@ -148,7 +148,7 @@ def _run(
         log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
     counters = open_counters(world, FIRST_LIST + shares.slots)
-    threads = torch.get_num_threads()  # of this thread: another one is told another number
+    threads = torch.get_num_threads()  # read here: PyTorch keeps this number per thread
     has_bar = options.bar and world.rank == 0
     with (
         open_states(folder, session, world, stop.deadline_s, log, spec.parallel.tensor_parallel) as states,
@@ -169,13 +169,13 @@ def _run(
         work_through(prepared, ranks, shares, context, counters, log.line)
         world.barrier()
         seconds, ended_s, left = progress.elapsed_s, log.elapsed_s, len(todo) - counters.read()[Slot.DONE]
-        # The first lane's, whose first rank is the job's: the others have done the same.
+        # Rank 0's lane counts for all: the other ranks of each tensor-parallel group did the same work.
         total = sum_up(Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(trace.tally))))
         expected = None
         if share_json(world, not done and total.answers == len(todo)):
             started_s = ended_s - seconds
             expected = keep_outcome(prepared, links, total, seconds, started_s, machine.cache_dir, log.line)
-        if left < len(todo):  # else the folder is as it was
+        if left < len(todo):  # otherwise nothing was written
             cost = meters.cost(trace.tally, threads, ranks.tells)
             if expected is not None:
                 cost = replace(cost, expected_s=expected.range_s, took_s=ended_s)
@@ -193,7 +193,7 @@ def _run(
 def open_context(
     setup: JobSetup, source: Source, sink: ResultSink, stop: Stop, trace: Trace | None = None
 ) -> WorkerContext:
-    """Assemble what this rank works with: documents, results, answers in progress."""
+    """Create the context of this rank's work: documents, results, answers in progress."""
     trace = trace or Trace(Recorder())
     return WorkerContext(source, sink, Decoder(setup, sink, stop, trace), stop, trace)
 
@@ -201,7 +201,7 @@ def open_context(
 def _open_sink(
     setup: JobSetup, ranks: JobRanks, writer: ResultWriter, counters: Counters, progress: Progress
 ) -> ResultSink:
-    """Open this rank's results, with the heads that it stores."""
+    """Open this rank's result sink, for the KV heads that it stores."""
     part, kv = setup.loaded.part, bool(setup.spec.output.kv)
     if part is None:
         return ResultSink(writer, counters, progress, keeps_kv=kv)
@@ -216,10 +216,10 @@ def work_through(
     lane = ranks.lane
     for number in list(shares.does_not_fit)[lane.rank :: lane.size]:
         context.sink.write_record(error_record(context.source.read(number), shares.does_not_fit[number]), 0)
-    # All of them before any work: making chains waits for all ranks.
+    # Split off the chains of all rounds before any work: each split waits for all ranks.
     chains = [lane.split(part.topology.chain_color(lane.rank)) for part in shares.rounds]
     members = [ranks.members_of(part.topology, chain) for part, chain in zip(shares.rounds, chains, strict=True)]
-    for chain in chains:  # its ring is closed by a link that no longer chain has
+    for chain in chains:  # the link that closes a chain's ring is not part of any longer chain
         warm_up(chain, setup.loaded.device, every_pair=setup.decodes_together)
     choices = choose_modes(setup, lane, shares.rounds, chains, say)
     first_slot = FIRST_LIST
@@ -236,7 +236,7 @@ def work_through(
 
 
 def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[str, Any]:
-    """List all documents, which `check_job` has found."""
+    """List all documents; `check_job` has verified that they exist."""
     if options.extend and (spec.questions is not None or spec.documents.shard is not None):
         what, why = (
             ("[questions]", "its documents are those of a run")
@@ -255,13 +255,13 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
     if others := find_others(spec):
         log.line(f"{describe_others(others)}: {name_files(others)}")
     corpus = scan_documents(spec, None if options.overwrite else known_corpus(folder))
-    if options.resume:  # rather now than when the model is loaded
+    if options.resume:  # fail before the model is loaded
         check_resumable(folder, identity_of(spec), corpus, extends=options.extend)
     return corpus.to_json()
 
 
 def open_source(setup: JobSetup, corpus: Corpus) -> Source:
-    """Open the source of prompts."""
+    """Open the source of documents and their prompts."""
     if setup.spec.questions is not None:
         return StoredSource(setup, corpus)
     if setup.beginnings is not None:
@@ -275,12 +275,12 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     Parameters
     ----------
     known : Corpus, optional
-        An earlier list: files that have not changed since are not read.
+        An earlier list; files that have not changed since then are not read again.
 
     Raises
     ------
     CorpusError
-        If there are none.
+        If there are no documents.
     """
     wanted = spec.documents
     if spec.questions is not None:
@@ -301,19 +301,19 @@ def _forget_states(run: Run, folder: Path) -> None:
 
 
 def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
-    """Merge the results if that is cheap, and print table and conclusion; counts come from the logs."""
+    """Merge the results if that is cheap, then print the table and the exit line, with counts from the logs."""
     assert run is not None, "on rank 0"
     folder = Path(spec.output.path)
     if left:
         run.close()
         log.line(exit_line(EXIT_STOPPED, f"{counted(left, 'document')} left: {stop.reason}"))
         return EXIT_STOPPED
-    run.check(anew=True)  # merging replaces files: never in another folder
+    run.check(anew=True)  # merging replaces files: the folder must still be this job's
     result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
     run.close()
     if spec.documents.format == "openai-batch":
         write_batch(folder, log)
-    index = survey(folder).index()  # a share may be empty
+    index = survey(folder).index()  # a share may have no documents
     summary = index.summary()
     log.line(f"cost: {index.cost.describe(summary.done)}")
     if log.level != "quiet":

@@ -1,6 +1,6 @@
-"""Runs prompts on a chain of ranks: decides how each prompt runs, and runs it.
+"""Runs prompts on a chain of ranks: chooses how each prompt runs, and runs it.
 
-Stands between the batch, which handles documents, and the ways to run a prompt (``ways``).
+Sits between the batch, which handles documents, and the ways to run a prompt (``ways``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvr_mpi.transport.forwarder import Forwarder
 class ChainRunner:
     """A model on a chain of ranks, ready to run prompts.
 
-    Every rank of the chain calls `begin`, and the prefill of the ways, with the same prompts in the same order.
+    All ranks of the chain call `begin` and `Way.prefill` for the same prompts in the same order.
 
     Parameters
     ----------
@@ -40,18 +40,18 @@ class ChainRunner:
     chain : Transport
         The ranks that share prompts.
     ranks : slice
-        The chain's, among those of the job.
+        The ranks of this chain within the job.
     say : callable
-        For a line of text.
+        Logs a line.
     recorder : Recorder, optional
-        Records what is transferred.
+        Records transfers.
     """
 
     def __init__(
         self, setup: JobSetup, chain: Transport, ranks: slice, say: Say, recorder: Recorder | None = None
     ) -> None:
         self.chain, self.first_rank, self._setup = chain, ranks.start, setup
-        self.new_tokens = setup.spec.generation.max_new_tokens  # of an answer, unless a row says otherwise
+        self.new_tokens = setup.spec.generation.max_new_tokens  # per answer, unless the document sets its own limit
         self.is_spread = setup.spec.is_spread
         self._slices = SlicePlanner(setup, chain.size, ranks, say)
         if ranks.start == 0 and chain.rank == 0 and (choice := self._slices.describe_choice()):
@@ -63,19 +63,19 @@ class ChainRunner:
         self._over_chain = OverChain(*chain_has)
         self.after_shared, self.after_stored = AfterShared(*chain_has), AfterStored(*chain_has)
         self._ways: tuple[Way, ...] = self._alone, self._over_chain, self.after_shared, self.after_stored
-        self._decode_rank = 0  # of prompts that go on from the beginning that is held
+        self._decode_rank = 0  # for prompts that continue the prefix in memory
         self._shares_nothing = why_no_effect(PROMPTS, setup.spec, kinds_of(setup.loaded)) is not None
-        self._opened: SharedPrefix | None = None  # the last one that is stored
+        self._opened: SharedPrefix | None = None  # the last stored prefix
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
         """Plan a prompt with the last slice on `decode_rank`; only on the chain's leader.
 
-        Other ranks receive the plan (`read_plan`) and derive nothing.
+        Other ranks receive the plan (`read_plan`).
 
         Raises
         ------
         DocumentError
-            If it has fewer tokens than ranks, each of which is to keep a part of it.
+            If keys and values are sharded and the prompt has fewer tokens than the chain has ranks.
         """
         prefix = self._prefix_of(prompt)
         if not self._shares_nothing and prompt.shared_tokens > (prefix.tokens if prefix else 0):
@@ -88,14 +88,14 @@ class ChainRunner:
         return self._plan(prompt, prefix, decode_rank)
 
     def _plan(self, prompt: Prompt, prefix: SharedPrefix | None, decode_rank: int) -> Plan:
-        """Plan a prompt that shares no prefix."""
+        """Plan a prompt without a prefix that is computed for several prompts."""
         known, window = prefix.tokens if prefix else 0, self._setup.window_of(prompt)
-        is_compressed = prefix is not None and prefix.heads is not None  # one rank has what each head kept
+        is_compressed = prefix is not None and prefix.heads is not None  # one rank holds the rows that heads kept
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
             alone = Plan(self._alone, prompt, prefix, decode_rank)
             if self.chain.size > 1 or is_compressed or self._setup.rolling is not None:
                 return alone
-            with suppress(DocumentError):  # it may fit in chunks, as plans count
+            with suppress(DocumentError):  # otherwise it may fit in chunks
                 self.check_fits(alone)
                 return alone
         is_stored = self._setup.spec.questions is not None and prefix is not None and prefix.read is not None
@@ -112,12 +112,12 @@ class ChainRunner:
         return Plan(self._over_chain, prompt, prefix, decode_rank, strategy, partition, chunks)
 
     def _goes_alone(self, tokens: int, before_window: int | None = None) -> bool:
-        """Whether a prompt is too short to be cut, so that one rank prefills it, packed with others.
+        """Whether one rank prefills a prompt, packed with others, because it is too short to be cut.
 
         Parameters
         ----------
         before_window : int or None
-            How many of them come before compression's observation window.
+            Number of tokens before compression's observation window.
         """
         if self._setup.rolling is not None:
             return True
@@ -129,7 +129,7 @@ class ChainRunner:
         return self._slices.is_too_short(tokens) or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
     def _check_shareable(self, tokens: int) -> None:
-        """Refuse a prompt with fewer tokens than ranks if every rank keeps a part of it."""
+        """Refuse a prompt that has too few tokens for a shard on every rank."""
         if tokens < self.chain.size:
             raise DocumentError(
                 f"too short: {tokens} tokens cannot be spread over {self.chain.size} ranks, each of which needs at "
@@ -142,7 +142,7 @@ class ChainRunner:
         Raises
         ------
         AgreementError
-            If it is the plan of another prompt, or this rank lacks what the plan builds on.
+            If the plan belongs to another prompt, or this rank has not computed the plan's prefix.
         """
         ids = prompt.sha256
         if (plan["key"], plan["ids_sha256"]) != (prompt.key, ids):
@@ -165,7 +165,7 @@ class ChainRunner:
     def pinned_rank(self, prompt: Prompt) -> int | None:
         """Return the rank that holds the prefix or stored document that a prompt continues.
 
-        The result is None if any rank will do.
+        None if any rank can run it.
         """
         held = [way.at for way in self._ways if way.at is not None]
         continues = (prompt.stored, prompt.ids[: prompt.shared_tokens])
@@ -177,15 +177,15 @@ class ChainRunner:
         Raises
         ------
         DocumentError
-            Saying what it takes, and how many ranks would suffice.
+            Names the memory needed and the number of ranks that would suffice.
         """
         self._setup.loaded.shape.check_ids(plan.prompt.ids)
         if self._setup.footprint is not None:
             plan.way.check_fits(plan)
 
     def fits_beside(self, plan: Plan, held_bytes: Sequence[int]) -> bool:
-        """Whether a prompt fits into the memory that the ranks of the chain have left."""
-        if self._setup.footprint is None:  # plain transformers' memory is not predicted: one at a time
+        """Whether a prompt fits into the memory that is left on the ranks of the chain."""
+        if self._setup.footprint is None:  # plain transformers: memory is not predicted, so run one by one
             return False
         spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
         return all(
@@ -194,18 +194,18 @@ class ChainRunner:
         )
 
     def goes_on(self, plan: Plan) -> bool:
-        """Whether a prompt can run without beginning or releasing a prefix."""
+        """Whether a prompt can run without preparing or releasing a prefix."""
         return all(way.at == (way.beginning(plan) if way is plan.way else None) for way in self._ways)
 
     def begin(self, plan: Plan) -> Prefill | None:
-        """Release the prefix of earlier prompts, and compute or open the one of this prompt.
+        """Release the prefix of earlier prompts, and compute or open that of this prompt.
 
         Returns
         -------
         Prefill or None
             What this rank has computed.
         """
-        for way in self._ways:  # their memory first
+        for way in self._ways:  # release memory before anything is allocated
             way.leave()
         if (beginning := plan.way.beginning(plan)) is None:
             return None
@@ -222,9 +222,9 @@ class ChainRunner:
             self.forwarder.close()
 
     def _prefix_of(self, prompt: Prompt) -> SharedPrefix | None:
-        """Find a prefix of a prompt that is already computed, on the leader; None if there is none."""
+        """Find a prefix of a prompt that has been computed; only on the leader. None if there is none."""
         ids, window = prompt.ids, self._setup.window_of(prompt)
-        end = len(ids) if window is None else window[0]  # of what is known there are no queries
+        end = len(ids) if window is None else window[0]  # the window needs queries, which a prefix does not have
         fitting = (one for one in self._setup.prefixes if one.tokens <= end and ids[: one.tokens] == one.ids)
         return self._stored_prefix(prompt) or next(fitting, None)
 
@@ -251,5 +251,5 @@ class ChainRunner:
 
 
 def _beginning_of(prompt: Prompt, tokens: int) -> Prompt:
-    """Make a prompt of the first tokens of another; it gets no answer."""
+    """Make a prompt of another prompt's first tokens; it is not answered."""
     return replace(prompt, ids=prompt.ids[:tokens], text=(0, 0), new_tokens=0)

@@ -1,7 +1,7 @@
-"""One rank's decoding: answers in progress, and their delivery.
+"""One rank's decoding: runs the answers in progress, and delivers finished ones.
 
-An answer to a document's only prompt is its record. That to a part of a document goes to the leader of the chain,
-which makes the next prompt of all of them.
+The answer to a document's only prompt is stored as its record. Answers to parts of a document go to the chain's leader,
+which builds the final prompt from them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Decoder:
     sink : ResultSink
     stop : Stop
     trace : Trace
-        Of this rank: it records when answers are decoded, and how many.
+        Records when this rank decodes, and how many answers.
     group : Group, optional
-        The ranks that decode together, each of which calls `decode` at the same time; None: this one alone.
+        The ranks that decode together and call `decode` at the same time; None: this rank alone.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Decoder:
         self._compression, self._batch = setup.compression, setup.open_decode_batch(group)
         self._kernels, self._loaded, tp_group = setup.kernels, setup.loaded, setup.loaded.tp_group
         self._group_size = 1 if tp_group is None else tp_group.size
-        self._decodes = setup.spec.generation.max_new_tokens > 0  # anything after the first logits
+        self._decodes = setup.spec.generation.max_new_tokens > 0  # otherwise only the prompt's logits are used
         self._sink, self._stop, self._trace = sink, stop, trace
         self._parts: list[tuple[str, Record]] = []
 
@@ -57,7 +57,7 @@ class Decoder:
 
     @property
     def shares_heads(self) -> bool:
-        """Whether all ranks of the chain decode each rank's prompts together after a wave's prefill."""
+        """Whether the ranks of the chain decode all their prompts together after a wave's prefill."""
         return self._batch.group.waits
 
     def held(self, shared: Prefill | None = None, document: Share | None = None) -> Held:
@@ -66,7 +66,7 @@ class Decoder:
         return Held(self._batch.running, self._batch.group.held_bytes(prefills, document))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
-        """Add a prefilled prompt; all ranks that hold a share of it call this."""
+        """Add a prefilled prompt; all ranks that hold a shard of it call this."""
         self._stop.announce()
         is_home, share = self._batch.group.is_home(prefill), prefill.share
         if prefill.error is None and is_home:
@@ -78,13 +78,13 @@ class Decoder:
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
         if share is not None and came_through and not is_home and prompt.is_final:
             self._sink.write_share(prompt.begun_record(prefill.partition), share, prompt)
-        self._deliver(self._batch.take_finished())  # their records need not wait for the others
+        self._deliver(self._batch.take_finished())  # do not hold back finished answers
 
     def decode(self, leave: int = 0) -> None:
-        """Decode until at most so many answers are in progress, or until time is up."""
+        """Decode until at most `leave` answers are in progress, or until time is up."""
         began, began_s = time.monotonic(), time.perf_counter()
         if self.shares_heads:
-            if self._is_over():  # what waits is not the same on all ranks
+            if self._is_over():  # the number of waiting answers differs between ranks
                 return
             self._deliver(self._batch.begin())
         answers = self._batch.running
@@ -96,17 +96,17 @@ class Decoder:
             self._trace.recorder.note("decode", began_s, prompt=-1, amount=answers)
 
     def take_parts(self) -> list[tuple[str, Record]]:
-        """Return new records of document parts, by the keys of their prompts."""
+        """Return and clear the new records of document parts, each with its prompt's key."""
         parts, self._parts = self._parts, []
         return parts
 
     def _is_over(self) -> bool:
-        """Whether time is up; ranks that decode together agree on it."""
+        """Whether time is up; ranks that decode together get the same result."""
         is_over, ranks = self._stop.is_over_for_group, self._batch.group.ranks
         return is_over if ranks is None else bool(share_json(ranks, is_over))
 
     def _deliver(self, answered: Sequence[Finished[Prompt]]) -> None:
-        """Store an answer, or send it to the leader."""
+        """Store final answers, and keep those to document parts for the leader."""
         for finished in answered:
             prompt, answer = finished.key, finished.answer
             if answer is None:

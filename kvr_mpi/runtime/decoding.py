@@ -1,7 +1,7 @@
 """How a chain decodes: each rank its own prompts, or all ranks together, split by heads or by tokens.
 
-Stands between the rounds of a job and the ranks' `Decoder`. Which way ``[decode] mode = "auto"`` takes is decided
-before the first document, by rank 0 for all.
+Sits between the rounds of a job and the ranks' `Decoder`. With ``[decode] mode = "auto"``, rank 0 chooses for all
+ranks before the first document.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvr_mpi.setup.rates import Say
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.tuning.decode_probe import measure_decoding
 
-# Characters of a token, where nobody has counted: what is attended to weighs on both sides alike.
+# Characters per token where tokens were not counted; both modes read the same keys and values, so an estimate will do.
 CHARS_OF_TOKEN = 4
 
 
 def choose_modes(
     setup: JobSetup, ranks: Transport, rounds: Sequence[Round], chains: Sequence[Transport], say: Say
 ) -> list[DecodeChoice]:
-    """Choose for each round how its chains decode; every rank calls this and gets the same result."""
+    """Choose how the chains of each round decode; every rank calls this and gets the same result."""
     choices = []
     for part, chain in zip(rounds, chains, strict=True):
         choice = _choose(setup, part, chain)
@@ -44,7 +44,7 @@ def choose_modes(
 
 
 def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
-    """Choose for one round, on the first rank of the job."""
+    """Choose for one round; with "auto", only rank 0's result is used."""
     mode, size = setup.spec.decode.mode, part.topology.ranks_per_chain
     if mode == "data-parallel":
         return DecodeChoice(mode, "the job asks for it")
@@ -61,7 +61,7 @@ def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
 
 
 def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> None:
-    """Log the choice for a round, if the job leaves it open or asks for shared heads."""
+    """Log the choice for a round, if the job leaves it open or requests head-parallel decoding."""
     if setup.spec.decode.mode == "auto":
         say(str(choice))
     elif setup.spec.decode.mode == "head-parallel" and choice.mode != "head-parallel":
@@ -76,7 +76,7 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
     ranks, numbers = part.topology.ranks_per_chain, [len(each) for each in part.lists]
     documents = max(1, max(numbers, default=1))
     longest, new_tokens = setup.frame.max_tokens, setup.spec.generation.max_new_tokens
-    # A planned document's work is a time; and without documents there is none.
+    # In planned jobs, work is a time and does not yield a length.
     work = sum(part.works.values()) / len(part.works) if part.works and not setup.spec.planned else 0
     tokens = min(longest, int(work / CHARS_OF_TOKEN) or longest)
     kept = tokens if setup.spec.compress is None else setup.spec.compress.kept_of(tokens)
@@ -92,7 +92,7 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
 
 
 def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choice: DecodeChoice) -> WorkerContext:
-    """Set up a chain to decode together, if keys and values are sharded or heads are shared."""
+    """Let the chain decode together if keys and values are sharded or heads are shared."""
     if setup.spec.is_spread:
         group: Group[Prompt] = TokenGroup(setup.loaded, chain)
     elif choice.mode == "head-parallel":

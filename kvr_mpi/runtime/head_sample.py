@@ -1,6 +1,6 @@
-"""How many tokens each head keeps for a sample of a job's documents: the profile for placement and HeadKV.
+"""Counts the tokens that each head keeps in a sample of a job's documents: the profile for placement and HeadKV.
 
-A rank alone prefills each document's prompt as the job would, and asks the method; nothing is decoded.
+One rank prefills each document's prompt as the job would and applies the compression method; nothing is decoded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kvr_mpi.transport.local import LocalTransport
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSample:
-    """Tokens that heads keep of some documents.
+    """Number of tokens that each head keeps, for a sample of documents.
 
-    documents : their ids.
+    documents : ids.
     counts : (documents, layers, kv_heads).
-    left_out : documents that are kept whole, or cannot be read, and why.
+    left_out : documents that are kept whole or cannot be read, each with the reason.
     """
 
     documents: list[str]
@@ -68,9 +68,9 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
     Raises
     ------
     ConfigError
-        If the job names no method, or one that shares out the same whatever a text says.
+        If the job has no compression method, or one whose budget per head does not depend on the text.
     CorpusError
-        If all of the sample is kept whole.
+        If no document of the sample could be used.
     """
     if spec.compress is None or spec.compress.rule.compete is None:
         found = "no [compress]" if spec.compress is None else f"compress.method = {spec.compress.method!r}"
@@ -104,12 +104,12 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
 
 
 def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compression: Compression) -> Iterator[Counts]:
-    """Count the tokens each head keeps of each prompt (layers, kv_heads); prompts that are kept whole are left out.
+    """Count the tokens that each head keeps of each prompt (layers, kv_heads); skip prompts that are kept whole.
 
     Parameters
     ----------
     loaded : LoadedModel
-        Prepared for chains.
+        A model prepared for chains.
     prompts : sequence of PromptText
     compression : Compression
     """

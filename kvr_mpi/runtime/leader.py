@@ -1,7 +1,7 @@
-"""The leader of a chain, its first rank: reads documents, makes prompts, and decides which one is next.
+"""The leader of a chain, its first rank: reads documents, makes prompts, and chooses the next one.
 
-Only the leader holds the corpus, the queue and the prompts that wait. All that other ranks need is in its messages
-(``messages``), so that no rank can be one document ahead of another.
+Only the leader uses the queue and holds the waiting prompts. Its messages (``plan``) contain everything the other ranks
+need, so all ranks process the same prompts in the same order.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvr_mpi.store.record import Record
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a rank works with on any chain.
+    """Objects that a rank uses on every chain it joins.
 
-    source : where documents come from, if this rank leads a chain.
-    sink : where results go.
+    source : source of documents, if this rank leads a chain.
+    sink : stores results.
     decoder : the answers that this rank decodes.
-    trace : the rank's recording of its own work.
+    trace : records this rank's work.
     """
 
     source: Source
@@ -52,7 +52,7 @@ class Leader:
     ----------
     runner : ChainRunner
     queue : WorkQueue
-        Which documents this chain takes.
+        Documents for this chain.
     context : WorkerContext
     """
 
@@ -68,7 +68,7 @@ class Leader:
 
     @property
     def has_work(self) -> bool:
-        """Whether documents, waiting prompts, or parts that lead to another prompt remain."""
+        """Whether documents, waiting prompts, or unanswered parts of documents remain."""
         return self._has_more or bool(self._parts)
 
     @property
@@ -88,7 +88,7 @@ class Leader:
         Parameters
         ----------
         put_off : int
-            Prompts of this wave that wait to be prefilled in rows.
+            Number of prompts of this wave that wait for a packed row.
         """
         while True:
             wave_s = time.monotonic() - self._pace.wave_began_s
@@ -104,7 +104,7 @@ class Leader:
                 return EndPrefill(self._has_more, self.has_work)
 
     def _take_document(self, put_off: int) -> bool:
-        """Take the next document; False if there is none, no time for it, or if other chains should take it."""
+        """Take the next document; False if there is none, no time is left, or another chain should take it."""
         self._stop.announce()
         self._stop.listen()
         following = self._queue.peek_document()
@@ -139,7 +139,7 @@ class Leader:
     def _receive_part(self, key: str, record: Record) -> None:
         """Process the record of a document part."""
         prompt = self._parts.pop(key, None)
-        if prompt is None:  # of a document that failed before
+        if prompt is None:  # its document has failed already
             return
         document = self._split[prompt.document_id]
         try:
@@ -149,7 +149,7 @@ class Leader:
             self._refuse_document(prompt, str(error))
 
     def _refuse_document(self, prompt: Prompt, reason: str) -> None:
-        """Give up the document that a prompt belongs to."""
+        """Write an error record for a prompt's document, and drop the document's prompts."""
         document_id = prompt.document_id
         self._split.pop(document_id, None)
         self._parts = {key: other for key, other in self._parts.items() if other.document_id != document_id}

@@ -1,6 +1,6 @@
 """Energy counters: RAPL (Linux powercap) for processors and memory, NVML for GPUs.
 
-A rank counts its share of its host's energy: all ranks of a host read the same counters, and take equal parts.
+All ranks of a host read the same counters, and each counts an equal part of the host's energy.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.cost import NOT_READABLE, Cost
 
 POWERCAP = Path("/sys/class/powercap")
-# Zones that count what no other counts, too: cores and graphics are part of a package, ``psys`` holds packages.
+# Zones that do not overlap: cores and graphics are part of a package, and ``psys`` contains the packages.
 ZONES = ("package", "dram")
 
 
 class Counter(Protocol):
-    """A counter of joules."""
+    """An energy counter."""
 
     def joules(self) -> float:
         """Joules since the counter was opened."""
 
 
 class Zone:
-    """A zone of powercap, whose counter wraps around after some minutes of full load."""
+    """A powercap zone; its counter wraps around after some minutes of full load."""
 
     def __init__(self, folder: Path) -> None:
         self.name = (folder / "name").read_text().strip()
@@ -64,16 +64,16 @@ class Gpu:
 
 
 class Meters:
-    """What a rank has used since this object was created.
+    """Time and energy that a rank has used since this object was created.
 
     Parameters
     ----------
     device : torch.device
-        Of this rank: of a GPU it counts the energy, too.
+        This rank's device; the energy of a GPU is counted as well.
     ranks_here, rank_here : int
-        Ranks on this host, which share its processors and GPUs, and which of them this is.
+        Number of ranks on this host, which share its processors and GPUs, and this rank's index among them.
     powercap : Path, optional
-        Folder of the processors' counters.
+        Folder with the RAPL counters.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class Meters:
             try:
                 self._counters.append((Gpu(device), self._gpus))
                 about.append("NVML: GPU")
-            except Exception as error:  # a package that is missing, or a driver without the counter
+            except Exception as error:  # the package is missing, or the driver lacks the counter
                 self._counters, about = [], []
                 why = f"the GPU's counter: {(str(error).splitlines() or [type(error).__name__])[0]}"
         self._about = "; ".join(about) or f"{NOT_READABLE}: {why}"
 
     def cost(self, tally: Tally, threads: int = 1, tells: bool = True) -> Cost:
-        """Return what was used so far; call it once a minute, so that no counter wraps around twice.
+        """Return the cost so far; call this every minute, so that no counter wraps around twice in between.
 
         Parameters
         ----------
         threads : int
-            Of this rank.
+            Threads of this rank.
         tells : bool
-            Whether this rank's documents are counted by no other rank of its tensor-parallel group.
+            Whether this rank counts the documents of its tensor-parallel group.
         """
         seconds = time.monotonic() - self._began_s
         return Cost(
@@ -118,16 +118,16 @@ class Meters:
     def _joules(self) -> float | None:
         try:
             found = [part * counter.joules() for counter, part in self._counters]
-        except Exception as error:  # a counter that can no longer be read: no figure is better than a wrong one
+        except Exception as error:  # without this counter the sum would be too small
             self._counters, self._about = [], f"{NOT_READABLE}: a counter failed: {error}"
             return None
         return sum(found) if found else None
 
 
 def _zones(powercap: Path) -> tuple[list[Zone], str]:
-    """Open the zones of packages and memory; if there are none, return the reason."""
+    """Open the package and DRAM zones; without any, return the reason as well."""
     found, why = [], f"{powercap} has no RAPL zones"
-    for folder in sorted(powercap.glob("intel-rapl:*")):  # AMD's have that name, too
+    for folder in sorted(powercap.glob("intel-rapl:*")):  # also the name on AMD processors
         try:
             if (folder / "name").read_text().strip().startswith(ZONES):
                 found.append(Zone(folder))

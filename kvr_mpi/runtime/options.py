@@ -1,4 +1,4 @@
-"""How a job is run, for the command line and for Python; imports nothing slow."""
+"""Options of a run, for the command line and the Python API; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class RunOptions:
     """How to run a job, as described in the help of ``kvr run``.
 
-    resume, extend : go on from results in the folder, of the same documents, or of others, too.
-    time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the SLURM job, if it is one.
-    level : quiet: of the log, only warnings, errors and the last line; verbose: also what a developer needs.
+    resume, extend : continue from the results in the folder; `extend` also accepts documents that are new.
+    time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the SLURM job, if there is one.
+    level : quiet: log only warnings, errors and the last line; verbose: also log details for developers.
     bar : show progress as a bar on the terminal.
     """
 
@@ -40,8 +40,8 @@ class RunOptions:
 class Environment:
     """Properties of the machine and the batch system.
 
-    owner : this process, as others see who holds an output folder.
-    deadline_s : Unix time at which the job is ended; None: never.
+    owner : identifies this process in the lock of an output folder.
+    deadline_s : Unix time at which the batch system ends the job; None: never.
     """
 
     machine: Machine

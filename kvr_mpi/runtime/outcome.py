@@ -1,4 +1,4 @@
-"""The time a job took and its forecast, kept for the next plan (`schedule.history`)."""
+"""Saves how long a job took, and its forecast, for later plans (`schedule.history`)."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from kvr_mpi.tuning.measure import measure_costs
 def keep_outcome(
     setup: JobSetup, ranks: Transport, done: Tally, seconds: float, start_s: float, cache_dir: Path, say: Say
 ) -> Expected | None:
-    """Keep how long a complete job took; every rank calls this.
+    """Save how long a complete job took; every rank calls this.
 
-    The first job of a model on a machine measures its ranks for that, for some seconds. Nothing that goes wrong here is
-    the job's failure: its answers are stored.
+    The first job of a model on a machine also measures its ranks, which takes some seconds. Errors here do not fail
+    the job, whose answers are stored already.
 
     Parameters
     ----------
     done : Tally
-        Of all ranks.
+        Sum over all ranks.
     seconds, start_s : float
-        From the first document to the last, and before; rank 0's count.
+        Time from the first document to the last, and time before that, as measured by rank 0.
 
     Returns
     -------
     Expected or None
-        What was to be expected by earlier jobs, on rank 0; None if there is none, or this one says too little.
+        On rank 0, the duration that earlier jobs predict; None without earlier jobs, or if this job is not comparable.
     """
     spec, loaded = setup.spec, setup.loaded
     if not share_json(ranks, seconds >= LEAST_S and ranks.size <= MOST_RANKS and is_forecast(spec)):
@@ -62,7 +62,7 @@ def keep_outcome(
     history = read_history(file, loaded.fingerprint, dtype) if ranks.rank == 0 else None
     costs = setup.costs
     if costs is None and not share_json(ranks, history is not None):
-        ranks.barrier()  # all at once, as they work
+        ranks.barrier()  # measure all ranks at once, since they also work at the same time
         costs = _measured(loaded, say)
     if ranks.rank:
         return None
@@ -78,7 +78,7 @@ def keep_outcome(
 
 
 def _measured(loaded: LoadedModel, say: Say) -> Costs | None:
-    """Measure this rank alone; without result if there is no memory for it, or if anything fails."""
+    """Measure this rank alone; return None if memory is short or anything else fails."""
     try:
         return measure_costs(loaded, LocalTransport())
     except Exception as error:
@@ -95,7 +95,7 @@ def _kept(
     texts = [(str(number), tokens) for number, tokens in enumerate(done.texts)]
 
     def parts(tokens: float) -> tuple[float, float] | None:
-        """Predict the job for answers of so many tokens."""
+        """Predict prefill and decode times for answers of so many tokens."""
         return two_parts(spec, texts, history.ranks, replace(forecast, new_tokens=max(1, round(tokens))))
 
     before = parts(expected_tokens(history.jobs, limit)) if history.jobs else None

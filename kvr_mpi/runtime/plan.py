@@ -1,6 +1,6 @@
-"""A prompt and how a chain runs it: decided by the chain's leader, and sent to the other ranks.
+"""A prompt and the plan for it: the chain's leader makes the plan and sends both to the other ranks.
 
-What is sent is complete. Ranks that receive it hold no corpus, read no document and derive no plan.
+Messages are complete: the ranks that receive them read no documents and make no plans.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LENGTH_BYTES = 8
 
 @dataclass(slots=True)
 class Way(ABC):
-    """A way in which a chain runs prompts, and what it needs for that.
+    """A way in which a chain runs prompts, and the objects it needs.
 
     name : unique among a chain's ways.
-    in_rows : prompts wait for others that go on from the same, and run in one forward with them.
-    takes_all : every rank of the chain runs it; otherwise the rank that decodes it, by itself.
-    free_bytes : what each rank may take for prompts.
-    forwarder : serves all prompts; None on a single rank.
-    at : the beginning that is here, and that prompts go on from; None: each prompt begins anew.
+    in_rows : prompts that continue the same prefix are collected, and run in one forward pass.
+    takes_all : every rank of the chain runs the prompt; otherwise only its decode rank.
+    free_bytes : memory that each rank can use for prompts.
+    forwarder : sends segments for all prompts; None on a single rank.
+    at : key of the prefix in memory that prompts continue; None: no prefix.
     """
 
     name: ClassVar[str]
@@ -53,11 +53,11 @@ class Way(ABC):
     at: Hashable = field(default=None, init=False)
 
     def beginning(self, plan: Plan) -> Hashable:
-        """Key of the prefix that is computed or opened before the prompt, and that others may share; None without."""
+        """Return the key of the prefix that `begin` prepares and that several prompts may share; None without one."""
         return None
 
     def begin(self, plan: Plan) -> Prefill | None:
-        """Compute or open the prefix of a prompt and those after it; all ranks of the chain call this.
+        """Compute or open the prefix of a prompt and of those that follow; all ranks of the chain call this.
 
         Returns
         -------
@@ -67,7 +67,7 @@ class Way(ABC):
         return None
 
     def leave(self) -> None:
-        """Release the prefix; answers in progress keep what they need of it."""
+        """Release the prefix; answers in progress keep the rows they need."""
         self.at = None
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Way(ABC):
         Raises
         ------
         DocumentError
-            Saying what it takes.
+            Names the memory needed.
         """
 
     @abstractmethod
@@ -94,12 +94,12 @@ class Way(ABC):
 
     @abstractmethod
     def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
-        """Prefill prompts that continue the same prefix; only one, unless the way is `in_rows`.
+        """Prefill prompts that continue the same prefix: several if the way is `in_rows`, else one.
 
         Parameters
         ----------
         write : callable, optional
-            Takes each layer's keys and values of this rank's slice, if ranks store their own.
+            Stores the keys and values of this rank's slice, layer by layer, if ranks store their own.
         """
 
     @property
@@ -127,25 +127,25 @@ class Way(ABC):
 
 
 def planned_drop(setup: JobSetup, prompt: PromptText, prefix: SharedPrefix | None = None) -> PlannedDrop | None:
-    """Predict what compression drops of a prompt; None if nothing, or if a stored prompt is compressed already."""
+    """Predict what compression drops from a prompt; None if nothing, or if the stored prompt is compressed already."""
     if setup.compression is None or (prefix is not None and prefix.heads is not None):
         return None
     drop, arena = setup.compression.planned_drop(setup.loaded, prompt.tokens, prompt.text), setup.arena
     if drop is None or arena is None:
         return drop
-    return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # each head's last page has room
+    return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # last pages are partly empty
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """A prompt and how a chain runs it; the same on every rank.
 
-    way : how it runs, as one of this chain's ways.
-    prefix : what it begins with, if that has been computed already.
-    decode_rank : the rank of the chain that has the last slice, and ends with logits and cache.
-    strategy, partition : of its slices; no partition if one rank prefills it, packed with others.
-    chunk_tokens : slices are computed in chunks of so many; None: at once.
-    before : of its first tokens, if they are prefilled by themselves, for other prompts too.
+    way : one of this chain's ways.
+    prefix : prefix of the prompt that has been computed already.
+    decode_rank : the rank of the chain that has the last slice, and so gets the logits and the cache.
+    strategy, partition : how the prompt is cut; no partition if one rank prefills it.
+    chunk_tokens : tokens per chunk of a slice; None: whole slices.
+    before : plan of its first tokens, if they are prefilled separately to be shared with other prompts.
     """
 
     way: Way
@@ -173,12 +173,12 @@ class Plan:
 
     @property
     def known_tokens(self) -> int:
-        """First tokens whose keys and values exist already."""
+        """Number of first tokens whose keys and values exist already."""
         return self.prefix.tokens if self.prefix else 0
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that it adds to a packed row."""
+        """Number of tokens that the prompt adds to a packed row."""
         return self.prompt.tokens - (self.known_tokens if self.before is None else self.before.prompt.tokens)
 
     @property
@@ -188,7 +188,7 @@ class Plan:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether it is a prefix that other prompts continue."""
+        """Whether this is the plan of a prefix that other prompts continue."""
         return self.prompt.shared_tokens == self.prompt.tokens
 
     def bounds_on(self, rank: int) -> tuple[int, int]:
@@ -198,7 +198,7 @@ class Plan:
         return self.partition.start(place), self.partition.stop(place)
 
     def goes_with(self, other: Plan) -> bool:
-        """Whether two prompts that wait for a row can share it, since they continue the same prefix."""
+        """Whether two prompts can share a packed row, since they continue the same prefix."""
         return self.prefix is other.prefix if self.prefix is None else self.prefix.is_same(other.prefix)
 
 
@@ -207,7 +207,7 @@ class EndPrefill:
     """Message that ends a wave's prefill; decoding follows.
 
     has_more : prompts or documents wait for the next wave.
-    goes_on : there is a next wave, if only because parts of documents are still to be answered.
+    goes_on : there is a next wave, because of `has_more` or because answers to document parts are in progress.
     """
 
     has_more: bool
@@ -215,7 +215,7 @@ class EndPrefill:
 
 
 Message = Plan | EndPrefill
-# Makes a prompt's plan of what `Plan.to_wire` gave, with what this rank has.
+# Reconstructs a prompt's plan from the result of `Plan.to_wire`, with this rank's objects.
 ReadPlan = Callable[[Prompt, dict[str, Any]], Plan]
 
 
@@ -225,7 +225,7 @@ def share_message(members: Transport, message: Message | None, read_plan: ReadPl
     Raises
     ------
     AgreementError
-        If a plan and its prompt do not belong together.
+        If a plan does not match its prompt.
     """
     data = b""
     if isinstance(message, Plan):

@@ -1,4 +1,4 @@
-"""Results of a rank: written to its log and volumes, and added to the counts that all ranks share."""
+"""Writes a rank's results to its log and volumes, and adds them to the counters that all ranks share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvr_mpi.store.writer import LayersWriter, ResultWriter
 from kvr_mpi.topology import KVHeads
 from kvr_mpi.transport.counters import Counters
 
-# Each layer's keys and values; None for a layer that has none.
+# Keys and values of each layer; None for a layer without any.
 Layers = list[KeysValues | None]
 
 
@@ -32,14 +32,14 @@ class ResultSink:
     ----------
     writer : ResultWriter
     counters : Counters
-        Those of `Slot`.
+        The counters of `Slot`.
     progress : Progress
     keeps_kv : bool
         Whether this rank stores keys and values.
     tells : bool
-        Whether this rank stores and reports documents: one rank of a tensor-parallel group does.
+        Whether this rank stores and reports documents; one rank of each tensor-parallel group does.
     heads : KVHeads or None
-        Which KV heads this rank has, if others of its group have others; None: all.
+        The KV heads of this rank in its tensor-parallel group; None: all.
     """
 
     def __init__(
@@ -56,30 +56,30 @@ class ResultSink:
         self._tells, self._heads = tells, heads
 
     def report_prefill(self, document_id: str, prefill: Prefill, work: int) -> None:
-        """Report a prefilled prompt, and its share of the document's work."""
+        """Report a prefilled prompt, and add its work to the shared counter."""
         if not self._tells:
             return
         prefilled = self._counters.add(Slot.PREFILLED, work) + work
         self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds, prefilled)
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
-        """Store an answer, with keys and values if the job asks for them, and report it."""
+        """Store an answer, with keys and values if the job stores them, and report it."""
         layers, tokens = self._stored_of(prefill, record, prompt) if self._keeps_kv else ([], None)
         if self._tells:
             self._writer.write(record, layers, tokens)
             self._tell(record, work)
-        elif tokens is not None:  # other heads of what the group's first rank stores with the answer
+        elif tokens is not None:  # the group's first rank stores the answer
             self._writer.write_piece(record, layers, tokens)
 
     def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
-        """Store this rank's keys and values of a prompt, in the background, whose answer another rank will store."""
+        """Store this rank's shard of a prompt in the background; another rank stores the answer."""
         if self._keeps_kv:
             self._writer.write_piece(record, *_stored_share(share, record, prompt, self._heads))
 
     @contextmanager
     def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: PromptText) -> Iterator[LayersWriter]:
         """Store this rank's keys and values layer by layer during prefill."""
-        if not self._keeps_kv:  # another rank of the group has the same
+        if not self._keeps_kv:  # another rank of the group stores the same heads
             yield LayersWriter(_forget)
             return
         (start, stop), text = bounds, prompt.text
@@ -96,11 +96,11 @@ class ResultSink:
         self._tell(record, work)
 
     def _stored_of(self, prefill: Prefill, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens | None]:
-        """Return what this rank stores of a prompt with its answer, and the token ids."""
+        """Return the keys and values that this rank stores with an answer, and their tokens."""
         if prefill.share is not None:
             return _stored_share(prefill.share, record, prompt, self._heads)
         layers, tokens = _stored_cache(prefill, record, prompt, self._heads)
-        # Of some heads, and not all tokens, nobody could put anything together.
+        # Some heads of some tokens could not be merged into a whole cache.
         return [] if tokens is None and self._heads is not None else layers, tokens
 
     def _tell(self, record: Record, work: int) -> None:
@@ -118,11 +118,11 @@ def _forget(layer: KeysValues | None) -> None:
 def _stored_cache(
     prefill: Prefill, record: Record, prompt: PromptText, held: KVHeads | None
 ) -> tuple[Layers, CachedTokens | None]:
-    """Return what is stored of a cache: keys and values, and their tokens or those that compression kept."""
+    """Return the keys and values of a cache, and their tokens, or those that compression kept."""
     cache, numbers = prefill.cache, range(len(prefill.cache.layers))
     first = prefill.stored_tokens
     layers = [layer_kv(cache, layer, first) for layer in numbers]
-    ids = (*prompt.ids, *record.token_ids)  # of the answer's last token there are none
+    ids = (*prompt.ids, *record.token_ids)  # the answer's last token has no keys and values
     if prefill.retained is not None:
         kept = {layer: heads for layer in numbers if (heads := layer_positions(cache, layer)) is not None}
         rows = {
@@ -138,7 +138,7 @@ def _stored_cache(
 def _stored_share(
     share: Share, record: Record, prompt: PromptText, held: KVHeads | None
 ) -> tuple[Layers, CachedTokens]:
-    """Return what is stored of a rank's share: keys and values, and their tokens."""
+    """Return the keys and values of a rank's shard, and their tokens."""
     stop = share.held_until
     text = min(prompt.text[0], stop), min(prompt.text[1], stop)
     ids = (*prompt.ids, *record.token_ids)[:stop]

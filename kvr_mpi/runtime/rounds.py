@@ -1,7 +1,7 @@
 """Distribution of documents over the chains of a job, decided by rank 0.
 
-A job is gone through in rounds: one, if all chains have one length; else one for each length, the longest first, so
-that a rank joins ever shorter chains and never waits for a rank that waits for another.
+A job has one round for each chain length, the longest first. So a rank joins ever shorter chains, and ranks cannot wait
+for each other in a cycle.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvr_mpi.transport import on_root, share_json
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Chains of the same length, and the documents they start with.
+    """Chains of the same length, with the documents that they start with.
 
-    topology : its chains, side by side.
-    lists : documents' numbers, for each chain.
-    works : how much work each document is: characters, or predicted milliseconds.
+    topology : the chains.
+    lists : document numbers for each chain.
+    works : work of each document: characters or predicted milliseconds.
     """
 
     topology: Topology
@@ -51,8 +51,8 @@ class Round:
 class Shares:
     """The documents that the chains start with.
 
-    does_not_fit : documents that fit on no chain, and why.
-    predicted_s : how long the whole takes, if that was planned.
+    does_not_fit : documents that fit on no chain, with the reason.
+    predicted_s : predicted time of the job, if it was planned.
     """
 
     rounds: list[Round]
@@ -71,7 +71,7 @@ class Shares:
 
 
 def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: JobRanks, log: Log) -> Shares:
-    """Distribute documents over chains: as planned, or evenly by work over chains of the same length.
+    """Distribute documents over chains: by the plan, or evenly by work over chains of the same length.
 
     Every rank calls this; rank 0 decides, and all ranks receive the same shares.
     """
@@ -96,16 +96,16 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
 
 
 def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
-    """Distribute documents over chains of the same length; the longest come first, so that all chains end together."""
+    """Distribute documents over chains of the same length, longest first, so that all chains end together."""
     works = {number: max(1, corpus.entries[number].chars) for number in todo}
-    # What is in one place is dealt to one chain: questions about a document that is loaded once.
+    # All questions about a document go to the same chain, which loads it once.
     together: dict[tuple[int, int], list[int]] = {}
     for number in todo:
         together.setdefault((corpus.entries[number].file, corpus.entries[number].place), []).append(number)
     groups = {members[0]: members for members in together.values()}
     sizes = {first: sum(works[number] for number in members) for first, members in groups.items()}
     lists = deal(list(sizes.items()), topology.chains)
-    # Longest first only to within a factor of two: one after the other in a file, documents are read faster.
+    # Sort by length only to a factor of two, then in file order, since sequential reads are faster.
     ordered = [sorted(one, key=lambda first: (-sizes[first].bit_length(), first)) for one in lists]
     return Round(topology, [[number for first in one for number in groups[first]] for one in ordered], works)
 
@@ -113,7 +113,7 @@ def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
 def _planned(
     prepared: JobSetup, corpus: Corpus, todo: Sequence[int], tokens: Mapping[str, int], ranks: int, log: Log
 ) -> Shares:
-    """Plan chains of different lengths for documents of so many tokens, by id."""
+    """Plan chains of different lengths; `tokens` has the length of each document by id."""
     numbers = {corpus.entries[number].id: number for number in todo}
     texts = [(name, tokens[name]) for name in numbers]
     plan = plan_documents(prepared.spec, texts, ranks, prepared.forecast())

@@ -1,4 +1,4 @@
-"""Chooses strategy, slices and chunks for each prompt on a chain: the fastest that fit into memory."""
+"""Chooses the fastest strategy, slices and chunks that fit into memory, for each prompt on a chain."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import Rotation
 
-# A slice below this is not worth a rank of its own.
+# Shorter slices are not worth a rank.
 LEAST_SLICE_TOKENS = 64
-# Longer prompts are forecast as one of this length; others as one whose length has the same first bits.
+# Forecasts limit a prompt's length to LONGEST_TOKENS, and round it down to NEAR_BITS significant bits.
 LONGEST_TOKENS, NEAR_BITS = 1 << 20, 6
 
 
 class SlicePlanner:
     """Chooses strategy, slices and chunks for the prompts of one chain.
 
-    Only the leader of a chain asks it; the other ranks receive what it has planned.
+    Only the leader of a chain uses it; the other ranks receive plans.
 
     Parameters
     ----------
@@ -30,16 +30,16 @@ class SlicePlanner:
     size : int
         Ranks of the chain.
     ranks : slice
-        The chain's, among those of the job.
+        The ranks of this chain within the job.
     say : callable
-        For a line of text.
+        Logs a line.
     """
 
     def __init__(self, setup: JobSetup, size: int, ranks: slice, say: Say) -> None:
         self._setup, self._spec, self._size, self._ranks = setup, setup.spec, size, ranks
         self._free_bytes = setup.free_bytes[ranks]
         self._partitioner = Partitioner(size, setup.rates[ranks], setup.table, say)
-        # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
+        # On one rank, all strategies but plain transformers do the same.
         alone = setup.strategies[0] if setup.strategies[0].is_plain else KVR
         self._strategies = setup.strategies if size > 1 else (alone,)
         self._forecasts: dict[tuple[int, int], list[float]] = {}
@@ -55,7 +55,7 @@ class SlicePlanner:
         return tokens < LEAST_SLICE_TOKENS * self._size
 
     def choose_strategy(self, tokens: int, known: int, new_tokens: int, drop: PlannedDrop | None = None) -> Strategy:
-        """Choose the fastest strategy that fits on an empty chain, or else one that may fit in chunks."""
+        """Choose the fastest strategy that fits on an empty chain; if none fits, one that supports chunks."""
         if len(self._strategies) == 1:
             return self._strategies[0]
         key = tokens, known, new_tokens, drop
@@ -92,7 +92,7 @@ class SlicePlanner:
         return min(max(tokens, shortest), longest)
 
     def _forecast(self, tokens: int, known: int) -> list[float]:
-        """Seconds of each strategy for a prompt of about so many tokens, some of them known."""
+        """Predict each strategy's seconds for a prompt of about `tokens` tokens, of which the first `known` exist."""
         step = 1 << max(0, tokens.bit_length() - NEAR_BITS)
         near = self._clamp(max(self._size, (tokens - known) // step * step))
         if (near, known) not in self._forecasts:
@@ -103,7 +103,7 @@ class SlicePlanner:
         return self._forecasts[near, known]
 
     def cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
-        """Cut a prompt so that this rank of the chain has the last slice; `known` tokens are not computed again."""
+        """Cut a prompt so that `decode_rank` has the last slice; the first `known` tokens are not computed again."""
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, self._size, known)
         return self._partitioner.cut(tokens - known, decode_rank, known).after(known)

@@ -1,7 +1,7 @@
-"""Stopping in time: no new documents after a signal, or if they would not end before the batch system's deadline.
+"""Stops a job in time: no new documents after a signal, or if they would miss the batch system's deadline.
 
-Stands between the batch system and the loop over the documents. A rank that is told to stop tells the others through a
-counter they all look at before they take a document, so one signalled rank is enough.
+Sits between the batch system and the loop over the documents. A rank that receives a signal increments a counter, which
+all leaders read before they take a document, so one signalled rank is enough.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from kvr_mpi.runtime.work_queue import Slot
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.counters import Counters
 
-# What a batch system sends before the end, and what it sends at it (SLURM: --signal=USR2@..., then TERM).
+# Signals of a batch system before and at the time limit (SLURM: --signal=USR2@..., then TERM).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
-# Predictions are off by this much, and what is done has to be written.
+# Safety factor for predictions, and time to write results.
 MARGIN = 1.25
 WRITE_S = 15.0
-# So long before the deadline what has not ended is given up: it would be lost in any case.
+# Answers in progress are abandoned this long before the deadline, since they would be lost anyway.
 LAST_S = 8.0
 
 
 class Stop:
-    """Whether to continue; after `join`, signals on other ranks count, too.
+    """Whether to continue; after `join`, signals on other ranks count as well.
 
     Parameters
     ----------
     deadline_s : float or None
-        Unix time at which the job is ended.
+        Unix time at which the batch system ends the job.
     clock : callable
-        Unix time.
+        Returns the Unix time.
     """
 
     def __init__(self, deadline_s: float | None = None, *, clock: Callable[[], float] = time.time) -> None:
         self.deadline_s, self._clock = deadline_s, clock
-        self.reason = ""  # why no more documents are begun; empty while they are
-        self.heard = False  # whether a signal asked for it
+        self.reason = ""  # why no more documents are started; empty while they are
+        self.heard = False  # whether this rank has received a signal
         self._counters: Counters | None = None
         self._check: Callable[[], None] | None = None
         self._peers: Transport | None = None
@@ -53,11 +53,11 @@ class Stop:
         Parameters
         ----------
         counters : Counters
-            Those of `Slot`.
+            The counters of `Slot`.
         check : callable, optional
-            Raises if this job must not go on.
+            Raises an error if this job must not continue.
         peers : Transport, optional
-            The ranks of this rank's group, which decode together: all see at once that the time is over.
+            The ranks of this rank's tensor-parallel group, which must agree that time is up.
         """
         self._counters, self._check, self._peers = counters, check, peers
 
@@ -67,7 +67,7 @@ class Stop:
 
     @property
     def is_over(self) -> bool:
-        """Whether time is up even for what has begun; if so, this also requests to stop."""
+        """Whether time is up even for answers in progress; if so, also request to stop."""
         left_s = LAST_S if self.deadline_s is None else self.deadline_s - self._clock()
         if left_s < LAST_S:
             self.ask(f"the time limit is near: {max(0.0, left_s):.0f} s left")
@@ -75,11 +75,11 @@ class Stop:
 
     @property
     def is_over_for_group(self) -> bool:
-        """Whether time is up for any rank of the group; all of them call this."""
+        """Whether time is up for the group, by its first rank's clock; all ranks of the group call this."""
         return self.is_over if self._peers is None else bool(share_json(self._peers, self.is_over))
 
     def has_time_for(self, seconds: float) -> bool:
-        """Whether there is time for something that takes so long; if not, this also requests to stop."""
+        """Whether there is time for a document that takes so long; if not, also request to stop."""
         if self.reason or self.deadline_s is None:
             return not self.reason
         left_s = self.deadline_s - self._clock()
@@ -88,7 +88,7 @@ class Stop:
         return not self.reason
 
     def announce(self) -> None:
-        """Tell the other ranks about a request on this rank."""
+        """Announce a signal on this rank to the other ranks."""
         if self._check is not None:
             self._check()
         if self.heard and not self._has_told and self._counters is not None:
@@ -96,7 +96,7 @@ class Stop:
             self._counters.add(Slot.STOP)
 
     def listen(self) -> None:
-        """Check for requests on other ranks."""
+        """Request to stop if another rank has announced a signal."""
         if not self.reason and self._counters is not None and self._counters.read()[Slot.STOP]:
             self.ask("another rank was stopped")
 
@@ -108,9 +108,9 @@ def listening(stop: Stop, tell: Callable[[str], None], end: Callable[[str], None
     Parameters
     ----------
     tell : callable
-        Given a line about the first; called in a thread, since what the signal interrupts may be writing a line itself.
+        Logs a line at the first signal; called in a thread, since the signal may interrupt a log call.
     end : callable
-        Ends all ranks at once; given a line that says why.
+        Ends all ranks at once; receives a line with the reason.
     """
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -123,7 +123,7 @@ def listening(stop: Stop, tell: Callable[[str], None], end: Callable[[str], None
         stop.heard = True
         stop.ask(f"stopped by {name}")
 
-    if threading.current_thread() is not threading.main_thread():  # ranks as threads hear nothing
+    if threading.current_thread() is not threading.main_thread():  # ranks as threads get no signals
         yield
         return
     before = {}

@@ -1,8 +1,8 @@
 """New questions about stored documents: only the question is prefilled.
 
-A run's folder is the corpus. The questions follow each document's text in its stored prompt, and what comes before is
-loaded layer by layer while the model computes (``kv.loading``), each block held against its checksum. If
-keys depend on how the prompt goes on, the prompt is prefilled again.
+The corpus is the folder of an earlier run. A question follows the document's text in the stored prompt; the keys and
+values before it are loaded layer by layer while the model computes (``kv.loading``), and every block's checksum is
+verified. If keys depend on the prompt's length, the prompt is prefilled again.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
 from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.stored.prompt import StoredPrefix, open_prompt
 
-# How much work a loaded token is, of a prefilled one; for the progress and for sharing out.
+# Work of a loaded token relative to a prefilled one, for the progress and the distribution over chains.
 LOADED_WORK = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A stored document, or the reason why it cannot be asked.
+    """A stored document, or the reason why questions about it cannot be answered.
 
-    bytes : of keys and values, all of them.
-    compression : by which method and settings its heads have dropped tokens; empty: they hold all.
-    is_askable : False if the run never stored what questions need; `error` says what that is.
+    bytes : size of all keys and values.
+    compression : method and settings of its compression; empty: all tokens are stored.
+    is_askable : False if the run did not store what questions need; `error` names what is missing.
     """
 
     id: str
@@ -56,8 +56,8 @@ class StoredCorpus:
 
     corpus : an entry for each document and question; `place` is the document's number.
     documents : by number.
-    left_out : documents of the run that have no answer, and so no keys and values.
-    missing : shares and documents that should be there and are not, in words.
+    left_out : number of documents without an answer, and so without keys and values.
+    missing : descriptions of shares and documents that are missing.
     """
 
     corpus: Corpus
@@ -84,16 +84,16 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
     Parameters
     ----------
     spec : JobSpec
-        Of `complete_questions`.
+        From `complete_questions`.
 
     Raises
     ------
     ConfigError
-        If what is stored is not exact, and what goes on from it is to be stored again.
+        If stored documents are compressed and the job stores keys and values.
     CorpusError
-        If a document that is named is not there, or none has keys and values.
+        If a named document does not exist, or no document has keys and values.
     DataError
-        If nothing of the run can be read.
+        If the run cannot be read.
     """
     questions = spec.questions
     assert questions is not None and isinstance(questions.ask, dict)
@@ -127,16 +127,14 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
 
 
 def check_askable(spec: JobSpec, found: StoredCorpus) -> None:
-    """Refuse incomplete runs, and runs in which too many documents cannot be asked.
-
-    `output.max_failed` says how many of the latter are no reason to stop.
+    """Refuse incomplete runs, and runs with more unusable documents than `output.max_failed` allows.
 
     Raises
     ------
     DataError
-        Naming what is missing, and what to do.
+        Names what is missing, and what to do.
     CorpusError
-        Naming a document that cannot be asked, and what to do.
+        Names an unusable document, and what to do.
     """
     if found.missing and spec.questions is not None and spec.questions.documents is None:
         raise DataError(
@@ -162,7 +160,7 @@ class StoredSource:
     ----------
     setup : JobSetup
     corpus : Corpus
-        Of `scan_stored`.
+        From `scan_stored`.
     """
 
     def __init__(self, setup: JobSetup, corpus: Corpus) -> None:
@@ -171,18 +169,18 @@ class StoredSource:
         assert questions is not None and isinstance(questions.ask, dict)
         self._ask: Mapping[str, str] = questions.ask
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
-        self._open: tuple[Record, CachedTokens, StoredPrefix | None] | None = None  # the last one
+        self._open: tuple[Record, CachedTokens, StoredPrefix | None] | None = None  # the latest
         self._index: Index | None = None
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 
     def read(self, number: int) -> Document:
-        """Return the question and the document that a number stands for."""
+        """Return the question and its document by number in the corpus."""
         entry = self.corpus.entries[number]
         document_id, name = parse_answer_id(entry.id)
         return Document(entry.id, error=entry.error, asked=Asked(document_id, self._ask[name], ""))
 
     def request(self, document: Document, work: int) -> Split:
-        """Append a question to a document's text; keys and values are loaded when they are needed."""
+        """Append a question to a document's text; keys and values are loaded later."""
         if document.error is not None:
             raise DocumentError(document.error)
         assert document.asked is not None
@@ -193,7 +191,7 @@ class StoredSource:
         return Split(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
 
     def _find(self, answer: str) -> tuple[Record, CachedTokens, StoredPrefix | None]:
-        """Look the document of an answer up, unless it was the last one."""
+        """Return the document of an answer, and open it unless it was the last one."""
         entry = self.corpus.entries[self._numbers[answer]]
         document_id, name = parse_answer_id(answer)
         self._index = self._index or _index(self._setup.spec)[0]

@@ -11,18 +11,18 @@ from kvr_mpi.errors import counted
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over a job, on one rank."""
+    """Sums over a job, of one rank."""
 
     phase_s: float = 0.0  # in prefill phases
-    busy_s: float = 0.0  # of them, computing
+    busy_s: float = 0.0  # computing, during prefill phases
     decode_s: float = 0.0
-    rank_s: float = 0.0  # of all ranks, for what was answered here (`Record.rank_s`)
-    prompt_tokens: int = 0  # computed, of prompts that were decoded here
+    rank_s: float = 0.0  # rank-seconds of all ranks for this rank's answers (`Record.rank_s`)
+    prompt_tokens: int = 0  # computed tokens of prompts that were decoded here
     new_tokens: int = 0
-    answers: int = 0  # documents that were answered
-    texts: list[int] = field(default_factory=list)  # tokens of their texts
-    prompts: int = 0  # that were answered: of a document in parts there are several
-    partly_seen: int = 0  # answers that have not seen all of their document
+    answers: int = 0  # answered documents
+    texts: list[int] = field(default_factory=list)  # tokens in the text of each answered document
+    prompts: int = 0  # answered prompts: several for a document in parts
+    partly_seen: int = 0  # answers whose coverage is below 1
 
 
 def sum_up(tallies: Iterable[Tally]) -> Tally:

@@ -1,4 +1,4 @@
-"""What a rank reports while a job runs: its state, and its trace with a clock aligned to rank 0's."""
+"""Reports a rank's state while a job runs, and its trace, whose clock is aligned to rank 0's."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from kvr_mpi.transport.links import Skew, measure_skews
 
 
 class Trace:
-    """This rank's state and trace; without writers nothing is recorded.
+    """This rank's state and trace; nothing is recorded without writers.
 
     Parameters
     ----------
     states : StateWriter, optional
-        Told what the rank is at.
+        Publishes the rank's state.
     layers : int
-        Of the model.
+        Layers of the model.
     rates : Rates or None
-        Of this rank, if they were measured.
+        Measured rates of this rank.
 
     Attributes
     ----------
     tally : Tally
-        Sums of what this rank did.
+        Sums of this rank's work.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trace:
             self._states.tell(doing, what)
 
     def begin_prompt(self, plan: Plan, chain: Transport, first_rank: int) -> None:
-        """Set the state to a prompt on a chain, or to a prefix that several prompts share."""
+        """Begin a prompt on a chain, or a prefix that several prompts share, in the state and the trace."""
         self.tell("prefilling", plan.prompt.document_id)
         if self._writer is None:
             return
@@ -83,7 +83,7 @@ class Trace:
         )
 
     def begin_row(self, row: Sequence[Plan], rank: int) -> None:
-        """Set the state to a packed row of short prompts."""
+        """Begin a packed row of short prompts in the state and the trace."""
         name = row[0].prompt.document_id + (f" and {len(row) - 1} more" if len(row) > 1 else "")
         self.tell("prefilling", name)
         if self._writer is None:
@@ -96,7 +96,7 @@ class Trace:
         if self._writer is None or prefill is None:
             return
         prompt, began_s = self.recorder.prompt, prefill.began_s
-        # It may have been charged with what was computed before for several prompts, which has a span of its own.
+        # Its time may include a shared prefix, which has its own span.
         ended_s = min(began_s + prefill.seconds, time.perf_counter())
         self.recorder.add(Span("prefill", began_s, ended_s, prompt, amount=prefill.sent_bytes))
         edges = [began_s, *prefill.layer_begins_s[1:], ended_s]
@@ -104,7 +104,7 @@ class Trace:
             self.recorder.add(Span("layer", edges[layer], edges[layer + 1], prompt, layer))
 
     def end_row(self, prefills: Sequence[Prefill]) -> None:
-        """Record the times of packed prompts; each of them gets the time of its whole row."""
+        """Record the times of packed prompts, once for each forward pass."""
         for _, same_pass in itertools.groupby(prefills, lambda prefill: prefill.began_s):
             self.end_prompt(next(same_pass))
 
@@ -122,7 +122,7 @@ class Trace:
 def open_states(
     folder: Path, session: int, world: Transport, deadline_s: float | None, log: Log, tensor_parallel: int = 1
 ) -> Iterator[StateWriter]:
-    """Start to publish this rank's state; every rank calls this, and none waits for another."""
+    """Publish this rank's state; every rank calls this, and none waits for another."""
     if world.rank == 0:
         remove_states(folder, but_of=session)
     writer = StateWriter(folder, world.rank, world.size, session, deadline_s, log.line, tensor_parallel)
@@ -136,16 +136,16 @@ def open_states(
 def open_trace(
     setup: JobSetup, folder: Path, session: int, ranks: JobRanks, log: Log, states: StateWriter | None = None
 ) -> Iterator[Trace]:
-    """Start the trace of this rank if the job asks for one; every rank calls this.
+    """Start the trace of this rank if the job requests one; every rank calls this.
 
-    The clocks are compared at the beginning and at the end, and in between taken to drift evenly.
+    Clocks are compared at the beginning and at the end; in between, linear drift is assumed.
     """
     wanted, world = setup.spec.output, ranks.world
     if not wanted.trace:
         yield Trace(Recorder(), states=states)
         return
     left = share_json(world, on_root(world, lambda: TRACE_BYTES - _written_bytes(folder)))
-    # By a rolling cache a token attends to fewer than there are before it, and a rank has no one slice.
+    # With a rolling cache, tokens attend to only part of the prompt, so the rates do not apply.
     rates = setup.rates[ranks.lane.rank] if setup.rates and setup.rolling is None else None
     layers = len(setup.loaded.shape.layers)
     header = TraceHeader(
@@ -164,7 +164,7 @@ def open_trace(
         yield Trace(Recorder(), states=states)
         return
     recorder = Recorder(is_on=True)
-    offset_s = time.time() - time.perf_counter()  # so that nobody sets the clock while the job runs
+    offset_s = time.time() - time.perf_counter()  # once, so that later clock adjustments do not matter
     skew = _measure_skew(world, header.host, offset_s)
     offset_s -= skew.ahead_s
     limit = left // world.size
@@ -188,12 +188,12 @@ def _written_bytes(folder: Path) -> int:
 
 
 def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:
-    """Measure the offset of this rank's clock from rank 0's, on one rank per host.
+    """Measure the offset of this rank's clock from rank 0's; messages are exchanged with one rank per host.
 
     Parameters
     ----------
     offset_s : float
-        What its clock is ahead of ``time.perf_counter``, which ranks of a host have in common.
+        How far this rank's clock is ahead of ``time.perf_counter``, which all ranks of a host share.
     """
     hosts: list[str] = share_json(world, gather_json(world, host))
     offsets: list[float] = share_json(world, gather_json(world, offset_s))
@@ -208,7 +208,7 @@ def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:
 
 
 def _own_slice(plan: Plan, chain: Transport) -> tuple[int, int]:
-    """Bounds of this rank's slice without known tokens; empty if it has two stretches."""
+    """Bounds of this rank's slice without known tokens; empty if the rank has two slices (zigzag)."""
     if plan.partition is None:
         return plan.known_tokens, plan.prompt.tokens
     if plan.partition.size != chain.size:

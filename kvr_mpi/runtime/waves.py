@@ -1,10 +1,10 @@
 """Decisions of a chain's leader: which prompt is next, which rank decodes it, and when a wave ends.
 
-A wave's prompts are prefilled one after the other, each with another rank last (the *decode rank*, which keeps its
-cache and decodes it), until the ranks' memory is full or nothing is left; then every rank decodes what it holds.
+A wave's prompts are prefilled one after the other, each with another rank last (the *decode rank*, which keeps the
+cache and decodes), until the ranks' memory is full or no prompt is left. Then every rank decodes its prompts.
 
-Pure: it knows no MPI and no clock, so that its promises can be tested alone. Memory is never exceeded, every prompt
-runs once, and all ranks hold as many prompts, give or take one.
+This module uses neither MPI nor a clock, so its guarantees can be tested alone: memory is never exceeded, every prompt
+runs once, and the ranks' numbers of prompts differ by at most one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvr_mpi.runtime.chain_runner import ChainRunner
     from kvr_mpi.runtime.plan import Plan
 
-# A wave's prefill ends after this time even if there is memory left, so that answers come to be written.
+# A wave's prefill ends after this time even if memory is left, so that answers are stored regularly.
 MAX_WAVE_S = 300.0
 
 
@@ -47,9 +47,9 @@ class WaveScheduler:
     Parameters
     ----------
     runner : ChainRunner
-        Plans prompts, and knows the memory of the chain.
+        Plans prompts, and predicts their memory.
     max_sequences : int
-        Most that one rank decodes together.
+        Most sequences that one rank decodes together.
     """
 
     def __init__(self, runner: ChainRunner, max_sequences: int) -> None:
@@ -84,14 +84,14 @@ class WaveScheduler:
         Parameters
         ----------
         wave_s : float
-            How long the wave's prefill has gone on.
+            Seconds since the wave's prefill began.
         has_documents : bool
-            Whether there may be documents that have not been taken.
+            Whether the queue may have more documents.
 
         Raises
         ------
         DocumentError
-            If a prompt of the next one's document cannot run on this chain.
+            If any prompt of the next document cannot run on this chain.
         """
         holds_any = any(held.sequences for held in self._held)
         if holds_any and wave_s > MAX_WAVE_S:
@@ -112,7 +112,7 @@ class WaveScheduler:
         """Remove the next prompt from the queue, and account for its memory."""
         self._waiting.popleft()
         self._begun += 1
-        if self._runner.new_tokens:  # otherwise it leaves as soon as it is prefilled
+        if self._runner.new_tokens:  # otherwise prefill ends the prompt
             kept = plan.kept_bytes
             for rank in range(len(self._held)) if self._runner.is_spread else [plan.decode_rank]:
                 held = self._held[rank]
@@ -120,7 +120,7 @@ class WaveScheduler:
 
     @property
     def next_prompt(self) -> Prompt:
-        """The prompt that the decision is about."""
+        """The first waiting prompt, to which the decision applies."""
         return self._waiting[0]
 
     def drop_document(self, document_id: str) -> None:
@@ -137,7 +137,7 @@ class WaveScheduler:
         self._checked = document_id
 
     def _next_decode_rank(self) -> int:
-        """Choose the rank that decodes the next prompt, in turn while all hold equally much."""
+        """Choose the rank with the fewest sequences and bytes to decode the next prompt; ranks take turns on ties."""
         size = len(self._held)
         turn = Rotation(size, self._begun % size)
         return min(

@@ -1,7 +1,7 @@
 """The ways in which a chain runs a prompt, each with its memory needs and its prefill.
 
-`ChainRunner.plan` chooses one for each prompt. Below, *needs* are bytes a rank takes while a prompt is prefilled, and
-*kept* those until it is answered, both beyond what the rank holds already.
+`ChainRunner.plan` chooses one for each prompt. *needs* is the additional memory of a rank during prefill, and *kept*
+the additional memory until the prompt is answered, both in bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Alone(Way):
         check_fits(self.footprint, Partition((0, prompt.tokens)), free, prompt.new_tokens, drop=drop)
 
     def needs(self, plan: Plan) -> list[int]:
-        """Bytes of the prompt's cache and its row; compressed prompts run without a row."""
+        """Bytes of the prompt's cache and its packed row; compressed prompts are not packed."""
         prompt, drop = plan.prompt, planned_drop(self.setup, plan.prompt, plan.prefix)
         if drop is not None:
             route = relay(Partition((0, prompt.tokens)), 0)
@@ -97,12 +97,12 @@ class InSteps(Alone):
 class AfterShared(Alone):
     """The prompts about one document share its prefill (`Plan.before`), which one rank keeps.
 
-    It is run like any prompt. Every prompt refers to it, and only what follows is computed and held for each.
+    The document is prefilled like any prompt. Each prompt then computes and stores only its own tokens.
 
     Attributes
     ----------
     held : Prefill or None
-        The beginning, on the rank that has it.
+        The shared prefix, on the rank that keeps it.
     """
 
     name = "after shared"
@@ -116,10 +116,10 @@ class AfterShared(Alone):
         return plan.before.prompt.ids
 
     def check_fits(self, plan: Plan) -> None:
-        """Do nothing: it is planned only where it fits."""
+        """Do nothing: `ChainRunner.plan` uses this way only if the prompt fits."""
 
     def needs(self, plan: Plan) -> list[int]:
-        """Bytes that include the prefix until it is computed."""
+        """Bytes of the prompt, plus the prefix if it is not computed yet."""
         before, needs = plan.before, Alone.needs(self, plan)
         assert before is not None
         if self.at == self.beginning(plan):
@@ -157,7 +157,7 @@ class AfterShared(Alone):
         self._is_charged = False
 
     def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
-        """Continue the prefix; the first prompt gets its time, slices and tokens."""
+        """Continue the prefix; its time, slices and tokens count for the first prompt."""
         shared, before = self.held, row[0].before
         assert shared is not None and before is not None, "it goes on from what was prefilled last"
         if shared.error is not None:
@@ -186,7 +186,7 @@ class OverChain(Way):
     def check_fits(self, plan: Plan) -> None:
         """Check the memory for every rank's slice."""
         assert plan.partition is not None
-        if max(self.needs(plan)) <= min(self.free_bytes):  # what is known already need not be computed
+        if max(self.needs(plan)) <= min(self.free_bytes):  # unlike check_fits, this accounts for known tokens
             return
         check_fits(
             self.footprint,
@@ -211,7 +211,7 @@ class OverChain(Way):
         return [-(-whole // size)] * size if self.setup.spec.is_spread else self.on(plan.decode_rank, whole)
 
     def writes_own(self, plan: Plan) -> bool:
-        """Return False with compression, which selects tokens on the last rank."""
+        """Whether every rank stores its own slice; not with compression, which selects tokens on the last rank."""
         assert plan.partition is not None
         spec, size = self.setup.spec, self.chain.size  # in a zigzag ring, a rank has two slices
         return spec.output.kv is True and spec.compress is None and 1 < size == plan.partition.size
@@ -243,15 +243,15 @@ class OverChain(Way):
 
 @dataclass(slots=True)
 class AfterStored(Way):
-    """A chain holds a stored document together: each rank loads its shard once, and all ranks run the questions.
+    """The ranks of a chain hold a stored document: each loads its shard once, and all ranks run the questions.
 
-    The rank that answers is the same for all questions of a document, since its last rows are there. Answers under way
-    keep their document's rows; the chain keeps those of the document it is at.
+    One rank answers all questions about a document, since it has the document's last rows. The chain keeps the rows of
+    its current document, and answers in progress those of theirs.
 
     Attributes
     ----------
     held : Share or None
-        This rank's rows of the document that the chain is at.
+        This rank's rows of the chain's current document.
     """
 
     name = "after stored"
@@ -260,7 +260,7 @@ class AfterStored(Way):
     held: Share | None = None
 
     def beginning(self, plan: Plan) -> Hashable:
-        """Where the document is stored."""
+        """Return the location of the stored document."""
         assert plan.prefix is not None
         return plan.prefix.source
 
@@ -276,23 +276,23 @@ class AfterStored(Way):
             )
 
     def needs(self, plan: Plan) -> list[int]:
-        """Bytes of the shards that are not loaded yet, of new tokens, and of a row of questions."""
+        """Bytes of shards that are not loaded yet, of new tokens, and of a row of questions."""
         row_bytes = self.footprint.activation_bytes(max(plan.row_tokens, PACK_TOKENS))
         return [each + row_bytes for each in self.kept(plan)]
 
     def kept(self, plan: Plan) -> list[int]:
-        """Bytes of the shards that are not loaded yet, and of new tokens."""
+        """Bytes of shards that are not loaded yet, and of new tokens."""
         kept = [0] * self.chain.size if self.at == self.beginning(plan) else self._rows_bytes(plan)
         kept[plan.decode_rank] += self._own_bytes(plan)
         return kept
 
     def begin(self, plan: Plan) -> Prefill | None:
-        """Switch to a document; it is loaded with the first question."""
+        """Switch to a document; its first question loads it."""
         self.held = self._share(plan, self.chain.rank)
         return None
 
     def leave(self) -> None:
-        """Leave the document; its last answer frees it."""
+        """Leave the document; its rows are freed with its last answer."""
         self.at = self.held = None
 
     def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
@@ -316,7 +316,7 @@ class AfterStored(Way):
         return [self._share(plan, rank).bytes_of_rows for rank in range(self.chain.size)]
 
     def _share(self, plan: Plan, rank: int) -> Share:
-        """Make a rank's share of a document, without loading it."""
+        """Make a rank's shard of a document, without loading it."""
         setup, size, known = self.setup, self.chain.size, plan.known_tokens
         place = Rotation.ending_at(size, plan.decode_rank).place_of(rank)
         partition = share_out_stored(known, known, size)

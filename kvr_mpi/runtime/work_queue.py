@@ -1,8 +1,8 @@
 """The queue from which chains take documents.
 
-Documents are shared out beforehand, a list to each chain, and drawn from the front. A chain whose list is empty draws
-from the list with most left, so that all chains end together, but not more at a time than it leaves there. Counters
-that any rank can add to say how far each list is used up: nobody coordinates, and nobody waits.
+Each chain starts with its own list of documents and takes them from the front. A chain whose list is empty takes from
+the list with the most work left, so that all chains end together, but per wave no more than it leaves there. Shared
+counters record how much of each list is taken, so there is no coordinator and nobody waits.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kvr_mpi.transport.counters import Counters
 
 
 class Slot(IntEnum):
-    """Index of each counter that all ranks of a job share; those of the lists follow them."""
+    """Index of each counter that all ranks of a job share; the counters of the lists follow."""
 
-    DONE = 0  # documents
-    WORK = 1  # of documents that are done
-    STOP = 2  # ranks that were told to stop
-    PREFILLED = 3  # work whose tokens are prefilled
-    TOKENS = 4  # of prompts and answers that are done
+    DONE = 0  # documents that are done
+    WORK = 1  # work of documents that are done
+    STOP = 2  # ranks that received a signal
+    PREFILLED = 3  # work of prefilled prompts
+    TOKENS = 4  # tokens of finished prompts and answers
 
 
 FIRST_LIST = len(Slot)
@@ -32,14 +32,14 @@ class WorkQueue:
     Parameters
     ----------
     lists : sequence of sequences of int
-        Documents' numbers, for each chain; the same on every rank.
+        Document numbers for each chain; the same on every rank.
     works : mapping
-        How much work each document is.
+        Work of each document.
     own : int
-        The list to take from first.
+        Index of this chain's list.
     counters : Counters
     first_slot : int
-        Of the counters, that of the first list; it says how many are taken of each list.
+        Index of the first list's counter; each list's counter is the number of documents taken.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class WorkQueue:
         self._counters, self._first_slot = counters, first_slot
 
     def peek_document(self) -> int | None:
-        """Return the document that would be taken now, without taking it."""
+        """Return the next document without taking it."""
         found = self._fullest()
         return None if found is None else self._lists[found[0]][found[1]]
 
     def may_take(self, put_off: int) -> bool:
-        """Whether to take more documents in addition to prompts that wait to be packed.
+        """Whether to take more documents while `put_off` prompts wait to be packed.
 
-        Putting off takes no time: a chain that was first would empty the lists of others that are about to begin.
+        Collecting prompts takes no time, so the first chain would empty the lists of chains that are about to start.
         """
         found = self._fullest()
         if found is None or found[0] == self._own:
@@ -69,10 +69,10 @@ class WorkQueue:
         return put_off < len(self._lists[found[0]]) - found[1]
 
     def take_document(self) -> int | None:
-        """Take a document from the own list, else from the list with the most work left; None if all are empty."""
+        """Take a document from this chain's list, else from that with the most work left; None if all are empty."""
         while (found := self._fullest()) is not None:
             at = self._counters.add(self._first_slot + found[0])
-            if at < len(self._lists[found[0]]):  # else another rank was faster
+            if at < len(self._lists[found[0]]):  # otherwise another rank has taken the last one
                 return self._lists[found[0]][at]
         return None
 
@@ -81,7 +81,7 @@ class WorkQueue:
         return self._works[number]
 
     def _fullest(self) -> tuple[int, int] | None:
-        """Return the list to take from, and how much of it is used."""
+        """Return the list to take from, and the number of its documents taken; None if all are empty."""
         taken = self._counters.read()[self._first_slot :][: len(self._lists)]
         if taken[self._own] < len(self._lists[self._own]):
             return self._own, taken[self._own]

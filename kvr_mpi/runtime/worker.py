@@ -1,11 +1,11 @@
 """One rank of a chain: prefills and decodes wave after wave, until no document is left.
 
-Stands between one prompt's run (`ChainRunner`) and the whole job (``batch``). Prompts follow each other through the
-chain without a barrier; those too short for a chain are prefilled by one rank each, packed into rows. Then every rank
-decodes all of its answers together. A new wave begins when a quarter of them is left, and these continue with it.
+Sits between one prompt's run (`ChainRunner`) and the whole job (``batch``). Prompts follow each other through the chain
+without a barrier; prompts too short for a chain are packed into rows, each prefilled by one rank. Then every rank
+decodes all of its answers together. The next wave begins when a quarter of them is left; these continue in it.
 
-The first rank of a chain is its leader (``leader``): it reads the documents and sends complete prompts and plans, which
-all ranks carry out. Outcomes that only one rank knows go to the leader between two waves.
+The first rank of a chain is its leader (``leader``): it reads the documents and broadcasts complete prompts and plans.
+Between two waves, the other ranks send it the outcomes that it needs.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class ChainWorker:
     ----------
     runner : ChainRunner
     queue : WorkQueue
-        Which documents this chain takes.
+        Documents for this chain.
     context : WorkerContext
     members : Transport
-        All ranks of the chain, which exchange decisions and outcomes; `runner` has one rank of each group.
+        All ranks of the chain, for decisions and outcomes; `runner.chain` has one rank of each tensor-parallel group.
     """
 
     def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext, members: Transport) -> None:
         self._runner, self._context, self._chain, self._members = runner, context, runner.chain, members
         self._heap = HeapTrimmer()
-        self._rows: list[Plan] = []  # that wait to be prefilled in rows
-        self._put_off = 0  # prompts of the whole chain that wait for a row
+        self._rows: list[Plan] = []  # waiting on this rank for a packed row
+        self._put_off = 0  # number of prompts waiting for a row on the whole chain
         self._leader = Leader(runner, queue, context) if members.rank == 0 else None
 
     def run(self) -> None:
-        """Work until no document is left, or none may be started any more.
+        """Work until no document is left or no more may be started.
 
-        Answers that a rank decodes alone may then be unfinished, and the caller decodes them; those that the ranks of
-        the chain decode together are finished here.
+        Answers that ranks decode together are then complete. Those that a rank decodes alone may still be in progress;
+        the caller decodes them.
         """
         self._exchange_parts()
         while self._has_work():
@@ -61,12 +61,12 @@ class ChainWorker:
             if end.goes_on:
                 self._decode_wave(end)
                 self._exchange_parts()
-        if self._runner.is_spread or self._context.decoder.shares_heads:  # with these ranks, or never
+        if self._runner.is_spread or self._context.decoder.shares_heads:  # this chain's ranks do not meet again
             self._decode_together()
         self._runner.close()
 
     def _has_work(self) -> bool:
-        """Whether the chain continues; its leader decides, and checks the clock for all ranks."""
+        """Whether the chain continues; the leader decides for all ranks."""
         is_over = self._context.stop.is_over_for_group
         return bool(share_json(self._members, self._leader is not None and self._leader.has_work and not is_over))
 
@@ -86,7 +86,7 @@ class ChainWorker:
         return message
 
     def _prefill(self, plan: Plan) -> None:
-        """Prefill the next prompt; prompts for a packed row wait on the ranks that run it."""
+        """Prefill the next prompt, or collect it for a packed row on the ranks that run it."""
         runner, rank = self._runner, self._chain.rank
         if not runner.goes_on(plan):
             self._prefill_rows()
@@ -120,7 +120,7 @@ class ChainWorker:
         is_written, is_home = prompt.is_final and plan.way.writes_own(plan), self._chain.rank == plan.decode_rank
         if not is_written or is_home:
             (prefill,) = plan.way.prefill([plan])
-            if is_written:  # its own are stored with the answer
+            if is_written:  # this rank stores its slice with the answer
                 prefill.stored_tokens, _ = plan.bounds_on(self._chain.rank)
             return prefill
         assert plan.partition is not None
@@ -139,18 +139,18 @@ class ChainWorker:
             began = time.monotonic()
             try:
                 prefills = row[0].way.prefill(row)
-            except DataError as error:  # stored keys and values cannot be read to the end
+            except DataError as error:  # stored keys and values are damaged or incomplete
                 for plan in row:
                     self._context.sink.write_record(plan.prompt.error_record(str(error)), plan.prompt.document_work)
                 continue
-            # Not their own times: that of the document they share, counted already, is in the first prompt's.
+            # Not the sum of `prefill.seconds`: the first prompt's includes the shared prefix, which is counted already.
             self._context.trace.tally.busy_s += time.monotonic() - began
             self._context.trace.end_row(prefills)
             for plan, prefill in zip(row, prefills, strict=True):
                 self._context.decoder.start(plan.prompt, prefill)
 
     def _decode_wave(self, end: EndPrefill) -> None:
-        """Decode this rank's answers; leave some for the next wave if prompts are waiting for it."""
+        """Decode this rank's answers; leave some in progress if the next wave has prompts."""
         decoder = self._context.decoder
         if decoder.shares_heads:
             self._decode_together()
@@ -160,7 +160,7 @@ class ChainWorker:
         decoder.decode(leave=few if end.has_more else 0)
 
     def _decode_together(self) -> None:
-        """Decode the chain's answers to the end, after all segments are sent."""
+        """Decode the chain's answers to the end, once all segments have been sent."""
         if self._runner.forwarder is not None:
             self._runner.forwarder.settle()
         self._chain.barrier()
@@ -172,7 +172,7 @@ class ChainWorker:
         self._context.trace.tell("waiting", "for its chain's other ranks")
         held = self._context.decoder.held(self._runner.after_shared.held, self._runner.after_stored.held)
         parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
-        self._members.barrier()  # waits asleep, leaving the cores to ranks that are still decoding
+        self._members.barrier()  # sleeps while it waits, so that decoding ranks get the cores
         ranks = gather_json(self._members, [asdict(held), parts])
         if self._leader is not None:
             ranks = first_of_each(ranks, self._chain.size)

@@ -1,1 +1,1 @@
-"""Planning: which documents run on which ranks, and when."""
+"""Plan a job: which documents run on which ranks, and when."""

@@ -1,7 +1,7 @@
 """Forecasts for one document on a chain of any length: slices, time and memory.
 
-Stands between the job and the plan. The prefill is the cost model's; decoding is a step for every new token, which
-the chain's last rank makes for all documents it keeps.
+Sits between the job and the plan. Prefill times come from the cost model. Decoding takes a step per new token, in which
+the chain's last rank decodes all of its documents together.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from kvr_mpi.schedule.placement import Seconds
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import Table, holds_tables, load_tables
 
-# Usable share of free memory, by the type of device; the rest is lost to libraries and fragmentation. A GPU's libraries
-# take theirs when they are first called, and its allocator cannot move what lies between two prompts.
+# Usable share of free memory by device type; the rest is lost to libraries and fragmentation. GPU libraries allocate
+# memory at their first call, and the GPU allocator cannot move allocations between two prompts.
 MEMORY_SHARE = {"cpu": 0.95, "cuda": 0.89}
 
 
@@ -78,20 +78,20 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
 class Forecast:
     """Forecasts of time and memory of one document on a chain of any length.
 
-    source : where the costs come from.
-    costs : of a rank, all alike.
-    frame : of the text; a document with more tokens than a prompt may have is answered in parts.
-    new_tokens : of an answer, at most.
-    load : documents for each rank; with many, they are decoded together, and by all ranks of a chain.
-    peak_bytes : most memory (tokens, ranks) takes on any rank; None if unknown.
-    memory_bytes : what each rank has; None if unknown.
-    cut : how (tokens, ranks) is cut where the job says so: evenly, or by a lookup table; None: into equal times.
-    strategies : what may run a prompt; of several the fastest, as in `registry.fastest`.
-    chunk_tokens : of the chunks in which slices are computed; auto: `chunks` says.
-    chunks : in which chunks (tokens, ranks) are computed, if they do not fit at once; None if that is unknown.
-    rolling : the cache that prompts go through, each on one rank; None: a whole one.
-    more : tokens that follow the text in further prompts about each document, which go on from its keys and values.
-    apart : further prompts that begin differently, and are prefilled by themselves.
+    source : description of where the costs come from.
+    costs : costs of a rank; all ranks are assumed to be equal.
+    frame : the prompt around the text; longer documents are answered in parts.
+    new_tokens : maximum tokens of an answer.
+    load : documents per rank; if there are many, all ranks of a chain decode, each several documents together.
+    peak_bytes : maps (tokens, ranks) to the maximum memory of any rank; None if unknown.
+    memory_bytes : memory of each rank; None if unknown.
+    cut : maps (tokens, ranks) to slices, if the job cuts evenly or by a lookup table; None: slices of equal time.
+    strategies : strategies for prompts; of several, the fastest is chosen (`registry.fastest`).
+    chunk_tokens : chunk size of slices; auto: by `chunks`.
+    chunks : maps (tokens, ranks) to the chunk size that fits, None for whole slices; None if memory is unknown.
+    rolling : the rolling cache of prompts, each on one rank; None: whole caches.
+    more : tokens after the text in further prompts that continue the document's keys and values.
+    apart : number of further prompts that begin differently, and so prefill the document again.
     """
 
     source: str
@@ -115,7 +115,7 @@ class Forecast:
         return self.strategies[0].is_plain
 
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
-        """Chunk size in tokens of a prompt's slices on so many ranks; None for whole slices."""
+        """Chunk size in tokens of a prompt's slices on `ranks` ranks; None for whole slices."""
         strategy = self.strategy(tokens, ranks)
         if self.rolling is not None:
             return None
@@ -133,7 +133,7 @@ class Forecast:
         return self.costs.in_chunks(math.ceil(max(self.slices(tokens, ranks).lengths) / chunk_tokens))
 
     def strategy(self, tokens: int, ranks: int) -> Strategy:
-        """Strategy for a prompt on so many ranks; on one rank a chain of one, unless it is plain transformers."""
+        """Strategy for a prompt on `ranks` ranks; on one rank, plain transformers or a chain of one."""
         known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
         if ranks == 1 or not known:
             return self.strategies[0] if self.is_plain else KVR
@@ -142,11 +142,11 @@ class Forecast:
         return known[fastest([one.seconds(self.costs, self.cut_for(one, tokens, ranks)) for one in known])]
 
     def slices(self, tokens: int, ranks: int) -> Partition:
-        """Slices of a prompt on so many ranks."""
+        """Slices of a prompt on `ranks` ranks."""
         return self.cut_for(self.strategy(tokens, ranks), tokens, ranks)
 
     def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
-        """Slices of a prompt on so many ranks under a strategy."""
+        """Slices of a prompt on `ranks` ranks with a strategy."""
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, ranks)
         if self.cut is not None and ranks > 1:
@@ -162,12 +162,12 @@ class Forecast:
             return strategy.seconds(self.costs_for(tokens, ranks), self.cut_for(strategy, tokens, ranks))
         costs = self.costs_for(tokens, 1)
         whole_s = chain_seconds(costs, [tokens])
-        # After the attention of the last layer, our engine computes only the last token, even on one rank.
+        # After the last layer's attention, our engine computes only the last token, also on one rank.
         saved_s = 0.0 if costs.eager or self.is_plain else costs.pair_s * tokens**2 / 2
         return max(whole_s - saved_s, costs.layers * costs.launch_floor_s)
 
     def _rolling_s(self, tokens: int, rolling: Rolling) -> float:
-        """Time of the steps of a rolling cache; each reads all weights, and attends to the cache."""
+        """Time of a prompt through a rolling cache; each step reads all weights and attends to the cache."""
         costs, held = self.costs, min(tokens, rolling.cache_tokens)
         steps, pairs = math.ceil(tokens / rolling.step_tokens), held * (tokens - held / 2)
         computed_s = costs.layers * (tokens * costs.token_s + pairs * costs.pair_s) + steps * costs.head_s
@@ -196,18 +196,18 @@ class Forecast:
         return sum(max(0.0, self.ttft_s(tokens, ranks) - self.continued_s(each, tokens)) for each in self.more)
 
     def document_s(self, tokens: int, ranks: int, ttft_s: Seconds | None = None) -> float:
-        """Time of a whole document: prefill and answers of all its prompts; `ttft_s` may be sampled."""
+        """Time of a document: prefill and answers of all its prompts; `ttft_s` may be interpolated (`sampled`)."""
         prompts, ttft_s = self.parts(tokens), ttft_s or self.ttft_s
         prefill_s = ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)
         prefill_s += ttft_s(prompts[-1], ranks) if len(prompts) > 1 else 0.0
         costs, steps = self.costs, max(0, self.new_tokens - 1)
         together = 1.0 if self.is_plain else min(max(1.0, self.load), MAX_SEQUENCES)
-        if self.rolling is not None:  # documents are decoded one by one, from what is held
+        if self.rolling is not None:  # documents are decoded one by one, with a short cache
             together, prompts = 1.0, [min(prompt, self.rolling.cache_tokens) for prompt in prompts]
         step_s = (costs.step_s + (together - 1) * costs.row_s) / together
         decode_s = steps * sum(step_s + costs.decode_key_s * prompt for prompt in prompts)
         whole_s = prefill_s + decode_s / max(1.0, ranks * min(1.0, self.load))
-        if len(prompts) > 1:  # each prompt's parts by themselves
+        if len(prompts) > 1:  # each of the job's prompts has its own parts
             return whole_s * (1 + len(self.more) + self.apart)
         more_s = sum(self.continued_s(each, tokens) for each in self.more)
         return whole_s * (1 + self.apart) + more_s + (whole_s - prefill_s) * len(self.more)
@@ -221,7 +221,7 @@ class Forecast:
         return None if self.peak_bytes is None else self.peak_bytes(min(tokens, self.frame.max_tokens), ranks)
 
     def fits(self, tokens: int, ranks: int) -> bool:
-        """Whether a document fits on a chain of so many ranks; True if the memory is unknown."""
+        """Whether a document fits on a chain of `ranks` ranks; True if the memory is unknown."""
         needed = self.memory(tokens, ranks) if tokens and self.memory_bytes is not None else None
         return needed is None or self.memory_bytes is None or needed <= self.memory_bytes
 
@@ -255,12 +255,12 @@ def forecast_of(
         A shipped profile, a JSON file with the same keys, a lookup table or a folder of them; None: the tables that
         the job names (``parallel.partition``).
     history : History, optional
-        Of jobs of this model on this machine; taken where there is nothing else.
+        Earlier jobs of this model on this machine, used if there is neither profile nor table.
 
     Raises
     ------
     ConfigError
-        If there is none of these, with the choices.
+        If there is none of these; lists the choices.
     """
     size = spec.parallel.tensor_parallel
     given = hardware or spec.parallel.table
@@ -293,8 +293,8 @@ def forecast_of(
     config = outline.config
     if size > 1:
         config = part_config(config, part_of(config, 0, size))
-        config.vocab_size = outline.config.vocab_size  # of logits every rank has all
-    footprint = footprint_of(config, outline.dtype, on_gpu=True)  # profiles are of GPUs
+        config.vocab_size = outline.config.vocab_size  # every rank has all logits
+    footprint = footprint_of(config, outline.dtype, on_gpu=True)  # profiles describe GPUs
     memory_bytes = MEMORY_SHARE["cuda"] * profile.memory_bytes
     return with_memory(forecast, spec, config, footprint, memory_bytes, whole.of_group(size).weight_bytes)
 
@@ -302,21 +302,21 @@ def forecast_of(
 def with_memory(
     forecast: Forecast, spec: JobSpec, config: Any, footprint: Footprint, memory_bytes: float, held_bytes: float = 0.0
 ) -> Forecast:
-    """Add the memory needs of the fullest rank, and the memory of a rank, to a forecast.
+    """Add the maximum memory that any rank needs, and the memory that ranks have, to a forecast.
 
     Parameters
     ----------
     config : PreTrainedConfig
-        Of the model, or of a rank's part of it.
+        Configuration of the model, or of a rank's part of it.
     memory_bytes, held_bytes : float
-        What a rank has, and what of it is taken before a prompt comes.
+        Memory of a rank, and how much of it is in use before the first prompt.
     """
     settings = spec.compress
 
     def drop_of(tokens: int) -> PlannedDrop | None:
         if settings is None:
             return None
-        # Where the end of a document's text chooses, it is not known how much follows: then as if nothing were dropped.
+        # If the end of the text selects tokens, the number of tokens after it is unknown: assume that none is dropped.
         observed = tokens if settings.observes == "question" else None
         heads, group_ranks = config.get_text_config().num_attention_heads, spec.parallel.tensor_parallel
         return planned_drop(settings, footprint.shape, heads, tokens, observed, group_ranks)
@@ -328,7 +328,7 @@ def with_memory(
         strategy = forecast.strategy(tokens, size)
         make = strategy.make or relay
         partition = forecast.cut_for(strategy, tokens, size)
-        # The first slice is the longest, one of the end ranks keeps all layers; between them the last but one has most.
+        # The first slice is the longest, and one end rank keeps all layers; of the others, the last but one needs most.
         ends = {0, max(0, size - 2), size - 1}
         made = (make(partition, rank, chunk_tokens=chunk_tokens) for rank in ends)
         drop = drop_of(tokens)
@@ -356,7 +356,7 @@ def _tables(place: Path, outline: Outline, tensor_parallel: int) -> list[Table]:
     Raises
     ------
     ConfigError
-        If there are none, or several machines are in the folder.
+        If there are none, or the folder has tables of several machines.
     """
     if tensor_parallel > 1:
         raise ConfigError(

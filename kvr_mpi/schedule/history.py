@@ -1,9 +1,8 @@
 """Durations of earlier jobs on this machine, which calibrate forecasts and their intervals.
 
-A job that ran from its first document to its last leaves in ``KVR_CACHE`` what the cost model computes with here
-(`Costs`), and how long it took beside what the model says. The next plan of this model corrects the model's two parts,
-prefill and decoding, by what these jobs took (a Bayesian linear regression of two coefficients); their scatter makes
-the interval.
+A complete job writes to ``KVR_CACHE`` the cost model's inputs on this machine (`Costs`), its duration, and the model's
+forecast. The next plan with this language model corrects the forecast's two parts, prefill and decoding, by the
+durations of earlier jobs (Bayesian linear regression with two coefficients); their scatter determines the interval.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.tuning.table import MAX_RANKS, Part, Seconds, Text
 
 FOLDER, MAX_FILE_BYTES = "jobs", 1 << 20
-# The last jobs count; a shorter one says little.
+# Number of latest jobs that are kept, and minimum duration of a job.
 KEPT_JOBS, LEAST_S = 20, 10.0
-# Plans of more ranks take seconds, in which all of them would wait.
+# Plans for more ranks take seconds, during which all ranks would wait.
 MOST_RANKS = 128
-# Standard deviations: of what either part is off by, once the whole is right; and of one job, known as if from so many
-# of them.
+# Prior standard deviations: of each part's relative error once the total is right, and of one job's scatter; the latter
+# counts as much as JOBS_BEFORE jobs.
 MODEL_SIGMA, JOB_SIGMA, JOBS_BEFORE = 0.3, 0.08, 3
-# The same of the logarithm of how long answers would be without a limit, from job to job.
+# Prior standard deviation, between jobs, of the logarithm of the answer length without a limit.
 LENGTH_SIGMA = 0.4
-# 80 % of a normal distribution lie within so many standard deviations.
+# 80 % of a normal distribution lie within this many standard deviations.
 WITHIN = 1.2816
 DATE = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -46,10 +45,10 @@ Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
 class PastJob(Part):
     """The duration of one job, and its forecast.
 
-    prefill_s, decode_s : by the cost model, for the answers it gave.
+    prefill_s, decode_s : the cost model's forecast for the answers that the job gave.
     seconds : from its first document to its last.
-    start_s : before that, from its first log line.
-    answer_tokens, limit_tokens : of an answer, on average, and at most.
+    start_s : from its first log line to its first document.
+    answer_tokens, limit_tokens : average and maximum tokens of an answer.
     """
 
     date: Date
@@ -62,7 +61,7 @@ class PastJob(Part):
 
 
 class History(Part):
-    """Jobs of one model on so many ranks of one kind of processor, the latest last."""
+    """Jobs of one model on a number of ranks with the same processor or GPU, the latest last."""
 
     fingerprint: Text
     dtype: Text
@@ -104,7 +103,7 @@ class Expected:
 
 
 def is_forecast(spec: JobSpec) -> bool:
-    """Whether jobs of this kind are forecast and learned from."""
+    """Whether jobs of this kind are forecast and added to the history."""
     is_plain = spec.parallel.strategy == "single" or spec.parallel.tensor_parallel > 1
     goes_on = spec.questions is not None or bool(spec.prompts) or spec.documents.reuse is not None
     asks_more = spec.generation.n > 1 or spec.generation.scores or spec.generation.max_new_tokens == 0
@@ -117,16 +116,16 @@ def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float, limit_tok
     Parameters
     ----------
     prefill_s, decode_s : float
-        By the cost model; answers are as long as `expected_tokens` says.
+        The cost model's forecast, for answers of `expected_tokens`.
     limit_tokens : int
-        Of an answer.
+        Maximum tokens of an answer.
     """
     scale = median(job.seconds / (job.prefill_s + job.decode_s) for job in jobs)
     seconds = np.array([[job.seconds] for job in jobs])
     parts = scale * np.array([[job.prefill_s, job.decode_s] for job in jobs]) / seconds
     prior = np.eye(2) / MODEL_SIGMA**2
     sigma = JOB_SIGMA
-    for _ in range(3):  # what jobs scatter by depends on the coefficients, and these, a little, on it
+    for _ in range(3):  # scatter and coefficients depend on each other
         spread = np.linalg.inv(parts.T @ parts / sigma**2 + prior)
         coefficients = spread @ (parts.sum(axis=0) / sigma**2 + prior.sum(axis=0))
         missed = ((1 - parts @ coefficients) ** 2).sum()
@@ -142,9 +141,9 @@ def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float, limit_tok
 
 
 def expected_tokens(jobs: Sequence[PastJob], limit_tokens: int) -> int:
-    """Return the expected mean length of answers of at most so many tokens, from earlier jobs.
+    """Return the expected mean length of answers of at most `limit_tokens` tokens, from earlier jobs.
 
-    Lengths are taken to be distributed exponentially, and cut at the limit.
+    Lengths are assumed to have an exponential distribution, cut at the limit.
     """
     if not jobs or not limit_tokens:
         return limit_tokens
@@ -153,11 +152,11 @@ def expected_tokens(jobs: Sequence[PastJob], limit_tokens: int) -> int:
 
 
 def _log_lengths(jobs: Sequence[PastJob]) -> list[float]:
-    """Logarithms of the mean lengths that answers would have without a limit."""
+    """Logarithms of the mean answer lengths without a limit, by job."""
     found = []
     for job in jobs:
         share, low, high = job.answer_tokens / max(1, job.limit_tokens), 1e-2, 1e7
-        for _ in range(60):  # the limit over the free length, by bisection: the larger it is, the smaller the share
+        for _ in range(60):  # bisect limit / unlimited length; the share falls with it
             middle = math.sqrt(low * high)
             low, high = (middle, high) if -math.expm1(-middle) / middle > share else (low, middle)
         found.append(math.log(max(1, job.limit_tokens) / low))
@@ -190,7 +189,7 @@ def read_history(file: Path, fingerprint: str, dtype: str) -> History | None:
 
 
 def find_history(cache_dir: Path, fingerprint: str, dtype: str, ranks: int) -> History | None:
-    """Find the history of a model for the closest number of ranks; of several the latest."""
+    """Find the history of a model for the closest number of ranks; if there are several, the latest."""
     pattern = file_of(cache_dir, fingerprint, dtype, "", 0).name.split("-")[0] + "-*.json"
     read = [read_history(file, fingerprint, dtype) for file in sorted((cache_dir / FOLDER).glob(pattern))]
     found = [one for one in read if one is not None and one.jobs]
@@ -204,7 +203,7 @@ def keep(file: Path, history: History) -> None:
     Raises
     ------
     OSError
-        If that is not possible.
+        If the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as stream:

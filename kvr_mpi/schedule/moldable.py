@@ -1,17 +1,17 @@
 """Scheduling of moldable documents on aligned blocks of ranks: chain lengths and positions.
 
-The arithmetic below `schedule`: documents are rows in the order of their ids, chain lengths columns in ascending order,
-times whole microseconds.
+Arrays for `schedule`: documents are rows in the order of their ids, chain lengths are columns in ascending order, and
+times are whole microseconds.
 
-- Lengths by a deadline d: each document gets the length that costs the least rank time among those that end it
-  within d (the canonical allotment of Turek, Wolf and Yu, SPAA 1992; Mounié, Rapine and Trystram, SIAM J. Comput.
-  37(2), 2007). Several d are tried.
-- Lengths by ascent: from there, and from the cheapest lengths, the document that ends last gets a longer chain, again
-  and again (in the manner of Turek, Wolf and Yu, and of Belkhale and Banerjee, ICPP 1990).
-- Places: longest chains first, of one length the longest documents first, each on the block that is free first
-  (LPT; Graham, SIAM J. Appl. Math. 17(2), 1969). Where lengths divide one another blocks are nested, so all ranks of a
-  block are free at one time and nobody idles before the end: the batch ends within the mean load and one document.
-  With a document or less for a rank, lengths in between waste less than that idling.
+- Lengths by a deadline d: each document gets the length with the least rank time among those that finish it within d
+  (the canonical allotment of Turek, Wolf and Yu, SPAA 1992; Mounié, Rapine and Trystram, SIAM J. Comput. 37(2),
+  2007). Several d are tried.
+- Lengths by ascent: starting from the best of these, and from the cheapest lengths, the document that ends last
+  repeatedly gets a longer chain (similar to Turek, Wolf and Yu, and to Belkhale and Banerjee, ICPP 1990).
+- Blocks: longest chains first, then longest documents first, each on the block that is free first (LPT; Graham, SIAM
+  J. Appl. Math. 17(2), 1969). If lengths divide one another, blocks are nested, so all ranks of a block become free at
+  the same time and none idles before the end: the makespan is at most the mean load plus one document. With one
+  document per rank or fewer, lengths in between waste less than that idling.
 - The lower bound is the smallest d for which the canonical allotment's area fits into d x ranks (Ludwig and Tiwari,
   SODA 1994).
 """
@@ -28,13 +28,13 @@ import numpy.typing as npt
 
 from kvr_mpi.topology import Topology, divides
 
-# Documents placed in all trials together, and the least and most trials of each kind.
+# Total number of documents placed over all trials; minimum and maximum number of trials of each kind.
 TRIAL_DOCUMENTS, MIN_TRIALS, MAX_TRIALS = 100_000, 6, 200
-# With no more documents than this for each rank, chains may also have lengths that do not divide the ranks: those of
-# these quarters of powers of two, up to the longest that is forecast quickly.
+# With at most this many documents per rank, chains may also have lengths that do not divide the number of ranks: powers
+# of two times 5/4, 6/4, 7/4 and 8/4, up to the longest chain that is forecast quickly.
 FEW_PER_RANK, QUARTERS, LONGEST_BETWEEN = 4, (5, 6, 7, 8), 64
-# Stands for a chain length that is not possible. Two years in microseconds, so that it can be multiplied by many ranks
-# without exceeding 64 bits.
+# Time of an impossible chain length: two years in microseconds, so that multiplication by many ranks does not exceed 64
+# bits.
 NEVER = 1 << 46
 
 Table: TypeAlias = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ Table: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """For each document the index of its chain length and its block; also which document ends last."""
+    """Index of each document's chain length and block, and the row of the document that ends last."""
 
     columns: Table
     blocks: Table
@@ -57,7 +57,7 @@ class Plan:
 
 
 def chain_lengths(ranks: int, documents: int) -> list[int]:
-    """Possible chain lengths, ascending: divisors of the ranks, and for few documents some in between."""
+    """Possible chain lengths, ascending: divisors of the number of ranks, and some in between for few documents."""
     found = {length for length in range(1, ranks + 1) if divides(length, ranks)}
     if documents <= FEW_PER_RANK * ranks:
         powers = range(min(ranks, LONGEST_BETWEEN).bit_length())
@@ -67,9 +67,9 @@ def chain_lengths(ranks: int, documents: int) -> list[int]:
 
 
 def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Plan:
-    """Place documents on the block that is free first: the longest chains first, then the longest documents.
+    """Place documents on the block that is free first: longest chains first, then longest documents.
 
-    Ranks that are left over where a length does not divide their number go on to shorter chains.
+    If a length does not divide the number of ranks, the remaining ranks only take part in shorter chains.
     """
     rows = np.arange(len(columns))
     took = times[rows, columns]
@@ -99,9 +99,9 @@ def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Pl
 def fixed_plans(
     documents: Sequence[tuple[str, int]], times: Table, lengths: Sequence[int], ranks: int
 ) -> dict[int, Plan]:
-    """Plans with chains of one length that divides the ranks.
+    """Plans with chains of a single length, for each that divides the number of ranks.
 
-    A prompt shorter than the chain is done by its last rank alone.
+    A prompt shorter than the chain runs on its last rank alone.
     """
     plans = {}
     for column, length in enumerate(lengths):
@@ -168,7 +168,7 @@ def _climb(plan: Plan, times: Table, lengths: Sequence[int], ranks: int, steps: 
 
 
 def bounds(times: Table, lengths: Table, ranks: int) -> tuple[int, int, int]:
-    """Return the area bound, the bound by the longest document, and the smallest deadline that its allotment meets."""
+    """Return the area bound, the longest-document bound, and the smallest deadline whose allotment is feasible."""
     if not len(times):
         return 0, 0, 0
     areas = _areas(times, lengths)
@@ -178,8 +178,8 @@ def bounds(times: Table, lengths: Table, ranks: int) -> tuple[int, int, int]:
         least = np.where(times <= deadline, areas, NEVER * int(lengths[-1])).min(axis=1)
         return int(least.sum()) <= deadline * ranks
 
-    low = max(area, longest)  # every document has a length that ends it by then
-    high = max(low, int(times[times < NEVER].max()))  # allows the cheapest lengths
+    low = max(area, longest)  # every document can end within this
+    high = max(low, int(times[times < NEVER].max()))  # permits all lengths
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if feasible(middle) else (middle + 1, high)

@@ -1,6 +1,6 @@
 """Cuts prompts over the ranks of a chain: evenly, into slices of equal time, or by a lookup table.
 
-Stands between the job, with what was measured or looked up for it, and the strategies, which take any `Partition`.
+Sits between the job, with its measured rates or lookup table, and the strategies, which accept any `Partition`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvr_mpi.tuning.table import Table
 class Partitioner:
     """Chooses the slices of one chain's prompts.
 
-    size : ranks of the chain.
-    rates : of these, if slices are to take equal time; else they are even.
-    table : if the job names one.
-    say : for a line of text.
+    size : number of ranks of the chain.
+    rates : rates of these ranks, for slices of equal time; empty: even slices.
+    table : the lookup table that the job names.
+    say : logs a line.
     """
 
     size: int
@@ -32,12 +32,12 @@ class Partitioner:
     _has_warned: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:
-        """Cut so many tokens that follow `before` known tokens.
+        """Cut `tokens` tokens that follow `before` known ones.
 
         Parameters
         ----------
         decode_rank : int
-            The rank of the chain that has the last slice; the one after it, cyclically, has the first.
+            The rank of the chain that has the last slice; the next rank, cyclically, has the first.
         """
         if self.table is not None:
             self._warn_outside(self.table, tokens)

@@ -1,14 +1,14 @@
 """Placement of a corpus on ranks: which document runs on which chain, and when.
 
-Stands between the cost model, which says how long a document takes on a chain of a length, and the batch. A document
-is a *moldable* task: the number of its ranks is chosen before it starts. Chains of one length are aligned blocks of
-ranks, those of all lengths are run longest first, so that one communicator for each length serves the whole job.
+Sits between the cost model, which predicts a document's time on a chain of any length, and the batch. A document is a
+*moldable* task: its number of ranks is chosen before it starts. Chains of one length are aligned blocks of ranks, and
+the longest chains run first, so that one communicator per length serves the whole job.
 
-`moldable` says how lengths and places are chosen, and after whom; the best plan of one fixed length is taken if none of
-mixed lengths is better.
+`moldable` has the algorithms and their sources. The best plan with one fixed length is used unless mixed lengths are
+better.
 
-Every rank computes the same schedule: time is counted in whole microseconds, so that sums do not depend on their
-order, and ties are broken by id.
+The schedule is deterministic: times are whole microseconds, so sums do not depend on their order, and ties are broken
+by id.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy.typing as npt
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths, fixed_plans, moldable_plans
 
-# Factor by which a batch may end later than possible for the sake of efficient chains.
+# Factor by which a batch may end later than possible, in exchange for efficient chains.
 LATER = 1.02
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One document on ranks ``first_rank`` to ``first_rank + ranks - 1``, and the reason for this chain length."""
+    """One document on ranks ``first_rank`` to ``first_rank + ranks - 1``, with the reason for this chain length."""
 
     id: str
     tokens: int
@@ -49,11 +49,11 @@ class Placement:
 class Schedule:
     """The placement of a whole corpus.
 
-    placements : in an order all ranks can follow: longest chains first, then as the corpus has them.
+    placements : in execution order: longest chains first, then in corpus order.
     does_not_fit : (id, tokens, reason) of documents that fit on no chain.
-    lower_bound_s : no schedule ends sooner; `area_bound_s` (least rank time over the ranks) and `longest_bound_s` (the
-        longest document on its fastest chain) are weaker.
-    fixed_s : (length, makespan) of running all documents on chains of one length, where that is possible.
+    lower_bound_s : no schedule ends sooner; `area_bound_s` (minimum rank time divided by the ranks) and
+        `longest_bound_s` (the longest document on its fastest chain) are weaker bounds.
+    fixed_s : (length, makespan) for all documents on chains of one length, if that is possible.
     """
 
     ranks: int
@@ -85,10 +85,10 @@ class Schedule:
 class _Choice:
     """The chosen plan, and the alternatives that explain it.
 
-    times : of every document (row) on every chain length (column).
-    shares : of the speed-up its ranks could ideally give to a document over the shortest chain it fits on.
-    limit : share a length should have; 0 where all that were chosen have it anyway.
-    later : how many times later the batch would have ended with that limit; None: it was kept to.
+    times : time of every document (row) for every chain length (column).
+    shares : parallel efficiency, relative to the shortest chain on which the document fits; shape of `times`.
+    limit : minimum efficiency of a chain length; 0 if all chosen lengths have it anyway.
+    later : factor by which the batch would end later with that limit; None if the plan respects it.
     """
 
     plan: Plan
@@ -108,26 +108,25 @@ def schedule(
 ) -> Schedule:
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
-    No document gets a chain longer than its memory demands with less than `min_efficiency` of the speed-up that so
-    many more ranks could ideally give, unless the batch would end more than 2 % later for it, or later than with chains
-    of one fixed length.
+    A chain longer than a document's memory requires must have a parallel efficiency of at least `min_efficiency`,
+    unless the batch would then end more than 2 % later, or later than with chains of one fixed length.
 
     Parameters
     ----------
     documents : sequence of (str, int)
-        Unique ids and tokens; a document of 0 tokens is a record to write and takes no time.
+        Unique ids and tokens; a document of 0 tokens is only an error record and takes no time.
     ranks : int
     seconds : callable
-        Predicted time of (tokens, ranks), from the first token of the prompt to the last of the answer.
+        Maps (tokens, ranks) to the predicted time, from the first token of the prompt to the last of the answer.
     fits : callable
-        Whether (tokens, ranks) has the memory it needs; if so, then any shorter document has it, too.
+        Whether (tokens, ranks) fits into memory; if it does, all shorter documents must fit as well.
     min_efficiency : float
-        Between 0 (whatever ends the batch soonest) and 1.
+        Between 0 (end the batch as early as possible) and 1.
 
     Raises
     ------
     ConfigError
-        If a predicted time is no number of seconds.
+        If a predicted time is negative or not finite.
     """
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: expected at least 1")
@@ -176,7 +175,7 @@ def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks:
 
 
 def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
-    """Explain what a document that fits on no chain would need."""
+    """Explain what a document needs that fits on no chain."""
     enough = next((more for more in (ranks << power for power in range(1, 11)) if fits(tokens, more)), None)
     advice = f"start {enough} ranks" if enough else "more ranks do not help: it needs more memory on each rank"
     return f"{tokens} tokens do not fit into the memory of a chain of up to {counted(ranks, 'rank')}; {advice}"
@@ -185,7 +184,7 @@ def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
 def _lay_out(
     documents: Sequence[tuple[str, int]], order: dict[str, int], choice: _Choice, lengths: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Assign start times: the longest chains first, and in each block in the order of the corpus."""
+    """Assign start times: longest chains first, and corpus order within each block."""
     plan, times = choice.plan, choice.times
     free: dict[int, int] = {}
     placements = []
@@ -239,12 +238,12 @@ def deal(todo: Sequence[tuple[int, int]], chains: int) -> list[set[int]]:
 Seconds = Callable[[int, int], float]
 Fits = Callable[[int, int], bool]
 
-# Costs are computed at this many lengths per octave, and interpolated by parabolas, since attention is quadratic.
+# Costs are computed at this many lengths per octave and interpolated with parabolas, since attention is quadratic.
 SAMPLES_PER_OCTAVE = 4
 
 
 def sampled(seconds: Seconds) -> Seconds:
-    """Evaluate an expensive smooth function at a few lengths only, and interpolate by parabolas."""
+    """Evaluate an expensive smooth function at a few lengths only, and interpolate with parabolas."""
     known: dict[tuple[int, int], float] = {}
 
     def at(tokens: int, ranks: int) -> float:
@@ -255,7 +254,7 @@ def sampled(seconds: Seconds) -> Seconds:
     def between(tokens: int, ranks: int) -> float:
         step = 1 << max(0, tokens.bit_length() - SAMPLES_PER_OCTAVE.bit_length())
         below = tokens // step * step
-        if below == tokens or below < ranks:  # there may be another regime below one token a rank
+        if below == tokens or below < ranks:  # prompts with fewer tokens than ranks run differently
             return at(tokens, ranks)
         low, middle, high = at(below, ranks), at(below + step, ranks), at(below + 2 * step, ranks)
         along = (tokens - below) / step
@@ -270,14 +269,14 @@ def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Secon
     rows = {count: row for row, count in enumerate(distinct)}
     table = np.full((len(distinct), len(lengths)), NEVER, dtype=np.int64)
     for column, length in enumerate(lengths):
-        low, high = 0, len(distinct)  # documents that fit are the shortest ones: find where they end
+        low, high = 0, len(distinct)  # find the longest document that fits; all shorter ones fit, too
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if fits(distinct[middle], length) else (low, middle)
         for row, count in enumerate(distinct[:low]):
             if count >= length:
                 table[row, column] = _microseconds(seconds(count, length), count, length)
-            elif count == 0 and length == 1:  # a record to write
+            elif count == 0 and length == 1:  # only an error record
                 table[row, column] = 1
     return table[[rows[count] for count in tokens]]
 

@@ -1,8 +1,8 @@
-"""Plans of a job: which documents go on which ranks.
+"""Plans of a job: which documents run on which ranks.
 
-Stands between the job and the loop over its documents: `kvr plan` shows the plan, and a job with
-``parallel.ranks_per_chain = "auto"`` follows it. `forecast` says what a document takes, `schedule` does the
-scheduling; here is what is around it.
+Sits between the job and the loop over its documents: `kvr plan` shows the plan, and a job with
+``parallel.ranks_per_chain = "auto"`` follows it. `forecast` predicts a document's time and memory, and `placement`
+schedules the documents.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvr_mpi.schedule.placement import Schedule, sampled, schedule
 from kvr_mpi.topology import whole_groups
 from kvr_mpi.transport import Transport, gather_json, share_json
 
-# A chain has at least this parallel efficiency, unless that slows the batch down.
+# Minimum parallel efficiency of a chain, unless that slows the batch down.
 MIN_EFFICIENCY = 0.5
-# So many documents stand for all where only the time of the whole is asked for.
+# Size of the sample of documents if only the total time is needed.
 MOST_DOCUMENTS = 2000
 
 
@@ -54,7 +54,7 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
     def fits(tokens: int, length: int) -> bool:
         return (length == 1 or spec.takes_chains) and forecast.fits(tokens, length)
 
-    ttft_s = sampled(forecast.ttft_s)  # the time of a document is not smooth: beyond a length it is cut into parts
+    ttft_s = sampled(forecast.ttft_s)  # not document_s: it jumps where documents are split into parts
 
     def seconds(tokens: int, length: int) -> float:
         return forecast.document_s(tokens, length, ttft_s)
@@ -76,7 +76,7 @@ def written_seconds(spec: JobSpec, plan: Schedule) -> float | None:
 def two_parts(
     spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, forecast: Forecast
 ) -> tuple[float, float] | None:
-    """Predict prefill and decoding time of the job as written, from a sample of many documents."""
+    """Predict prefill and decoding time of the job as written, from a sample if there are many documents."""
     step = max(1, -(-len(texts) // MOST_DOCUMENTS))
     some = sorted(texts, key=lambda text: text[1])[step // 2 :: step]
     scale = len(texts) / max(1, len(some))

@@ -1,6 +1,6 @@
 """Forecasts of all strategies over prompt lengths and numbers of ranks.
 
-Stands on the registry of strategies and the cost model, under ``kvr plan --tokens``.
+Used by ``kvr plan --tokens``; combines the registry of strategies with the cost model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvr_mpi.model import PACKAGE, find_model
 from kvr_mpi.prefill.registry import AUTO, KVR, STRATEGIES, candidates, fastest
 
 HARDWARE = "h100-80gb"
-# A strategy with cuts of its own is shown with even slices and with the best found.
+# Suffixes of a strategy that cuts its own slices: with even slices, and with the best that were found.
 EVEN, SEARCHED = "-e", "-s"
 NAMES = tuple(
     name
@@ -29,12 +29,12 @@ NAMES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ForecastRow:
-    """The forecast for one prompt length on one number of ranks.
+    """The forecast for one prompt length and one number of ranks.
 
-    ttft_s : seconds to the first token of each strategy, rivals as published (``single`` uses one rank).
-    auto : the strategy that a job with ``strategy = "auto"`` would take.
-    slices : bounds of kvr-s in tokens.
-    efficiency : of kvr-s: 1 if p ranks are p times as fast as one.
+    ttft_s : seconds to the first token by strategy; other methods as published (``single`` uses one rank).
+    auto : the strategy that a job with ``strategy = "auto"`` would use.
+    slices : slice bounds of kvr-s in tokens.
+    efficiency : parallel efficiency of kvr-s; 1 if p ranks are p times as fast as one.
     bound_s : TTFT(p), kvr-s without communication; star_s : TTFT*(p), eq. 3.
     """
 
@@ -49,17 +49,17 @@ class ForecastRow:
 
     @property
     def winner(self) -> str:
-        """The fastest strategy; of equal ones the simplest."""
+        """The fastest strategy; of equally fast ones, the simplest."""
         return min(self.ttft_s, key=lambda name: self.ttft_s[name])
 
     def as_json(self) -> dict[str, object]:
-        """Plain values."""
+        """Return plain values for JSON."""
         return asdict(self) | {"winner": self.winner}
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The subject of a forecast: a model's work on a machine, and the kind of relay."""
+    """The inputs of a forecast: a model's work, a machine with its costs, and the kind of relay."""
 
     work: Workload
     hardware: Hardware
@@ -80,20 +80,20 @@ def look_out(
     Parameters
     ----------
     model, is_offline
-        Of `find_workload`.
+        As in `find_workload`.
     hardware : str or None
         A profile or a JSON file; None: `HARDWARE`.
     link_gigabytes_per_s : float or None
-        Of each link, one direction; None: the profile's.
+        Bandwidth of each link in one direction; None: the profile's.
     relay : str or None
-        None: as our engine does, or with eager attention as the paper did.
+        None: as in our engine, or as in the paper if attention is eager.
     tensor_parallel : int
-        Ranks that hold the model among them, and make up one of those that are forecast.
+        Size of the tensor-parallel groups; each counts as one rank of the forecast.
 
     Raises
     ------
     ConfigError
-        If a value is none of these.
+        If a value is invalid.
     """
     profile = load_hardware(hardware or HARDWARE)
     if link_gigabytes_per_s is not None and not 0 < link_gigabytes_per_s < float("inf"):
@@ -109,12 +109,12 @@ def look_out(
 def simulate(
     found: Outlook, contexts: Sequence[int], ranks: Sequence[int], chunk_tokens: int | None = None
 ) -> list[ForecastRow]:
-    """Forecast every length on every number of ranks, with slices at once or in chunks.
+    """Forecast every length on every number of ranks, with whole slices or in chunks.
 
     Raises
     ------
     ConfigError
-        If a context is beyond the model's, or there are more ranks than tokens.
+        If a context is longer than the model's, or there are more ranks than tokens.
     """
     if chunk_tokens is not None and found.relay != "cut-through":
         raise ConfigError(
@@ -130,7 +130,7 @@ def check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) -> 
     Raises
     ------
     ConfigError
-        Naming shapes for this length, or the most ranks.
+        Names shapes for this length, or the maximum number of ranks.
     """
     for tokens in contexts:
         if work.max_tokens is not None and tokens > work.max_tokens:
@@ -146,7 +146,7 @@ def check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) -> 
 
 
 def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: int | None) -> ForecastRow:
-    chunks = 1 if chunk_tokens is None else -(-tokens // (ranks * chunk_tokens))  # of the mean slice
+    chunks = 1 if chunk_tokens is None else -(-tokens // (ranks * chunk_tokens))  # for the mean slice
     of_chain = costs.in_chunks(chunks)
     partition, searched_s = best_split(of_chain, tokens, ranks, relay)
     ttft_s: dict[str, float] = {}
@@ -185,12 +185,12 @@ def _choose(costs: Costs, tokens: int, ranks: int, relay: RelayKind, searched_s:
 def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
     """Find a named model shape, or count the work of a model from its configuration.
 
-    `is_offline` is called only where that matters, since it takes seconds to import.
+    `is_offline` is called only if needed, since its import takes seconds.
 
     Raises
     ------
     ConfigError
-        If it is neither, listing the shapes.
+        If `model` is neither; lists the shapes.
     """
     try:
         return named_workload(model)

@@ -1,1 +1,1 @@
-"""Preparation of a job on all ranks: planning, layout of ranks, loading the model, measuring the machine."""
+"""Prepare a job on all ranks: plan it, lay out the ranks, load the model, and measure the machine."""

@@ -1,4 +1,4 @@
-"""Whether a rank decodes from a page pool, and the size of its extents."""
+"""Decides whether a rank decodes from a page pool, and sets the size of the pool's extents."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.setup.rates import Say
 
-# Of the memory for prompts, what documents that share pages are given at once. Layers as long as that are read by calls
-# of their own, which take far longer than it takes to make them; shorter ones are read together.
+# Share of the prompt memory that is allocated at once as an extent of pages. A layer as long as an extent has its own
+# attention call, whose launch takes little of its time; shorter layers share a call.
 EXTENT_SHARE = 1 / 8
 
 
 def open_arena(spec: JobSpec, loaded: LoadedModel, free_bytes: int, say: Say, *, is_packed: bool) -> Arena | None:
-    """Create a rank's page pool, with `free_bytes` for prompts, if packed documents are decoded from pages; else None.
+    """Create a rank's page pool, with `free_bytes` for prompts; None if documents are not decoded from pages.
 
-    On a processor separate memory serves as well. Documents that stay spread are decoded by all ranks.
+    On CPUs, separate memory is as fast. Sharded documents are decoded by all ranks, without a pool.
     """
     if loaded.device.type != "cuda" or spec.is_spread or not is_packed:
         return None

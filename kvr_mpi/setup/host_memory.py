@@ -1,4 +1,4 @@
-"""Free memory of a process on its device, and settings of the C heap."""
+"""Measures a process's free memory on its device, and configures the C heap."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 
 MEMINFO = Path("/proc/meminfo")
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-NO_LIMIT = 1 << 60  # version 1 says "no limit" with a huge number
-# Of glibc's mallopt.
+NO_LIMIT = 1 << 60  # cgroup version 1 writes "no limit" as a huge number
+# Parameters of glibc's mallopt.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
-# Seconds after which what the heap keeps and nobody uses goes back to the system.
+# Seconds between two returns of unused heap memory to the system.
 TRIM_S = 60.0
 
 
 def keep_heap() -> None:
-    """Make the C library keep freed memory for the next tensors, instead of returning it to the system each time.
+    """Make glibc keep freed memory for the next tensors, instead of returning it to the system each time.
 
-    Activations come and go with every layer, and the system clears each page that it hands out: that took 5 to 8 %
-    of a prefill of 2k to 8k tokens by a fresh process on one core (less where glibc has come to keep more by itself: up
-    to 32 MB a tensor, which the activations of a slice of 6000 tokens exceed). Only glibc is told.
+    Activations are allocated and freed in every layer, and the system clears each page that it hands out. That took 5
+    to 8 % of a prefill of 2k to 8k tokens in a fresh process on one core. Later glibc keeps more memory by itself, but
+    only up to 32 MB per tensor, which the activations of a slice of 6000 tokens exceed.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version"):
-        library.malloc_trim(0)  # what loading has left goes
+        library.malloc_trim(0)  # return memory left from loading
         library.mallopt(M_MMAP_MAX, 0)
         library.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
@@ -39,13 +39,13 @@ def keep_heap() -> None:
 class HeapTrimmer:
     """Returns free memory of the C heap to the system from time to time.
 
-    Without this a rank grew by 30 MB over 20,000 tiny documents. It takes some hundredths of a second.
+    Without this, a rank grew by 30 MB over 20,000 tiny documents. A call takes some hundredths of a second.
     """
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
         self._trim = getattr(library, "malloc_trim", None)
-        self._trimmed_s = float("-inf")  # loading and measuring have left something
+        self._trimmed_s = float("-inf")  # the first call trims what loading and measuring have left
 
     def trim(self) -> None:
         """Trim the heap, at most once a minute."""
@@ -57,7 +57,7 @@ class HeapTrimmer:
 def ranks_on_device(world: Transport, device: torch.device) -> int:
     """Count the ranks that share this rank's memory, on its GPU or host; every rank calls this.
 
-    By the GPUs' own ids: a launcher may show each rank one GPU only, the same number to all of them.
+    GPUs are compared by their unique ids, since a launcher may show each rank only one GPU, always with index 0.
     """
     own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     everyone: list[str | None] = share_json(world, gather_json(world, own))
@@ -65,7 +65,7 @@ def ranks_on_device(world: Transport, device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, sharers: int) -> int:
-    """Bytes that each of so many processes that share a device may still allocate; on a CPU in its control group."""
+    """Bytes that each of `sharers` processes on a device may still allocate; CPU memory is limited by cgroups."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -82,7 +82,7 @@ def _available() -> int:
 
 
 def _group_room(own: Path = OWN_GROUPS, root: Path = GROUPS) -> int | None:
-    """Return what the control groups (of a SLURM job or container) leave; None without a limit."""
+    """Return the bytes that the cgroups (of a SLURM job or container) leave; None without a limit."""
     if not own.exists():
         return None
     rooms = []
@@ -93,7 +93,7 @@ def _group_room(own: Path = OWN_GROUPS, root: Path = GROUPS) -> int | None:
         top = root / "memory" if controllers else root  # version 1, version 2
         files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache ")
         group = top / path.lstrip("/")
-        while group.is_relative_to(top):  # a limit of any group around ours is a limit
+        while group.is_relative_to(top):  # limits of all enclosing groups apply
             rooms += _room_in(group, *(files if controllers else ("memory.max", "memory.current", "file ")))
             group = group.parent
     return min(rooms, default=None)
@@ -105,7 +105,7 @@ def _room_in(group: Path, limit: str, used: str, cache: str) -> list[int]:
         if not most.isdigit() or int(most) >= NO_LIMIT:
             return []
         lines = (group / "memory.stat").read_text().splitlines()
-        files = sum(int(line.removeprefix(cache)) for line in lines if line.startswith(cache))  # given up if need be
+        files = sum(int(line.removeprefix(cache)) for line in lines if line.startswith(cache))  # reclaimable page cache
         return [max(0, int(most) - int((group / used).read_text()) + files)]
     except (OSError, ValueError):
         return []

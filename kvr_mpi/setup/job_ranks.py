@@ -1,9 +1,9 @@
 """The communicators of a job: all ranks, the chain, the tensor-parallel group, and the lane.
 
-The ranks that have the same heads, one of each group, are a *lane*: between them everything goes as in a job whose
-groups are one rank each, of a model with fewer heads. A lane's keys and values never meet another's. Within a group
-ranks meet in the sums of the model's layers (``model.tp_group``). A chain decides once, and of a group only the first
-rank logs.
+A *lane* consists of the ranks with the same heads, one from each group. Its ranks communicate as in a job without
+groups, with a model that has fewer heads; keys and values never leave their lane. The ranks of a group communicate in
+the sums of the model's layers (``model.tp_group``). Decisions are made once per chain, and only the first rank of a
+group logs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.collectives import all_gather
 
-# Sums are timed for one token and for so many, so often.
+# Sums are timed for one token and for TIMED_TOKENS; each is repeated TIMED_SUMS times.
 TIMED_TOKENS, TIMED_SUMS = 1024, 5
 
 
@@ -33,11 +33,11 @@ TIMED_TOKENS, TIMED_SUMS = 1024, 5
 class JobRanks:
     """A job's ranks from the point of view of one of them.
 
-    world : all of them.
-    lane : one of each group, with the heads of this one; where a group is one rank, all.
-    peers : the ranks of this group; None where it is one rank.
-    tp_group : what the model asks of them.
-    hosts : of this group.
+    world : all ranks.
+    lane : the ranks with this rank's heads, one from each group; all ranks without groups.
+    peers : the ranks of this group; None without groups.
+    tp_group : the group as the model uses it.
+    hosts : number of hosts of this group.
     """
 
     world: Transport
@@ -52,7 +52,7 @@ class JobRanks:
         return self.tp_group is None or self.tp_group.rank == 0
 
     def members_of(self, topology: Topology, chain: Transport) -> Transport:
-        """Make a transport for all ranks of this rank's chain from those of its lane; every rank calls this."""
+        """Make a transport for all ranks of this rank's chain, given its ranks in the lane; every rank calls this."""
         return chain if self.tp_group is None else self.world.split(topology.chain_color(self.lane.rank))
 
 
@@ -62,7 +62,7 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
     Parameters
     ----------
     world, control : Transport
-        All ranks of the job: over what carries tensors, and as they met.
+        All ranks of the job: the transport for tensors, and that from `mpi.connect`.
     """
     if topology.tensor_parallel == 1:
         return JobRanks(world, world)
@@ -80,7 +80,7 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
 
 
 def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
-    """Measure the sums of a group, and log what they add to prefill and decoding; every rank calls this."""
+    """Measure the sums of a group, and log their time in prefill and decoding; every rank calls this."""
     if ranks.tp_group is None:
         return
     hidden, layers = loaded.shape.hidden_size, len(loaded.shape.layers)
@@ -102,7 +102,7 @@ def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
 
 
 def _sum_seconds(tp_group: TensorParallelGroup, tokens: int, hidden: int, loaded: LoadedModel) -> float:
-    """Measure one sum of hidden states (tokens, hidden_size)."""
+    """Measure the seconds of one sum of hidden states (tokens, hidden_size)."""
     states = torch.zeros(tokens, hidden, dtype=loaded.dtype, device=loaded.device)
     times = []
     for _ in range(TIMED_SUMS + 1):

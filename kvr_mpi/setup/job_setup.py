@@ -1,4 +1,4 @@
-"""The result of `prepare.prepare`: a job's model, ready on all ranks, with everything measured."""
+"""The result of `prepare.prepare`: a job's model, ready on all ranks, with all measurements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvr_mpi.store.log import Header
 from kvr_mpi.stored.reuse import StoredBeginnings
 from kvr_mpi.tuning.table import Table
 
-# Slices are shown for this length if the model names no context.
+# Slices are shown for this length if the model's configuration has no maximum length.
 EXAMPLE_TOKENS = 8192
 
 
@@ -47,32 +47,32 @@ class Machine:
     """Properties of a rank's machine, from the command line and the environment."""
 
     cache_dir: Path  # for converted models
-    cores: int = 1  # cores this process may use
-    threads: int | None = None  # CPU threads asked for in the environment
+    cores: int = 1  # cores that this process may use
+    threads: int | None = None  # CPU threads set in the environment
     offline: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class JobSetup:
-    """A job's model, ready on this rank, with everything measured.
+    """A job's model, ready on this rank, with all measurements.
 
-    frame, reduce_frame : what is around a document's text, and around the answers about its parts.
-    question_frames : around a document's text, by the name of the question about a stored one, or of the prompt.
-    weights : hash of all of them, if keys and values are stored or loaded; else empty.
-    why_alone : why prompts do not run packed; None if they do.
-    prefixes : what all prompts begin with, computed; the longest first.
-    footprint : to predict a prompt's memory; None for plain transformers, whose memory is not predicted.
-    free_bytes : what each rank of the job may take for prompts.
-    strategies : what may run a prompt; where there are several the fastest is chosen for each, chains if in doubt.
-    costs : of ranks and links, if chains are to be planned or strategies chosen.
-    rates : of all ranks, if slices are to be cut by time.
-    table : if the job names one.
-    beginnings : of stored prompts, if the job is to go on from them.
-    compression : which keys and values are kept for decoding; None: all.
-    sharing : how chains may share heads out to decode, or why not; None if the job does not ask.
-    arena : where this rank keeps what it decodes; None: each document in memory of its own.
-    rolling : what is held of each prompt; None: all of it.
-    once_s : seconds that loading took on rank 0, if it had to convert a GGUF file first; else 0. Later jobs are faster.
+    frame, reduce_frame : the prompt around a document's text, and around the answers about its parts.
+    question_frames : prompts around a document's text, by name: of questions about stored documents, or of `prompts`.
+    weights : hash of all weights, if keys and values are stored or loaded; else empty.
+    why_alone : why prompts are not packed; None if they are.
+    prefixes : computed prefixes that all prompts begin with, longest first.
+    footprint : predicts a prompt's memory; None for plain transformers, whose memory is not predicted.
+    free_bytes : memory that each rank of the lane may use for prompts.
+    strategies : strategies for prompts; of several, the fastest is chosen for each prompt, and the first when in doubt.
+    costs : costs of ranks and links, if chains are planned or strategies chosen.
+    rates : rates of all ranks, if slices are cut by time.
+    table : the lookup table that the job names.
+    beginnings : prefixes of stored prompts, if the job reuses them.
+    compression : selects the keys and values to keep for decoding; None: all are kept.
+    sharing : how the ranks of a chain share heads to decode, or why they cannot; None if the job does not use that.
+    arena : page pool of this rank's documents in decoding; None: each document has its own memory.
+    rolling : rolling cache of each prompt; None: whole caches.
+    once_s : seconds that loading took on rank 0, if it converted a GGUF file first, which later jobs do not; else 0.
     """
 
     spec: JobSpec
@@ -132,17 +132,17 @@ class JobSetup:
 
     @property
     def longest_answer(self) -> int:
-        """Maximum number of tokens after a prompt: of an answer, or of the continuations to score."""
+        """Maximum number of tokens after a prompt: of an answer, or of a continuation to score."""
         generation, tokenizer = self.spec.generation, self.loaded.tokenizer
         return max([generation.max_new_tokens, *(len(encode_text(tokenizer, text)) for text in generation.score)])
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest possible prompt; an example if the model has no maximum."""
+        """Tokens of the longest possible prompt; `EXAMPLE_TOKENS` if the model has no maximum."""
         return self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of so many tokens."""
+        """Bytes of the keys and values of `tokens` tokens, in whole pages if there is a page pool."""
         if self.rolling is not None:
             return self.rolling.kv_bytes(self.loaded.shape) if tokens else 0
         if self.arena is not None:
@@ -150,7 +150,7 @@ class JobSetup:
         return tokens * self.loaded.shape.kv_bytes_per_token
 
     def window_of(self, prompt: PromptText) -> Range | None:
-        """Return which tokens' queries compression needs; None if it needs none."""
+        """Return the range of tokens whose queries compression needs; None if it needs none."""
         return None if self.compression is None else self.compression.observed_of(prompt.tokens, prompt.text)
 
     def retain_of(self, prompt: PromptText) -> Retain | None:
@@ -185,7 +185,7 @@ class JobSetup:
         return with_memory(forecast, self.spec, config, self.footprint, room)
 
     def header(self) -> Header:
-        """Return the header of the results: everything that the answers depend on."""
+        """Return the header of the results: everything on which the answers depend."""
         spec, loaded = self.spec, self.loaded
         identity = {
             "model": loaded.fingerprint,
@@ -210,7 +210,7 @@ class JobSetup:
 
 
 def identity_of(spec: JobSpec) -> dict[str, Any]:
-    """Return the settings that answers depend on, apart from the model."""
+    """Return the settings on which answers depend, apart from the model."""
     identity: dict[str, Any] = {
         "prompt": spec.prompt.model_dump(),
         "generation": spec.generation.model_dump(),

@@ -1,4 +1,4 @@
-"""Loading a model on all ranks."""
+"""Loads a model on all ranks."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def load_on_all(
     Parameters
     ----------
     adapter : str, optional
-        Folder of a LoRA adapter that is merged into it.
+        Folder of a LoRA adapter, which is merged into the model.
     kernels : str
-        What chains compute with, as `model.kernels` of a job.
+        Kernels for chains, as in a job's `model.kernels`.
     say : callable, optional
-        For a line of text about that.
+        Logs a line about the kernels.
     tp_group : TensorParallelGroup, optional
-        The ranks that hold the model among them: each loads its part.
+        The ranks among which the model is divided; each loads its part.
     **arguments
-        Of `load_model`.
+        Arguments of `load_model`.
     """
     index = gpu_index(world, arguments.get("device", "auto"))
     load = partial(load_model, path, tp_group=tp_group, device_index=index, **arguments)
-    # One rank of a host converts a GGUF file, or downloads from the hub; files that are there are read by all at once.
+    # One rank per host converts a GGUF file or downloads from the hub; all ranks read existing files at the same time.
     early = host_by_host(world, lambda: load() if locate(path, True, False, arguments["cache_dir"])[0].is_hub else None)
     plain = together(world, lambda: early or load())
     loaded = host_by_host(world, lambda: merge_adapter(plain, adapter))
     keep_heap()
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))
-        with alone(tp_group):  # a part's rows are tried without the sums over its group
+        with alone(tp_group):  # kernels are measured without sums over the group
             choose_kernels(loaded, world, free, arguments["cache_dir"], say or silent)
     return loaded
 
@@ -70,4 +70,4 @@ def gpu_index(world: Transport, name: str = "auto") -> int:
 
 
 def silent(text: str) -> None:
-    """Ignore a log line, on other ranks than 0."""
+    """Ignore a log line, on ranks other than 0."""

@@ -1,4 +1,4 @@
-"""Planning a job without MPI and without weights: counts its corpus, and schedules its documents."""
+"""Plans a job without MPI and without weights: counts its corpus, and schedules its documents."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ from kvr_mpi.topology import whole_groups
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A job's plan and its inputs; `counted` says how the tokens of `texts` were counted.
+    """A job's plan and its inputs; `counted` describes how the tokens of `texts` were counted.
 
-    `others` are the files of other types in the folders of documents, `errors` tells by id what cannot be answered.
-
-    `history` is of jobs on this machine, where they say how fast it is.
+    `others` are files of other types in the document folders; `errors` has the reason, by id, for each document that
+    cannot be answered. `history` is used if the machine's speed comes from earlier jobs.
 
     A tensor-parallel group counts as one rank of the plan.
     """
@@ -60,7 +59,7 @@ class PlannedJob:
 
     @property
     def expected(self) -> Expected | None:
-        """Expected duration of the job as written, including its start; None without history of its model."""
+        """Expected duration of the job as written, including its start; None without earlier jobs of its model."""
         if self.history is None or not is_forecast(self.spec):
             return None
         parts = two_parts(self.spec, self.texts, self.schedule.ranks, self.forecast)
@@ -80,16 +79,16 @@ class PlannedJob:
     def rank_bytes(self) -> float | None:
         """Bytes that a rank needs for weights and the longest prompt; None if unknown.
 
-        Of its GPU if the forecast is of GPUs, otherwise of its host.
+        GPU memory if the forecast is for GPUs, otherwise host memory.
         """
         forecast, outline, spec = self.forecast, self.outline, self.spec
         longest = max(self.schedule.placements, key=lambda place: place.tokens, default=None)
         if longest is None or not longest.tokens or forecast.is_plain:
             return None
-        if forecast.peak_bytes is None:  # which profiles of GPUs know
+        if forecast.peak_bytes is None:  # GPU profiles have it
             try:
                 footprint = footprint_of(outline.config, outline.dtype)
-            except ModelError:  # chains do not run it
+            except ModelError:  # chains cannot run the model
                 return None
             held = workload_of(outline.config, outline.dtype.itemsize).weight_bytes
             forecast = with_memory(forecast, spec, outline.config, footprint, math.inf, held)
@@ -100,17 +99,17 @@ class PlannedJob:
 
     @property
     def decoding(self) -> DecodeChoice | None:
-        """Forecast of how the longest chains would decode, if the job leaves that open."""
+        """Forecast of the longest chains' decode mode, if the job leaves it open."""
         return _choose_decoding(self) if self.spec.decode.mode == "auto" else None
 
 
 def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) -> PlannedJob:
-    """Read a job's corpus, and plan it for so many ranks.
+    """Read a job's corpus, and plan the job for a number of ranks.
 
     Raises
     ------
     ConfigError
-        If nothing says how fast a rank is.
+        If the speed of a rank is unknown.
     """
     parse_templates(spec)
     check_tensor_parallel(spec)
@@ -185,7 +184,7 @@ def _count(spec: JobSpec, tokenizer: Any) -> Counted:
 
 
 def _choose_decoding(made: PlannedJob) -> DecodeChoice:
-    """Forecast how the longest chains of a job would decode."""
+    """Forecast the decode mode of a job's longest chains."""
     spec, forecast, shape = made.spec, made.forecast, made.outline.shape
     wanted, all_ranks = spec.ranks_per_chain, made.schedule.ranks
     lengths = {place.ranks for place in made.schedule.placements}

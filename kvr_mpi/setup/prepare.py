@@ -1,6 +1,6 @@
-"""Prepares a job's model on all ranks: loads it, checks it against the settings, and measures what they need.
+"""Prepares a job's model on all ranks: loads it, checks the settings, and measures what they require.
 
-All that is done once, before the first document. `ChainRunner` takes it from there, on one chain.
+This happens once, before the first document. `ChainRunner` then uses the result on one chain.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from kvr_mpi.stored.reuse import find_beginnings
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
 from kvr_mpi.transport import Transport, check_alike, gather_json, on_root, share_json, together
 
-# Instructions shorter than this are computed with every prompt: to copy them would take as long.
+# Shorter instructions are computed with every prompt, since copying them would take as long.
 LEAST_PREFIX_TOKENS = 32
 
 
@@ -76,18 +76,18 @@ def prepare(
     spec : JobSpec
     machine : Machine
     world, chain : Transport
-        All ranks of the job, and those that share this chain's prompts: of several in a group one.
+        All ranks of the job, and those that share this chain's prompts (one from each tensor-parallel group).
     say : callable
-        For a line of text; called on rank 0 of the job only.
+        Logs a line; called only on rank 0 of the job.
     loaded : LoadedModel, optional
         The job's model, if it is loaded already.
     ranks : JobRanks, optional
-        How the ranks of tensor-parallel groups communicate, if there are any.
+        The communicators of tensor-parallel groups, if there are any.
 
     Raises
     ------
     ConfigError
-        If model, prompt or generation settings do not work together.
+        If model, prompt and generation settings are incompatible.
     """
     say = say if world.rank == 0 else silent
     ranks = ranks or JobRanks(world, world)
@@ -158,22 +158,22 @@ def prepare(
 
 
 def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:
-    """Call a function on every rank with its part of the model alone, and fail on all ranks if it fails on any.
+    """Call a function on every rank, without sums over its group; fail on all ranks if it fails on any.
 
-    Checks run chains of threads, which only a model alone can; what holds for some of the heads holds for all.
+    Checks run chains of threads, which cannot sum over a group. A result for some of the heads holds for all.
     """
     with alone(tp_group):
         return together(world, work)
 
 
 def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> tuple[LoadedModel, float]:
-    """Load the model, or in a tensor-parallel group its part, on every rank, and log what it is.
+    """Load the model, or its part in a tensor-parallel group, on every rank, and log a description.
 
     Returns
     -------
     loaded : LoadedModel
     once_s : float
-        Seconds that loading took on rank 0, if it had to convert a GGUF file first; 0 otherwise.
+        Seconds that loading took on rank 0, if it converted a GGUF file first; else 0.
     """
     world = ranks.world
     if spec.parallel.tensor_parallel > 1 and ranks.tp_group is None:
@@ -197,7 +197,7 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
 
 
 def _conversion(path: str, cache_dir: Path) -> str:
-    """Return a notice that a GGUF file must be converted first, which takes long; empty otherwise."""
+    """Return a notice that a GGUF file is converted first, which takes time; otherwise an empty string."""
     source = find_model(path)
     if source.gguf_file is None or converted_folder(source, cache_dir).is_dir():
         return ""
@@ -249,7 +249,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
 def _describe_prompts(
     spec: JobSpec, longest_tokens: int, compression: Compression | None, why_alone: str | None
 ) -> Iterator[str]:
-    """Yield log lines about chunks, compression and decoding, as far as they are unusual."""
+    """Yield log lines about compression, chunks and decoding, if they differ from the defaults."""
     if compression is not None:
         yield f"keys and values are compressed before answers are decoded ({compression.describe()})"
     if (chunk_tokens := spec.chunk_tokens) != "auto":
@@ -260,7 +260,7 @@ def _describe_prompts(
 
 
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
-    """Make the frame of each question, or of each of several prompts, by name."""
+    """Make the frame of each question, or of each of the job's prompts, by name."""
     if not spec.prompts:
         return frame_questions(spec, loaded, weights)
     frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in spec.prompts.items()}
@@ -270,7 +270,7 @@ def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say)
 
 
 def _describe_sharing(spec: JobSpec, loaded: LoadedModel, frames: Mapping[str, Frame]) -> list[str]:
-    """Yield log lines if documents are prefilled several times for different prompts."""
+    """Return log lines if documents are prefilled several times for different prompts."""
     if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
         return [f"each document is prefilled {len(frames)} times, once per prompt: {why}"]
     groups: dict[object, list[str]] = {}
@@ -296,8 +296,8 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
 
 
 def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strategy, ...], list[str]]:
-    """Check that the model supports the strategy; for 'auto', return those it supports and why not the others."""
-    asked = KVR.name if spec.cache.is_rolling else spec.parallel.strategy  # there is nothing to choose then
+    """Return the strategies that the model supports and, for 'auto', log lines about the others."""
+    asked = KVR.name if spec.cache.is_rolling else spec.parallel.strategy  # rolling caches have only one strategy
     fitting, left_out = [], []
     for strategy in candidates(asked):
         try:
@@ -316,7 +316,7 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
 def _repeated_frames(
     spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
 ) -> tuple[Frame, ...]:
-    """List the frames whose beginning is shared by all documents."""
+    """List the frames whose head is computed once for all documents."""
     if spec.parallel.strategy == PLAIN or spec.questions is not None or spec.cache.is_rolling:
         return ()
     return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
@@ -324,7 +324,7 @@ def _repeated_frames(
 
 def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) -> tuple[SharedPrefix, ...]:
     """Compute the instructions that all prompts of a frame begin with."""
-    if depends_on_length(loaded.model):  # then so do those
+    if depends_on_length(loaded.model):  # their keys depend on each prompt's length
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     if heads:
@@ -333,12 +333,12 @@ def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) ->
 
 
 def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
-    """Make the rolling cache that the job asks for, if any, and verify that the model supports it.
+    """Make the rolling cache that the job requests, if any, and verify that the model supports it.
 
     Raises
     ------
     ConfigError
-        If it does not.
+        If the model does not support it.
     """
     rolling = rolling_of(spec.cache, spec.parallel.chunk_tokens)
     try:
@@ -351,7 +351,7 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
 
 
 def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footprint:
-    """Return the memory model of prompts, and whether chunks may reduce it."""
+    """Return the memory model of prompts, after checking whether chunks can reduce it."""
     on_gpu = loaded.device.type == "cuda"
     footprint = footprint_of(
         loaded.model.config, loaded.dtype, shape=loaded.shape, on_gpu=on_gpu, in_parts=loaded.attends_in_parts
@@ -382,7 +382,7 @@ def _needs_costs(
 def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:
     """Bytes that each group may use for prompts, limited by its rank with the least memory.
 
-    Most of a rank's free memory, less a part of a model with shared heads.
+    This is most of a rank's free memory, minus the copies of weights that shared heads need.
     """
     if spec.parallel.memory_gib is not None:
         return [int(spec.parallel.memory_gib * GIB)] * ranks.lane.size
@@ -393,7 +393,7 @@ def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadShar
 
 
 def describe_portable(loaded: LoadedModel) -> Iterator[str]:
-    """Explain why attention with soft caps uses portable float32 code, where FlexAttention was expected."""
+    """Explain why soft-capped attention uses portable float32 code instead of FlexAttention."""
     config, device = loaded.model.config.get_text_config(), loaded.device
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is None or device.type != "cuda" or loaded.dtype == torch.float32:
@@ -402,7 +402,7 @@ def describe_portable(loaded: LoadedModel) -> Iterator[str]:
     dims = layer.key_dim, layer.value_dim
     if not compiles(device):
         why: str | None = "torch has no compiler for this GPU (triton), or it is older than Ampere"
-    else:  # asked by the self-check before, and so known
+    else:  # cached by the self-check
         why = why_no_flex(device, loaded.dtype, config.num_attention_heads, layer.num_kv_heads, dims, softcap)
     if why is not None:
         yield f"soft-capped attention is computed in blocks, in float32, which is slower than FlexAttention: {why}"

@@ -1,4 +1,4 @@
-"""Rates of ranks and links, measured or looked up as far as a job's plans and slices need them."""
+"""Measures or looks up the rates of ranks and links that a job's plans and slices need."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvr_mpi.tuning.measure import measure_costs, measure_rates
 from kvr_mpi.tuning.table import Table
 
 Say = Callable[[str], None]
-# Rates that lie further apart than this were not measured on the same machine, or with the same software.
+# Rates that differ by a larger factor come from another machine or other software.
 SAME_RATES_WITHIN = 1.5
-# Slices that take so much longer than others would are worth another search.
+# Slices that take longer than the best ones by this fraction are worth another search.
 SLICES_LOSE = 0.05
 
 
@@ -73,9 +73,9 @@ def table_of(
 
 
 def describe_drift(table: Table, rates: Sequence[Rates]) -> str | None:
-    """Describe how ranks differ from those that a table was measured on; None if it does not matter.
+    """Describe how ranks differ from those that a table was measured on; None if the difference is negligible.
 
-    A name says little of a processor in a virtual machine, and nothing of kernels. `rates` are measured now.
+    Processor names are unreliable in virtual machines, and do not identify kernels, so current `rates` are compared.
     """
     costs, longest = table.rates, table.entries[-1]
     tokens = longest.context_tokens
@@ -93,6 +93,6 @@ def describe_drift(table: Table, rates: Sequence[Rates]) -> str | None:
 
 
 def _slices_s(lengths: Sequence[float], rates: Sequence[Rates]) -> float:
-    """Time of one layer on the rank that takes longest."""
+    """Seconds of one layer on the slowest rank."""
     starts = [math.fsum(lengths[:place]) for place in range(len(lengths))]
     return max(rate.seconds(length, start) for rate, length, start in zip(rates, lengths, starts, strict=True))

@@ -1,4 +1,4 @@
-"""Predicts how much a job with `output.kv` will write, so that a disk does not fill up after hours."""
+"""Predicts how much a job with `output.kv` will write, so that it cannot fill the disk after hours."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvr_mpi.errors import OutputError, counted
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.setup.job_setup import JobSetup
 
-# Documents tokenised, and characters of each, to see how many characters a token has.
+# Number of documents to tokenise, and characters of each, to estimate the characters per token.
 SAMPLED, SAMPLED_CHARS = 32, 20_000
-# The estimate may be that much too high before a job is refused for it.
+# A job is refused only if its estimate exceeds the free space by this factor.
 DOUBT = 1.1
 
 
@@ -31,20 +31,20 @@ def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) 
     frame, new = setup.frame, setup.spec.generation.max_new_tokens
     around = len(frame.head) + len(frame.tail) + new
     each = [int(min(corpus.entries[number].chars * tokens / chars, frame.text_budget)) + around for number in good]
-    if setup.spec.compress is not None:  # of the layers that are compressed; those with windows keep all they have
+    if setup.spec.compress is not None:  # layers with windows are not compressed
         each = [min(count, setup.spec.compress.kept_of(count) + around) for count in each]
-    part = setup.loaded.part  # all of its group's heads are written, each once
+    part = setup.loaded.part  # the group writes all of its heads once
     shares = 1 if part is None else len(part.held.shares)
     return int(sum(each) * shares * setup.loaded.shape.kv_bytes_per_token)
 
 
 def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:
-    """Return a log line of how much will be written.
+    """Return a log line about how much will be written.
 
     Raises
     ------
     OutputError
-        If there is not that much room, or the folder is gone.
+        If there is not enough free space, or the folder no longer exists.
     """
     size = estimate_stored_bytes(setup, corpus, todo)
     try:

@@ -1,1 +1,1 @@
-"""Stored keys and values of earlier jobs: finding and reusing them."""
+"""Find and reuse stored keys and values of earlier jobs."""

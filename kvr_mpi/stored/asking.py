@@ -1,4 +1,4 @@
-"""Completes a job with questions from the run that it asks about, whose prompts it continues."""
+"""Completes a job with questions: takes its settings from the run whose prompts it continues."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvr_mpi.store.lock import is_alive
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.shares import find_runs, read_header_of
 
-# What a stored prompt was made by, up to the end of its document's text.
+# Settings that determine a stored prompt up to the end of its document's text.
 MADE_BY = ("template", "system", "chat_template")
 
 
 def complete_questions(spec: JobSpec) -> JobSpec:
-    """Name a job's questions, and take over the prompt settings of the run they are about.
+    """Name a job's questions, and use the prompt settings of the run that they are about.
 
     Raises
     ------
@@ -60,14 +60,14 @@ def complete_questions(spec: JobSpec) -> JobSpec:
 
 
 def stored_header(key: str, paths: Sequence[str]) -> Header:
-    """Read the header of the run with the keys and values; `key` is the setting that names it.
+    """Read the header of the run with the keys and values; `key` is the setting that contains its path.
 
     Raises
     ------
     DataError
-        If it cannot be read, or several runs are of different jobs.
+        If it cannot be read, or the paths contain runs of different jobs.
     OutputError
-        If a job is still writing it.
+        If a job is still writing the run.
     """
     runs = find_runs([Path(each) for each in paths]).paths
     for path in runs:
@@ -80,17 +80,17 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
 
 
 def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[str, Frame]:
-    """Make the tokens around a stored document's text for each question, by the question's name.
+    """Make the frame around a stored document's text for each question, by the question's name.
 
     Parameters
     ----------
     weights : str
-        Of `hash_weights`.
+        From `hash_weights`.
 
     Raises
     ------
     ConfigError
-        If another model, or another tokenizer, made the keys and values.
+        If another model or tokenizer produced the keys and values.
     """
     questions = spec.questions
     if questions is None:
@@ -102,19 +102,19 @@ def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[st
 
 
 def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedModel, weights: str) -> None:
-    """Refuse another model or tokenizer than the one that produced the keys and values.
+    """Refuse a model or tokenizer other than the one that produced the keys and values.
 
     Parameters
     ----------
     key, paths
-        As for `stored_header`.
+        As in `stored_header`.
     weights : str
-        Of `hash_weights`.
+        From `hash_weights`.
 
     Raises
     ------
     ConfigError
-        Saying what differs.
+        Names the differences.
     """
     header = stored_header(key, paths)
     here = {
@@ -133,7 +133,7 @@ def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedM
 
 
 def _named(ask: list[str] | dict[str, str] | str) -> dict[str, str]:
-    """Name the questions; those of a file may have names."""
+    """Return questions by name; those without names are numbered."""
     if isinstance(ask, str):
         return read_questions(Path(ask))
     return checked(ask if isinstance(ask, dict) else number_questions(ask), "questions.ask")

@@ -1,6 +1,6 @@
-"""The beginning of a stored prompt as a prefix whose keys and values are loaded on demand.
+"""Prefixes of stored prompts, whose keys and values are loaded on demand.
 
-The leader of a chain finds a stored prompt and sends its `StoredPrefix`; each rank opens it and checks what it finds.
+The leader of a chain finds a stored prompt and sends its `StoredPrefix`; each rank opens and checks it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """Where the keys and values of a prompt's first tokens are stored.
+    """Location of the stored keys and values of a prompt's first tokens.
 
     name : the document's id.
-    pieces : what makes up its keys and values.
-    tokens : how many of the prompt's first tokens.
-    compression : by which method and settings its heads have dropped tokens; empty: they hold all.
+    pieces : the stored pieces of its keys and values.
+    tokens : number of the prompt's first tokens.
+    compression : method and settings of its compression; empty: all tokens are stored.
     """
 
     name: str
@@ -42,17 +42,17 @@ class StoredPrefix:
         return cls(**{**plain, "pieces": tuple(Piece(**each) for each in plain["pieces"])})
 
     def open(self, ids: Sequence[int], loaded: LoadedModel) -> SharedPrefix:
-        """Open it as the prefix of a prompt with these ids; layers are read on demand.
+        """Return the prefix of a prompt with these ids; layers are read on demand.
 
         A rank of a tensor-parallel group reads its own KV heads.
 
-        Whatever is wrong raises a `DataError` when the first layer is read: other tokens than these, other keys and
-        values than those of `pieces`, another shape or type than the model's, or a block that fails its checksum.
+        Files are checked when layers are read. They raise a `DataError` if tokens differ from `ids`, if keys and values
+        differ from `pieces`, if shape or dtype differ from the model's, or if a block fails its checksum.
 
         Parameters
         ----------
         ids : sequence of int
-            The prompt's.
+            The prompt's token ids.
         loaded : LoadedModel
         """
         ids = tuple(ids[: self.tokens])
@@ -64,7 +64,7 @@ class StoredPrefix:
 
 
 def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTokens]:
-    """Open the keys and values of a stored prompt, and read which tokens they are of.
+    """Open the keys and values of a stored prompt, and read their tokens.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTok
     Raises
     ------
     DataError
-        If it is not there, damaged, other than `pieces` say, or does not say whose keys and values these are.
+        If files are missing, damaged, different from `pieces`, or without tokens.
     """
     for piece in pieces:
         if not Path(piece.path).is_file():
@@ -103,7 +103,7 @@ class _Stored:
         return kv
 
     def rows(self, layer: int, first: int, last: int) -> torch.Tensor | None:
-        """Read the rows of some tokens, keys and values side by side; None if the layer has none."""
+        """Read rows of tokens, keys and values concatenated (tokens, elements); None if the layer has none."""
         if layer not in self._kv.layers:
             return None
         keys, values = self._kv.read(layer, first, last, self._own_heads)
@@ -130,7 +130,7 @@ class _Stored:
 
 
 def _check(name: str, kv: StoredKV, stored: Sequence[int], ids: tuple[int, ...], loaded: LoadedModel) -> None:
-    """Refuse keys and values of other tokens, shapes or dtypes than the model's."""
+    """Refuse keys and values whose tokens differ from `ids`, or whose shape or dtype differs from the model's."""
     if tuple(stored[: len(ids)]) != ids:
         raise DataError(
             f"{name}: its stored prompt does not begin with the expected {len(ids)} tokens; the run may have changed: "
@@ -142,7 +142,7 @@ def _check(name: str, kv: StoredKV, stored: Sequence[int], ids: tuple[int, ...],
             continue
         heads = shape.num_kv_heads if loaded.part is None else loaded.part.kv_heads
         has, rows = (kv.format(number), kv.rows(number)) if number in kv.layers else (None, None)
-        # What each head keeps of its own has looked at the number of its rows.
+        # With compression, the rows of all heads are stored one after the other.
         of_one = (len(stored), heads) if rows is None else (sum(rows.counts), 1)
         is_right = has == ((*of_one, shape.key_dim), (*of_one, shape.value_dim), dtype)
         if not is_right or (rows is not None and len(rows.counts) != heads):

@@ -1,9 +1,9 @@
 """Reuse of stored keys and values for prompts that begin like stored ones.
 
-They are about documents that grew, or that share a long beginning.
+This applies to documents that grew, or that share a long beginning.
 
-Every 256 tokens of a stored prompt have a hash of all tokens up to there. A new prompt's beginning is looked up among
-them, the longest first, and held against the stored tokens themselves; its keys and values are loaded, not computed.
+At every 256 tokens of a stored prompt, there is a hash of all tokens up to there. The hashes of a new prompt are looked
+up among them, longest first. The match's keys and values are loaded, after its stored tokens are compared.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvr_mpi.transport import Transport, on_root, share_json, together
 
 @dataclass(frozen=True, slots=True)
 class StoredBeginnings:
-    """The token blocks that stored prompts begin with.
+    """The token blocks with which stored prompts begin.
 
-    documents : where the keys and values of each are stored.
-    hashes : of all tokens up to a block's end, and whose they are.
-    passed_over : documents whose keys and values are not those that the model computes.
+    documents : location of each document's keys and values.
+    hashes : maps the hash of all tokens up to a block's end to an index in `documents`.
+    passed_over : number of documents that are skipped because they are compressed.
     """
 
     documents: list[StoredPrefix]
@@ -44,7 +44,7 @@ class StoredBeginnings:
     passed_over: int = 0
 
     def to_json(self) -> list[Any]:
-        """Return plain values."""
+        """Return plain values for `from_json`."""
         return [list(map(asdict, self.documents)), self.hashes, self.passed_over]
 
     @classmethod
@@ -62,7 +62,7 @@ class StoredBeginnings:
 
 
 def hash_blocks(ids: Sequence[int]) -> list[str]:
-    """Hash the tokens up to the end of each whole block."""
+    """Return, for each whole block, the hash of all tokens up to its end."""
     digest, found = xxhash.xxh3_128(), []
     data = np.asarray(ids, "<i8")
     for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -72,7 +72,7 @@ def hash_blocks(ids: Sequence[int]) -> list[str]:
 
 
 def scan_beginnings(path: str) -> StoredBeginnings:
-    """List the token blocks that the prompts of a run begin with.
+    """List the token blocks with which the prompts of a run begin.
 
     Raises
     ------
@@ -88,10 +88,10 @@ def scan_beginnings(path: str) -> StoredBeginnings:
             with open_document(index, name) as (_, kv):
                 whose = kv.tokens
         except DataError:
-            continue  # not used; `kvr inspect` says what is wrong with it
+            continue  # not used; `kvr inspect` explains the error
         if whose is None:
             continue
-        if whose.compression:  # an answer, and what is stored of it, would not say so
+        if whose.compression:  # records of new answers would not show the compression
             passed_over += 1
             continue
         for each in hash_blocks(whose.ids):
@@ -103,12 +103,12 @@ def scan_beginnings(path: str) -> StoredBeginnings:
 def find_beginnings(
     spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Callable[[str], None]
 ) -> StoredBeginnings | None:
-    """List the beginnings of the prompts of `documents.reuse` if this model can continue them; every rank calls this.
+    """List the beginnings of the prompts in `documents.reuse`, if this model can continue them; every rank calls this.
 
     Raises
     ------
     ConfigError
-        If another model made them.
+        If another model produced them.
     DataError
         If the run cannot be read.
     """

@@ -1,6 +1,6 @@
 """Communication between ranks: one small protocol, and its implementations.
 
-``base`` states the protocol, ``mpi`` is the real thing, ``local`` connects threads of one process.
+``base`` defines the protocol, ``mpi`` and ``nccl`` implement it for processes, ``local`` for threads of one process.
 """
 
 from kvr_mpi.transport.base import (

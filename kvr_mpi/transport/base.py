@@ -1,7 +1,6 @@
 """The transport protocol, and collective operations built on it.
 
-Tensors travel point to point, as bytes, from contiguous buffers. Control messages are JSON: nothing on the
-wire is unpickled.
+Tensors are sent point to point, as the bytes of contiguous buffers. Control messages are JSON; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Layers whose receives are posted before they compute, where a receive that waits takes nothing from the computation.
+# Number of layers whose receives are posted in advance, where a pending receive costs no compute resources.
 LAYERS_AHEAD = 2
 
 
@@ -55,19 +54,19 @@ class Ended:
         return True
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class Transport(Protocol):
     """Communication between the ranks of a job.
 
-    ``isend`` must not be given a buffer that changes before its request ends; ``irecv`` fills its buffer in
-    place. Messages of one source, destination and tag arrive in the order they were sent; without tags, messages of
-    one source and destination must be received in the order they were sent.
+    The buffer of ``isend`` must not change before the request completes; ``irecv`` fills its buffer in place. Messages
+    with the same source, destination and tag arrive in the order they were sent. Without tags, all messages with the
+    same source and destination must be received in the order they were sent.
 
     has_tags : messages are matched by tag, otherwise only by order.
     tag_ub : the largest tag; MPI guarantees 32,767.
-    layers_ahead : layers whose receives are posted before they compute, at most `LAYERS_AHEAD`.
+    layers_ahead : number of layers whose receives are posted in advance, at most `LAYERS_AHEAD`.
     rank : from 0 to ``size - 1``.
     local_rank, local_size : this rank's index among those on its host, and their number.
     """
@@ -86,17 +85,17 @@ class Transport(Protocol):
         Parameters
         ----------
         received : Request or None
-            The ended request that has filled the tensor, or a longer one that ends with it: it is passed on, and need
-            not wait for what this rank computes meanwhile.
+            For a forwarded tensor: the completed receive of it, or of a longer one that ends with it. The send then
+            does not wait for this rank's computation.
         """
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Start to receive into a contiguous tensor of the message's size."""
+        """Start to receive into a contiguous tensor, which must have the message's size."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a contiguous tensor by its sum over all ranks, bitwise equal on all of them.
 
-        Must not meet messages that are still on their way between these ranks; half precision is summed in float32.
+        No other messages may be in flight between these ranks. Half precision is summed in float32.
         """
 
     def barrier(self) -> None:
@@ -112,13 +111,13 @@ class Transport(Protocol):
         """Make a transport for the ranks with the same color, in rank order."""
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks of the job at once with this exit code."""
+        """End all ranks of the job immediately with this exit code."""
 
 
 class FailedTogetherError(KvrError):
-    """A step failed on some rank, and all ranks know it: each ends by itself with the same exit code.
+    """A step failed on some rank; this error is raised on all ranks, which exit with the same code.
 
-    cause : what went wrong, on the one rank that is to say so.
+    cause : the error, on the one rank that reports it; None on the others.
     """
 
     def __init__(self, exit_code: int, cause: Exception | None) -> None:
@@ -132,7 +131,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     Raises
     ------
     TransportError
-        If it is not contiguous: its bytes do not lie in the order of its elements.
+        If the tensor is not contiguous, so that its bytes are not in the order of its elements.
     """
     import torch
 
@@ -175,7 +174,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 
 
 def check_alike(transport: Transport, values: Mapping[str, str]) -> None:
-    """Fail on all ranks if a value differs between ranks; every rank calls this. Names are those of the message.
+    """Fail on all ranks if a value differs between ranks; every rank calls this. The error contains the value's name.
 
     Raises
     ------
@@ -202,7 +201,7 @@ def host_by_host(transport: Transport, work: Callable[[], T]) -> T:
     Raises
     ------
     FailedTogetherError
-        As `together`.
+        As in `together`.
     """
     first = together(transport, lambda: work() if transport.local_rank == 0 else None)
     return together(transport, lambda: work() if first is None else first)

@@ -1,7 +1,7 @@
-"""Choice of the transport for tensors, made once for all ranks from what every rank reports.
+"""Choice of the transport for tensors, made once for all ranks from every rank's report.
 
-GPU memory is handed to MPI only where a job asks for that by name: a library that says it takes GPU buffers may still
-crash or deliver something else. Two GPU transports in one run can deadlock; there is always one.
+GPU buffers are passed to MPI only if a job requests that: a library that claims to accept them may still crash or
+deliver wrong data. A run uses only one GPU transport, since two can deadlock.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Name = Literal["auto", "mpi", "staged", "nccl", "local"]
 NAMES: tuple[Name, ...] = get_args(Name)
 
 WARM_UP_BYTES = 1 << 20
-# Streams that torch has for NCCL on a GPU; each pair of ranks takes one for each direction, and from there on two pairs
-# have one stream: a receive of the one would hold up a send of the other, which may wait for it.
+# Streams that torch has for NCCL on a GPU. Each peer takes one per direction. Beyond that, peers share streams, and a
+# receive from one can block a send to the other: a deadlock if that peer is waiting for it.
 NCCL_STREAMS = 32
-# NCCL's own variable, from 2.30 on. Where ranks take turns on a GPU, a transfer waits for the other rank's turn.
+# NCCL's own variable, since 2.30. Ranks that share a GPU take turns, so a transfer waits for the other rank's turn.
 SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What one rank reports for the choice."""
+    """One rank's report for the choice."""
 
     device: str  # "cpu" or "cuda"
-    gpu: str  # the host, and the GPU's place on its bus; empty on a CPU
-    claims: bool | None  # whether MPI says it takes GPU buffers
+    gpu: str  # host and PCI address of the GPU; empty on a CPU
+    claims: bool | None  # whether MPI claims to accept GPU buffers
     claims_why: str
     has_nccl: bool
-    shares: bool = False  # whether NCCL was told to let ranks share a GPU
+    shares: bool = False  # whether `SHARES` is set
 
 
 def open_transport(
@@ -58,21 +58,21 @@ def open_transport(
     Parameters
     ----------
     world : Transport
-        All ranks, as they met.
+        All ranks, from `mpi.connect`.
     device : torch.device
-        Where this rank's model is.
+        Device of this rank's model.
     every_pair : bool
         See `warm_up`.
 
     Returns
     -------
     (Transport, str)
-        And one line that says what was chosen, and why.
+        The transport, and a line with its name and the reason for the choice.
 
     Raises
     ------
     TransportError
-        On all ranks, if what is wanted is impossible here, or a link delivers something else than was sent.
+        On all ranks, if the requested transport is impossible here; on the receiver, if a link corrupts data.
     """
     mine = _look(world, device, environ)
     views = [_View(**view) for view in share_json(world, gather_json(world, asdict(mine)))]
@@ -93,7 +93,7 @@ def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple
     Raises
     ------
     TransportError
-        If what is wanted is impossible here.
+        If the requested transport is impossible here.
     """
     size, on_gpu = len(views), any(view.device == "cuda" for view in views)
     if wanted == "local" and in_processes and size > 1:
@@ -146,17 +146,17 @@ def _need_nccl(views: Sequence[_View]) -> None:
 
 
 def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = False) -> None:
-    """Send a message over every link, so that connections exist before the first prompt, and verify it.
+    """Send a message over every link and verify it, so that connections exist before the first prompt.
 
-    Links are those between neighbours in a ring, both ways: prompts end at another rank each time, so that the last
-    rank sends to the first, and whoever measures is answered. With `every_pair` they are those between all ranks. They
-    are taken one after the other, in the same order by all ranks: NCCL connects a pair, and each direction of it, while
-    both wait.
+    Links connect neighbours in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
+    rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks.
+    All ranks process the links in the same order, one by one, since NCCL connects each direction of a pair while both
+    ranks wait.
 
     Raises
     ------
     TransportError
-        If what arrives is not what was sent, or NCCL is to link more pairs than torch has streams for.
+        If a link corrupts data, or if NCCL would need more streams than torch has.
     """
     import torch
 
@@ -192,7 +192,7 @@ def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) ->
     import torch
 
     claims, why = cuda_support(loaded_libraries(), environ) if isinstance(world, MpiTransport) else (None, "no MPI")
-    board: Any = torch.cuda.get_device_properties(device)  # partitions (MIG) of one are one to NCCL
+    board: Any = torch.cuda.get_device_properties(device)  # NCCL treats MIG partitions as one GPU
     place = f"{board.pci_domain_id:04x}:{board.pci_bus_id:02x}:{board.pci_device_id:02x}"
     has_nccl, shares = torch.distributed.is_nccl_available(), environ.get(SHARES) == "1"
     return _View("cuda", f"{socket.gethostname()} {place}", claims, why, has_nccl, shares)

@@ -1,10 +1,10 @@
-"""All-reduce and all-gather built from messages, for every transport.
+"""All-reduce and all-gather built from point-to-point messages, for every transport.
 
-What is small goes from every rank to every other: one message's time; each sums what came, in the order of ranks. What
-is larger goes round a ring: each rank sums one part of the tensor as it comes, then the sums go round (Patarasuk and
-Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): 2 (p - 1) / p of the tensor over
-every link. Either way a part is summed in one order everywhere, so that all ranks end with the same bits: they may
-decide by them.
+Small tensors are sent from every rank to every other, which takes the time of one message; each rank sums them in rank
+order. Larger tensors use a ring: a reduce-scatter followed by an all-gather (Patarasuk and Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", 2009), which sends 2 (p - 1) / p of the tensor over every link.
+Both methods sum each element in one order, so the result is bitwise equal on all ranks, which may base decisions on
+it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from kvr_mpi.transport.base import Transport
 
-# Up to here a message takes as long as an empty one, roughly.
+# Up to this size, a message takes about as long as an empty one.
 SMALL_BYTES = 64 << 10
 
 
 def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return every rank's contiguous tensor in rank order; all have the same shape. Every rank calls this."""
+    """Return every rank's contiguous tensor in rank order; every rank calls this with a tensor of the same shape."""
     import torch
 
     rank, size = transport.rank, transport.size
@@ -70,7 +70,7 @@ def _sum_round_a_ring(transport: Transport, total: torch.Tensor) -> None:
     parts = list(total.tensor_split(size))
     after, before = following(rank, size), preceding(rank, size)
     incoming = parts[0].new_empty(parts[0].shape)  # the longest
-    # Each rank's own part first: when all have gone round, the next rank's part is whole here.
+    # Reduce-scatter, starting with this rank's own part; it ends with the complete sum of the next rank's part.
     turns = [rank, *others_before(rank, size)]
     for mine, theirs in pairwise(turns):
         came = incoming[: parts[theirs].numel()]
@@ -82,7 +82,7 @@ def _sum_round_a_ring(transport: Transport, total: torch.Tensor) -> None:
 
 
 def _exchange(transport: Transport, sent: torch.Tensor, dest: int, received: torch.Tensor, source: int) -> None:
-    """Send and receive at once; empty parts are not sent."""
+    """Send and receive at the same time; skip empty parts."""
     requests = [transport.irecv(received, source, FixedTag.SUM)] if received.numel() else []
     requests += [transport.isend(sent, dest, FixedTag.SUM)] if sent.numel() else []
     for request in requests:

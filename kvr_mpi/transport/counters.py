@@ -1,7 +1,7 @@
 """Counters that all ranks of a job can read and increment one-sidedly.
 
-They lie in a window of rank 0's memory (MPI's remote memory access). A rank that adds is told what was there before, at
-once and in one step, so two ranks never draw the same number: that is how documents are taken without a coordinator.
+They are in an RMA window of rank 0's memory. Adding returns the previous value atomically, so two ranks never get the
+same number; this is how chains take documents without a coordinator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvr_mpi.transport.base import Transport
 from kvr_mpi.transport.local import LocalTransport, shared_counts
 from kvr_mpi.transport.mpi import MpiTransport
 
-# Between hosts some MPIs answer a one-sided call only while the target is inside MPI: rank 0 looks in this often.
+# Between hosts, some MPIs progress one-sided calls only while the target is inside MPI, so rank 0 calls MPI this often.
 LOOK_IN_S = 0.002
 
 
@@ -31,7 +31,7 @@ class LocalCounters:
         return before
 
     def read(self) -> list[int]:
-        """Return all counters, each as of some moment during the call."""
+        """Return all counters."""
         with self._lock:
             return list(self._counts)
 
@@ -40,9 +40,9 @@ class LocalCounters:
 
 
 class MpiCounters:
-    """Counters in an MPI window on rank 0, over a communicator of their own.
+    """Counters in an MPI window on rank 0, with their own communicator.
 
-    looks_in : rank 0 helps calls from other hosts along while it computes, from a thread.
+    looks_in : a thread on rank 0 calls MPI regularly, so that calls from other hosts progress while rank 0 computes.
     """
 
     def __init__(self, comm: Any, count: int, *, looks_in: bool) -> None:
@@ -64,7 +64,7 @@ class MpiCounters:
             self._thread.start()
 
     def add(self, slot: int, amount: int = 1) -> int:
-        """Add to a counter, and return its previous value."""
+        """Add to a counter atomically, and return its previous value."""
         import numpy as np
         from mpi4py import MPI
 
@@ -74,7 +74,7 @@ class MpiCounters:
         return int(before[0])
 
     def read(self) -> list[int]:
-        """Return all counters."""
+        """Return all counters, each as of some moment during the call."""
         import numpy as np
         from mpi4py import MPI
 
@@ -102,7 +102,7 @@ Counters = LocalCounters | MpiCounters
 
 
 def open_counters(world: Transport, count: int) -> Counters:
-    """Create `count` counters, initially 0, over what `mpi.connect` gave; every rank calls this."""
+    """Create `count` counters, initially 0, on a transport from `mpi.connect`; every rank calls this."""
     if isinstance(world, LocalTransport):
         return LocalCounters(world, count)
     assert isinstance(world, MpiTransport), "counters are MPI's"

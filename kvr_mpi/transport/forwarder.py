@@ -1,12 +1,12 @@
 """Transfers in the background while a rank computes, including segments that are forwarded as soon as they arrive.
 
-MPI moves nothing by itself: a transfer posted before a long computation mostly runs after it, unless somebody
-calls MPI in between. A `Forwarder` calls it from a thread, once a millisecond, and hands a received segment on to
-the next rank without waiting for the computation to reach it (cut-through).
+MPI makes no progress by itself: without further MPI calls, a transfer posted before a long computation mostly runs
+after it. A `Forwarder` calls MPI from a thread every millisecond, and forwards a received segment to the next rank
+before the computation needs it (cut-through).
 
-Prompts follow each other over the same ranks without a barrier: what is left of one when this rank has computed its
-part goes on beside the next. At most two prompts are under way on a rank, and their messages have different tags, so
-that none is taken for one of the other's; where there are no tags, messages keep the order of the prompts.
+Prompts follow each other over the same ranks without a barrier: the remaining transfers of one prompt run during the
+next. At most two prompts are in progress on a rank. Their messages have different tags and cannot be mixed up; on
+transports without tags, messages keep the order of the prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 POLL_S = 1e-3
-# A waiting rank looks this often without pause, then leaves the core to whoever shares it.
+# A waiting rank polls this often without a pause, then sleeps between polls to free the core for other ranks.
 SPINS = 200
 PAUSE_S = 5e-5
 
@@ -34,32 +34,32 @@ PAUSE_S = 5e-5
 class Transfer:
     """A transfer managed by a forwarder, and its onward transfer if it is forwarded.
 
-    Of what is received the rows from `onward_from` on are passed on.
+    Only the received rows from `onward_from` on are forwarded.
     """
 
     tensor: torch.Tensor
     tag: int
     prompt: int
-    span: Span  # for the trace; it has begun when there is a request
+    span: Span  # for the trace; begins with the request
     dest: int | None = None
     onward_from: int = 0
-    request: Request | None = None  # None: to be sent when its turn comes
-    received: Request | None = None  # for one that passes on: the request that has filled its tensor
+    request: Request | None = None  # None: not started yet, or completed
+    received: Request | None = None  # for an onward transfer: the receive that filled its tensor
     arrived: bool = False
     onward: Transfer | None = None
 
     @property
     def through(self) -> bool:
-        """Whether it has arrived and is forwarded if need be, so that its buffer is free."""
+        """Whether it is complete, including any onward transfer, so that its buffer can be reused."""
         return self.arrived and (self.dest is None or (self.onward is not None and self.onward.arrived))
 
 
 class Forwarder:
-    """Carries the segments of successive prompts over one rank of a chain; close it after the last one.
+    """Transfers the segments of successive prompts on one rank of a chain; close it after the last prompt.
 
-    forwards : this rank passes segments on; None: of three and more ranks each will, in some prompt.
-    device : where the tensors are; None: in host memory.
-    recorder : told of every transfer that is over, with the layer that `send` and `receive` are given.
+    forwards : whether this rank forwards segments; None: yes in chains of three or more ranks.
+    device : device of the tensors; None: host memory.
+    recorder : records every completed transfer, with the layer passed to `send` or `receive`.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class Forwarder:
         self.transport, self.device = transport, device
         self.recorder = Recorder() if recorder is None else recorder
         self._gpu = device if device is not None and device.type == "cuda" else None
-        self._prompt = 0  # the number of the one that has begun last
+        self._prompt = 0  # number of the prompt that began last
         self._pending: list[Transfer] = []
-        # Where messages have no tags: those to come, by destination, in the order the other side receives them.
+        # Without tags: tags of announced messages by destination, in its receive order, and sends before their turn.
         self._turns: dict[int, deque[int]] = defaultdict(deque)
         self._early: dict[tuple[int, int], Transfer] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._failure: BaseException | None = None
-        # On one host the receiver's own wait moves the bytes of host memory; a thread would only take the core's time.
+        # On one host, the receiver's wait copies the bytes from host memory; a thread would only cost core time.
         forwards = transport.size > 2 if forwards is None else forwards
         needs_thread = forwards or self._gpu is not None or transport.local_size < transport.size
         self._thread = threading.Thread(target=self._run, daemon=True, name="forwarder") if needs_thread else None
@@ -89,13 +89,13 @@ class Forwarder:
             self._thread.start()
 
     def begin(self) -> int:
-        """Begin a prompt when the one before the last is complete; return which of two sets of tags it uses."""
+        """Begin a prompt, once all but the previous one are complete; return which tag set to use (0 or 1)."""
         self._until(lambda: self._is_through_before(self._prompt))
         self._prompt += 1
         return self._prompt % 2
 
     def announce(self, dest: int, tag: int) -> None:
-        """Announce a message, in the order in which `dest` receives."""
+        """Announce a message; announcements must be in the order in which `dest` receives."""
         if not self.transport.has_tags:
             with self._lock:
                 self._turns[dest].append(tag)
@@ -116,7 +116,7 @@ class Forwarder:
         *,
         layer: int = -1,
     ) -> Transfer:
-        """Start to receive in place; rows from `forward_from` on are announced and sent on to `forward_to` at once."""
+        """Start to receive in place; on arrival, forward the rows from `forward_from` on to `forward_to`."""
         with self._lock:
             span = Span("receive", time.perf_counter(), 0.0, self.recorder.prompt, layer, source, tensor.nbytes)
             transfer = Transfer(tensor, tag, self._prompt, span, forward_to, forward_from)
@@ -127,7 +127,7 @@ class Forwarder:
             return transfer
 
     def is_through(self, transfer: Transfer) -> bool:
-        """Progress the transfers, and return whether the buffer of this one is free."""
+        """Progress all transfers, and return whether this one's buffer can be reused."""
         if not transfer.through:
             self._poll()
         return transfer.through
@@ -137,23 +137,23 @@ class Forwarder:
         self._until(lambda: transfer.arrived)
 
     def wait_through(self, transfer: Transfer) -> None:
-        """Wait until a transfer's buffer is free."""
+        """Wait until a transfer's buffer can be reused."""
         self._until(lambda: transfer.through)
 
     def settle(self) -> None:
         """Wait until everything is received and forwarded."""
         import torch
 
-        with torch.inference_mode():  # the buffers that are filled were made in it
+        with torch.inference_mode():  # the buffers are inference tensors
             self._until(lambda: self._is_through_before(self._prompt + 1))
 
     def close(self) -> None:
-        """Wait until everything is received and forwarded, and end."""
+        """Wait until everything is received and forwarded, then stop the thread."""
         self.settle()
         self.abandon()
 
     def abandon(self) -> None:
-        """End without waiting, after a failure."""
+        """Stop the thread without waiting for transfers, after a failure."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -164,7 +164,7 @@ class Forwarder:
             return all(transfer.prompt >= prompt for transfer in (*self._pending, *self._early.values()))
 
     def _until(self, done: Callable[[], bool]) -> None:
-        """Progress the transfers until something is done."""
+        """Progress the transfers until `done` returns True."""
         looks = 0
         while not done():
             if looks > SPINS:
@@ -207,12 +207,12 @@ class Forwarder:
     def _run(self) -> None:
         import torch
 
-        if self._gpu is not None:  # set per thread, too: otherwise it is GPU 0, with a context of its own there
+        if self._gpu is not None:  # per thread; otherwise this one would create a context on GPU 0
             torch.cuda.set_device(self._gpu)
-        with torch.inference_mode():  # set per thread, and the buffers it fills were made in it
+        with torch.inference_mode():  # per thread; the buffers are inference tensors
             while not self._closed.wait(POLL_S):
                 try:
                     self._poll()
                 except BaseException as error:
-                    self._failure = error  # raised where the rank waits
+                    self._failure = error  # raised by the next poll of the rank
                     return

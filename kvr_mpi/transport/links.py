@@ -1,7 +1,7 @@
 """Measurement of links between ranks, and of clock offsets.
 
-A link goes from a rank to the next: its latency, its bandwidth, and whether data arrive unchanged. Links from
-even ranks come first, then those from odd ones, so that a rank has one neighbour at a time.
+A link connects a rank to the next; it has a latency and a bandwidth, and is intact if data arrive unchanged. Links from
+even ranks are measured first, then those from odd ranks, so that a rank talks to one neighbour at a time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     import torch
 
 PING, STOP = 0, -1
-# Round trips to another rank's clock.
+# Round trips per clock comparison.
 ROUNDS = 10
 
-# How to wait for a message, and for whose; it may give up.
+# Waits for a request, given a description for errors; may raise a timeout.
 Wait = Callable[[Request, str], None]
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is sent to measure a link: `rounds` short messages and `repeats` long ones; the fastest counts.
+    """Messages that measure a link: `rounds` short ones and `repeats` of each long one; the fastest counts.
 
-    Messages grow from `first_bytes` to `max_bytes`, until one takes `long_s`: a slow link is not to hold up the job.
+    Long messages grow from `first_bytes` to `max_bytes` until one takes `long_s`, so that slow links do not delay jobs.
     """
 
     rounds: int = 30
@@ -43,7 +43,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The measured link to the next rank; `intact` says whether all data arrived unchanged."""
+    """The measured link to the next rank; `intact` is True if all data arrived unchanged."""
 
     latency_s: float
     bytes_per_s: float
@@ -56,12 +56,12 @@ def measure_links(
     effort: Effort = Effort(),
     wait: Wait = lambda request, who: request.wait(),
 ) -> Link | None:
-    """Measure this rank's two links from memory of `device`; every rank calls this.
+    """Measure this rank's two links with tensors on `device`; every rank calls this.
 
     Returns
     -------
     Link or None
-        That to the next rank; None on the last.
+        The link to the next rank; None on the last rank.
     """
     link = None
     for even in (True, False):
@@ -76,7 +76,7 @@ def _ask(transport: Transport, device: torch.device, effort: Effort, wait: Wait)
     import torch
 
     peer, who = transport.rank + 1, f"an answer of rank {transport.rank + 1}"
-    word, echo = torch.zeros(2, 1, dtype=torch.int64, device=device)  # NCCL takes no host memory
+    word, echo = torch.zeros(2, 1, dtype=torch.int64, device=device)  # NCCL needs device memory
 
     def seconds(data: torch.Tensor) -> float:
         began = time.perf_counter()
@@ -92,13 +92,13 @@ def _ask(transport: Transport, device: torch.device, effort: Effort, wait: Wait)
         nonlocal intact
         times, sum_of_data = [], checksum(data)
         for _ in range(effort.repeats):
-            seconds(word.fill_(len(data)))  # the other side has its buffer ready then
+            seconds(word.fill_(len(data)))  # announces the size, so that the peer allocates its buffer
             times.append(seconds(data))
             wait(transport.irecv(echo, peer, FixedTag.LINK), who)
             intact &= int(echo) == sum_of_data
         return min(times)
 
-    seconds(word.fill_(PING))  # the first message sets the connection up
+    seconds(word.fill_(PING))  # the first message opens the connection
     latency_s = min(seconds(word) for _ in range(effort.rounds)) / 2
     while (taken_s := seconds_of(pattern(size, transport.rank).to(device))) < effort.long_s and size < effort.max_bytes:
         size = min(8 * size, effort.max_bytes)
@@ -122,7 +122,7 @@ def _answer(transport: Transport, device: torch.device, wait: Wait) -> None:
         wait(transport.isend(echo, peer, FixedTag.LINK), who)
         if receive is not None:
             wait(receive, who)
-            # The other rank's clock stops with this answer; the checksum is made after it.
+            # This answer ends the other rank's timing; the checksum is sent after it.
             wait(transport.isend(echo, peer, FixedTag.LINK), who)
             wait(transport.isend(echo.fill_(checksum(data)), peer, FixedTag.LINK), who)
 
@@ -144,7 +144,7 @@ def checksum(data: torch.Tensor) -> int:
 class Skew:
     """Offset of a rank's clock from rank 0's.
 
-    error_s : it is right to so many seconds: half of the shortest round trip.
+    error_s : error bound in seconds, half of the shortest round trip.
     """
 
     ahead_s: float
@@ -154,7 +154,7 @@ class Skew:
 def measure_skews(transport: Transport, ranks: Sequence[int], wait: Wait, clock: Clock = time.time) -> dict[int, Skew]:
     """Estimate the clock offsets of some ranks on rank 0; every rank calls this.
 
-    By round trips, the answer being given in their middle: the shortest counts. `clock` is what each rank reads.
+    The shortest of several round trips counts; the answer is assumed to be in its middle. `clock` returns seconds.
     """
     if transport.rank in ranks:
         _tell_time(transport, wait, clock)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for one rank without MPI, for self-checks, and for tests."""
+"""Ranks as threads of one process: for one rank without MPI, for self-checks and tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Hub:
-    """What the threads of one group share: mailboxes, a barrier, and a board for collectives."""
+    """State shared by the threads of one group: mailboxes, a barrier, and a board for collectives."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -67,7 +67,7 @@ class _Receive:
 
 
 class LocalTransport:
-    """One thread's end of a `_Hub`; ``LocalTransport()`` is a job of one rank."""
+    """The transport of one thread of a `_Hub`; ``LocalTransport()`` is a job of one rank."""
 
     has_tags = True
     tag_ub = 2**31 - 1
@@ -145,12 +145,12 @@ def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.devi
     Parameters
     ----------
     device : torch.device, optional
-        Where their tensors are: threads have a current GPU of their own, which is the first unless it is set.
+        Device of their tensors; PyTorch's current GPU is per thread, and is set to it.
 
     Raises
     ------
     Exception
-        The first error of a rank; the other ranks are woken and do not hang.
+        The first error of a rank; the other ranks are woken, so that they do not hang.
     """
     hub = _Hub(size)
     results: dict[int, T] = {}
@@ -178,13 +178,13 @@ def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.devi
 
 
 class PretendedChain(LocalTransport):
-    """The second rank of a simulated chain whose first rank has sent everything already."""
+    """The second rank of a simulated chain; all messages of its first rank have arrived."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rank, self.size, self.local_rank, self.local_size = 1, 2, 1, 2
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Fill the buffer with valid numbers; denormals would distort timings."""
+        """Fill the buffer with zeros; denormals in uninitialized memory would distort timings."""
         tensor.zero_()
         return Ended()

@@ -1,7 +1,7 @@
 """Ranks as MPI processes, through mpi4py's buffer interface; nothing is pickled.
 
-Host tensors are sent as they lie. CUDA tensors are staged through pinned host memory, which is right with every MPI,
-or handed over as they lie if this MPI is known to take them (``staging``).
+Host tensors are sent without a copy. CUDA tensors are staged through pinned host memory, which works with every MPI,
+or passed to a CUDA-aware MPI directly (``staging``).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 Handing = Literal["host", "direct", "staged"]
 
-# Open MPI fails beyond 2^31 - 1 bytes; smaller pieces also let a transfer begin before the whole is pinned.
+# Open MPI fails beyond 2^31 - 1 bytes; with smaller pieces, a transfer also begins before the whole buffer is pinned.
 CHUNK_BYTES = 256 << 20
 
-# What MPI guarantees of tags.
+# The largest tag that MPI guarantees.
 LEAST_TAG_UB = 32_767
 
-# A rank at a barrier looks this often without pause, then this seldom.
+# A rank at a barrier polls this often without a pause, then sleeps PAUSE_S between polls.
 SPINS = 200
 PAUSE_S = 2e-4
-# A launcher that ends the ranks drops what it has not passed on yet of what they wrote: why they end, for example.
+# A launcher that ends the ranks drops output that it has not forwarded yet, so wait before an abort.
 LAST_WORDS_S = 0.5
 
-# What tells how many ranks a launcher meant to start: (who, variable), most specific first.
+# Variables with the number of ranks that a launcher starts: (launcher, variable), most specific first.
 LAUNCHER_SIZES = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE"),
     ("mpirun or srun --mpi=pmi2", "PMI_SIZE"),
@@ -46,7 +46,7 @@ LAUNCHER_SIZES = (
     ("SLURM (sbatch)", "SLURM_NTASKS"),
 )
 
-# What tells which of them this process is, where MPI cannot be asked.
+# Variables with this process's rank, for use without MPI.
 LAUNCHER_RANKS = (
     "OMPI_COMM_WORLD_RANK",
     "PMIX_RANK",
@@ -72,19 +72,19 @@ def launched_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def connect(environ: Mapping[str, str] = os.environ) -> Transport:
-    """Connect to the other ranks of this job; without a launcher, be a job of one rank.
+    """Connect to the other ranks of this job; without MPI or a launcher, the job has one rank.
 
     Raises
     ------
     TransportError
-        If a launcher started several ranks but MPI does not see them (each would do the whole job), or MPI does not let
-        threads call it.
+        If a launcher started several ranks but MPI sees only one (each would run the whole job), or MPI does not
+        provide MPI_THREAD_MULTIPLE.
     """
     launcher, meant = launched_size(environ) or ("nobody", 1)
     try:
         import mpi4py
 
-        mpi4py.rc.initialize = False  # importing is not joining: first see whether launcher and library match
+        mpi4py.rc.initialize = False  # import without MPI_Init: first check that launcher and library match
         mpi4py.rc.finalize = True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -95,13 +95,13 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
             ) from error
         return LocalTransport()
     library = library_version()
-    if "OMPI_COMM_WORLD_SIZE" in environ and "Open MPI" not in library:  # MPICH would abort as it joins
+    if "OMPI_COMM_WORLD_SIZE" in environ and "Open MPI" not in library:  # MPICH would abort in MPI_Init
         raise TransportError(
             f"started by {launcher}, but mpi4py loads {library}: the launcher does not match the MPI",
             "use the mpirun of this MPI",
         )
     by_pmix = "PMIX_RANK" in environ and "PMI_RANK" not in environ
-    if by_pmix and "MPICH" in library and "pmix" not in MPI.Get_library_version().lower():  # it would end the process
+    if by_pmix and "MPICH" in library and "pmix" not in MPI.Get_library_version().lower():  # MPI_Init would abort
         raise TransportError(
             f"started through PMIx, but mpi4py loads {library}, built without it: the launcher does not match the MPI",
             "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI",
@@ -124,12 +124,12 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
 def adopt(comm: Any) -> MpiTransport:
     """Use a communicator created by the caller; all of its ranks call this.
 
-    Messages go over a copy of it, and so never meet its owner's; `release` gives the copy back.
+    Messages use a duplicate, so they never match the caller's; `release` frees it.
 
     Raises
     ------
     TransportError
-        If it is no communicator of mpi4py within one group, or MPI does not let threads call it.
+        If `comm` is no mpi4py intracommunicator, or MPI does not provide MPI_THREAD_MULTIPLE.
     """
     from mpi4py import MPI
 
@@ -143,13 +143,13 @@ def adopt(comm: Any) -> MpiTransport:
 
 
 def release(transport: Transport) -> None:
-    """Undo `adopt`."""
+    """Free the communicator of `adopt`."""
     if isinstance(transport, MpiTransport):
         transport.comm.Free()
 
 
 def _need_threads() -> None:
-    """Refuse an MPI that does not support calls from several threads."""
+    """Refuse an MPI without MPI_THREAD_MULTIPLE."""
     from mpi4py import MPI
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -163,8 +163,8 @@ def _need_threads() -> None:
 class _Transfer:
     """A message in pieces below 2^31 bytes.
 
-    held : what MPI reads or writes meanwhile.
-    sizes : for a receive: bytes announced for each piece.
+    held : memory that MPI reads or writes until completion.
+    sizes : for a receive, the expected bytes of each piece.
     """
 
     def __init__(self, requests: list[Any], held: torch.Tensor, sizes: list[int] | None = None) -> None:
@@ -194,7 +194,7 @@ class _Transfer:
         self.requests = []
         for status, size in zip(self.statuses, self.sizes or (), strict=False):
             found = status.Get_count(MPI.BYTE)
-            if found != size:  # a longer one is an error of MPI's own
+            if found != size:  # MPI itself raises an error for longer messages
                 who = f"rank {status.Get_source()} (tag {status.Get_tag()})"
                 raise TransportError(f"expected {size} bytes from {who}, but received {found}")
         self.held = None
@@ -203,8 +203,8 @@ class _Transfer:
 class MpiTransport:
     """A `Transport` over an MPI communicator.
 
-    handing : what MPI is handed: ``host`` memory as it lies, with GPU memory staged; GPU memory as it lies, too
-        (``direct``); or host memory that everything is ``staged`` through.
+    handing : ``host``: pass host memory to MPI and stage GPU memory; ``direct``: pass GPU memory, too; ``staged``:
+        stage everything through host memory.
     """
 
     has_tags = True
@@ -214,7 +214,7 @@ class MpiTransport:
         from mpi4py import MPI
 
         self.comm, self._handing = comm, handing
-        self._stagings: dict[torch.device, Staging] = {}  # of host memory, too, which may be staged beside a GPU's
+        self._stagings: dict[torch.device, Staging] = {}  # one for each device, including the CPU
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.tag_ub = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_UB)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -308,7 +308,7 @@ class MpiTransport:
 
 
 def _wait_asleep(request: Any) -> None:
-    """Wait for other ranks without using a core."""
+    """Wait for a request; sleep between polls, to leave the core to other ranks."""
     looks = 0
     while not request.Test():
         looks += 1
@@ -317,6 +317,6 @@ def _wait_asleep(request: Any) -> None:
 
 
 def _pieces(data: torch.Tensor) -> list[Any]:
-    """Cut bytes into messages; host memory becomes numpy arrays, which mpi4py reads fastest."""
+    """Cut bytes into messages; host memory becomes numpy arrays, which mpi4py handles fastest."""
     pieces = [data[at : at + CHUNK_BYTES] for at in range(0, max(1, data.numel()), CHUNK_BYTES)]
     return pieces if data.is_cuda else [piece.numpy() for piece in pieces]

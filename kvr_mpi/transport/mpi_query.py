@@ -1,7 +1,7 @@
 """Properties of the loaded MPI: version, thread level, support for GPU buffers.
 
-Everything here joins MPI when called, except `library_version` in a process of its own (``python -m
-kvr_mpi.transport.mpi_query``), which is safe where joining would end the process.
+Functions that import ``mpi4py.MPI`` may call MPI_Init. ``python -m kvr_mpi.transport.mpi_query`` does not: it prints
+the library's version even where MPI_Init would abort.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH
 
 @dataclass(frozen=True, slots=True)
 class MpiFacts:
-    """One process's MPI; `cuda` is None if it cannot be queried."""
+    """Properties of one process's MPI; `cuda` is None if GPU support cannot be queried."""
 
     library: str
     standard: str
@@ -32,7 +32,7 @@ class MpiFacts:
 
 
 def describe_mpi(environ: Mapping[str, str]) -> MpiFacts | None:
-    """Query the MPI that mpi4py loads; None if there is none."""
+    """Query the MPI that mpi4py loads; None without MPI."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
@@ -58,7 +58,7 @@ def thread_level() -> str:
 
 
 def loaded_libraries() -> list[str]:
-    """List the MPI libraries loaded in this process, including those outside the global namespace."""
+    """List the MPI libraries loaded in this process, including those loaded with RTLD_LOCAL."""
     if not MAPS.exists():
         return []
     paths = {line.split(maxsplit=5)[-1] for line in MAPS.read_text().splitlines() if "/" in line}
@@ -103,7 +103,7 @@ def swap_in_place(send: torch.Tensor, receive: torch.Tensor, peer: int) -> None:
 
 
 def _print_library() -> None:
-    """Print the library's name without calling MPI_Init."""
+    """Print the library's name and version without calling MPI_Init."""
     import mpi4py
 
     mpi4py.rc.initialize = False

@@ -1,17 +1,15 @@
 """Ranks in process groups of torch.distributed, with NCCL between GPUs.
 
-MPI stays the introduction and the control channel: it hands the rendezvous address round, and barriers and small
-messages go over it. Only tensors travel over torch.distributed. No default process group is made, so that nothing
-global is touched.
+MPI remains the control channel: it distributes the rendezvous address and carries barriers and small messages. Only
+tensors are sent with torch.distributed. There is no default process group, so global state does not change.
 
-NCCL has no tags: a message goes to the receive posted first. It moves both directions of a pair over one stream, so a
-receive posted early would hold up a send to the same rank; hence a group for messages to higher ranks and one for
-messages to lower ones.
+NCCL has no tags: a message matches the receive that was posted first. NCCL uses one stream for both directions of a
+pair, so a receive posted early would block a send to the same rank. Therefore messages to higher ranks and messages to
+lower ranks have separate groups.
 
-A transfer of NCCL's is a kernel that holds part of the GPU until the other side has come, too. So each gets a few
-blocks only, and receives are posted when their layer begins, not before. Groups are shut down when nobody holds their
-transport any more, at the latest at the end of the program; with transfers under way, which is after a failure, they
-are aborted, since their peer may never come.
+An NCCL transfer is a kernel that occupies part of the GPU until its peer joins. So transfers use few thread blocks, and
+receives are posted only when their layer begins. Groups are shut down when their transports are garbage-collected, or
+at exit. If transfers are still in progress then, after a failure, groups are aborted, since the peers may never join.
 """
 
 from __future__ import annotations
@@ -31,19 +29,19 @@ from kvr_mpi.transport.collectives import all_reduce
 if TYPE_CHECKING:
     import torch
 
-# A transfer may wait as long as the slowest rank computes; that a rank is dead is the launcher's to notice.
+# A transfer may wait for as long as the slowest rank computes; the launcher detects dead ranks.
 TIMEOUT = timedelta(days=7)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 PAUSE_S = 5e-5
-# Thread blocks of one transfer, and so multiprocessors that it takes from the computation; NCCL rounds to a power of
-# two. With 7 peers both ways that is 56 of an H100's 132. NCCL_MAX_CTAS overrides it.
+# Thread blocks per transfer, and so the multiprocessors that it takes from computation; NCCL rounds to a power of two.
+# 7 peers in both directions take 56 of an H100's 132. NCCL_MAX_CTAS overrides it.
 MAX_BLOCKS = 4
 
 
 class _GpuWork:
     """A transfer on NCCL's stream.
 
-    ``under_way`` holds the groups' unended transfers; this one leaves it when it is seen to have ended.
+    ``under_way`` is the set of the groups' incomplete transfers; `test` removes this one once it is complete.
     """
 
     def __init__(self, work: Any, held: torch.Tensor, under_way: set[Any]) -> None:
@@ -53,7 +51,7 @@ class _GpuWork:
     def test(self) -> bool:
         if self._work is not None and self._work.is_completed():
             self._check()
-            self._work.wait()  # there is nothing left to wait for: it lets go of what it held
+            self._work.wait()  # does not block: it releases the tensors
             self._under_way.discard(self._work)
             self._work = None
         return self._work is None
@@ -75,14 +73,14 @@ class _GpuWork:
 
 
 class _Groups:
-    """The process groups of all ranks of the job: one for messages to higher ranks, one for those to lower ranks."""
+    """The process groups of all ranks of the job: one for messages to higher ranks, one for lower ranks."""
 
     def __init__(self, control: Transport, device: torch.device) -> None:
         import torch
 
         self.rank, self.device_type, store = control.rank, device.type, meet(control)
         self.up, self.down = (_make(store, name, control.rank, control.size) for name in ("up", "down"))
-        # What is passed on waits for no computation: NCCL lets a send wait for the stream it is called under.
+        # Forwarded tensors are sent from this stream: NCCL makes a send wait for the current stream.
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.under_way: set[Any] = set()
         self.end = weakref.finalize(self, _end, [self.up, self.down], self.under_way)
@@ -100,7 +98,7 @@ class _Groups:
 
 
 def _end(groups: list[Any], under_way: set[Any]) -> None:
-    """Free NCCL's resources."""
+    """Shut the groups down, or abort them if transfers are in progress."""
     for group in groups:
         if under_way:
             group.abort()
@@ -111,12 +109,12 @@ def _end(groups: list[Any], under_way: set[Any]) -> None:
 class NcclTransport:
     """Tensors over NCCL, everything else over the control transport (`open_nccl`).
 
-    members : these ranks as the groups count them.
+    members : the groups' ranks of this transport's ranks.
     """
 
     has_tags = False
     tag_ub = 2**31 - 1
-    layers_ahead = 0  # a posted receive holds a part of the GPU until it is served
+    layers_ahead = 0  # a pending receive occupies part of the GPU
 
     def __init__(self, control: Transport, groups: _Groups, members: Sequence[int]) -> None:
         self._control, self._groups, self._members = control, groups, members
@@ -124,7 +122,7 @@ class NcclTransport:
         self.local_rank, self.local_size = control.local_rank, control.local_size
 
     def close(self) -> None:
-        """End the process groups, including those of transports split off."""
+        """End the process groups, which transports from `split` share."""
         self._groups.end()
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
@@ -134,7 +132,7 @@ class NcclTransport:
         return self._groups.send(as_bytes(tensor), self._members[dest], passed_on=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Start to receive into a contiguous tensor, over the transport that the sender uses for such memory."""
+        """Start to receive into a contiguous tensor; host memory is received over the control transport."""
         if tensor.device.type != self._groups.device_type:
             return self._control.irecv(tensor, source, tag)
         return self._groups.receive(as_bytes(tensor), self._members[source])
@@ -156,7 +154,7 @@ class NcclTransport:
         return self._control.gather(data)
 
     def split(self, color: int) -> NcclTransport:
-        """Make a transport for the ranks with the same color, over the same links."""
+        """Make a transport for the ranks with the same color, which uses the same groups."""
         control = self._control.split(color)
         return type(self)(control, self._groups, share_json(control, gather_json(control, self._members[self.rank])))
 
@@ -166,18 +164,18 @@ class NcclTransport:
 
 
 def open_nccl(control: Transport, device: torch.device) -> NcclTransport:
-    """Connect all ranks of the control transport, each with a GPU that no other uses; every rank calls this.
+    """Connect all ranks of the control transport, each with its own GPU; every rank calls this.
 
     Raises
     ------
     TransportError
-        On all ranks, if the ranks cannot meet or this torch lacks NCCL.
+        On all ranks, if the rendezvous fails or this torch lacks NCCL.
     """
     return NcclTransport(control, _Groups(control, device), range(control.size))
 
 
 def meet(control: Transport) -> Any:
-    """Open the store on rank 0 and connect the other ranks to it; its address is sent over the control transport."""
+    """Open a store on rank 0 and connect the other ranks to it; the control transport distributes its address."""
     dist = _distributed()
 
     host = "127.0.0.1" if control.local_size == control.size else socket.gethostname()
@@ -198,7 +196,7 @@ def meet(control: Transport) -> Any:
 
 def _make(store: Any, name: str, rank: int, size: int) -> Any:
     dist = _distributed()
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # its few blocks wait for no kernel's many
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # run ahead of large kernels
     options._timeout = TIMEOUT
     options.config.max_ctas = MAX_BLOCKS
     return _explained(

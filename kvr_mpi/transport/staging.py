@@ -1,10 +1,10 @@
-"""GPU tensors over MPI: handed over when their stream is ready, or copied through host memory.
+"""GPU tensors over MPI: passed directly when their stream is ready, or copied through host memory.
 
-MPI knows nothing of CUDA streams. A message may only leave when the stream that fills its tensor has come so far,
-and may only land when the stream that last used that memory has; both are waited for by looking at events, so that
-the rank goes on launching kernels meanwhile. Copies run on streams of their own, beside the computation.
+MPI does not follow CUDA streams. A send may start only after the stream has filled its tensor, and a receive may write
+only after the stream has finished with that memory. Both are tested by querying events, so the rank keeps launching
+kernels meanwhile. Copies run on separate streams, concurrently with the computation.
 
-Staging works for host tensors, too, where it is of no use but to test it.
+Staging also works for host tensors, which is only useful in tests.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import torch
 
 from kvr_mpi.transport.base import Request
 
-# A rank that waits for a transfer looks this often.
+# Pause between polls of a rank that waits for a transfer.
 PAUSE_S = 5e-5
 
 Start = Callable[[torch.Tensor], Request]
-# A point in a stream; None where there are none, and everything is done when the call returns.
+# A point in a stream; None on the CPU, where calls are synchronous.
 Mark = torch.cuda.Event | None
 
 
 class Staging:
     """One rank's path between device memory and the memory that MPI reads.
 
-    direct : MPI takes the device's memory itself (a CUDA-aware MPI); otherwise it is staged.
+    direct : MPI accepts device memory (CUDA-aware); otherwise it is staged.
     """
 
     def __init__(self, device: torch.device, *, direct: bool) -> None:
         self.direct = direct
         self._waiting: list[_Start] = []
-        self._lock = threading.Lock()  # the rank's own thread and its forwarder's begin transfers
+        self._lock = threading.Lock()  # the main thread and the forwarder's start transfers
         self._is_gpu = device.type == "cuda"
         if self._is_gpu:
             self._out, self._into = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -50,11 +50,11 @@ class Staging:
         data : Tensor
             Contiguous bytes on the device.
         start : callable
-            Begins to send a tensor that MPI can read.
+            Starts to send a tensor that MPI can read.
         landed : Tensor or None
-            The same bytes in host memory, if they have just come that way: passed on without another copy.
+            The same bytes in host memory, if they were received there: sent without another copy.
         is_whole : bool
-            The tensor has been received, not computed: it waits for no stream.
+            The tensor was received, not computed, so the send waits for no stream.
         """
         if landed is not None:
             return start(landed)
@@ -66,7 +66,7 @@ class Staging:
     def start_when(self, ready: Mark, start: Start, data: torch.Tensor, held: torch.Tensor | None = None) -> Request:
         """Start a transfer when an event has passed; testing any transfer starts all that are ready.
 
-        `held` is memory that must not be reused before then.
+        `held` is memory that must not be reused before the event.
         """
         waiting = _Start(self, ready, start, data, held)
         with self._lock:
@@ -90,11 +90,11 @@ class Staging:
         return mark
 
     def host_buffer(self, data: torch.Tensor) -> torch.Tensor:
-        """Allocate page-locked host memory for a tensor's bytes, which torch caches."""
+        """Allocate pinned host memory for a tensor's bytes, from torch's cache."""
         return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=self._is_gpu)
 
     def fetch(self, data: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """Copy a tensor to the host after the current stream; complete when the event has passed."""
+        """Copy a tensor to the host after the current stream's work; complete when the returned event has passed."""
         host = self.host_buffer(data)
         if not self._is_gpu:
             return host.copy_(data), None
@@ -138,13 +138,13 @@ class _Start:
 class StagedReceive:
     """Receives into a device tensor, through host memory if staged.
 
-    ``landed`` is the message in host memory, once it is there; None if it comes directly.
+    ``landed`` is the host buffer of the message; None if it is received directly.
     """
 
     def __init__(self, staging: Staging, into: torch.Tensor, start: Start) -> None:
         self._staging, self._into = staging, into
-        self._free = staging.mark()  # what was computed in this memory before is read when this is passed
-        self._is_delivered, self._whole = False, self._free  # the mark from which on the message is there
+        self._free = staging.mark()  # after this, no earlier kernel uses the memory
+        self._is_delivered, self._whole = False, self._free  # `_whole` passes when the message is on the device
         self.landed: torch.Tensor | None = None
         if staging.direct:
             self._request = staging.start_when(self._free, start, into)
@@ -164,7 +164,7 @@ class StagedReceive:
         return _is_passed(self._whole)
 
     def wait(self) -> None:
-        """Wait until it has arrived."""
+        """Wait until the message has arrived."""
         _until(self.test)
 
 
