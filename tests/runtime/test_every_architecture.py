@@ -98,12 +98,13 @@ def test_jobs_of_an_architecture(name: str, job: Path, tmp_path: Path, run_here:
     for mode, settings in OTHER.items():
         run(mode, job, *settings)
     asking = ask_about(tmp_path / "stored", "When?")
-    anew = run("anew", job, "prompt.template=Summarise: {text}\n\nWhen?") if (tmp_path / "stored").exists() else None
+    anew = None if "stored" in refused else run("anew", job, "prompt.template=Summarise: {text}\n\nWhen?")
     if anew is not None:
         anew = {f"{name}#q1": tokens for name, tokens in anew.items()}
         for mode, settings in {"asked": (), "asked-sharded": ("parallel.ranks_per_chain=all",)}.items():
             found = run(mode, asking, *settings)
-            if found is not None and found != anew:
+            # A stored text that leaves the question no room is an error; a new prompt is cut instead.
+            if found is not None and (not found or found != {each: anew[each] for each in found}):
                 wrong[mode] = found, anew
     assert not wrong
     assert alone is not None or "alone" in refused
