@@ -17,7 +17,7 @@ from kvr_mpi.tuning.table import Key, Table, load_tables
 
 
 def choose_slices(table: Table, tokens: int, ranks: int) -> Partition:
-    """Look up the slices of a prompt of at least one token per rank; outside the table, solve for them from its rates."""
+    """Look up the slices of a prompt of at least one token per rank; outside the table, compute them from its rates."""
     if is_outside(table, tokens, ranks):
         costs = table.rates if ranks == table.key.ranks else replace(table.rates, speeds=None)
         return best_split(costs, tokens, ranks, quantum=QUANTUM_TOKENS)[0]
