@@ -1,17 +1,17 @@
 """The errors that a user can cause, with their exit codes.
 
-    KvrError                 1   our bug, or anything without a better home
-    ├── DocumentError       65   one document cannot be done; the batch goes on
-    ├── DataError           65   a file we were asked to read is damaged or foreign
-    │   ├── ForeignError         ... another program's, or a newer version's, and nothing is wrong with it
-    │   └── MissingError    78   ... which is not there: the command, as written, cannot be run
+    KvrError                 1   a bug, or an error of no other class
+    ├── DocumentError       65   one document cannot be processed; the batch continues
+    ├── DataError           65   a file to read is damaged or foreign
+    │   ├── ForeignError         ... intact, but written by another program or a newer version
+    │   └── MissingError    78   ... does not exist: the command, as written, cannot be run
     ├── AgreementError       1   ranks of a chain were about to compute different things
     ├── TransportError      69   no usable way for the ranks to communicate
     └── ConfigError         78   the job, as written, cannot be run
         ├── CorpusError          ... because of its documents
         ├── ModelError           ... because of its model
-        ├── OutputError          ... because of where it is to write
-        │   └── WriteError               ... which can no longer be written; what is stored is safe
+        ├── OutputError          ... because of its output folder or file
+        │   └── WriteError               ... which can no longer be written; stored results are safe
         └── PartitionError       ... because of its slices
 
 A message says what happened, the value, the valid choices, and the next step.

@@ -101,8 +101,8 @@ def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
     torch warns about each pair of ranks that NCCL connects, since it expects collectives; a chain sends to its
     neighbours only.
 
-    oneDNN caches 64 kernels, not 1024. It makes one for each number of rows in a product, and packed prompts have ever
-    new numbers of rows: the memory of a rank grew by 70 MB over 30,000 tiny documents.
+    oneDNN caches 64 kernels, not 1024. It makes one for each number of rows in a product, which differs between packed
+    rows of prompts: the memory of a rank grew by 70 MB over 30,000 tiny documents.
     """
     environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

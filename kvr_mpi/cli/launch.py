@@ -53,7 +53,7 @@ def _show_stacks_when_asked() -> None:
     import sys
 
     if sys.__stderr__ is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-        with contextlib.suppress(ValueError, OSError):  # a stream without a file
+        with contextlib.suppress(ValueError, OSError):  # stderr may have no file descriptor
             faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
 
 

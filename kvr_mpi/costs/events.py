@@ -4,7 +4,7 @@ No loop steps through events: waiting is a maximum and working a sum, so a queue
 work before it), which numpy computes for whole arrays. The results are exact up to rounding; the tests compare both
 models with plain loops.
 
-In what follows, for one layer and rank i: c tokens in its slice, P tokens before it; `splits` are (splits, ranks).
+Arrays named `splits` have the slice lengths in tokens, (splits, ranks).
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Document:
 
     @property
     def sha256(self) -> str:
-        """Hash of the text, or of text, row fields and settings if there are any, as hexadecimal digits."""
+        """Hash of the text, with the row's fields and settings if there are any, as hexadecimal digits."""
         more = (self.columns, self.passed, self.messages, self.is_raw, self.generation)
         if more == ({}, {}, (), False, AS_THE_JOB):
             return hashlib.sha256(self.text.encode()).hexdigest()

@@ -110,7 +110,7 @@ def _why_no_text(file: Path, error: UnicodeDecodeError, encoding: str) -> str:
 
 
 def _is_binary(data: bytes) -> bool:
-    """Whether bytes are not text in any encoding: they have a known signature, or many control characters."""
+    """Whether bytes are not text: they have a binary signature or many control characters, but no UTF-16 mark."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return False
     return data.startswith(BINARY) or len(data.translate(None, TEXT_BYTES)) > MOST_CONTROLS * len(data)

@@ -37,7 +37,7 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
         try:
             for file, name in _match(pattern):
                 found.setdefault(os.path.abspath(file), (file, name))
-        except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
+        except (OSError, RuntimeError) as error:  # such as a name that is too long, or an unknown ~user
             raise CorpusError(f"documents.path {pattern!r} cannot be looked up: {error}") from error
     return list(found.values())
 

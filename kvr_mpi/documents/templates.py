@@ -11,7 +11,7 @@ from kvr_mpi.errors import ConfigError
 TEXT = "{text}"
 # The special parts of a template: two braces, or a name in braces. Everything else is literal.
 PLACE = re.compile(r"\{\{|\}\}|\{\s*[^\W\d][\w.-]*\s*\}")
-NAMED = 20  # fields in a message
+NAMED = 20  # maximum number of fields in a message
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,7 +267,7 @@ def strings(value: Any, where: str) -> tuple[str, ...]:
     Raises
     ------
     DataError
-        If it is anything else.
+        If it is not such a list.
     """
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise DataError(f"{where}: {str(value)[:60]!r}; expected a list of strings")

@@ -93,14 +93,14 @@ class Record:
     prompt_sha256: str = ""
     prompt_tokens: int = 0
     computed_tokens: int = 0  # tokens of the prompt that were computed; the others' keys and values existed already
-    text_tokens: int = 0  # of the document's text, in its prompts
-    dropped_tokens: int = 0  # of the text, cut off because the prompt was too long
+    text_tokens: int = 0  # tokens of the document's text, in all its prompts
+    dropped_tokens: int = 0  # tokens of the text that were cut off because the prompt was too long
     new_tokens: int = 0
     finish_reason: str = ""
     strategy: str = ""
     ttft_s: float = 0.0  # from the chain's start on this prompt to its first token
     prefill_tokens_per_s: float = 0.0
-    wait_s: float = 0.0  # of ttft_s, the last rank's wait for keys and values
+    wait_s: float = 0.0  # part of ttft_s in which the last rank waited for keys and values
     decode_s: float = 0.0  # from its first token to its last, including the wait for the rest of its wave; the parts of
     # a split text are decoded side by side, and the longest counts
     rank_s: float = 0.0  # over all ranks; a packed prompt or a decode step is charged by the document's share

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-NAMED = 3  # ids in a message
+NAMED = 3  # maximum number of ids in a message
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,7 @@ def choose_pruned(
     ----------
     index : Index
     documents : collection of str
-        Remove those of these documents,
+        Remove the keys and values of these documents,
     older_than_s : float or None
         and of documents that were finished more than this many seconds ago;
     keep_bytes : int or None

@@ -36,7 +36,7 @@ from kvr_mpi.store.volumes import RESULTS, is_ours, open_source, open_volume
 RUN_FILE_BYTES = 1 << 30
 # Bytes of the newest keys and values that are verified when a run is resumed; `merge_run` verifies all of them.
 VERIFY_BYTES = 1 << 30
-NAMED = 5  # examples in a message
+NAMED = 5  # maximum number of examples in a message
 ALL = slice(0, None, 1)
 # Keys of a run's identity that are known only once the model is loaded.
 OF_MODEL = {"model", "dtype", "frame", "compress", "cache"}
@@ -394,7 +394,7 @@ def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
 
 
 def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
-    """Refuse other documents; documents that could not be read before may have been repaired."""
+    """Refuse changed, missing or new documents; those that could not be read before may have been repaired."""
     if told := differing_documents(before, now):
         raise OutputError(
             f"cannot resume {folder}: the documents have changed since it began: {told}; restore them, answer new and "

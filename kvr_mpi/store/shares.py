@@ -18,9 +18,9 @@ from kvr_mpi.store.run import begun_with, differing_documents, read_run_file
 from kvr_mpi.store.volumes import RESULTS
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)
-MAX_SHARES = 1_000_000  # a folder's name may say anything
-NAMED = 8  # missing ones in a message
-VALUE_CHARS = 60  # of a setting that differs
+MAX_SHARES = 1_000_000  # larger numbers in folder names are ignored
+NAMED = 8  # maximum number of missing items in a message
+VALUE_CHARS = 60  # maximum length of a differing setting in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def find_runs(paths: Sequence[Path]) -> Runs:
     Returns
     -------
     Runs
-        `missing` is empty if only one run was requested.
+        `missing` is empty if the only path is itself a run.
     """
     found: list[Path] = []
     for path in paths:
@@ -74,7 +74,7 @@ def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False
             _check_corpus(path, corpus, stored.share, first)
             wanted = {*stored.wanted}
         if several and path.is_dir() and not has_results(path):
-            if wanted is None or wanted:  # a corpus of fewer documents than shares leaves some empty
+            if wanted is None or wanted:  # if there are fewer documents than shares, some shares are empty
                 missing.append(f"{path} has no results yet")
             continue
         index = index_run(path, verify=verify, passes_damaged=passes_damaged)

@@ -1,6 +1,6 @@
 """The state of each rank of a running job, in one file per rank in the run's folder ``states``.
 
-    SESSION-RANK.json     a JSON object (`RankState`), as long as any other, rewritten in place
+    SESSION-RANK.json     a JSON object (`RankState`) of constant length, rewritten in place
 
 A thread of each rank writes the rank's own file every few seconds, without communication between ranks. A rank whose
 process has died or hangs is recognised because its time stamp falls behind the others'. The files are deleted when a

@@ -1,7 +1,7 @@
 """The traces of a run: what every rank did and when, one file per rank and job in the run's folder ``trace``.
 
     SESSION-RANK.json      trace events in the JSON array format of Chrome and Perfetto, one a line. The array is never
-                           closed, as the format allows: of a job that was killed all is there but the last seconds
+                           closed, as the format allows: the trace of a killed job only lacks its last seconds
 
 Times are microseconds of Unix time, on rank 0's clock as estimated when the job began. A process is a rank of a job, a
 thread a kind of work. Viewers ignore these metadata events:

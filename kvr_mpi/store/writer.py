@@ -341,7 +341,7 @@ class ResultWriter:
 
     def _add_piece(self, document: _Document, contents: Iterator[KeysValues | None]) -> bool:
         """Write a document's layers; return whether there were any."""
-        before = 0  # layers that have none
+        before = 0  # number of first layers without keys and values
         for first in contents:
             if first is not None:
                 break
