@@ -1,6 +1,6 @@
 """kvr-mpi: long-document LLM batch work over MPI (KV-Runahead, Cho et al., ICML 2024).
 
-What Python programs call is named here, and imported when it is first used: importing the package takes no time.
+The names in `__all__` are imported when they are first used, so that importing the package takes no time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "simulate",
 ]
 
-# Where each name is, that is not here already.
+# Modules of the names that are imported on first use.
 _HOMES = {
     "Chain": "api.chain",
     "ChainPrefill": "api.chain",
@@ -45,7 +45,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for."""
+    """Import a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     import importlib
@@ -54,5 +54,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Name what is for others, imported yet or not."""
+    """List all public names, whether imported yet or not."""
     return sorted({*globals(), *__all__})

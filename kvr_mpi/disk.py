@@ -1,7 +1,7 @@
-"""Safe file access in folders where others may plant links, pipes, devices or huge files.
+"""Safe file access in folders where other users may create links, pipes, devices or huge files.
 
-What is written goes into a regular file of our own and through no link; what is read is a regular file, and no more of
-it than expected. Modes are those of one's own umask. An output folder is known by its lock and its ``run.json``.
+Writing creates a new regular file, and never follows a link; reading accepts only regular files, up to a maximum size.
+File modes follow the umask. An output folder is recognised by its lock or its ``run.json``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 PART = ".part"
-MODE = 0o666  # less the umask
-RUN_FILE = "run.json"  # what a run is, and which documents it was begun with
+MODE = 0o666  # minus the umask
+RUN_FILE = "run.json"  # identity and documents of a run (`store.run.RunFile`)
 RUN_FILE_START = b'{"identity": '
 LOG_NAME = re.compile(r"log-([0-9]{4,})(?:-([0-9]{4,}))?\.jsonl", re.ASCII)
 VOLUME_NAME = re.compile(r"kv-([0-9]{4,})-([0-9]{4,})-([0-9]{5,})\.h5", re.ASCII)
 LOCK_NAME = re.compile(r"\.lock-([0-9]{6,})", re.ASCII)
 RANK_FILE_NAME = re.compile(r"([0-9]{4,})-([0-9]{4,})\.json", re.ASCII)
-# What is no file, in words.
+# Descriptions of what is not a regular file.
 KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",
@@ -41,7 +41,7 @@ def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
     ----------
     folder : Path or str
     names : iterable of str
-        Of the files in it. Other programs write a ``run.json``, too, so its beginning is read.
+        Names of the files in it. Other programs also write a ``run.json``, so its first bytes are checked.
     """
     there = set(names)
     if any(map(LOCK_NAME.fullmatch, there)):
@@ -54,12 +54,12 @@ def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
 
 
 def rank_file(folder: Path, session: int, rank: int) -> Path:
-    """Name the file of a rank of a job in a folder that has one for each."""
+    """Return the path of a rank's file in a folder with one file per rank and job."""
     return folder / f"{session:04d}-{rank:04d}.json"
 
 
 def rank_files(folder: Path) -> list[tuple[int, Path]]:
-    """List the files of `rank_file` by session and rank, each with its session; none through a link."""
+    """List the files named by `rank_file`, by session and rank, each with its session; none if the folder is a link."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     found = []
@@ -75,9 +75,9 @@ def open_regular(path: Path) -> BinaryIO:
     Raises
     ------
     OSError
-        Also if it is anything else.
+        Also if it is not a regular file.
     """
-    _check_regular(os.stat(path).st_mode, path)  # a device may do something when it is merely opened
+    _check_regular(os.stat(path).st_mode, path)  # opening a device may already have effects
     return os.fdopen(_checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), path), "rb")
 
 
@@ -87,7 +87,7 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
     Raises
     ------
     OSError
-        Also if it is larger, or anything else.
+        Also if it is larger, or not a regular file.
     """
     with open_regular(path) as stream:
         data = stream.read(limit_bytes + 1)
@@ -114,7 +114,7 @@ def truncate(path: Path) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a temporary file next to `path`, ``PATH.part``, that replaces it once it is complete and synced.
 
-    Whatever is in the place of ``PATH.part``, a link above all, is removed, not written to.
+    An existing ``PATH.part``, which may be a link, is removed first.
     """
     part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
@@ -131,7 +131,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def kind_of_file(mode: int) -> str:
-    """Describe a file that is none, by its mode: a named pipe."""
+    """Describe by its mode what is not a regular file, such as a named pipe."""
     return KINDS.get(stat.S_IFMT(mode), "something else")
 
 

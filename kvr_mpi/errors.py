@@ -1,17 +1,17 @@
-"""The errors a user can cause, and the exit code each ends with.
+"""The errors that a user can cause, with their exit codes.
 
-    KvrError                 1   our bug, or anything without a better home
-    ├── DocumentError       65   one document cannot be done; the batch goes on
-    ├── DataError           65   a file we were asked to read is damaged or foreign
-    │   ├── ForeignError         ... another program's, or a newer version's, and nothing is wrong with it
-    │   └── MissingError    78   ... which is not there: the command, as written, cannot be run
+    KvrError                 1   a bug, or an error of no other class
+    ├── DocumentError       65   one document cannot be processed; the batch continues
+    ├── DataError           65   a file to read is damaged or foreign
+    │   ├── ForeignError         ... intact, but written by another program or a newer version
+    │   └── MissingError    78   ... does not exist: the command, as written, cannot be run
     ├── AgreementError       1   ranks of a chain were about to compute different things
     ├── TransportError      69   no usable way for the ranks to communicate
     └── ConfigError         78   the job, as written, cannot be run
         ├── CorpusError          ... because of its documents
         ├── ModelError           ... because of its model
-        ├── OutputError          ... because of where it is to write
-        │   └── WriteError               ... which can no longer be written; what is stored is safe
+        ├── OutputError          ... because of its output folder or file
+        │   └── WriteError               ... which can no longer be written; stored results are safe
         └── PartitionError       ... because of its slices
 
 A message says what happened, the value, the valid choices, and the next step.
@@ -27,11 +27,11 @@ EXIT_BUG = 1
 EXIT_USAGE = 2
 EXIT_BAD_DATA = 65
 EXIT_NO_TRANSPORT = 69
-EXIT_STOPPED = 75  # no error: told to stop, or out of time; the job can be resumed
+EXIT_STOPPED = 75  # not an error: the job was told to stop, or ran out of time; it can be resumed
 EXIT_CONFIG = 78
 EXIT_INTERRUPTED = 130  # by Ctrl-C
 
-# What a job's last line says; more is said above it.
+# Meanings in the last line of a job; the lines above it have the details.
 MEANINGS = {
     EXIT_OK: "done",
     EXIT_BUG: "a bug in kvr-mpi, or a machine failure",
@@ -63,19 +63,19 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(errors: Mapping[str, str], most: int = 5) -> str:
-    """List the first documents that cannot be answered, one per line, with the reason."""
+    """List the first `most` documents with errors, one per line, with the reason."""
     lines = [f"  {printable(name)}: {printable(why)}" for name, why in islice(errors.items(), most)]
     return "\n".join(lines + [f"  ... and {len(errors) - most:,} more"] * (len(errors) > most))
 
 
 class KvrError(Exception):
-    """Base of every error with a message meant for the user."""
+    """Base of all errors whose message is meant for the user."""
 
     exit_code = EXIT_BUG
-    meaning = ""  # in the last line of a job; default: the exit code's
+    meaning = ""  # for the last line of a job; default: that of the exit code
 
     def __str__(self) -> str:
-        """Return the message, `printable` since it may quote any file."""
+        """Return the message, made `printable` since it may quote any file."""
         return printable(super().__str__())
 
 
@@ -86,7 +86,7 @@ class DocumentError(KvrError):
 
 
 class DataError(KvrError):
-    """A file is damaged, foreign, or not to be trusted."""
+    """A file is damaged, foreign, or invalid."""
 
     exit_code = EXIT_BAD_DATA
     meaning = "a file is damaged, of another program, or missing"
@@ -115,7 +115,7 @@ class TransportError(KvrError):
     found : str
         What happened.
     remedy : str
-        What to do about it, if that is known.
+        What to do about it, if known.
     """
 
     exit_code = EXIT_NO_TRANSPORT
@@ -140,11 +140,11 @@ class ModelError(ConfigError):
 
 
 class OutputError(ConfigError):
-    """A file or folder must not be written, since results would be lost, hidden or mixed, or cannot be."""
+    """A file or folder cannot be written, or must not be, since results would be lost, hidden or mixed."""
 
 
 class WriteError(OutputError):
-    """The output folder can no longer be written: its disk is full, or gone. What is stored is safe."""
+    """The output folder can no longer be written: the disk is full or gone. Stored results are safe."""
 
     meaning = "stopped before the end, since results cannot be written; --resume continues once they can"
 

@@ -1,6 +1,6 @@
-"""Partitions: how one prompt is cut over the ranks of a chain (KV-Runahead, section 4.2).
+"""Partitions: how a prompt is cut into slices for the ranks of a chain (KV-Runahead, section 4.2).
 
-Stands between the plan and the prefill: planners make a `Partition`, strategies read it.
+Planners create a `Partition`; the strategies of a prefill follow it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from kvr_mpi.errors import PartitionError
 
-# Slices end at multiples of this many tokens: kernels like that, and the valley of the best split is narrower than 64.
+# Slices end at multiples of this: kernels are faster then, and steps of 64 tokens would miss the best split.
 QUANTUM_TOKENS = 16
 
 
@@ -101,12 +101,12 @@ class Partition:
         Parameters
         ----------
         known : int
-            The first tokens, which nobody computes: the first slice ends after them.
+            Number of first tokens that are not computed; the first slice ends after them.
 
         Raises
         ------
         PartitionError
-            If fewer tokens than slices are left before it.
+            If the tokens before `token` do not suffice for the other slices.
         """
         if token - known < self.size - 1:
             raise PartitionError(
@@ -125,7 +125,7 @@ class Partition:
     def by_ratio(cls, tokens: int, ratios: Sequence[float], quantum: int = 1) -> Partition:
         """Cut in proportion to positive ratios, which need not add up to one; each slice has at least one token.
 
-        Inner bounds become multiples of `quantum`, if the prompt is long enough and no slice becomes empty by it.
+        Inner bounds are multiples of `quantum`, if the prompt is long enough and no slice becomes empty.
         """
         size = len(ratios)
         if size < 1 or any(not ratio > 0 or ratio == float("inf") for ratio in ratios):
@@ -139,7 +139,7 @@ class Partition:
             raise PartitionError(f"quantum {quantum}: expected at least 1 token")
         if tokens < 4 * quantum * size:
             quantum = 1
-        largest = max(ratios)  # taken out first, so that huge ratios do not overflow
+        largest = max(ratios)  # divided out first, so that sums of huge ratios do not overflow
         total = sum(ratio / largest for ratio in ratios)
         bounds, seen = [0], 0.0
         for rank, ratio in enumerate(ratios[:-1]):

@@ -1,11 +1,11 @@
 """All rank arithmetic: chains, tensor-parallel groups, shared devices and neighbours.
 
-Ranks are numbered by MPI. A *tensor-parallel group* is the ranks that hold one copy of the model's weights among
-them; a *chain* is groups that share prompts, next to each other; a job's chains lie side by side. Within a prompt a
-group has a *place*, that of its slice: places turn round the chain from prompt to prompt, so that each group decodes
-its share.
+Ranks are MPI ranks. A *tensor-parallel group* consists of adjacent ranks that together hold one copy of the model's
+weights. A *chain* consists of adjacent groups that share prompts; a job has one or several adjacent chains. For each
+prompt a group has a *place*, the index of its slice. Places rotate over the chain from prompt to prompt, so that each
+group decodes its share.
 
-Nobody else divides a rank by anything (``tests/test_layers.py`` looks).
+No other module does rank arithmetic (checked by ``tests/test_layers.py``).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Topology:
     Parameters
     ----------
     ranks : int
-        Of the job.
+        Number of ranks of the job.
     ranks_per_chain : int
-        Those that are left over, if it does not divide the ranks, are in no chain.
+        If it does not divide the ranks, the last ranks are in no chain.
     tensor_parallel : int
-        Divides `ranks_per_chain`.
+        Ranks of a group; divides `ranks_per_chain`.
 
     Raises
     ------
     ConfigError
-        If it cannot be laid out so.
+        If such a layout is impossible.
     """
 
     ranks: int
@@ -67,11 +67,11 @@ class Topology:
         return self.ranks_per_chain // self.tensor_parallel
 
     def chain_color(self, rank: int) -> int:
-        """Return the index of a rank's chain, or that of the ranks left over."""
+        """Return the index of a rank's chain; for leftover ranks, the number of chains."""
         return rank // self.ranks_per_chain
 
     def chain_of(self, rank: int) -> int | None:
-        """Return the index of a rank's chain; None if it is left over."""
+        """Return the index of a rank's chain; None for leftover ranks."""
         chain = self.chain_color(rank)
         return chain if chain < self.chains else None
 
@@ -81,15 +81,15 @@ class Topology:
 
     @property
     def by_group(self) -> Topology:
-        """The topology of the groups, each counted as one rank."""
+        """The topology in which each group counts as one rank."""
         return Topology(self.ranks // self.tensor_parallel, self.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Assigns the slices of a prompt to the ranks of a chain, rotated.
+    """Assigns the slices of a prompt to the ranks of a chain, in rotated order.
 
-    first : the rank that has the first slice; the others follow.
+    first : the rank that has the first slice; the next slices go to the next ranks.
     """
 
     size: int
@@ -97,29 +97,29 @@ class Rotation:
 
     @classmethod
     def ending_at(cls, size: int, rank: int) -> Rotation:
-        """Rotate so that this rank has the last slice."""
+        """Rotate so that `rank` has the last slice."""
         return cls.bringing(size, size - 1, rank)
 
     @classmethod
     def bringing(cls, size: int, place: int, rank: int) -> Rotation:
-        """Rotate so that this rank has this slice."""
+        """Rotate so that `rank` has slice `place`."""
         return cls(size, (rank - place) % size)
 
     def rank_of(self, place: int) -> int:
-        """Return the rank that has this slice."""
+        """Return the rank that has slice `place`."""
         return (place + self.first) % self.size
 
     def place_of(self, rank: int) -> int:
-        """Return the slice that a rank has."""
+        """Return the index of a rank's slice."""
         return (rank - self.first) % self.size
 
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """The KV heads that a rank of a group holds in every layer.
+    """The KV heads that a rank of a tensor-parallel group holds in every layer.
 
-    first, last : the last not included.
-    of : how many there are; if fewer than ranks, several ranks hold the same.
+    first, last : range of heads; the last is exclusive.
+    of : number of all KV heads; if there are fewer than ranks, several ranks hold the same head.
     """
 
     first: int
@@ -128,18 +128,18 @@ class KVHeads:
 
     @property
     def is_all(self) -> bool:
-        """Whether they are all KV heads."""
+        """Whether these are all KV heads."""
         return self.last - self.first == self.of
 
     @property
     def is_even_share(self) -> bool:
-        """Whether they are one of several equal shares of the KV heads."""
+        """Whether these are one of several equal shares of all KV heads."""
         each = self.last - self.first
         return each < self.of and not self.of % each and not self.first % each
 
     @property
     def shares(self) -> list[KVHeads]:
-        """Return the shares of all ranks of the group, each head once, in order."""
+        """Return the distinct shares of the group's ranks, in order; together they have each head once."""
         each = self.last - self.first
         return [KVHeads(first, first + each, self.of) for first in range(0, self.of, each)]
 
@@ -152,17 +152,17 @@ def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def whole_groups(ranks: int, tensor_parallel: int) -> int:
-    """Return the number of groups that so many ranks form."""
+    """Return the number of complete groups among `ranks`."""
     return ranks // tensor_parallel
 
 
 def place_in_group(rank: int, tensor_parallel: int) -> tuple[int, int]:
-    """Return the index of a rank's group, and the rank's index in it, which is its part of the weights."""
+    """Return the index of a rank's group, and the rank's index in it, which selects its part of the weights."""
     return divmod(rank, tensor_parallel)
 
 
 def in_lane_of(rank: int, group: int, tensor_parallel: int) -> int:
-    """Return the rank of another group that has the same index in its group."""
+    """Return the rank that has the same index in another group."""
     return group * tensor_parallel + rank % tensor_parallel
 
 
@@ -189,7 +189,7 @@ def divides(ranks_per_chain: int, ranks: int) -> bool:
 
 
 def sends_first(rank: int) -> bool:
-    """Alternate between neighbouring ranks."""
+    """Whether a rank sends before it receives; alternates between neighbours."""
     return rank % 2 == 0
 
 
@@ -209,15 +209,15 @@ def others_after(rank: int, size: int) -> Iterator[int]:
 
 
 def others_before(rank: int, size: int) -> Iterator[int]:
-    """Yield all other ranks of a ring, the one before first."""
+    """Yield all other ranks of a ring, the previous one first."""
     return ((rank - step) % size for step in range(1, size))
 
 
 def gpus_in_turn(visible: Sequence[Sequence[str]]) -> list[int]:
-    """Choose a GPU for each rank among those it sees; ranks share one only if there are too few.
+    """Choose a GPU for each rank among those it sees; ranks share a GPU only if there are too few.
 
-    Ranks may see different GPUs of a host, each numbered from 0 (``--gpu-bind``): what they share is known by its id.
-    Given the ids that each rank sees, in its order, the result is a number among them; 0 where it sees none.
+    Ranks may see different GPUs of a host, each numbered from 0 (``--gpu-bind``), so GPUs are compared by id.
+    `visible` has the ids that each rank sees; the result is each rank's index among them, 0 if it sees none.
     """
     users: dict[str, int] = {}
     found = []
@@ -230,7 +230,7 @@ def gpus_in_turn(visible: Sequence[Sequence[str]]) -> list[int]:
 
 
 def share_of_cores(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
-    """Return a rank's share of a host's cores; if there are too few, ranks share one."""
+    """Return a rank's share of a host's cores; if there are fewer cores than ranks, ranks share cores."""
     each = len(cores) // local_size
     first = local_rank * each if each else local_rank % len(cores)
     return list(cores[first : first + max(1, each)])

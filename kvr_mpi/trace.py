@@ -1,6 +1,6 @@
-"""Recording of what a rank does, as spans of time.
+"""Records a rank's activities as spans of time.
 
-Costs a clock and an append for each; whatever is written of it is written elsewhere (``store.traces``), by a thread.
+Recording a span only reads the clock and appends to a list; a thread of ``store.traces`` writes the spans.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ Kind = Literal["layer", "prefill", "wait", "send wait", "send", "receive", "forw
 class Span(NamedTuple):
     """A span of a rank's time.
 
-    kind : ``layer``: what follows the making of a layer's keys and values, up to the next layer's, waits included;
-        ``wait``: for other ranks' keys and values; ``send wait``: for the link to take this rank's; ``send``,
-        ``receive``, ``forward``: transfers, from when they were begun or posted to when they were seen to be over;
-        ``prefill``, ``decode``, ``write``: a prompt on this rank, a wave's answers, a document's way to the disk.
+    kind : ``layer``: from a layer's keys and values until those of the next layer are computed, waits included;
+        ``wait``: for other ranks' keys and values; ``send wait``: for the link to send this rank's; ``send``,
+        ``receive``, ``forward``: transfers, from their start or posting until their completion was seen;
+        ``prefill``, ``decode``, ``write``: a prompt on this rank, the answers of a wave, writing a document.
     began_s, ended_s : ``time.perf_counter``.
     prompt : number of the prompt on this rank; -1: none.
-    layer : -1: none.
+    layer : index of the layer; -1: none.
     peer : rank of the chain at the other end; -1: none.
-    amount : bytes that travelled, or answers that were decoded.
+    amount : bytes transferred, or answers decoded.
     """
 
     kind: Kind
@@ -37,8 +37,8 @@ class Span(NamedTuple):
 class Recorder:
     """Collects one rank's spans; thread-safe.
 
-    is_on : otherwise nothing is kept.
-    prompt : number of the prompt that the rank is at.
+    is_on : whether spans are recorded.
+    prompt : number of the rank's current prompt.
     """
 
     def __init__(self, *, is_on: bool = False) -> None:
@@ -48,7 +48,7 @@ class Recorder:
     def note(
         self, kind: Kind, began_s: float, *, prompt: int | None = None, layer: int = -1, peer: int = -1, amount: int = 0
     ) -> None:
-        """Record a span that ends now, by default of the prompt that the rank is at."""
+        """Record a span that ends now, by default for the current prompt."""
         if self.is_on:
             at = self.prompt if prompt is None else prompt
             self._spans.append(Span(kind, began_s, time.perf_counter(), at, layer, peer, amount))
@@ -61,6 +61,6 @@ class Recorder:
     def take(self) -> list[Span]:
         """Return the spans recorded since the last call."""
         spans, count = self._spans, len(self._spans)
-        taken = spans[:count]  # what another thread appends meanwhile comes after it
+        taken = spans[:count]  # other threads may append meanwhile, after these
         del spans[:count]
         return taken

@@ -30,7 +30,7 @@ from kvr_mpi.transport.mpi import release
 if TYPE_CHECKING:
     import torch
 
-# Text, or its tokens.
+# A text, or token ids.
 PromptLike = str | Sequence[int]
 
 
@@ -38,11 +38,11 @@ PromptLike = str | Sequence[int]
 class ChainPrefill:
     """A prefilled prompt on one rank of the chain; `Chain.generate` continues it once.
 
-    ids : the prompt's tokens.
-    bounds : of its slices over the ranks.
+    ids : the prompt's token ids.
+    bounds : slice bounds over the ranks.
     decode_rank : the rank that has logits and cache.
     logits : of the next token (vocab_size,), float32; None on all other ranks.
-    seconds : this rank took, waiting for others included.
+    seconds : time that this rank took, including waiting for others.
     """
 
     ids: tuple[int, ...]
@@ -62,24 +62,24 @@ class Chain:
     ...     prefill = chain.prefill(text)
     ...     answer = chain.generate(prefill)
 
-    Before the first prompt a few tokens are run, to prove that the chain gives this model's own logits, and a probe
-    measures the ranks, as before a job.
+    As before a job, the constructor runs a few tokens to check that the chain computes the model's own logits, and
+    measures the ranks.
 
     Parameters
     ----------
     model : str or mapping
         A folder, .gguf file or hub id; or a job's ``[model]``: ``{"path": ..., "dtype": "float32"}``.
     comm : mpi4py.MPI.Comm, optional
-        Default: all ranks that ``mpirun`` or ``srun`` have started; without them this process alone.
+        Default: all ranks that ``mpirun`` or ``srun`` started; without a launcher this process alone.
     generation, parallel : mapping, optional
         A job's ``[generation]`` and ``[parallel]``.
     say : callable, optional
-        Given lines of text about what is done, on rank 0.
+        Receives log lines on rank 0.
 
     Raises
     ------
     KvrError
-        On every rank, if model and settings cannot be combined; one of them says why.
+        On every rank, if model and settings cannot be combined; on one of them the message says why.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Chain:
             tell = say or (lambda line: None)
             self._setup = prepare(spec, machine, self._ranks, self._ranks, tell)
             self._runner = ChainRunner(self._setup, self._ranks, slice(0, self._ranks.size), tell)
-        self._prompts = 0  # that were prefilled
+        self._prompts = 0  # number of prefilled prompts
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.decode_rank = self.size - 1
 
@@ -119,12 +119,12 @@ class Chain:
         return self._setup.loaded.tokenizer
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokenise text without chat template, with the tokenizer's first token.
+        """Tokenise text without chat template, with the tokenizer's BOS token if it has one.
 
         Raises
         ------
         DocumentError
-            If there are none, or too many for the model and ``max_new_tokens``.
+            If there are no tokens, or too many for the model's context minus ``max_new_tokens``.
         """
         ids = encode_text(self.tokenizer, text)
         if not ids:
@@ -137,20 +137,20 @@ class Chain:
         Parameters
         ----------
         prompt : str or sequence of int
-            Rank 0's counts; others may leave it out, or give the same.
+            Needed on rank 0; other ranks may leave it out, or give the same.
 
         Raises
         ------
         DocumentError
-            On every rank, if the prompt is empty, too long, has tokens the model does not know, or exhausts a rank's
-            memory; the chain can go on with another.
+            On every rank, if the prompt is empty, too long, has invalid token ids, or does not fit into a rank's
+            memory; the chain can then be used for other prompts.
         ConfigError
             On every rank, if ranks give different prompts, or call different methods.
         """
         return self._prefill(prompt, "prefill")
 
     def _prefill(self, prompt: PromptLike | None, method: str) -> ChainPrefill:
-        """Prefill a prompt for a method that all ranks call."""
+        """Prefill a prompt for the public method that all ranks call."""
         with ending_all(self._ranks):
             ids = self._agree_on(prompt, method)
             self._prompts += 1
@@ -176,9 +176,9 @@ class Chain:
         Raises
         ------
         ConfigError
-            If answers are to have no tokens, or the prefill has been gone on from before.
+            If ``max_new_tokens`` is 0, or the prefill was continued before.
         DocumentError
-            As `prefill`.
+            As for `prefill`.
         """
         if self._runner.new_tokens == 0:
             raise ConfigError(
@@ -211,7 +211,7 @@ class Chain:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:  # else other ranks may be anywhere
+        if error is None:  # after an error, other ranks may not get here
             self.close()
 
     def _check_call(self, method: str) -> None:
@@ -289,7 +289,7 @@ class Chain:
 
 
 def _check_same(ranks: Transport, mine: str, wrong: Callable[[str], str]) -> None:
-    """Refuse a value that differs from rank 0's, given to `wrong`; every rank calls this."""
+    """Refuse a value that differs from rank 0's; `wrong` makes the message from rank 0's. Every rank calls this."""
     roots = share_json(ranks, mine)
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""Jobs from Python: planned, forecast and run as by the commands, with return values instead of printed lines."""
+"""Jobs from Python: planned, forecast and run as by the commands, but with return values instead of printed output."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import RelayKind
     from kvr_mpi.setup.planning import PlannedJob
 
-# What errors call a job that is in no file.
+# Name of a job without a file, in error messages.
 GIVEN = "the job given"
 
-# A job: its file, what such a file would say, or a job that was read already.
+# A job: the path of its file, the contents of such a file, or a job that was already read.
 Job = str | PathLike[str] | Mapping[str, Any] | JobSpec
 
 
@@ -37,8 +37,8 @@ class RunOutcome:
     """The outcome of a job.
 
     exit_code : 0; 65 if more documents have error records than ``output.max_failed`` allows; 75 if it was stopped
-        before the end, and the same call with ``resume=True`` goes on.
-    folder : its output.
+        before the end, so that the same call with ``resume=True`` continues it.
+    folder : its output folder.
     """
 
     exit_code: int
@@ -67,27 +67,27 @@ def run(
 ) -> RunOutcome:
     """Run a job on the ranks of a communicator: prefill, answer and store every document. All ranks call this.
 
-    Log lines go to standard error, as those of ``kvr-run``. A rank that fails alone ends all of them, since they would
-    wait for it for ever. Signals to stop are heard in a main thread only.
+    Log lines go to standard error, as with ``kvr-run``. A rank that fails alone ends all ranks, since they would wait
+    for it forever. Signals that stop the job are handled only if this is called in the main thread.
 
     Parameters
     ----------
     job : path, mapping or JobSpec
-        A job file, or what it would say: ``{"model": {"path": ...}, "documents": {"path": ...}, ...}``. Rank 0's
-        counts.
+        A job file, or its contents: ``{"model": {"path": ...}, "documents": {"path": ...}, ...}``. Only rank 0's is
+        used.
     settings : sequence of str
         ``section.key=value``, as for ``--set``.
     comm : mpi4py.MPI.Comm, optional
-        Default: all ranks that ``mpirun`` or ``srun`` have started; without them this process alone.
+        Default: all ranks that ``mpirun`` or ``srun`` started; without a launcher this process alone.
     overwrite, resume, extend, retry_failed : bool
-        What becomes of results that are in the output folder, as for ``kvr-run``.
+        What to do with existing results in the output folder, as for ``kvr-run``.
     time_limit : str, optional
-        Begin no document that would not end in time: minutes, h:mm:ss or d-hh from now, as in sbatch.
+        Start no document that would not finish in time: minutes, h:mm:ss or d-hh from now, as in sbatch.
 
     Raises
     ------
     KvrError
-        On every rank, if the job cannot be run as written; one of them says why.
+        On every rank, if the job cannot be run as written; on one of them the message says why.
     """
     if overwrite and (resume or extend):
         raise ConfigError("overwrite=True deletes what resume=True and extend=True continue from: choose one")
@@ -105,19 +105,19 @@ def run(
 
 
 def plan(job: Job, ranks: int, hardware: str | None = None, *, settings: Sequence[str] = ()) -> PlannedJob:
-    """Plan a job for so many ranks, without MPI and weights.
+    """Plan a job for a number of ranks, without MPI and weights.
 
     Parameters
     ----------
     job, settings
         As for `run`.
     hardware : str, optional
-        How fast a rank is: a profile, a JSON file, or a table's hardware.
+        Speed of a rank: a hardware profile, a JSON file, or a lookup table or folder of them.
 
     Raises
     ------
     ConfigError
-        If the job cannot be run as written, or nothing says how fast a rank is.
+        If the job cannot be run as written, or the speed of a rank is unknown.
     """
     if ranks < 1:
         raise ConfigError(f"ranks = {ranks}: expected the number of ranks of the job, at least 1")
@@ -149,14 +149,14 @@ def simulate(
     contexts : sequence of int
         Prompt lengths in tokens.
     link_gigabytes_per_s : float, optional
-        Of each link, one direction; default: the profile's.
+        Bandwidth of each link, one direction; default: the profile's.
     relay : {'cut-through', 'store-and-forward'}, optional
-        How a chain passes the prefix on; default: as our engine does, or with eager attention as the paper did.
+        How a chain forwards the prefix; default: as our engine does, or with eager attention as in the paper.
 
     Raises
     ------
     ConfigError
-        If a value is none of these, or there are more ranks than tokens.
+        If a value is invalid, or there are more ranks than tokens.
     """
     for name, values in (("ranks", ranks), ("contexts", contexts)):
         if not values or min(values) < 1:
@@ -171,7 +171,7 @@ def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
     Raises
     ------
     ConfigError
-        If it is none, or has settings that cannot be combined; settings for a job that was read already are refused.
+        If it is not a valid job, has settings that cannot be combined, or `settings` are given for a `JobSpec`.
     """
     if isinstance(job, JobSpec):
         if settings:
@@ -179,7 +179,7 @@ def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
                 f"settings = {list(settings)} are for jobs that are read from a file; this one has been read already: "
                 f"pass its path, or change the object"
             )
-        check_combinations(job)  # it may have been changed since
+        check_combinations(job)  # it may have been changed since it was read
         spec = job
     elif isinstance(job, Mapping):
         raw = {name: dict(table) if isinstance(table, Mapping) else table for name, table in job.items()}

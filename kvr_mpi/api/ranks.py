@@ -1,4 +1,4 @@
-"""The ranks of a Python program: those of a communicator, all that were started, or this process alone."""
+"""The ranks of a Python program: those of a communicator, all that a launcher started, or this process alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def join_ranks(comm: Any = None) -> Transport:
     Parameters
     ----------
     comm : mpi4py.MPI.Comm or Transport, optional
-        Default: all ranks that a launcher has started; without one this process alone.
+        Default: all ranks that a launcher started; without a launcher this process alone.
 
     Raises
     ------
     TransportError
-        If launcher and MPI do not match, or the communicator is none that can be used.
+        If launcher and MPI do not match, or the communicator cannot be used.
     """
     tell_libraries()
     if comm is None:
@@ -35,20 +35,20 @@ def join_ranks(comm: Any = None) -> Transport:
 
 @contextmanager
 def ending_all(world: Transport) -> Iterator[None]:
-    """Raise an error on every rank if all ranks know it; end all ranks if only one does.
+    """Raise an error on every rank if all ranks know of it; end all ranks if only one does.
 
     Raises
     ------
     KvrError
-        What went wrong, on the rank where it did.
+        On the rank where the error occurred.
     FailedTogetherError
-        On the others.
+        On the other ranks.
     """
     try:
         yield
     except FailedTogetherError as error:
         told = error.cause or FailedTogetherError(error.exit_code, None)
-        # A user's mistake is told by its message: where it was found is of no use.
+        # For a user's mistake the message is sufficient; a traceback would not help.
         raise told.with_traceback(None if isinstance(told, KvrError) else told.__traceback__) from None
     except Exception as error:
         if world.size > 1:

@@ -16,8 +16,8 @@ import click
 from kvr_mpi import __version__
 from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 
-# Subcommands as `kvr --help` groups them, with the help line for the list; each is a function of its name in a module
-# of its name.
+# Subcommands as grouped by `kvr --help`, with their lines in its list; each is a function in a module of the same
+# name.
 GROUPS = {
     "To begin with": {
         "demo": "Summarise eight documents that come with kvr-mpi, with a small real model.",
@@ -42,7 +42,7 @@ GROUPS = {
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-# Those that a launcher starts on every rank although one process does all of the work: the first rank's.
+# Commands that only the first rank runs if a launcher starts them on several ranks.
 ON_FIRST_RANK = ("demo", "init", "plan", "sbatch", "status", "inspect")
 
 
@@ -119,14 +119,14 @@ def _rank() -> int:
 def _main(command: click.Command, name: str) -> NoReturn:
     """Run a command; user errors become one message and their exit code.
 
-    Of several ranks, the first one shows help and wrong arguments, which all of them were given.
+    Only the first rank prints help and errors in the arguments, which are the same on all ranks.
     """
     is_first = _rank() == 0
     if not is_first and {"-h", "--help", "--version"}.intersection(sys.argv[1:]):
         sys.exit(0)
     try:
         code = command.main(prog_name=name, standalone_mode=False)
-        sys.stdout.flush()  # here, where a reader that has gone is no surprise, and not as the interpreter ends
+        sys.stdout.flush()  # here, where a closed pipe is handled, and not when the interpreter exits
     except click.exceptions.Abort:
         code = EXIT_INTERRUPTED
     except click.ClickException as error:
@@ -136,7 +136,7 @@ def _main(command: click.Command, name: str) -> NoReturn:
     except KvrError as error:
         click.echo(f"Error: {error}", err=True)
         code = error.exit_code
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_BUG
     sys.exit(code if isinstance(code, int) else 0)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 RANKS_PER_NODE = 4
 
-# What a node has, in SLURM's words.
+# Options for a node's resources, named as in SLURM.
 node_options = grouped(
     click.option(
         "--ntasks-per-node",
@@ -44,12 +44,12 @@ class Allocation:
     cores: int
 
     def used(self, seconds: float) -> dict[str, float]:
-        """Node, GPU and core hours for so many seconds."""
+        """Return node, GPU and core hours of a job that takes `seconds`."""
         hours = seconds / 3600
         return {"node_hours": self.nodes * hours, "gpu_hours": self.gpus * hours, "core_hours": self.cores * hours}
 
     def hours(self, seconds: float) -> str:
-        """Describe the hours for so many seconds."""
+        """Describe the hours of a job that takes `seconds`."""
         words = [
             f"{spent:.2g} {name.replace('_', ' ')}" if spent < 10 else f"{spent:.0f} {name.replace('_', ' ')}"
             for name, spent in self.used(seconds).items()
@@ -67,12 +67,12 @@ def allocation_of(
     gpus_per_node: int | None,
     cpus_per_task: int | None,
 ) -> Allocation:
-    """Return the resources of a job with so many ranks.
+    """Return the resources of a job with this number of ranks.
 
     Raises
     ------
     ConfigError
-        If the nodes would not have as many ranks each.
+        If the nodes would not all have the same number of ranks.
     """
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.topology import divides
@@ -88,7 +88,7 @@ def allocation_of(
 
 
 def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:
-    """Return the GPUs per node; shipped profiles are GPUs, tables may be of any hardware."""
+    """Return the GPUs per node; shipped profiles are of GPUs, tables may be of any hardware."""
     from kvr_mpi.costs.hardware import profiles
 
     return per_node if spec.model.device == "cuda" or (spec.model.device == "auto" and hardware in profiles()) else 0

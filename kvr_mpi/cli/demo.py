@@ -14,7 +14,7 @@ import click
 
 from kvr_mpi.cli.options import command, overwrite_option
 
-# Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
+# Open MPI needs these to run as root or with more ranks than cores; MPICH ignores them.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -65,7 +65,7 @@ def demo(ranks: int, output: Path, overwrite: bool) -> int:
             err=True,
         )
         ranks = 1
-    # Here, before anything is started: a mistake is then said once.
+    # Check before the ranks are started, so that an error is printed only once.
     check_job(load_job(job, settings)[0], ranks, goes_on=True, offline=is_offline())
     arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
     arguments += ["--overwrite"] * overwrite + ["--resume"] * (output.exists() and not overwrite)

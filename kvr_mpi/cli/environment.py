@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from kvr_mpi.store.lock import Owner
 
 
-# Variables that people set, by who reads them, with what they say; docs/reference.py makes a page of it. What launchers
-# and SLURM set to say where a process is, is not among them.
+# Variables that users set, by reader, with their meanings; docs/reference.py makes a page of them. Variables in which
+# launchers and SLURM describe a process are not included.
 VARIABLES: dict[str, dict[str, str]] = {
     "commands": {
         "KVR_SECTION__KEY": "a setting of the job, such as `KVR_GENERATION__SEED=7`; overrides the job file, but not "
@@ -57,8 +57,8 @@ VARIABLES: dict[str, dict[str, str]] = {
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Read cores, threads, cache folder and the batch system's deadline.
 
-    ``KVR_CACHE`` (else ``XDG_CACHE_HOME``, else ``~/.cache``) holds converted models and kernels; ``OMP_NUM_THREADS``
-    sets the threads of a rank; under SLURM models are only taken from local files, and the job's end is the deadline.
+    ``KVR_CACHE`` (default: ``kvr-mpi`` in ``XDG_CACHE_HOME`` or ``~/.cache``) is the folder of converted models and
+    kernels. `VARIABLES` describes the others.
     """
     from kvr_mpi.setup.job_setup import Machine
 
@@ -87,7 +87,7 @@ TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 
 
 def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether to avoid the hub: as ``HF_HUB_OFFLINE`` says, by default under SLURM."""
+    """Whether to avoid the hub: as set by ``HF_HUB_OFFLINE``, by default only under SLURM."""
     value = environ.get("HF_HUB_OFFLINE", "")
     return value.upper() in TRUE_VALUES if value else "SLURM_JOB_ID" in environ
 
@@ -95,14 +95,14 @@ def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
 def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set defaults for CUDA, torch and oneDNN that the user has not set; call it before torch computes anything.
 
-    CUDA loads all kernels when it starts. Loading one when it is first used, as torch would have it, waits for all that
-    runs on the GPU: for a transfer of NCCL's, too, whose other side may be waiting for this rank.
+    CUDA loads all kernels when it starts. Loading a kernel at its first use, which is torch's default, waits for all
+    work on the GPU, including NCCL transfers whose peer may be waiting for this rank.
 
     torch warns about each pair of ranks that NCCL connects, since it expects collectives; a chain sends to its
     neighbours only.
 
-    oneDNN keeps 64 kernels, not 1024. It makes one for each number of rows that weights are
-    multiplied with, and rows of packed prompts have ever other ones: a rank grew by 70 MB over 30,000 tiny documents.
+    oneDNN caches 64 kernels, not 1024. It makes one for each number of rows in a product, which differs between packed
+    rows of prompts: the memory of a rank grew by 70 MB over 30,000 tiny documents.
     """
     environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

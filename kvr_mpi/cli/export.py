@@ -68,7 +68,7 @@ def export(
         raise click.UsageError("Parquet is a binary format: name a file with -o FILE")
     if output is not None:
         check_file(output, overwrite=overwrite, reads=paths)
-    results = open_results(*paths, verify=False, partial=True)  # what is read is verified
+    results = open_results(*paths, verify=False, partial=True)  # records are verified when they are read
     if kv is None:
         _write(results, kind, output, status)
     else:
@@ -93,7 +93,7 @@ def _write(results: Results, kind: str, output: Path | None, status: str | None)
     records = results.records(status)
     chosen = asked_fields(results.records(status)) if kind == "csv" else ()
     with ExitStack() as files:
-        if output is not None:  # else it is standard output, whose reader may be gone
+        if output is not None:  # not for standard output, whose reader may have closed the pipe
             files.enter_context(writing(output))
         stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
         if kind == "openai-batch":

@@ -10,7 +10,7 @@ import click
 
 from kvr_mpi.cli.writing import writing
 
-# Documents, unless documents.limit says how many.
+# Default number of documents; documents.limit overrides it.
 SAMPLED = 8
 
 
@@ -21,7 +21,7 @@ def measure_heads(job: Path, settings: tuple[str, ...], output: Path, *, overwri
     ----------
     job : Path
     settings : tuple of str
-        ``section.key=value``, over those of the job.
+        ``section.key=value``, which override the job's.
     output : Path
         The profile, as JSON.
     overwrite : bool
@@ -30,7 +30,7 @@ def measure_heads(job: Path, settings: tuple[str, ...], output: Path, *, overwri
     Raises
     ------
     KvrError
-        If the job compresses nothing, cannot be run as written, or the file may not be written.
+        If the job has no compression, cannot be run as written, or the file must not be written.
     """
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.disk import replacing
@@ -39,7 +39,7 @@ def measure_heads(job: Path, settings: tuple[str, ...], output: Path, *, overwri
     from kvr_mpi.runtime.head_sample import sample_heads
     from kvr_mpi.store.targets import check_file
 
-    alone = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1")  # whatever ranks the job itself runs on
+    alone = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1")  # whatever the job's own settings are
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
     check_file(output, overwrite=overwrite)

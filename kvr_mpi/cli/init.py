@@ -15,9 +15,9 @@ from kvr_mpi.cli.options import command
 from kvr_mpi.cli.writing import writing
 
 ASK = "Summarise the following document in one paragraph. Keep names, dates and numbers."
-# What stands for the document in a template.
+# Placeholder for the document in a template.
 TEXT = "{text}"
-# Documents that are read, to name those that cannot be answered.
+# Number of documents to read, to list those that cannot be processed.
 LOOKED_AT = 200
 
 JOB = """\
@@ -118,7 +118,7 @@ def init(
         click.echo(listed(errors))
     with writing(job), job.open("x", encoding="utf-8") as stream:
         stream.write(text)
-    # In a folder of its own: a run of two documents cannot be resumed with all of them.
+    # Use a separate output folder: a run of two documents cannot be resumed with all documents.
     click.echo(
         f"{job} written; try it with two documents:\n  mpirun -n 2 kvr-run {shlex.quote(str(job))} "
         f"--set documents.limit=2 --set output.path={shlex.quote(wanted['output'] + '-try')}"
@@ -126,7 +126,7 @@ def init(
 
 
 def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[str, str, str]:
-    """Ask for missing answers, if there is a terminal."""
+    """Prompt for missing values if there is a terminal."""
     from kvr_mpi.documents import find_files
     from kvr_mpi.model import find_model
 
@@ -162,7 +162,7 @@ def _question(text: str, check: Callable[[str], object]) -> str:
 
 
 def _write(job: Path, wanted: dict[str, str]) -> tuple[str, Any]:
-    """Write the job as text, and read it again to verify it."""
+    """Format the job as TOML, and parse it again to verify it."""
     import tomllib
 
     from kvr_mpi.errors import ConfigError
@@ -171,7 +171,7 @@ def _write(job: Path, wanted: dict[str, str]) -> tuple[str, Any]:
     for name, value in {**wanted, "file": str(job)}.items():
         if any(not char.isprintable() and not (char in "\n\t" and name == "template") for char in value):
             raise ConfigError(f"{name} {value!r} contains characters that cannot be printed; remove them")
-    # A string of JSON without such characters is one of TOML.
+    # A JSON string without such characters is also a TOML string.
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in wanted.items()}
     text = JOB.format(file=job, **quoted)
     spec, _ = make_job(tomllib.loads(text), job, (), {})

@@ -1,4 +1,4 @@
-"""What commands that run on all ranks have in common."""
+"""Functions shared by the commands that run on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def guarded(world: Transport, work: Callable[[], int]) -> int:
     """Run a function on this rank; if only this rank fails, end all ranks with its exit code.
 
-    What failed is said in the end, and what the exit code means; so is Ctrl-C, which is nobody's fault.
+    The last log lines describe the error and the meaning of the exit code, also after Ctrl-C.
     """
     from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, KvrError, exit_line
@@ -53,7 +53,7 @@ def _show_stacks_when_asked() -> None:
     import sys
 
     if sys.__stderr__ is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-        with contextlib.suppress(ValueError, OSError):  # a stream without a file
+        with contextlib.suppress(ValueError, OSError):  # stderr may have no file descriptor
             faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
 
 
@@ -84,7 +84,7 @@ def load_everywhere(
     kernels: str = "measured",
     say: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """Load a model on every rank, for commands that run no job."""
+    """Load a model on every rank, for commands that do not run a job."""
     import torch
 
     from kvr_mpi.cli.environment import read_environment
@@ -107,7 +107,7 @@ def load_everywhere(
 
 
 def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log, *, every_pair: bool = True) -> Transport:
-    """Open the transport for tensors between all ranks, or only between neighbours, and log what it is."""
+    """Open the transport for tensors between all ranks, or only between neighbours, and log which one was chosen."""
     from typing import cast
 
     from kvr_mpi.transport.choose import Name, open_transport

@@ -36,19 +36,19 @@ def command(name: str | None = None) -> Callable[[Callable[..., Any]], click.Com
 
 
 def load_model_job(job: Path | None, settings: Sequence[str]) -> JobSpec:
-    """Read what a command without documents needs of a job: its model, ranks and transport.
+    """Read a job for a command without documents, which uses its model, ranks and transport.
 
     Parameters
     ----------
     job : Path or None
-        None: the small model that comes with the program, in float32.
+        None: use the small demo model in float32.
     settings : sequence of str
-        ``section.key=value``, over those of the job.
+        ``section.key=value``, which override the job's.
 
     Raises
     ------
     ConfigError
-        If the job runs another model than the one in its folder, or a part of it on each rank.
+        If the job uses an adapter, remote code, or tensor parallelism.
     """
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job, make_job
@@ -116,12 +116,12 @@ def parse_numbers(option: str, text: str) -> list[int]:
     Parameters
     ----------
     option : str
-        That was given the text, for error messages.
+        Name of the option, for error messages.
 
     Raises
     ------
     ConfigError
-        If the text is anything else, or holds no number.
+        If the text is not such a list, or has no numbers.
     """
     from kvr_mpi.errors import ConfigError
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvr_mpi.schedule.placement import Placement, Schedule
     from kvr_mpi.setup.planning import PlannedJob
 
-# Half and twice the ranks are planned, too, up to this number: forecasts of longer chains take seconds.
+# Plans for half and twice the ranks are shown up to this number: forecasts of longer chains take seconds.
 COMPARED_RANKS = 128
 SHOWN_ROWS = 20
 
@@ -145,7 +145,7 @@ def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: 
 
 
 def read_and_plan(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None) -> PlannedJob:
-    """Read a job, and plan it for so many ranks."""
+    """Read a job, and plan it for this number of ranks."""
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.errors import ConfigError
@@ -156,7 +156,7 @@ def read_and_plan(job: Path, settings: tuple[str, ...], ranks: int, hardware: st
         raise ConfigError(
             "--ranks is missing, and there is no allocation to take it from: give a number, such as --ranks 8"
         )
-    from kvr_mpi.setup.planning import plan_job  # loads torch, which takes seconds: not to say that ranks are missing
+    from kvr_mpi.setup.planning import plan_job  # imports torch, which takes seconds: only after the check
 
     machine = read_environment().machine
     quiet_libraries()

@@ -18,7 +18,7 @@ def parse_size(text: str) -> int:
     Raises
     ------
     click.UsageError
-        If it is something else.
+        If it is not a size.
     """
     word = text.strip().upper().removesuffix("B").removesuffix("I")
     number, unit = (word[:-1], word[-1]) if word[-1:] in UNITS and word else (word, "")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LoadJob = Callable[[Sequence[str]], "tuple[JobSpec, dict[str, str]]"]
 
 
-# What every command has that runs a job.
+# Options of all commands that run a job.
 run_options = grouped(
     set_option,
     overwrite_option,
@@ -95,11 +95,11 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     Parameters
     ----------
     name : str
-        Of the job, for a line of text.
+        Of the job, for a log line.
     given : dict
         Values of `run_options`, by name.
     load : callable
-        Given settings, makes the job, and says of each of its settings where it is from; called on one rank.
+        Takes settings; returns the job and the origin of each of its settings. Called on one rank.
     """
     shows_config, settings = given.pop("show_config"), given.pop("settings")
     from kvr_mpi.cli.launch import guarded
@@ -129,7 +129,7 @@ def run_on(
     load: Callable[[], tuple[JobSpec, dict[str, str]]],
     shows_config: bool = False,
 ) -> int:
-    """Run a job on these ranks, which all call this; return the exit code. Otherwise as `run_as_told`."""
+    """Run a job on these ranks and return the exit code; all ranks call this. Parameters as for `run_as_told`."""
     from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
     from kvr_mpi.job import JobSpec, show_job
     from kvr_mpi.preflight.checks import check_job
@@ -150,13 +150,13 @@ def run_on(
                 click.echo(f"{key:{width}} = {value}  # {source}")
         return spec.model_dump_json()
 
-    # Read by one rank only, so that all ranks run the same job even if the file changes under them.
+    # Only one rank reads the job, so that all ranks run the same job even if the file changes meanwhile.
     spec: JobSpec = JobSpec.model_validate_json(share_json(world, on_root(world, load_here)))
     if shows_config:
         return 0
 
     def goes_on() -> bool:
-        """Whether a requeued job runs again; it continues only the run that it has started itself."""
+        """Whether this is a requeued job that started the run itself, so that it continues without --resume."""
         owner = read_owner()
         return owner.restart > 0 and is_of_job(Path(spec.output.path), owner.job)
 
@@ -166,7 +166,7 @@ def run_on(
     on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
     log = Log(world.rank, options.level)
     log.root(f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents")
-    # Only now what takes seconds to import.
+    # Import these only now, since they take seconds.
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.runtime.batch import run_job
 
@@ -175,7 +175,7 @@ def run_on(
     deadline_s = environment.deadline_s
     if limit_s is not None:
         deadline_s = limit_s
-    elif deadline_s is not None and deadline_s <= time.time():  # whoever it was meant for, this job is running
+    elif deadline_s is not None and deadline_s <= time.time():  # it cannot be right, since this job is running
         ago = duration_text(time.time() - deadline_s)
         log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")
         deadline_s = None

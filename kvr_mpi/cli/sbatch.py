@@ -25,16 +25,16 @@ from kvr_mpi.errors import counted
 
 OPTION = re.compile("[a-z][a-z0-9-]*")
 SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
-# Options of sbatch that an array shares with the job that gathers its results.
+# Options of sbatch that also apply to the job that merges an array's results.
 GATHER_TOO = ("account", "partition", "qos", "reservation", "mail-type", "mail-user", "clusters")
-# sbatch's words for a job without a time limit.
+# Values of --time for a job without a time limit.
 NO_LIMIT = ("0", "-1", "INFINITE", "UNLIMITED")
-# A forecast is off by this much; starting, and loading a model from a network file system, take time, too. A job that
-# runs into its limit all the same goes on where it was.
+# Safety factor for the forecast, and time to start and to load a model from a network file system. A job that reaches
+# its limit anyway is requeued and resumes.
 MARGIN, START_S = 1.5, 600.0
-# What Python and its libraries take of a host, beside what a plan knows of.
+# Host memory that Python and its libraries take per rank, in addition to the planned memory.
 LIBRARY_BYTES = 1.5 * (1 << 30)
-# Twice the ranks are worth asking for if half of them take so many times as long.
+# Least speed-up for which twice as many ranks are worth requesting.
 ENOUGH = 1.2
 
 
@@ -146,7 +146,7 @@ def scripts_folder() -> Path:
     Raises
     ------
     ConfigError
-        If they are nowhere.
+        If they cannot be found.
     """
     from kvr_mpi.cli.shipped import find_shipped
 
@@ -154,7 +154,7 @@ def scripts_folder() -> Path:
 
 
 def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
-    """Separate the job from options of sbatch, which are all that `kvr sbatch` does not have."""
+    """Separate the job from options of sbatch, which are all options that `kvr sbatch` itself does not have."""
     context = click.get_current_context()
     own = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
     jobs, chosen = [], {}
@@ -186,7 +186,7 @@ def _read_array(array: str | None) -> tuple[int, str]:
 
 
 def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequence[str]) -> str:
-    """Fill in one of the shipped scripts; options that are 0 or None stay as they are."""
+    """Fill in one of the shipped scripts; options that are 0 or None keep the script's value."""
     folder = scripts_folder()
     options = {key: str(value) for key, value in wanted.items() if value or value == ""}
     return fill_in((folder / name).read_text(), options, arguments, folder)
@@ -200,9 +200,9 @@ def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], f
     options : mapping
         Long names without dashes, and values (empty: a flag); they replace the script's own.
     arguments : sequence of str
-        What the script would be given on sbatch's command line.
+        Arguments of the script, as on sbatch's command line.
     folder : Path
-        Where the script's siblings are: SLURM runs a copy.
+        Folder of the other scripts, since SLURM runs a copy.
     """
     lines, left = [], dict(options)
     for line in script.splitlines():
@@ -219,7 +219,7 @@ def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], f
 
 
 def _directive(key: str, value: str) -> str:
-    """Format an option as an #SBATCH line; line breaks are refused, since what follows would be executed."""
+    """Format an option as an #SBATCH line; refuse line breaks, since the text after them would be executed."""
     from kvr_mpi.errors import ConfigError
 
     if not OPTION.fullmatch(key):

@@ -102,7 +102,7 @@ def search(
         loaded, chain = open_model_job(world, job, settings, log, every_pair=False)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
         loaded = check_chain(loaded)
-        threads = torch.get_num_threads()  # as many as a job would have
+        threads = torch.get_num_threads()  # the same number as in a job
         with pinned(chain):
             torch.set_num_threads(threads)
             key, provenance = _who(loaded, chain)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def find_shipped(folder: str, name: str) -> Path:
-    """Find a shipped file, next to the package in a checkout, otherwise where it was installed.
+    """Find a shipped file: next to the package in a checkout, otherwise where pip installed it.
 
     Raises
     ------
     ConfigError
-        If it is nowhere.
+        If it cannot be found.
     """
     from importlib import metadata
 

@@ -17,7 +17,7 @@ from kvr_mpi.errors import counted
 if TYPE_CHECKING:
     from kvr_mpi.store.status import Status
 
-SHOWN = 8  # ranks and files that are named
+SHOWN = 8  # maximum number of ranks or files to list
 
 
 @command()
@@ -42,7 +42,7 @@ def status(folders: tuple[Path, ...], as_json: bool, every_s: float | None) -> N
     is_alive = _show_status(folders, as_json)
     while every_s is not None and is_alive:
         time.sleep(every_s)
-        if not as_json:  # on a terminal in place of what was there; in a file below it
+        if not as_json:  # a terminal is cleared, a file gets a blank line
             click.clear() if sys.stdout.isatty() else click.echo()
         is_alive = _show_status(folders, as_json)
 
@@ -154,7 +154,7 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
 
 
 def _state(found: Status) -> str:
-    """Describe the state of the run, and what to do."""
+    """Describe the state of the run, and what the user can do."""
     failures = f", {found.failed} with an error record (--retry-failed tries them again)" if found.failed else ""
     if found.damaged or found.missing:
         return "files are damaged or missing; kvr-run --resume will process their documents again"

@@ -12,7 +12,7 @@ from kvr_mpi.errors import counted
 EXIT_DIFFERS = 1
 
 
-# Among the lengths: as many tokens as the model's context has room for.
+# In --lengths: the longest prompt that fits into the model's context.
 CONTEXT = "context"
 SEED = 0
 

@@ -1,8 +1,8 @@
 """Forecasts the time to the first token of chains and of alternative strategies.
 
-Stands between `Workload` and `Hardware` (or rates measured here) and every plan. KV-Runahead as in the paper's
-section 4 (store-and-forward) or as our engine does it (cut-through); its rival TSP (section 3); zigzag ring
-attention; one process.
+The rates come from `Workload` and `Hardware`, or are measured here. The strategies are KV-Runahead as in the paper's
+section 4 (store-and-forward) or as in our engine (cut-through), TSP (section 3), zigzag ring attention, and one
+process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvr_mpi.costs.solve import equal_time
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
 
-# Up to here every slice is moved alone; of longer chains only their shape as a whole.
+# Up to this many ranks, the search changes slices individually; for longer chains, only three shape parameters.
 RANKS_MOVED_ALONE = 16
-# A search ends within about a second: rounds x layers x segments on the links.
+# Limit of a search (rounds x layers x segments on the links), about one second.
 EVENTS_LOOKED_AT = 20_000_000
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through"
     Raises
     ------
     PartitionError
-        If a slice is empty, or the ranks are not those whose speeds are known.
+        If a slice is empty, or `costs.speeds` are of another number of ranks.
     """
     if splits.shape[1] == 0 or not (splits > 0).all():
         raise PartitionError(f"slice lengths {splits.tolist()}: every rank needs at least one token")
@@ -70,8 +70,8 @@ def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) 
     Parameters
     ----------
     dense : bool
-        As in the paper (Fig. 4), every rank computes its slice against the whole prompt and masks what lies after.
-        Otherwise what lies after is left out, and the last rank has most to do.
+        As in the paper (Fig. 4), every rank attends to the whole prompt and masks the tokens after its own.
+        Otherwise the tokens after its own are skipped, and the last rank has the most work.
     """
     if ranks == 1:
         return single_seconds(costs, tokens)
@@ -87,19 +87,19 @@ def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) 
 
 
 def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: bool = False) -> float:
-    """Time to the first token of zigzag ring attention, transfers hidden behind the step before.
+    """Time to the first token of zigzag ring attention, with transfers hidden behind the previous step.
 
     Parameters
     ----------
     saves_last_layer : bool
-        Of the last layer's attention only what the last token needs is computed, as in a chain.
+        The last layer computes attention only for the last token, as in a chain.
     """
     if ranks == 1:
         return single_seconds(costs, tokens)
     own = tokens / ranks
     copies_s = (tokens - own) * costs.copy_token_s
     speed = min(costs.speeds or (1.0,))
-    # Two stretches of own / 2 meet two of another rank: half of the four blocks lies before the diagonal.
+    # A rank's two ranges of own / 2 tokens attend to two of another rank: half of the four blocks is causal.
     step_s = own**2 * (1.0 if costs.eager else 0.5) * costs.pair_s / speed
     hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
     attention_s = step_s + (ranks - 1) * max(step_s, hop_s)
@@ -120,7 +120,7 @@ def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: fl
     Parameters
     ----------
     token_weight : float
-        Below 1 the later slices become shorter than equal time makes them, above 1 longer.
+        Below 1, later slices are shorter than with equal time; above 1, longer.
     """
     return equal_time(tokens, costs.rates(ranks, token_weight), _dense(costs))
 
@@ -130,12 +130,12 @@ def best_split(
 ) -> tuple[Partition, float]:
     """Find the slices with the shortest time to the first token in the model.
 
-    Starts from slices of equal time and follows the event model downhill, at last in steps of the quantum.
+    Starts from slices of equal time and descends in the event model, finally in steps of the quantum.
 
     Returns
     -------
     (Partition, float)
-        Inner bounds are multiples of `quantum` (prompts too short for that: of one token), and its seconds.
+        The slices, whose inner bounds are multiples of `quantum` (of 1 for short prompts), and their seconds.
     """
     partition = Partition.by_ratio(tokens, search_split(costs, tokens, ranks, relay), quantum)
     if 1 < ranks <= RANKS_MOVED_ALONE:
@@ -181,9 +181,9 @@ def search_split(costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-
 
 
 def _shaped(costs: Costs, tokens: int, ranks: int, shape: Array) -> Array:
-    """Return modified slices of equal time: (log token weight, tilt, log of how much longer the last one takes).
+    """Modify slices of equal time by (log token weight, tilt, log factor of the last slice).
 
-    Where the link is the bottleneck a longer last slice spares it: nobody sends the last rank's keys and values.
+    If the link is the bottleneck, a longer last slice helps: the last rank's keys and values are never sent.
     """
     lengths = np.array(equal_time_lengths(costs, tokens, ranks, math.exp(min(shape[0], 10.0))))
     lengths *= np.maximum(1 + shape[1] * np.linspace(-1, 1, ranks), 0.01)
@@ -195,9 +195,9 @@ def _shaped(costs: Costs, tokens: int, ranks: int, shape: Array) -> Array:
 def ttft_star(single_s: float, ranks: int) -> float:
     """Lower bound TTFT*(p) = TTFT(1) / 2 (1/p + 1/p^2) (eq. 3); more than p times faster than one process.
 
-    It holds where attention is all there is, and one process computes the whole square C x C (eager). Token work
-    shrinks with 1/p only, and a flash kernel leaves the triangle out on one process, too: use `lower_bound_seconds`
-    there.
+    It assumes that all work is attention, and that one process computes the whole square C x C (eager). The work per
+    token only shrinks with 1/p, and flash kernels skip the masked triangle on one process, too: use
+    `lower_bound_seconds` then.
     """
     return single_s / 2 * (1 / ranks + 1 / ranks**2)
 
@@ -205,8 +205,8 @@ def ttft_star(single_s: float, ranks: int) -> float:
 def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
     """Lower bound for any split: computation divided equally, and no waiting.
 
-    The paper's TTFT(p) (section 5, Fig. 8 d): KV-Runahead without any communication. Of the last layer only keys and
-    values of the ranks before the last are waited for, so in a chain that layer does not count.
+    The paper's TTFT(p) (section 5, Fig. 8 d): KV-Runahead without any communication. In a chain the last layer does not
+    count, since ranks before the last compute only keys and values there.
     """
     first = equal_time_lengths(costs, tokens, ranks)[0]
     speed = (costs.speeds or (1.0,))[0]
@@ -216,7 +216,7 @@ def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
 
 
 def exchanged(lengths: Array, step: float) -> Array:
-    """Return the splits in which one slice gives `step` tokens to another."""
+    """Return the splits in which `step` tokens move from one slice to another."""
     ranks = len(lengths)
     givers, takers = np.nonzero(~np.eye(ranks, dtype=bool))
     moves = np.zeros((len(givers), ranks))

@@ -1,9 +1,9 @@
 """Costs of decoding a wave of documents: data-parallel, or head-parallel over all ranks.
 
-Each rank its own, a rank reads all weights for its documents alone. Sharing heads, every rank reads its part of them
-for all documents; but every layer ends in two sums over the ranks, keys and values are sent to their owners first, and
-in each layer all wait for the rank with most to attend to (`placement.sync_efficiency`). Stands before the choice of
-``[decode] mode = "auto"``, in jobs and in ``kvr plan``.
+Data-parallel, a rank reads all weights for its own documents only. Head-parallel, every rank reads only its part of the
+weights for all documents, but every layer has two all-reduces, keys and values must first be sent to their owners, and
+in each layer all ranks wait for the one with the most attention work (`placement.sync_efficiency`). Jobs and ``kvr
+plan`` choose ``[decode] mode = "auto"`` by these costs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import counted
 from kvr_mpi.transport.collectives import SMALL_BYTES
 
-# Sums a layer ends in, after attention and after the MLP; and those that choose a step's tokens and tell them.
+# All-reduces of a layer, after attention and after the MLP; and of a step, to choose and to share its tokens.
 SUMS_OF_LAYER, SUMS_OF_STEP = 2, 2
-# A forecast has to be this much better: a wave that shares heads ends with its longest answer, and ranks that are
-# disturbed delay each other in every layer, which no forecast knows of.
+# Required speed-up in the forecast. The forecast ignores that a head-parallel wave ends with its longest answer, and
+# that disturbed ranks delay each other in every layer.
 LEAST_GAIN = 1.1
 
 
@@ -27,9 +27,9 @@ class Wave:
 
     documents : of all ranks.
     ranks : of the chain.
-    kept_tokens : of a KV head, on average.
-    new_tokens : of an answer.
-    hidden_bytes : of a token between layers.
+    kept_tokens : per document and KV head, on average.
+    new_tokens : per answer.
+    hidden_bytes : of a token's hidden state between layers.
     """
 
     documents: int
@@ -59,14 +59,14 @@ class DecodeChoice:
 def step_seconds(
     costs: Costs, wave: Wave, efficiency: float, measured_s: tuple[float, float] | None = None
 ) -> tuple[float, float]:
-    """Return the times of a data-parallel step, and of a head-parallel one with its part of sending keys and values.
+    """Return the times of a data-parallel and a head-parallel step, the latter with its share of sending the KV cache.
 
     Parameters
     ----------
     efficiency : float
-        Of the placement of heads on ranks.
+        Of the placement of heads on ranks (`placement.sync_efficiency`).
     measured_s : (float, float), optional
-        Both without what is attended to, measured on the ranks themselves; else computed.
+        Both times without attention, measured on these ranks; default: computed from `costs`.
     """
     apart_s, shared_s = measured_s or (
         costs.step_s + (wave.own_documents - 1) * costs.row_s,
@@ -82,7 +82,7 @@ def step_seconds(
 
 
 def _shared_rows_s(costs: Costs, wave: Wave) -> float:
-    """Time of the products with a rank's part of the weights, and of the sums."""
+    """Time of the products with a rank's part of the weights, and of the all-reduces."""
     weights_s = max(costs.step_floor_s, (costs.step_s + (wave.documents - 1) * costs.row_s) / wave.ranks)
     return weights_s + (SUMS_OF_LAYER * costs.layers + SUMS_OF_STEP) * _sum_s(costs, wave)
 

@@ -1,10 +1,10 @@
 """Event models of a chain: when each rank finishes each layer, for many splits at once.
 
-Stands under the cost model. Nothing is stepped event by event: waiting is a maximum and working a sum, so a queue
-is a running maximum of (arrival - work before it), and numpy has that. Exact up to rounding; the tests hold both
-models to plain loops.
+No loop steps through events: waiting is a maximum and working a sum, so a queue is a running maximum of (arrival -
+work before it), which numpy computes for whole arrays. The results are exact up to rounding; the tests compare both
+models with plain loops.
 
-In what follows, for one layer and rank i: c tokens in its slice, P tokens before it; `splits` are (splits, ranks).
+Arrays named `splits` have the slice lengths in tokens, (splits, ranks).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def cut_through(costs: Costs, splits: Array) -> Array:
     """Seconds to the first token if every segment is forwarded as it arrives (our engine).
 
-    A rank sends its segment as soon as it has it, attends to its own slice, then to each segment of the prefix,
-    nearest first, as they come. It never waits for a rank after it (receives are posted ahead), so the chain is
-    gone through once, rank by rank, all layers of a rank together. Of the last layer's attention the last rank
-    computes what the last token needs, which is next to nothing.
+    A rank sends its segment as soon as it is computed, attends to its own slice, then to each segment of the prefix,
+    nearest first, as they arrive. It never waits for a later rank (receives are posted ahead), so one pass over the
+    ranks computes all layers of each rank together. In the last layer, the last rank attends only from the last token,
+    which takes negligible time.
 
     Returns
     -------
@@ -48,16 +48,16 @@ def cut_through(costs: Costs, splits: Array) -> Array:
         pair_s = np.full(costs.layers, costs.pair_s / speed)
         if rank == ranks - 1 > 0:
             pair_s[-1] = 0.0
-        prefix_s = own * pair_s + costs.copy_token_s / speed  # for a token of the prefix
+        prefix_s = own * pair_s + costs.copy_token_s / speed  # per token of the prefix
         own_s = own * own * pair_s * (1.0 if costs.eager else 0.5)
         spent = np.cumsum(qkv_s + own_s + before * prefix_s + rest_s, axis=1)
         spent_before = np.concatenate([np.zeros((count, 1)), spent[:, :-1]], axis=1)
         # A layer cannot start before its kernels are launched ...
         waits = floors - spent_before
         if rank:
-            # ... nor end before each segment has come, and it and those after it have been attended to.
+            # ... nor end before each segment has arrived, and it and the segments after it have been attended to.
             waits = np.maximum(waits, link.served(rank, prefix_s) + rest_s - spent)
-            if costs.has_states:  # ... nor begin before the rank before it has ended it
+            if costs.has_states:  # ... nor begin before the previous rank has ended it
                 waits = np.maximum(waits, ends + costs.link_latency_s - spent_before)
         ends = np.maximum.accumulate(waits, axis=1) + spent
         if rank < ranks - 1:
@@ -69,12 +69,12 @@ def cut_through(costs: Costs, splits: Array) -> Array:
 class Link:
     """The links of a chain: when each segment of each layer arrives at a rank.
 
-    A link carries one segment at a time, layer after layer, nearest segment first. Where S is the time it is busy
-    with a layer and B(l, j) = l S + (segments j and nearer of layer l) the time it is busy up to segment j, that
-    segment is across at B(l, j) + the running maximum of (when it was ready - what is carried before it). That
-    maximum is kept, less a number for each layer, in `late`; the segment of rank j has column -1 - j, so that the
-    columns from the right are the segments a rank is sent, nearest first. One pass of a large array is most of the
-    time a simulation takes: hence the care.
+    A link carries one segment at a time, layer after layer, nearest segment first. Let S be the time it is busy with a
+    layer, and B(l, j) = l S + (segments j and nearer of layer l) the time it is busy up to segment j. Segment j has
+    crossed the link at B(l, j) + the running maximum of (time it was ready - time to carry the segments before it).
+    `late` has this maximum, minus `less` per layer; the segment of rank j has column -1 - j, so the last columns are
+    the segments that a rank receives, nearest first. Passes over large arrays take most of a simulation's time, so
+    there are as few as possible.
     """
 
     def __init__(self, costs: Costs, splits: Array, stops: Array) -> None:
@@ -100,13 +100,13 @@ class Link:
         late = self.late[:, :, -rank - 1 :]
         late[:, :, 0] = ready - self.layer * carried_s - self.less
         np.maximum.accumulate(late, axis=2, out=late)
-        # The link may still be busy with the layer before.
+        # The link may still be busy with the previous layer.
         busy = np.maximum.accumulate(late[:, :-1, -1] + self.less[:, :-1], axis=1) - self.less[:, 1:]
         if (busy > late[:, 1:, 0]).any():
             np.maximum(late[:, 1:], busy[:, :, None], out=late[:, 1:])
 
     def served(self, rank: int, prefix_s: Array) -> Array:
-        """When the last segment of each layer has arrived and was attended to, at (splits, layers) per prefix token."""
+        """Return when each layer's last segment has been attended to (splits, layers), at `prefix_s` per token."""
         late, scratch = self.late[:, :, -rank:], self.scratch[:, :, -rank:]
         starts_s, stops = self.starts_s[:, :, -rank:], self.stops[:, :, -rank:]
         np.add(late, stops * prefix_s[:, :1, None] - starts_s, out=scratch)
@@ -120,8 +120,8 @@ class Link:
 def store_and_forward(costs: Costs, splits: Array) -> Array:
     """Seconds to the first token if a rank forwards the whole prefix at once (the paper's section 4.1).
 
-    A message starts when the sender has the prefix and its own keys and values, and the receiver has posted its
-    receive, at the start of its layer. Attention waits for the prefix; a layer ends when its message is sent.
+    A message starts when the sender has the prefix and its own keys and values, and the receiver has started its layer
+    and posted its receive. Attention waits for the prefix; a layer ends when its message is sent.
 
     Returns
     -------
@@ -145,7 +145,7 @@ def store_and_forward(costs: Costs, splits: Array) -> Array:
     ends = np.zeros((count, ranks))
     for layer in range(costs.layers):
         starts = np.maximum(ends, layer * costs.launch_floor_s)
-        # Rank i has all keys and values when it has its own and those of rank i - 1 have come: a running maximum.
+        # Rank i has all keys and values once it has its own and those from rank i - 1 have arrived: a running maximum.
         alone = np.maximum(starts + before_s, starts + message_s) + copy_s
         complete = np.maximum.accumulate(alone - hops_s, axis=1) + hops_s
         ends = complete + attention_s

@@ -1,7 +1,7 @@
 """Hardware profiles: rates of a machine, shipped with the package or from a JSON file.
 
-Stands beside `Workload`; the cost model divides one by the other. Every key names its unit. Links are in bytes
-per second and one direction: a link sold as 400 Gbit/s is 50e9.
+The cost model divides a `Workload` by these rates. Keys name their units. Link rates are bytes per second in one
+direction: a 400 Gbit/s link is 50e9.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvr_mpi.errors import ConfigError, DataError
 
 MAX_FILE_BYTES = 1 << 20
 
-# So wide that no machine is outside, so narrow that no forecast overflows.
+# Limits that include every machine, and prevent overflows in forecasts.
 Positive = Annotated[float, Field(ge=1, le=1e24)]
 NotNegative = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class ModelRates(BaseModel):
-    """Rates that depend on how a model is implemented."""
+    """Rates that depend on a model's implementation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -32,7 +32,7 @@ class ModelRates(BaseModel):
 
 
 class Hardware(BaseModel):
-    """Rates of one rank and of the link to the next."""
+    """Rates of one rank, and of its link to the next rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -71,8 +71,8 @@ class Hardware(BaseModel):
     def group_link(self, ranks: int) -> tuple[float, float]:
         """Bandwidth (bytes per second) and latency within a tensor-parallel group.
 
-        Links within a host, if it has so many. Over several hosts a collective library sums in as many rings as a host
-        has adapters, so that all of them carry the sums, as far as the links within a host do.
+        If the group fits on a host, these are the links within a host. Over several hosts, collective libraries use
+        one ring per network adapter, so all adapters of a host are used, up to the bandwidth within a host.
         """
         speed, latency_s = self.host_link_bytes_per_s, self.host_link_latency_s
         speed = self.link_bytes_per_s if speed is None else speed
@@ -81,7 +81,7 @@ class Hardware(BaseModel):
         return min(speed, self.host_ranks * self.link_bytes_per_s), self.link_latency_s
 
     def as_run_by(self, model: str) -> Hardware:
-        """Return the rates for a model."""
+        """Return the rates for a model, with the entries of `for_models` that match its name."""
         found: dict[str, float] = {}
         for prefix in sorted(self.for_models, key=len):
             if model.lower().startswith(prefix.lower()):
@@ -101,7 +101,7 @@ def load_hardware(name_or_path: str) -> Hardware:
     Raises
     ------
     ConfigError
-        If there is neither, listing the profiles.
+        If there is neither; the message lists the profiles.
     DataError
         If the file is damaged, or a rate is missing, negative or not finite.
     """

@@ -1,6 +1,6 @@
 """Costs of one layer on one rank: a model's work divided by a machine's rates, or measured.
 
-Stands between `Workload` and `Hardware` and the event models (``events``), which the cost model asks.
+The event models (``events``) and the cost model compute with these costs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvr_mpi.costs.hardware import Hardware
     from kvr_mpi.costs.workload import Workload
 
-# Limits for what is read from a file.
+# Limits for values read from files.
 RateS = Annotated[float, Field(ge=0, lt=1e7)]
 
 
@@ -28,22 +28,22 @@ class Costs:
     """Costs of one layer on one rank, in seconds; lookup tables store them.
 
     layers : of the model.
-    qkv_token_s, rest_token_s : a token before and after attention.
-    pair_s : one query attending to one key, all heads.
+    qkv_token_s, rest_token_s : time of a token before and after attention.
+    pair_s : time for one query to attend to one key, all heads.
     eager : whether the whole rectangle slice x keys is computed and masked, and the LM head applied to all tokens.
-    layer_s : overhead of a layer, where there are more ranks than one.
-    launch_floor_s : a layer cannot be launched faster than this.
+    layer_s : overhead per layer with more than one rank.
+    launch_floor_s : minimum time of a layer, to launch its kernels.
     kv_bytes : keys and values of a token in a layer.
     link_bytes_per_s, link_latency_s : of the link between neighbours, one direction.
-    copy_token_s : a token of the prefix that was received, whatever attends to it.
-    head_s : LM head, one token.
-    kept_token_s : decoding, attending to one key: it waits for memory. None: unknown, taken to be `pair_s`.
-    weights_s : decoding, reading all weights for a token. 0: measured as part of `launch_floor_s` and `head_s`.
-    gather_floor_per_rank_s : added to the launch floor by an all-gather, times the ranks.
-    gather_copy_token_s : an all-gather's copy_token_s.
-    gather_link_share : of the link's bandwidth an all-gather gets.
-    speeds : of each rank, 1 the nominal; None if all are alike.
-    has_states : a rank begins a layer when the rank before it has ended it (recurrent layers, and slices in chunks).
+    copy_token_s : time to copy a received token of the prefix, however many queries attend to it.
+    head_s : time of the LM head for one token.
+    kept_token_s : time to attend to one key in decoding, which is memory-bound. None: unknown, `pair_s` is used.
+    weights_s : time to read all weights in decoding. 0: included in `launch_floor_s` and `head_s` as measured.
+    gather_floor_per_rank_s : added to the launch floor by an all-gather, times the number of ranks.
+    gather_copy_token_s : `copy_token_s` after an all-gather.
+    gather_link_share : fraction of the link's bandwidth that an all-gather achieves.
+    speeds : of each rank, relative to nominal speed 1; None: all ranks have nominal speed.
+    has_states : a rank begins a layer only after the previous rank has ended it (recurrent layers, slices in chunks).
     """
 
     layers: Annotated[int, Field(ge=1, le=100_000)]
@@ -89,7 +89,7 @@ class Costs:
 
     @property
     def step_floor_s(self) -> float:
-        """Part of a step that fewer weights do not shorten; 0 if that was not measured apart."""
+        """Part of a step that does not depend on the number of weights; 0 if it was not measured separately."""
         return self.layers * self.launch_floor_s if self.weights_s else 0.0
 
     @property
@@ -99,20 +99,20 @@ class Costs:
 
     @property
     def decode_key_s(self) -> float:
-        """Time in decoding to attend to one key in all layers."""
+        """Time to attend to one key in all layers in decoding."""
         return self.layers * (self.pair_s if self.kept_token_s is None else self.kept_token_s)
 
     def rates(self, ranks: int, token_weight: float = 1.0) -> list[Rates]:
-        """Rates of each of so many ranks, tokens weighted by a factor."""
+        """Rates of each rank, with `token_s` multiplied by `token_weight`."""
         token_s = token_weight * self.token_s
         return [Rates(token_s / speed, self.pair_s / speed) for speed in self.speeds or (1.0,) * ranks]
 
     def after(self, tokens: int) -> Costs:
-        """Return the costs of tokens that follow so many known tokens, which they also attend to."""
+        """Return the costs of tokens that follow `tokens` cached tokens, to which they also attend."""
         return replace(self, rest_token_s=self.rest_token_s + tokens * self.pair_s) if tokens else self
 
     def in_chunks(self, chunks: int) -> Costs:
-        """Return the costs of slices in so many chunks, which are launched separately."""
+        """Return the costs of slices that are computed in `chunks`, each launched separately."""
         if chunks < 2:
             return self
         return replace(self, launch_floor_s=chunks * self.launch_floor_s, has_states=True)
@@ -128,11 +128,11 @@ def costs_of(
     work : Workload
         Of the whole model.
     link_bytes_per_s : float, optional
-        Instead of the profile's.
+        Replaces the profile's.
     tensor_parallel : int
-        Ranks that do it together. A layer sums twice over them: of the states 2 (n - 1) / n go over every link
-        (Patarasuk and Yuan 2009), in at least 2 log2(n) steps. The links between groups carry a lane each, of its own
-        heads.
+        Ranks n of a group. A layer has two all-reduces: each sends 2 (n - 1) / n of the hidden states over every link
+        (Patarasuk and Yuan 2009), in at least 2 log2(n) steps. Each rank has its own link to the next group, for its
+        own heads.
     """
     if link_bytes_per_s is not None:
         hardware = hardware.model_copy(update={"link_bytes_per_s": link_bytes_per_s})
@@ -144,14 +144,14 @@ def costs_of(
         return replace(
             costs,
             rest_token_s=costs.rest_token_s + 2 * carried / bytes_per_s,
-            # However short the prompt; those of earlier groups lie beside the last one's.
+            # Latency does not depend on the prompt's length; earlier groups' latencies overlap with the last one's.
             head_s=costs.head_s + 2 * steps * work.layers * latency_s,
         )
     hardware = hardware.as_run_by(work.name)
     eager = hardware.attention == "eager"
     pair_s = work.pair_flop / hardware.attention_flop_per_s + (work.heads * hardware.score_s if eager else 0.0)
     head_s = work.head_flop / hardware.gemm_flop_per_s
-    if not eager:  # for one token all of the head's weights are read, two bytes for two operations
+    if not eager:  # one token reads all weights of the head, one byte per operation
         head_s = max(head_s, work.head_flop / hardware.memory_bytes_per_s)
     return Costs(
         layers=work.layers,
@@ -164,7 +164,7 @@ def costs_of(
         kv_bytes=work.kv_bytes,
         link_bytes_per_s=hardware.link_bytes_per_s,
         link_latency_s=hardware.link_latency_s,
-        copy_token_s=hardware.kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,  # read and written
+        copy_token_s=hardware.kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,  # each copy reads and writes
         head_s=head_s,
         kept_token_s=work.kv_bytes / hardware.memory_bytes_per_s,
         weights_s=work.weight_bytes / hardware.memory_bytes_per_s,

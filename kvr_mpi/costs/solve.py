@@ -1,7 +1,7 @@
-"""The equal-time split in closed form, within a few per cent of the best.
+"""The equal-time split in closed form, within a few per cent of the best split.
 
-Stands between the measured `Rates` and the `Partition`. KV-Runahead (section 4.2) searches a grid on the
-machine for this; the closed form needs two numbers per rank.
+KV-Runahead (section 4.2) finds its splits by a grid search on the machine; the closed form needs only two measured
+rates per rank.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class Rates:
 def equal_time(tokens: float, rates: Sequence[Rates], share: float = 0.5) -> list[float]:
     """Return slice lengths for which every rank computes equally long; fast for a thousand ranks.
 
-    Solves c_i (a_i + b_i (P_i + share c_i)) = t with the c_i adding up to the prompt, P_i the tokens before slice i:
-    the later a rank, the longer the prefix it attends to, the shorter its slice. The sum grows with t by a power
-    between 1/2 and 1, so a few secant steps in logarithms find t.
+    Solves c_i (a_i + b_i (P_i + share c_i)) = t for slice lengths c_i that add up to the prompt, with P_i tokens before
+    slice i: later ranks attend to a longer prefix and get shorter slices. The sum of the lengths grows with t by a
+    power between 1/2 and 1, so a few secant steps in logarithms find t.
 
     Parameters
     ----------
     tokens : float
         Length of the prompt.
     rates : sequence of Rates
-        One for each rank, so that a slower rank gets less.
+        One for each rank; a slower rank gets a shorter slice.
     share : float
-        How much of a slice's square is computed: 1/2 of it causal, 1 where the rest is masked.
+        Computed part of a slice's attention square: 1/2 if causal, 1 if all is computed and then masked.
 
     Returns
     -------

@@ -1,7 +1,7 @@
 """The work of a model per prompt token: floating-point operations and bytes.
 
-Stands before the cost model, which divides this work by a machine's rates. Counted from any transformers
-configuration, or taken from a named shape: those of the paper's tables and a few of today's.
+The cost model divides this work by a machine's rates. The work is counted from any transformers configuration, or
+computed from a named shape: those of the paper's tables and a few current models.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.tensor_parallel import why_not_divided
 
-# Tokens that are counted together: recurrent layers compute chunks of 64, however few there are. A prime, so that
-# what has this size is tokens, and nothing else of a model.
+# Number of tokens used for counting: about 64, since recurrent layers always compute chunks of 64; and a prime, so
+# that a dimension of this size is the tokens, and no other dimension of a model.
 COUNTED_TOKENS = 61
-# Functions that multiply matrices, and which of their tensors is the left factor.
+# Functions that multiply matrices, with the index of the left factor among their tensors.
 MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
@@ -26,18 +26,18 @@ MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0,
 class Workload:
     """The work of one model's prefill. A multiplication and an addition count as two operations.
 
-    name : what to call it.
+    name : of the model or shape.
     layers : decoder layers.
     qkv_flop : of a token in a layer, before attention.
-    rest_flop : of a token in a layer, after attention (output projection and MLP; the experts a token visits).
-    pair_flop : of one query attending to one key in a layer, all heads together.
+    rest_flop : of a token in a layer, after attention (output projection and MLP, or its active experts).
+    pair_flop : of one query attending to one key in a layer, over all heads.
     heads : query heads.
     kv_bytes : keys and values of a token in a layer.
     head_flop : of the LM head for one token.
     weight_bytes : all weights.
-    max_tokens : longest context, None where there is no limit.
-    has_states : some layers are recurrent: a rank begins a layer when the one before it has ended it.
-    hidden_size, kv_heads, dtype_bytes : what a group of several ranks sums and shares is counted by them.
+    max_tokens : longest context; None: no limit.
+    has_states : some layers are recurrent: a rank begins a layer only after the previous rank has ended it.
+    hidden_size, kv_heads, dtype_bytes : sizes that determine the communication of a tensor-parallel group.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Workload:
     def of_group(self, ranks: int) -> Workload:
         """Return the work of one rank of a tensor-parallel group; with few KV heads, several ranks share one.
 
-        Norms, and what chooses experts, every rank has; they are next to nothing.
+        Norms and expert routers, which every rank computes, are negligible.
         """
         if ranks == 1:
             return self
@@ -79,7 +79,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The dimensions of a dense decoder; weights and KV have 16 bits."""
+    """The dimensions of a dense decoder with 16-bit weights, keys and values."""
 
     layers: int
     hidden: int
@@ -114,7 +114,7 @@ class Shape:
         )
 
 
-# The paper runs its models beyond the lengths they were trained for, so those have no limit here.
+# The paper runs its models beyond their training lengths, so they have no limit here.
 SHAPES = {
     "Llama 7B": Shape(32, 4096, 32, 32, 128, 11008, 32000),
     "Llama 7B GQA8": Shape(32, 4096, 32, 8, 128, 11008, 32000),
@@ -132,7 +132,7 @@ SHAPES = {
 }
 
 
-# Other names of the same.
+# Other names of these shapes.
 ALIASES = {"Llama 7B MHA": "Llama 7B", "Llama 7B GQA": "Llama 7B GQA8"}
 
 
@@ -142,7 +142,7 @@ def check_heads(work: Workload, tensor_parallel: int) -> None:
     Raises
     ------
     ConfigError
-        Listing those that do.
+        The message lists valid sizes.
     """
     if why := why_not_divided(work.heads, work.kv_heads, tensor_parallel):
         raise ConfigError(f"tensor_parallel = {tensor_parallel}: {work.name}: {why}")
@@ -159,7 +159,7 @@ def named_workload(name: str) -> Workload:
     Raises
     ------
     ConfigError
-        Listing the names.
+        If there is none; the message lists the names.
     """
     for known in (*SHAPES, *ALIASES):
         if _words(known) == _words(name):
@@ -171,8 +171,8 @@ def named_workload(name: str) -> Workload:
 def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
     """Count the work of any causal LM by running a few tokens on the ``meta`` device.
 
-    Every multiplication is counted as it is called, so that of a mixture of experts only those a token visits
-    count. No weights are read, no memory is taken.
+    Every multiplication is counted when it is called, so only the active experts of a mixture count. No weights are
+    read or allocated.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
     Raises
     ------
     ConfigError
-        If no attention is met.
+        If the model calls no known attention.
     """
     import torch
 
@@ -221,8 +221,8 @@ def _count(model: Any, shape: ModelShape) -> tuple[float, float, float, int]:
     Returns
     -------
     (float, float, float, int)
-        Of products before attention in the first layer that has any; of all products; of one query attending to one
-        key, in all layers; and the query heads.
+        Operations of products before attention, in the first layer with attention; of all products; and of one query
+        attending to one key, in all layers; and the number of query heads.
     """
     import torch
     from torch.overrides import TorchFunctionMode

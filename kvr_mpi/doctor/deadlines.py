@@ -1,7 +1,7 @@
 """Waits with time limits, so that the doctor never hangs.
 
-Ranks wait for each other asleep (`wait_for`, `meet`), so that those who have nothing to do leave the cores to those who
-measure. Calls that no limit can be given to run in a thread (`within`). Over all of it stands ``supervise``.
+Ranks sleep while they wait for others (`wait_for`, `meet`), which leaves the cores to ranks that measure. Calls without
+a timeout of their own run in a thread (`within`). The parent process limits the time of each step (``process``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvr_mpi.transport.base import FixedTag
 T = TypeVar("T")
 
 NAP_S = 0.002
-# A message that takes longer than this is not a matter of microseconds any more.
+# After this time, waiting sleeps between polls: microseconds no longer matter.
 SPIN_S = 0.02
 
 
@@ -47,7 +47,7 @@ def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep:
         elif waited_s > SPIN_S:
             time.sleep(NAP_S / 20)
         else:
-            os.sched_yield()  # with more ranks than cores the other side needs this one
+            os.sched_yield()  # with more ranks than cores, the peer may need this core
 
 
 def meet(transport: Transport, timeout_s: float) -> None:
@@ -56,7 +56,7 @@ def meet(transport: Transport, timeout_s: float) -> None:
     Raises
     ------
     SilentError
-        Naming the ranks that did not come.
+        The message names the missing ranks.
     """
     others = range(1, transport.size)
     token = torch.zeros(1, dtype=torch.uint8)
@@ -83,7 +83,7 @@ def gather_tried(transport: Transport, work: Callable[[], Any], timeout_s: float
     """Call a function on every rank, and gather ``{"value": ...}`` or ``{"error": ...}`` on rank 0."""
     try:
         tried = {"value": work()}
-    except Exception as error:  # a check that breaks on one rank must not leave the others waiting
+    except Exception as error:  # a check that fails on one rank must not leave the others waiting
         tried = {"error": f"{type(error).__name__}: {error}"}
     meet(transport, timeout_s)
     return gather_json(transport, tried)

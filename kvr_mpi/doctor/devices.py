@@ -1,4 +1,4 @@
-"""Checks of GPUs: which rank would use which, and settings that disable fast paths of CUDA."""
+"""Checks of GPUs: the GPU that each rank would use, and settings that disable fast paths of CUDA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvr_mpi.model.devices import REMEDY
 
 GIB = 2**30
 AMPERE = (8, 0)
-# Less than this is free: somebody else is there. A driver and its context take a few hundredths.
+# Below this fraction of free memory, other processes use the GPU; driver and context take only a few per cent.
 FREE_SHARE = 0.9
 
 
@@ -48,7 +48,7 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """What a GPU lacks or has set wrong: which GPUs, what is said of the first of them, and what to do."""
+    """A missing feature or wrong setting: a test for GPUs, a description of the first GPU concerned, and the remedy."""
 
     holds: Callable[[DeviceFacts], bool]
     describe: Callable[[DeviceFacts], str]

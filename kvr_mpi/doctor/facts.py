@@ -1,4 +1,4 @@
-"""Facts about each rank's machine, gathered and judged on rank 0."""
+"""Facts about each rank's machine, which rank 0 gathers and checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvr_mpi.model.devices import NVIDIA_DRIVER, explain_unusable_gpu
 from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
 
 LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
-# The first touch of a GPU may take long, and forever if its driver is stuck.
+# The first access to a GPU may take long, and never return if its driver hangs.
 DEVICE_TIMEOUT_S = 60.0
 
 
@@ -25,9 +25,9 @@ DEVICE_TIMEOUT_S = 60.0
 class DeviceFacts:
     """The GPU that a rank would use."""
 
-    built: str = ""  # the CUDA that torch was built with; empty: none
+    built: str = ""  # CUDA version of this torch build; empty: none
     driver: bool = False  # the machine has an NVIDIA driver
-    unusable: str = ""  # why jobs stop here, with torch's reason
+    unusable: str = ""  # why jobs cannot use the GPU, with torch's reason
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     allocator: str = ""  # PYTORCH_CUDA_ALLOC_CONF
     count: int = 0
@@ -37,10 +37,10 @@ class DeviceFacts:
     error: str = ""
     capability: tuple[int, int] = (0, 0)
     total_bytes: int = 0
-    free_bytes: int = 0  # before this program takes any
+    free_bytes: int = 0  # before this program allocates any
     has_nccl: bool = True
     module_loading: str = ""  # CUDA_MODULE_LOADING
-    loads_directly: bool = True  # weights, without a copy of all of them in host memory (`model.load.placement`)
+    loads_directly: bool = True  # weights are read without a full copy in host memory (`model.load.placement`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool
     Parameters
     ----------
     gpu : int
-        The GPU that a job would take, of those that this rank sees.
+        Index of the GPU that a job would use, among those visible to this rank.
     with_mpi : bool
-        False where touching MPI would end the process.
+        False if calling MPI would end the process.
     """
     return RankFacts(
         rank=rank,

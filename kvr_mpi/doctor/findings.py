@@ -1,4 +1,4 @@
-"""Findings of checks: what was checked, what was found, and what to do."""
+"""Findings: what a check examined, what it found, and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "transfers", "links"})
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `measured` has its figures, with units in the names."""
+    """One line of the report; `measured` has the measured figures, with units in the names."""
 
     check: str
     status: Status
@@ -26,17 +26,17 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Make a finding without problem."""
+    """Make a finding without a problem."""
     return Finding(check, "ok", found)
 
 
 def warn(check: str, found: str, remedy: str) -> Finding:
-    """Make a finding about something slow or unsafe that lets a job run."""
+    """Make a finding about a slow or unsafe setting with which a job still runs."""
     return Finding(check, "warn", found, remedy)
 
 
 def fail(check: str, found: str, remedy: str) -> Finding:
-    """Make a finding that prevents a job from running correctly."""
+    """Make a finding about a problem that prevents a job from running correctly."""
     return Finding(check, "fail", found, remedy)
 
 
@@ -49,7 +49,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the report as plain values; `measured` only where there are figures."""
+    """Return the report as plain values; `measured` is omitted if there are no figures."""
     return {
         "ok": exit_code(findings) == EXIT_OK,
         "findings": [
@@ -74,7 +74,7 @@ def to_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Put text from the environment or libraries into one line."""
+    """Convert text from the environment or libraries to one line."""
     return printable(" ".join(text.split()))
 
 

@@ -22,9 +22,9 @@ from kvr_mpi.transport import Transport, share_json
 
 T = TypeVar("T")
 
-# A dead network file system answers never; a slow one within this.
+# A slow network file system answers within this time; a dead one never does.
 DISK_TIMEOUT_S = 30.0
-# A network file system shows other hosts a new file after a while.
+# Time within which a network file system shows a new file on other hosts.
 VISIBLE_WITHIN_S = 5.0
 FEW_BYTES = 5 << 30
 VALUES = 1 << 18
@@ -45,7 +45,7 @@ def check_folder(path: Path) -> list[Finding]:
     stem = f".kvr-doctor-{uuid.uuid4().hex}"
     try:
         unchanged = write_and_read(folder, stem)
-    except Exception as error:  # whatever HDF5 and the file system come up with
+    except Exception as error:  # HDF5 and file systems raise many kinds of errors
         reason = " ".join(str(error).split())
         remedy = "choose a folder that you can write to (output.path), with free space and quota"
         return [fail("folder", f"{text} cannot be written: {reason}", remedy)]
@@ -87,7 +87,7 @@ def write_and_read(folder: Path, stem: str) -> bool:
 
 
 def check_locking(folder: Path) -> Finding:
-    """Check the kind of lock that HDF5 uses."""
+    """Check that flock works, which HDF5 uses."""
     path = folder / f".kvr-doctor-{uuid.uuid4().hex}.lock"
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -111,7 +111,7 @@ def check_space(folder: Path) -> Finding:
 
 
 def check_shared(transport: Transport, path: Path, facts: Sequence[RankFacts]) -> list[Finding]:
-    """Write a token on rank 0 and read it on every rank; call on all ranks, `facts` are rank 0's."""
+    """Write a token on rank 0 and read it on every rank; all ranks call this, and only rank 0 needs `facts`."""
     name, token, error = f".kvr-doctor-{uuid.uuid4().hex}", uuid.uuid4().hex, ""
 
     def in_time(work: Callable[[], T]) -> T:
@@ -124,7 +124,7 @@ def check_shared(transport: Transport, path: Path, facts: Sequence[RankFacts]) -
             error = str(problem)
     name, error = share_json(transport, (name, error))
     if error:
-        return []  # `check_folder` has met it too, and said so
+        return []  # `check_folder` has reported it already
     try:
         tried = gather_tried(transport, lambda: in_time(lambda: read_token(path, name)), 2 * DISK_TIMEOUT_S)
     finally:

@@ -1,4 +1,4 @@
-"""Runs the examination in a child process, and reports every way in which it can end."""
+"""Runs the examination in a child process, and reports its result, however the process ends."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvr_mpi.errors import EXIT_NO_TRANSPORT, EXIT_OK
 from kvr_mpi.transport.links import Effort
 from kvr_mpi.transport.mpi import launched_rank
 
-# Longer than rank 0 waits for a rank that is lost.
+# Longer than rank 0 waits for a lost rank.
 PAUSE_S = 300.0
 LIBRARY_TIMEOUT_S = 60.0
 MISMATCH_REMEDY = (
     "use the launcher of this MPI: its own mpirun (`which mpirun` shows which one is found); under SLURM, `srun "
     "--mpi=pmi2` for MPICH, or `srun --mpi=pmix` for Open MPI"
 )
-# The disposable process that tries transfers.
+# Time limit of the test process that tries transfers.
 TRIAL_TIMEOUT_S = 90.0
 
 
@@ -32,9 +32,9 @@ TRIAL_TIMEOUT_S = 90.0
 class Request:
     """Options of the doctor, and time limits.
 
-    effort : how much is sent to measure links and sums.
-    timeout_s : within which a message arrives.
-    patience_s : within which ranks come together; rank 0 may have been busy with a step of its own before.
+    effort : amount of data sent to measure links and all-reduces.
+    timeout_s : limit for a message to arrive.
+    patience_s : limit for ranks to meet; longer, since rank 0 may be busy with its own step before.
     """
 
     output_dir: Path = Path()
@@ -60,9 +60,9 @@ def diagnose(
     Parameters
     ----------
     pause_s : float
-        How long a rank that is lost, or has lost others, leaves the first one to say so: its end may end all.
+        Time for which other ranks stay alive after a failure, so that rank 0 can report: their exit may end all ranks.
     program : sequence of str
-        The command that examines, without its arguments.
+        The command that runs the examination, without its arguments.
     """
     rank = launched_rank(environ)
 
@@ -73,13 +73,13 @@ def diagnose(
 
     child, outcome = start(None)
     if outcome.problem and outcome.step == "launcher":
-        # Not joined. The first rank speaks, if its launcher lets it: an error here might end that one too.
+        # MPI_Init failed. Only the first rank reports: an error exit of another rank might end it.
         if rank:
             return EXIT_OK
         child, outcome = start(_not_joined(outcome, environ))
     code = _report(rank, outcome, show, pause_s)
     if outcome.lost:
-        child.release()  # only now: a launcher may then end this process, too
+        child.release()  # only after the report: the launcher may then end this process, too
     return code
 
 
@@ -108,5 +108,5 @@ def _ended_badly(outcome: Outcome) -> list[Finding]:
     if not outcome.problem:
         return []
     remedy = "the checks after it did not run; try again without the feature it examines, or report it"
-    # Whatever the step was about, an end like this is one that no job survives.
+    # Whatever the step checks, no job would survive such a crash.
     return [fail("ranks", f"the step '{outcome.step}' {outcome.problem}", remedy)]

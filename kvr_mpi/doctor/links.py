@@ -1,4 +1,4 @@
-"""Checks of the chain's links, the groups' sums, and the hosts' clocks, measured through a job's transport."""
+"""Checks of the chain's links, the groups' all-reduces, and the hosts' clocks, measured over a job's transport."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvr_mpi.topology import place_in_group
 from kvr_mpi.transport import Request, Transport
 from kvr_mpi.transport.links import Effort, measure_links, measure_skews
 
-# So many times as long as a message may take is a whole measurement given.
+# Time limit of a whole measurement, as a multiple of the limit of a message.
 LIMITS = 6
-# Far below the others: a third of their bandwidth, or ten times their latency.
+# A link is slow if it has less than a third of the others' bandwidth, or ten times their latency.
 SLOW_BANDWIDTH, SLOW_LATENCY = 1 / 3, 10.0
-# What is forecast is of a model like Llama 3.1 70B: layers, elements of a token's state, in float32 as they are summed.
+# The forecast is for a model like Llama 3.1 70B: layers, hidden size, with all-reduces in float32.
 LAYERS, HIDDEN, PROMPT_TOKENS = 80, 8192, 1024
 STATE_BYTES = 4 * HIDDEN
-# Sums of whole numbers up to here are exact in float32, whatever their order.
+# Integers below this have exact float32 sums in any order.
 MODULUS = 8191
 
 NETWORK_REMEDY = "try another network for this MPI (UCX_TLS, FI_PROVIDER, OMPI_MCA_pml), or exclude one of the hosts"
@@ -34,7 +34,7 @@ HOST_REMEDY = "check the cores that its ranks are bound to, their network card, 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A measured link or group: `row` has its figures or ``error``; `crosses` is True between hosts."""
+    """A measured link or group; `row` has its figures or ``error``, `crosses` tells whether it spans several hosts."""
 
     name: str
     crosses: bool
@@ -42,7 +42,7 @@ class Measured:
 
     @property
     def problem(self) -> str:
-        """Why it cannot be used; empty if it can."""
+        """Why it cannot be used; empty if there is no problem."""
         corrupted = "" if self.row.get("intact", True) else "data are corrupted on the way: the checksum is wrong"
         return self.row.get("error") or corrupted
 
@@ -70,9 +70,9 @@ def measure_chain(
     Raises
     ------
     SilentError
-        If a neighbour was not heard of in time.
+        If a neighbour does not respond in time.
     """
-    limit_s = 2 * timeout_s  # until the neighbour comes: it may be waiting for its other neighbour
+    limit_s = 2 * timeout_s  # for the first message: the neighbour may be waiting for its other neighbour
 
     def wait(request: Request, who: str) -> None:
         nonlocal limit_s
@@ -86,17 +86,17 @@ def measure_chain(
 def measure_sums(
     world: Transport, tensor_parallel: int, device: torch.device, effort: Effort, timeout_s: float
 ) -> dict[str, Any]:
-    """Measure sums over this rank's group; every rank calls this.
+    """Measure all-reduces over this rank's group; every rank calls this.
 
     Returns
     -------
     dict
-        ``latency_us`` of the state of one token, ``gigabytes_per_s`` of a long tensor, ``intact``.
+        ``latency_us`` for the hidden state of one token, ``gigabytes_per_s`` for a long tensor, ``intact``.
 
     Raises
     ------
     TimeoutError
-        If some rank of the group does not come.
+        If a rank of the group does not respond.
     """
     group_number, _ = place_in_group(world.rank, tensor_parallel)
     limit_s = timeout_s * LIMITS / 3
@@ -105,7 +105,7 @@ def measure_sums(
 
 
 def _sums(group: Transport, device: torch.device, effort: Effort) -> dict[str, Any]:
-    """Time sums, and compare them with the expected values."""
+    """Time all-reduces, and compare the sums with the expected values."""
 
     def timed(mine: torch.Tensor) -> tuple[float, bool]:
         total = mine.clone()
@@ -120,7 +120,7 @@ def _sums(group: Transport, device: torch.device, effort: Effort) -> dict[str, A
         return took_s, torch.equal(total.cpu(), wanted)
 
     short, long = (_of_rank(count, group.rank).to(device) for count in (HIDDEN, effort.max_bytes // 4))
-    timed(short)  # the first one sets connections up
+    timed(short)  # the first call sets up connections
     shorts = [timed(short) for _ in range(effort.rounds)]
     longs = [timed(long) for _ in range(effort.repeats)]
     return _row(min(shorts)[0], long.nbytes / min(longs)[0], all(intact for _, intact in [*shorts, *longs]))
@@ -141,16 +141,16 @@ def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], memory
     Parameters
     ----------
     tried : sequence of dict
-        Of each rank: the ``value`` of `measure_chain`, or its ``error``.
+        For each rank, the ``value`` of `measure_chain`, or its ``error``.
     hosts : sequence of str
-        Of each rank.
+        Host of each rank.
     memory : str
-        From which kind of memory was sent.
+        Kind of memory that was sent from.
     """
     links = []
     for at, one in enumerate(tried[:-1]):
         ends = {"source": at, "dest": at + 1, "source_host": hosts[at], "dest_host": hosts[at + 1]}
-        # The last rank has no link of its own to tell its error with.
+        # The last rank has no link of its own, so its error is reported with the link to it.
         error = one.get("error") or (tried[-1].get("error") if at == len(tried) - 2 else None)
         name = f"rank {at} ({hosts[at]}) -> {at + 1} ({hosts[at + 1]})"
         row = ends | ({"error": error} if error else one["value"])
@@ -169,7 +169,7 @@ def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], memory
 
 
 def check_layout(ranks: int, tensor_parallel: int) -> list[Finding]:
-    """Refuse a number of ranks that the groups do not divide."""
+    """Refuse a number of ranks that is not a multiple of the group size."""
     if ranks % tensor_parallel == 0:
         return []
     text = f"{counted(ranks, 'rank')} cannot be divided into tensor-parallel groups of {tensor_parallel}"
@@ -183,7 +183,7 @@ def check_layout(ranks: int, tensor_parallel: int) -> list[Finding]:
 
 
 def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: int) -> list[Finding]:
-    """Judge the sums measured by every rank (`measure_sums`); `hosts` of each rank."""
+    """Judge the all-reduces measured by every rank (`measure_sums`); `hosts` has the host of each rank."""
     groups = [_group(tried, hosts, first, size) for first in range(0, len(tried), size)]
 
     def describe(good: Sequence[Measured]) -> str:
@@ -207,7 +207,7 @@ def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: i
 
 
 def _group(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int, size: int) -> Measured:
-    """Combine the measurements of a group's ranks; the slowest counts."""
+    """Combine the measurements of a group's ranks, using the slowest rank."""
     members, number = tried[first : first + size], place_in_group(first, size)[0]
     ranks, places = list(range(first, first + size)), list(dict.fromkeys(hosts[first : first + size]))
     name = f"group {number} (ranks {number_ranges(ranks)} on {some(places)})"
@@ -244,7 +244,7 @@ def _judge(check: str, measured: Sequence[Measured], describe: Callable[[Sequenc
     return findings
 
 
-# Log lines, deadlines and file times are compared across hosts.
+# Limits for clock offsets: log lines, deadlines and file times are compared across hosts.
 TIMEOUT_S = 20.0
 MAX_SKEW_S = 1.0
 
@@ -265,7 +265,7 @@ def measure_clocks(transport: Transport, ranks: Sequence[int]) -> dict[int, floa
 
     def wait(request: Request, who: str) -> None:
         nonlocal has_begun
-        is_first, has_begun = not has_begun and transport.rank != 0, True  # others may be asked before
+        is_first, has_begun = not has_begun and transport.rank != 0, True  # rank 0 may measure other ranks first
         wait_for(request, TIMEOUT_S * (1 + len(ranks) if who == "rank 0" else 1), who, asleep=is_first)
 
     return {rank: skew.ahead_s for rank, skew in measure_skews(transport, ranks, wait).items()}

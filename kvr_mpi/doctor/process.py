@@ -1,8 +1,8 @@
 """Child processes that may crash or hang, with time limits even for killing them.
 
-An MPI may end the process that joins it (MPICH does under Open MPI's mpirun), and a driver may never return. So the
-examination runs in a process of its own, which joins MPI in its parent's stead, as a program started by a wrapper
-script does. It writes JSON lines, of which its parent makes an `Outcome`, however it ends.
+MPI_Init may end the process (MPICH does under Open MPI's mpirun), and a driver call may never return. Therefore the
+examination runs in a child process, which calls MPI_Init instead of its parent, like a program started by a wrapper
+script. The child writes JSON lines, which its parent converts to an `Outcome`, however the child ends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import IO
 from kvr_mpi.doctor.findings import Finding
 
 END = "end"
-# Many ranks that import from one network file system take their time.
+# Importing on many ranks from one network file system is slow.
 START_TIMEOUT_S = 600.0
 LEAVE_TIMEOUT_S = 20.0
-# A process in the kernel's hands outlives a kill: then nobody waits for it any longer.
+# A process that is blocked in the kernel may survive SIGKILL; it is abandoned after this time.
 KILL_TIMEOUT_S = 5.0
 
 
@@ -34,10 +34,10 @@ KILL_TIMEOUT_S = 5.0
 class Outcome:
     """The output of a process, and how it ended.
 
-    findings : those that it wrote.
-    step : the last one that it began.
-    problem : how the process ended or hung in that step; empty if it went through all of them.
-    lost : whether ranks were lost, so that all have to be ended.
+    findings : the findings that it wrote.
+    step : the last step that it began.
+    problem : how the process ended or hung in that step; empty if it finished all steps.
+    lost : whether ranks were lost, so that all ranks must be ended.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -49,7 +49,7 @@ class Outcome:
 class Tell:
     """The child's side: reports steps, findings and the end.
 
-    Takes over standard output; what libraries print there goes to standard error.
+    It uses standard output, and redirects the output of libraries to standard error.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Tell:
 
     def step(self, check: str, timeout_s: float) -> None:
         """Report the start of a step, and its time limit."""
-        # Also without a parent, and from within a call that never returns.
+        # Works even if the parent is gone, or if a call never returns.
         faulthandler.dump_traceback_later(timeout_s + LEAVE_TIMEOUT_S, exit=True)
         self._write({"step": check, "timeout_s": timeout_s})
 
@@ -79,14 +79,14 @@ class Tell:
         self._lines.write(json.dumps(message) + "\n")
 
     def _listen(self) -> None:
-        """End when the parent says so."""
+        """End this process if the parent is gone; continue when the parent releases it."""
         if not os.read(0, 1):
             os._exit(1)
         self._released.set()
 
 
 class Child:
-    """The parent's side of a process with a `Tell`; it inherits the launcher's open files, which MPI may need."""
+    """The parent's side: starts the process, which inherits open files that MPI may need, and reads its output."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -101,7 +101,7 @@ class Child:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                if line.endswith(b"\n"):  # not what was cut off by its end
+                if line.endswith(b"\n"):  # skips a line that was cut off when the process ended
                     self._lines.put(line)
         self._lines.put(b"")
 
@@ -132,7 +132,7 @@ class Child:
         self.end(LEAVE_TIMEOUT_S)
 
     def end(self, limit_s: float) -> int | None:
-        """Wait for the process, and kill it after a time limit; return its exit code, or None if it does not die."""
+        """Wait for the process, kill it after a time limit, and return its exit code; None if it cannot be killed."""
         code = _wait(self._process, limit_s)
         if code is None:
             self._process.kill()
@@ -147,9 +147,9 @@ def run_limited(command: Sequence[str], environ: Mapping[str, str], timeout_s: f
     Returns
     -------
     tuple
-        Its exit code, None if it had to be killed; what it wrote to standard output, and to standard error.
+        Its exit code (None if it had to be killed), standard output, and standard error.
     """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # a pipe's end may never come
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # a pipe might never be closed
         try:
             process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
@@ -158,7 +158,7 @@ def run_limited(command: Sequence[str], environ: Mapping[str, str], timeout_s: f
             return 127, "", str(error)
         code = _wait(process, timeout_s)
         if code is None:
-            for sign in (signal.SIGTERM, signal.SIGKILL):  # a launcher asked nicely takes its ranks with it
+            for sign in (signal.SIGTERM, signal.SIGKILL):  # on SIGTERM a launcher also ends its ranks
                 os.killpg(process.pid, sign)
                 if _wait(process, KILL_TIMEOUT_S) is not None:
                     break

@@ -184,7 +184,7 @@ def _check_end(value: str, now_s: float) -> list[Finding]:
     if not value:
         return [warn("slurm end", "SLURM_JOB_END_TIME is not set", END_TIME_REMEDY)]
     if not value.isdigit():
-        return []  # said already
+        return []  # reported already
     when, left_s = f"{datetime.fromtimestamp(min(int(value), 2**37)):%Y-%m-%d %H:%M:%S}", int(value) - now_s
     if left_s <= 0:
         return [warn("slurm end", f"SLURM_JOB_END_TIME={value} ({when}) is in the past", END_TIME_REMEDY)]

@@ -1,6 +1,6 @@
-"""The steps of the examination: what each one gathers, and who judges it.
+"""The steps of the examination: each gathers facts or measurements, and passes them to its checks.
 
-A step that fails or breaks never prevents the next. ``python -m kvr_mpi.doctor.steps REQUEST LAUNCH`` runs them all.
+A step that fails or raises never prevents the next. ``python -m kvr_mpi.doctor.steps REQUEST LAUNCH`` runs them all.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ JOIN_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The state of the examination; the facts of all ranks are known on rank 0 only."""
+    """The state of the examination; only rank 0 has the facts of all ranks."""
 
     transport: Transport
     request: Request
     environ: Mapping[str, str]
     facts: Sequence[RankFacts]
-    launch: Finding | None  # what was wrong already
+    launch: Finding | None  # why MPI could not be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def _clocks(scene: Scene) -> list[Finding]:
 
 
 def _slurm(scene: Scene) -> list[Finding]:
-    # Where the ranks are not connected their number says nothing.
+    # If the ranks are not connected, their number is unknown.
     size, hosts = (None, None) if scene.launch else (len(scene.facts), len(group_hosts(scene.facts)))
     return ranks.check_slurm(scene.environ, size, hosts, time.time())
 
@@ -171,12 +171,12 @@ def examine(
     Parameters
     ----------
     launch : Finding or None
-        Why the ranks could not be connected; this one is then examined alone, and does not touch MPI.
+        Why the ranks could not be connected; this rank is then examined alone, without calling MPI.
 
     Returns
     -------
     bool
-        Whether all ranks still answer, so that MPI can be left in good order.
+        Whether all ranks still respond, so that MPI_Finalize will not hang.
     """
     tell.step("ranks", 2 * request.patience_s)
     facts: list[RankFacts] = []
@@ -251,7 +251,7 @@ def main(request: Request, launch: Finding | None, environ: Mapping[str, str]) -
             world = connect(environ)
         except TransportError as error:
             launch = fail("launcher", error.found, error.remedy or MISMATCH_REMEDY)
-    if launch is not None and launched_rank(environ):  # each process believes to be alone; only the first reports
+    if launch is not None and launched_rank(environ):  # the processes are not connected; only the first reports
         tell.end(lost=False)
         return
     in_order = examine(world, request, environ, tell, launch)

@@ -1,6 +1,6 @@
 """CUDA-aware MPI: what MPI claims, and a trial in a separate process, since it may crash.
 
-``python -m kvr_mpi.doctor.trial host|cuda TIMEOUT_S`` is that step, on each of two ranks.
+``python -m kvr_mpi.doctor.trial host|cuda TIMEOUT_S`` runs one rank of the trial, which has two.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvr_mpi.doctor.process import run_limited
 
 Kind = Literal["host", "cuda"]
 
-# A message that MPI copies at once, and one that it hands over by reference.
+# Bytes of a message that MPI sends eagerly, and of one that it sends with a rendezvous.
 SIZES = (4 << 10, 16 << 20)
-# What tells a process to which job it belongs. Without these a launcher starts anew, on this host, as if by hand.
+# Variables that tie a process to its MPI job. Without them a launcher starts a new job on this host.
 JOB_VARIABLES = (
     *("PMI_", "PMI2_", "PMIX_", "HYDI_", "MPI_LOCAL", "MPIR_", "PALS_", "SLURM_", "MV2_COMM_", "PRTE_", "ORTE_"),
     *("OMPI_COMM_", "OMPI_UNIVERSE_", "OMPI_APP_", "OMPI_FILE_", "OMPI_COMMAND", "OMPI_ARGV", "OMPI_NUM_APP"),
@@ -34,7 +34,7 @@ USER_VARIABLES = ("PRTE_ALLOW_", "PRTE_MCA_rmaps_", "PMIX_MCA_gds")
 
 
 def check_cuda_awareness(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Report what MPI claims."""
+    """Report whether MPI claims to be CUDA-aware."""
     mpi, gpus = facts[0].mpi, any(one.device.count for one in facts)
     if mpi is None:
         return [ok("cuda-aware", "no MPI")]
@@ -68,7 +68,7 @@ def trial_environment(environ: Mapping[str, str], launcher: str) -> dict[str, st
         for name, value in environ.items()
         if not name.startswith(dropped) or name.startswith(USER_VARIABLES)
     }
-    # Two ranks are started next to those that are there already.
+    # The two ranks are started in addition to those of this job.
     return kept | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
 
@@ -116,7 +116,7 @@ def _rows(text: str) -> list[dict[str, Any]]:
     for found in re.findall(r"\{[^{}]*\}", text):
         try:
             rows.append(json.loads(found))
-        except ValueError:  # a launcher's own words
+        except ValueError:  # output of the launcher
             continue
     return rows
 
@@ -124,9 +124,9 @@ def _rows(text: str) -> list[dict[str, Any]]:
 def swap_buffers(kind: str, timeout_s: float) -> None:
     """Run as one of two ranks that exchange buffers; prints JSON lines with checksums.
 
-    MPI is handed the buffers' own memory. Whatever it does then, crash or hang, happens here and nowhere else.
+    MPI accesses the buffers directly. If it crashes or hangs, it does so only in this process.
     """
-    # Ends this process even if it hangs in a driver call and the launcher is gone already.
+    # Ends this process even if a driver call hangs and the launcher is gone.
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     import torch
 
@@ -140,14 +140,14 @@ def swap_buffers(kind: str, timeout_s: float) -> None:
     device = torch.device("cpu")
     if kind == "cuda" and (seen := visible_gpus()):
         device = torch.device("cuda", gpus_in_turn([seen] * world.size)[world.rank])  # both see the same
-        torch.cuda.set_device(device)  # a GPU's memory is handed over while it is the current one only
+        torch.cuda.set_device(device)  # MPI may only accept memory of the current GPU
     buffers = [
         (pattern(size, world.rank).to(device), torch.zeros(size, dtype=torch.uint8, device=device)) for size in SIZES
     ]
     print(json.dumps({"ready": world.rank, "size": world.size}), flush=True)
     for send, receive in buffers:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # MPI waits for no stream
+            torch.cuda.synchronize(device)  # MPI does not wait for CUDA streams
         swap_in_place(send, receive, 1 - world.rank)
         sums = {"sent": checksum(send), "received": checksum(receive)}
         print(json.dumps({"rank": world.rank, "bytes": send.numel(), **sums}), flush=True)

@@ -1,8 +1,8 @@
 """The corpus: files, rows and conversations read as `Document`s.
 
-``paths`` finds the files, ``files`` reads the formats as a stream, ``rows`` makes documents of their rows; ``corpus``
-lists what is there once, so that any document can be read again by any rank. What is wrong with one document is kept
-with it and does not stop the others.
+``paths`` finds the files, ``files`` reads the formats as a stream, ``rows`` converts their rows to documents;
+``corpus`` lists all documents once, so that any rank can read any document later. An error in one document is stored
+with it and does not affect the others.
 """
 
 from kvr_mpi.documents.corpus import Corpus, CorpusFile, Entry, numbers_of, read_corpus, scan_corpus

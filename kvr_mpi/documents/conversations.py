@@ -1,8 +1,8 @@
 """Conversations to token ids: the model's chat template, with messages tokenised separately.
 
-What is said cannot smuggle in the model's control tokens, as a document's text cannot (``prompts``). For that the
-template is rendered with marks in place of what is said; since some templates look at it, what comes out is held
-against the same template rendered with the words themselves.
+Messages cannot inject the model's control tokens, as for a document's text (``prompts``): the template is rendered with
+placeholders, and each message is tokenised as plain text. Some templates depend on the content, so the result is
+compared with the template rendered with the messages themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> list[int
     Raises
     ------
     DocumentError
-        If there is no chat template, or it refuses the conversation, leaves out a message, or changes its words.
+        If there is no chat template, or it rejects the conversation, omits or repeats a message, or changes its text.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise DocumentError("this model's tokenizer has no chat template for conversations")

@@ -1,7 +1,7 @@
 """A corpus, listed once by one rank; every rank then reads the documents it needs.
 
-The list says of each document where it is and what its text hashes to, so that a text that changes under a
-running batch, or before a resume, is noticed.
+The list has the location and hash of each document, so that kvr-mpi notices when a text changes during a batch or
+before a resume.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
 from kvr_mpi.errors import CorpusError
 
 SHA256_CHARS = 64
-# The first prompt about a document is so many times the work of another, which finds the text prefilled.
+# The first prompt about a document is this many times the work of a later one, which reuses the prefilled text.
 SHARED_WORK = 16
 
 
@@ -38,9 +38,9 @@ SHARED_WORK = 16
 class Entry:
     """One document in the list.
 
-    sha256 : of its text in UTF-8, and of what else is used of its row (`Document.sha256`).
-    file, place : number of its file, and where it is in there (see ``files.stream_rows``).
-    error : what is wrong with it, if anything; then its text is empty.
+    sha256 : hash of its text and of the other used fields of its row (`Document.sha256`).
+    file, place : number of its file, and its position there (see ``files.stream_rows``).
+    error : why it cannot be processed; then its text is empty.
     """
 
     id: str
@@ -69,9 +69,9 @@ class Corpus:
     ----------
     files, entries : tuple
     rows, limit
-        How it was scanned.
+        The parameters of `scan_corpus`.
     prompts : tuple of str
-        Names of several prompts about each document: there is an entry for each of them, one after the other.
+        Names of several prompts about each document; each prompt has an entry, and a document's entries are adjacent.
     """
 
     files: tuple[CorpusFile, ...]
@@ -94,7 +94,7 @@ class Corpus:
         Returns
         -------
         Document
-            What `read_corpus` yields in this place, or an error if the text is no longer what was listed.
+            As yielded by `read_corpus`, or with an error if the text has changed since it was listed.
         """
         entry = self.entries[index]
         if entry.error is not None:
@@ -128,7 +128,7 @@ class Corpus:
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return columns, which are fast to write and to read."""
+        """Return a JSON object with one list per column, which is fast to write and to read."""
         return {
             "rows": asdict(self.rows),
             "limit": self.limit,
@@ -161,7 +161,7 @@ class Corpus:
 
 
 def numbers_of(entries: int, prompts: int, documents: slice) -> list[int]:
-    """Return the entry numbers of some documents, with one entry per document or per prompt."""
+    """Return the entry numbers of a slice of documents, with one entry per document, or per prompt if there are any."""
     each = prompts or 1
     return [document * each + prompt for document in range(entries // each)[documents] for prompt in range(each)]
 
@@ -183,12 +183,12 @@ def scan_corpus(
     prompts : sequence of str
         Names of several prompts about each document.
     known : Corpus or None
-        An earlier list. If it is of the same files, by name, size and time of change, nothing is read.
+        An earlier list. If it has the same files, by name, size and modification time, nothing is read.
 
     Raises
     ------
     CorpusError
-        If a path matches nothing, a file is of no known format, or there is no document at all.
+        If a path matches nothing, a file has an unknown format, or there are no documents.
     """
     paths = list(paths)
     found = find_files(paths)
@@ -212,7 +212,7 @@ def scan_corpus(
 def read_corpus(
     paths: Iterable[str], *, rows: RowFormat = DEFAULT_ROWS, limit: int | None = None
 ) -> Iterator[Document]:
-    """Stream the documents of a corpus; ids are unique, and bad documents contain their error.
+    """Stream the documents of a corpus; ids are unique, and invalid documents have an error.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ def read_corpus(
         Folders, globs or files: ``.txt``/``.md`` (one document each, named by its file), ``.jsonl``,
         ``.jsonl.gz`` and ``.parquet`` (one document a row).
     rows : RowFormat
-        What is read of a row. A row without an id is named by its file and number.
+        The fields to read from a row. A row without an id is named by its file and number.
     limit : int or None
         Stop after this many documents.
     """
@@ -255,7 +255,7 @@ def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) ->
 
 
 def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) -> Iterator[Entry]:
-    """Yield the entries of a document, one per prompt; for one with an error, the hash covers its columns."""
+    """Yield the entries of a document, one per prompt; if it has an error, the hash covers only its columns."""
     counts = document if document.error is None else Document("", passed=document.passed)
     entry = Entry(document.id, document.chars, counts.sha256, file, place, document.error)
     if not prompts:
@@ -270,9 +270,9 @@ def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) 
 
 
 def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:
-    """Return a function that reads the document at a place of a file.
+    """Return a function that reads the document at a position in a file.
 
-    A file in which no place can be looked up stays open, and is read on from the last row.
+    A file that does not support seeking stays open, and reading continues after the last row.
     """
     can_seek = suffix_of(file) not in (".jsonl.gz", ".parquet")
     found: Iterator[tuple[int, Row]] = iter(())

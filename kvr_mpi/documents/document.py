@@ -34,10 +34,10 @@ class OwnGeneration:
     """Generation settings of a row; None means the job's setting.
 
     temperature : 0 is greedy.
-    top_logprobs : keep the log-probabilities of the answer's tokens, and of so many others in each place; -1: none.
-    score : continuations to be scored, instead of an answer.
-    n : answers to one prompt.
-    json_schema : that the answer follows, as text; empty: none.
+    top_logprobs : store the log-probabilities of the answer's tokens and of this many top tokens; -1: none.
+    score : continuations to score instead of generating an answer.
+    n : number of answers to one prompt.
+    json_schema : JSON schema that the answer follows, as text; empty: none.
     """
 
     max_new_tokens: int | None = None
@@ -64,14 +64,14 @@ AS_THE_JOB = OwnGeneration()
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document of the corpus: its text, its error, or a question about another document, with an id of its own.
+    """A document of the corpus: a text, an error, or a question about another document.
 
-    asked : the question; then the text is where the document's keys and values are, or that which it is about.
-    columns : of its row, as text: what templates fill in.
-    passed : of its row, what goes into its record as it is.
-    messages : the whole prompt, if it is a conversation; the text is then all that is said in it.
-    generation : how its answer is to be decoded.
-    is_raw : the text is the whole prompt: no template, and no chat template, goes around it.
+    asked : the question; the text is then the location of the document's keys and values, or the document's text.
+    columns : fields of its row that templates insert, as text.
+    passed : fields of its row that are copied to its record.
+    messages : the whole prompt, if it is a conversation; the text is then the joined messages.
+    generation : generation settings of its answer.
+    is_raw : the text is the whole prompt, without template and chat template.
     """
 
     id: str
@@ -86,12 +86,12 @@ class Document:
 
     @property
     def chars(self) -> int:
-        """Length of the text in characters, the measure of work before tokens are counted."""
+        """Length of the text in characters, which estimates the work before tokens are counted."""
         return len(self.text)
 
     @property
     def sha256(self) -> str:
-        """Hash of the text, or of all fields of the row if there are any, as hexadecimal digits."""
+        """Hash of the text, with the row's fields and settings if there are any, as hexadecimal digits."""
         more = (self.columns, self.passed, self.messages, self.is_raw, self.generation)
         if more == ({}, {}, (), False, AS_THE_JOB):
             return hashlib.sha256(self.text.encode()).hexdigest()

@@ -21,28 +21,28 @@ from kvr_mpi.documents.rows import UTF_8, RowFormat
 from kvr_mpi.errors import CorpusError
 
 MAX_ID_CHARS = 512
-# Of a document, or of a row: more than any model reads. What is larger is never in memory as a whole.
+# Maximum size of a document or row, more than any model can read. Larger ones are never loaded as a whole.
 MAX_TEXT_BYTES = 64 << 20
-PARQUET_ROWS, PARQUET_BYTES = 16, 64 << 20  # in memory together
-SAMPLE_ROWS = 20  # of a file that is only looked into
+PARQUET_ROWS, PARQUET_BYTES = 16, 64 << 20  # limits of what is in memory at once
+SAMPLE_ROWS = 20  # rows to read from a file to find its fields
 SURROGATE = re.compile("[\ud800-\udfff]")
-# How files of the types that end up among texts most often begin: PDF, ZIP (.docx, .xlsx), gzip, HDF5, images.
+# First bytes of the binary files most often found among texts: PDF, ZIP (.docx, .xlsx), gzip, HDF5, images, OLE (.doc).
 BINARY = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89HDF", b"\x89PNG", b"\xff\xd8\xff", b"\xd0\xcf\x11\xe0")
-# All but the control characters that no text has; so many of those make a file binary.
+# All bytes except control characters that text does not contain; a larger share of those marks a file as binary.
 TEXT_BYTES = bytes([*b"\b\t\n\v\f\r\x1b", *range(32, 127), *range(128, 256)])
 MOST_CONTROLS = 0.01
-# Control characters, marks that turn the direction of what is written, line ends that are no line feed, surrogates.
+# Control characters, bidirectional marks, line and paragraph separators, byte order marks, surrogates.
 BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
-# A row as it is stored: a text, a line of JSON, the size of a line that is too long, a row of Parquet.
+# A row as stored: a text, a line of JSON, the size of a line that is too long, or a row of Parquet.
 Row = str | bytes | int | dict[str, Any]
 
 
 def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[tuple[int, int, Document]]:
     """Yield (file number, place, document) of all files, unchecked; see `check_document`.
 
-    A place is where `read_rows` finds the row again: in ``.jsonl`` a byte, in ``.jsonl.gz`` and ``.parquet`` a number
-    of rows before it, else 0.
+    `read_rows` can start at a place: the byte offset in ``.jsonl``, the row number (from 0) in ``.jsonl.gz`` and
+    ``.parquet``, otherwise 0.
     """
     for number, (path, name) in enumerate(files):
         file = Path(path)
@@ -60,7 +60,7 @@ def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[t
 
 
 def read_rows(file: Path, rows: RowFormat, start: int = 0) -> Iterator[tuple[int, Row]]:
-    """Yield (place, row) of a file from a place on, as it is stored; a text file is one row.
+    """Yield (place, row) of a file, starting at a place; a text file is one row.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def read_rows(file: Path, rows: RowFormat, start: int = 0) -> Iterator[tuple[int
 
 
 def document_of(row: Row, rows: RowFormat, file: Path, name: str, number: int) -> Document:
-    """Make a document of a row of `read_rows`; `number` counts the rows of the file, from 1."""
+    """Convert a row from `read_rows` to a document; `number` counts the rows of the file from 1."""
     if isinstance(row, str):
         return rows.text_file(name, row)
     place = f"{name}:{number}"
@@ -110,7 +110,7 @@ def _why_no_text(file: Path, error: UnicodeDecodeError, encoding: str) -> str:
 
 
 def _is_binary(data: bytes) -> bool:
-    """Whether bytes are not text in any encoding; text has few control characters, and UTF-16 starts with a mark."""
+    """Whether bytes are not text: they have a binary signature or many control characters, but no UTF-16 mark."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return False
     return data.startswith(BINARY) or len(data.translate(None, TEXT_BYTES)) > MOST_CONTROLS * len(data)
@@ -122,7 +122,7 @@ def read_text(file: Path, encoding: str = UTF_8) -> str:
     Raises
     ------
     UnicodeDecodeError
-        If it is not in this encoding, or binary, which some encodings would take for text.
+        If it is not in this encoding, or is binary, which some encodings would accept as text.
     """
     with open_regular(file) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)
@@ -154,7 +154,7 @@ def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     Raises
     ------
     CorpusError
-        If a package is missing to read any.
+        If the package for this file format is missing.
     """
     found: list[Any] = []
     with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):
@@ -170,7 +170,7 @@ def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[
     Raises
     ------
     ValueError
-        If it is no Parquet file, or a damaged one.
+        If it is not a Parquet file, or is damaged.
     """
     try:
         import pyarrow.lib
@@ -196,7 +196,7 @@ def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[
 
 
 def _rows_at_once(metadata: Any) -> int:
-    """Return how many rows of a Parquet file to hold in memory; each may be as large as its whole column."""
+    """Return how many rows of a Parquet file to read at once; a single row may be as large as its column chunk."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     largest = max(
         (each.column(n).total_uncompressed_size for each in groups for n in range(each.num_columns)), default=0
@@ -205,7 +205,7 @@ def _rows_at_once(metadata: Any) -> int:
 
 
 def check_document(document: Document) -> Document:
-    """Check the id and text of a document that was read without error."""
+    """Check the id and text of a document; return it, or a document with the error."""
     bad = BAD_IN_ID.search(document.id)
     if bad is not None or not document.id or len(document.id) > MAX_ID_CHARS:
         what = f"contains {bad[0]!r}" if bad else f"has {len(document.id)} characters"

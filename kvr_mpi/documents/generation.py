@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.json_schema import read_schema
 
-# As many as OpenAI's format asks for at most.
+# The maxima of OpenAI's format.
 MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128
 # Any of these turns sampling on.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-# Settings that are not transformers'.
+# Settings that are not part of transformers' GenerationConfig.
 OURS = frozenset({"max_new_tokens", "stop", "seed", "logprobs", "score", "n", "json_schema"})
 
 
@@ -111,7 +111,7 @@ class GenerationSection(BaseModel):
 
     @property
     def of_answers(self) -> OwnGeneration:
-        """Settings that apply to final answers only, in the form of a row's settings."""
+        """Settings that apply only to final answers, as `OwnGeneration`."""
         return OwnGeneration(
             top_logprobs=self.logprobs,
             score=tuple(self.score) or None if isinstance(self.score, list) else None,
@@ -129,7 +129,7 @@ class GenerationSection(BaseModel):
 def sampling_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the GenerationConfig fields for the `SAMPLING` settings.
 
-    Any of them enables sampling, temperature 0 disables it.
+    Any of them enables sampling; temperature 0 disables it.
     """
     used = {key: given[key] for key in SAMPLING if given.get(key) is not None}
     if used.get("temperature") == 0:

@@ -1,6 +1,6 @@
 """JSON schemas for answers, checked before anything is loaded.
 
-What a schema may say is llguidance's business, which turns it into a grammar of tokens (``decode.grammar``).
+llguidance decides which schemas are supported; it compiles them to grammars over tokens (``decode.grammar``).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from kvr_mpi.disk import read_regular
 
 MAX_SCHEMA_BYTES = 1 << 20
-# What OpenAI's format calls any JSON object.
+# The schema for OpenAI's response format json_object: any JSON object.
 ANY_OBJECT = '{"type": "object"}'
-# One of these a schema has, or it asks for nothing: misspelt ones are ignored by everything that reads schemas.
+# A schema without any of these has no effect: readers of schemas ignore misspelt keywords.
 KEYWORDS = {
     "$ref", "allOf", "anyOf", "const", "enum", "items", "oneOf", "pattern", "prefixItems", "properties", "required",
     "type",
 }  # fmt: skip
-# Written in one line: where blanks are free, a model may write nothing else.
+# Answers are one line: if whitespace is unrestricted, a model may generate nothing but whitespace.
 LAYOUT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MISSING = "answers by a JSON schema need llguidance; `pip install kvr-mpi[json]`"
 
@@ -30,7 +30,7 @@ def read_schema(value: str) -> str:
     Raises
     ------
     ValueError
-        If the file cannot be read, or holds no JSON object.
+        If the file cannot be read, or does not contain a schema.
     """
     where, text = "the schema", value
     if not value.lstrip().startswith("{"):
@@ -52,7 +52,7 @@ def one_line(schema: Any, where: str) -> str:
     Raises
     ------
     ValueError
-        If it is none, as far as that shows without llguidance.
+        If it is recognisably not a schema; `grammar_of` checks it fully.
     """
     if not isinstance(schema, dict) or KEYWORDS.isdisjoint(schema):
         raise ValueError(
@@ -70,7 +70,7 @@ def grammar_of(schema: str) -> str:
     ImportError
         If llguidance is not installed.
     ValueError
-        If it is no schema, or says what cannot be followed.
+        If it is not a schema, or is not supported.
     """
     from llguidance import LLMatcher
 

@@ -8,24 +8,24 @@ from typing import Any
 from kvr_mpi.documents.document import Message, kind_of
 from kvr_mpi.errors import DocumentError
 
-# What every chat template that knows roles at all tells apart; some write any other word into the prompt, unasked.
+# Roles that all chat templates with roles support; some templates copy any other word into the prompt unchecked.
 ROLES = ("system", "user", "assistant")
 
 
 def parse_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
-    """Read a conversation.
+    """Parse a conversation.
 
     Parameters
     ----------
     value : object
-        A list of ``{"role": ..., "content": ...}``; a content is text, or a list of parts that are text.
+        A list of ``{"role": ..., "content": ...}``; content is text, or a list of text parts.
     name : str
-        What the row calls it.
+        Name of the field, for messages.
 
     Raises
     ------
     DocumentError
-        If it is none.
+        If it is not a conversation.
     """
     if not isinstance(value, list) or not value:
         what = "empty" if value == [] else kind_of(value)

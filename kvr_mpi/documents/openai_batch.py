@@ -1,6 +1,6 @@
 """Rows in OpenAI's batch format, as read by ``vllm run-batch``: each request becomes a document.
 
-A request is refused, by an error that names the field, rather than answered in another way than it asks for. The
+A request with an unsupported field is refused with an error that names the field, and never answered differently. The
 format: https://platform.openai.com/docs/api-reference/batch/request-input
 """
 
@@ -17,13 +17,13 @@ from kvr_mpi.documents.messages import joined, parse_messages
 from kvr_mpi.errors import DocumentError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# What is kept of every request, for its response.
+# Fields of a request that are kept for its response.
 PASSED = ("custom_id", "url", "model")
-# Fields of a body that say nothing about the answer.
+# Fields of a body that do not affect the answer.
 BYSTANDERS = {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
-# Fields that are read one by one.
+# Fields with their own parsing code.
 SPECIAL = ("stop", "logprobs", "top_logprobs", "response_format")
-# Fields that are understood as far as they ask for nothing.
+# Fields that are accepted only with values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -34,7 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "tools": ([],),
 }
-# Settings with a range of numbers: by the field, what they are called here, the type, the range in words, and the test.
+# Numeric settings: from the field to our name, the types, the range in words, and the test of the range.
 Range = tuple[str, tuple[type, ...], str, Callable[[float], bool]]
 NUMBERS: dict[str, Range] = {
     "max_tokens": ("max_new_tokens", (int,), "at least 1", lambda value: value >= 1),
@@ -57,7 +57,7 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
     row : mapping
         With ``custom_id``, ``method``, ``url`` and ``body``.
     place : str
-        Names it if it does not say how.
+        Name of a row without a custom_id.
     """
     name, url, body = row.get("custom_id"), row.get("url"), row.get("body")
     model = body.get("model") if isinstance(body, Mapping) else None
@@ -81,7 +81,7 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
 
 
 def _check_envelope(row: Mapping[str, Any]) -> None:
-    """Refuse rows that are not requests, or are for other endpoints."""
+    """Refuse rows that are not requests, address other endpoints, or have unsupported fields."""
     if row.get("method") not in ("POST", None):
         raise DocumentError(f"method is {row['method']!r}; expected 'POST'")
     url, body = row.get("url"), row.get("body")
@@ -161,7 +161,7 @@ def _schema(wanted: Any) -> str | None:
 
 
 def _top_logprobs(body: Mapping[str, Any], url: str) -> int | None:
-    """Read how many log-probabilities are wanted: chats have a flag and a number, completions a number."""
+    """Read how many log-probabilities are requested: chats have a flag and a number, completions a number."""
     wanted, top = body.get("logprobs"), body.get("top_logprobs")
     if url == COMPLETIONS:
         if top is not None:

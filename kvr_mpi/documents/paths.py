@@ -1,6 +1,6 @@
 """Finds the files that a job's paths name.
 
-Output folders of jobs are left out below a folder and where ``**`` leads; their logs are never documents.
+Output folders of jobs are skipped below a folder and in the expansion of ``**``; their logs are never documents.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
     Returns
     -------
     list of (str, str)
-        The path of each file once, and the name documents in it are called by: relative to the folder named.
-        Plain text, since there may be 100,000.
+        The path of each file once, and its name in document ids: the path relative to the given folder.
+        These are strings, not `Path`s, since there may be 100,000.
 
     Raises
     ------
     CorpusError
-        If a path matches nothing, or a file is of no known format.
+        If a path matches nothing, or a file has an unknown format.
     """
     found: dict[str, tuple[str, str]] = {}
     for pattern in paths:
         try:
             for file, name in _match(pattern):
                 found.setdefault(os.path.abspath(file), (file, name))
-        except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
+        except (OSError, RuntimeError) as error:  # such as a name that is too long, or an unknown ~user
             raise CorpusError(f"documents.path {pattern!r} cannot be looked up: {error}") from error
     return list(found.values())
 
 
 def other_files(paths: Iterable[str]) -> list[str]:
-    """List the visible files in folders of documents that are not read.
+    """List the visible files in folders of documents that are skipped for their type.
 
-    A glob or a file name that leads to such a file is an error of `find_files`.
+    For a glob or a file name that matches such a file, `find_files` raises an error.
     """
     found: dict[str, str] = {}
     for base in (Path(pattern).expanduser() for pattern in paths):
@@ -94,7 +94,7 @@ def _match(pattern: str) -> list[tuple[str, str]]:
 
 
 def _is_log(file: Path) -> bool:
-    """Whether a file is a log of a job; other tables may have similar names."""
+    """Whether a file is a log of a job, by its name and folder; other tables may have similar names."""
     return LOG_NAME.fullmatch(file.name) is not None and is_output_folder(file.parent, os.listdir(file.parent))
 
 
@@ -106,7 +106,7 @@ def suffix_of(file: Path) -> str | None:
 
 def _names_in(base: str) -> list[str]:
     """Names of all visible corpus files below a folder, relative to it, sorted by their parts."""
-    # A folder with such a name, too: that it is none that can be read is then said.
+    # Include folders with such names, so that reading them reports an error.
     found = [above + name for above, *both in _folders_in(base) for names in both for name in names if _is_read(name)]
     return sorted(found, key=lambda name: name.split("/"))
 
@@ -120,7 +120,7 @@ def _folders_in(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
 def _walk(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield a folder and all visible folders below it, with the names of their visible folders and files.
 
-    Output folders of jobs are left out.
+    Output folders of jobs are skipped.
     """
     for folder, inner, names in os.walk(base):
         if is_output_folder(folder, names):
@@ -135,7 +135,7 @@ def _is_read(name: str) -> bool:
 
 
 def _matches_of(pattern: str) -> list[str]:
-    """Expand a glob; ``**`` matches the folder and everything below it, each folder once despite links."""
+    """Expand a glob; ``**`` matches the folder and everything below it, each folder once even with symbolic links."""
     parts = pattern.split("/")
     if "**" not in parts:
         return glob.glob(pattern)
@@ -151,7 +151,7 @@ def _matches_of(pattern: str) -> list[str]:
 
 
 def _folders_below(base: str) -> Iterator[str]:
-    """Yield a folder and all visible folders below it; links are followed last."""
+    """Yield a folder and all visible folders below it; symbolic links are followed last."""
     seen: set[tuple[int, int]] = set()
     starts = [base]
     for start in starts:

@@ -1,8 +1,7 @@
 """Documents to token ids: template, chat template, and handling of prompts that are too long.
 
-Stands between the documents and the plan. The text of a document is tokenised apart from the frame around
-it: it cannot smuggle in the model's control tokens, the frame is the same ids for every document, and cutting
-a text to a number of tokens is exact.
+The text of a document is tokenised separately from the frame around it. So it cannot inject the model's control tokens,
+the frame has the same ids for every document, and a text can be cut to an exact number of tokens.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ import numpy as np
 from kvr_mpi.documents.templates import Template, parse_template
 from kvr_mpi.errors import ConfigError, DocumentError
 
-# Stands for what is filled in while the chat template is rendered; private-use characters, so no template has it.
+# Placeholder while the chat template is rendered; private-use characters, which templates do not contain.
 MARK = re.compile("\ue000([0-9]+)\ue001")
-# Share of a part's tokens given up so that cuts can move to where a paragraph, line, sentence or word ends.
+# Share of a part's tokens left free so that a cut can move to the end of a paragraph, line, sentence or word.
 SEAM_SHARE = 0.15
 
 Keep = Literal["head", "tail", "middle"]
-# Where fields of a row go among constant ids: after how many of them, and which.
+# Positions among constant ids where fields of a row are inserted, with the fields' names.
 Gaps = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """Token ids of one prompt, and which part of the document it contains."""
+    """Token ids of one prompt, the bounds of the document's text in it, and how many tokens were dropped."""
 
     ids: tuple[int, ...]
     dropped_tokens: int = 0
@@ -52,8 +51,8 @@ class PromptText:
 class Frame:
     """The token ids before and after a document's text, and the maximum length of a prompt.
 
-    head_gaps, tail_gaps : fields of the document's row that are still to be filled in.
-    overlap : tokens of text that each part of a text that is cut repeats of the part before.
+    head_gaps, tail_gaps : fields of the document's row that must still be inserted.
+    overlap : tokens of text that each part of a split text repeats from the previous part.
     """
 
     head: tuple[int, ...]
@@ -78,12 +77,12 @@ class Frame:
         return (self.head, self.head_gaps) == (other.head, other.head_gaps)
 
     def filled(self, tokenizer: Any, columns: Mapping[str, str]) -> Frame:
-        """Fill in the fields of a document's row, which are tokenised separately as plain text.
+        """Insert the fields of a document's row, each tokenised separately as plain text.
 
         Raises
         ------
         DocumentError
-            If they leave no room for its text.
+            If they leave no room for the document's text.
         """
         if not self.head_gaps and not self.tail_gaps:
             return self
@@ -110,7 +109,7 @@ class Frame:
         Raises
         ------
         DocumentError
-            If that prompt begins with another head, or becomes too long.
+            If the existing prompt has another head, or the new one is too long.
         """
         start, stop = text
         constant = self.shared_head
@@ -142,20 +141,20 @@ def make_frame(
     ----------
     tokenizer : transformers.PreTrainedTokenizerBase
     template : str
-        The user's words, with ``{text}`` once where the document goes, and names of fields of its row.
+        The user's words, with ``{text}`` once in place of the document, and names of fields of its row.
     system : str or None
         System prompt; needs a chat template.
     chat_template : bool or None
-        Wrap in the model's chat template; None does so if it has one.
+        Apply the model's chat template; None: if it has one.
     after : str or None
-        Words that follow the document instead of the template's.
+        Words after the document, replacing those of the template.
     max_prompt_tokens : int
-        Longest prompt that leaves room for the answer.
+        Length of the longest prompt that leaves room for the answer.
 
     Raises
     ------
     ConfigError
-        If the template lacks ``{text}``, the chat template is missing or refuses, or nothing fits.
+        If the template lacks ``{text}``, the chat template is missing or rejects the prompt, or no text would fit.
     """
     parsed = parse_template(template)
     if after is not None:
@@ -174,7 +173,7 @@ def make_frame(
         if system:
             raise ConfigError("prompt.system is set, but prompt.chat_template is false; put it into prompt.template")
         words = parsed.words
-        # The tokenizer's own first token (if it has one) belongs in front, its last one would end the prompt.
+        # Keep the tokenizer's BOS token, if it has one; its EOS token would end the prompt.
         begins = encode_words(tokenizer, words[0] or " ", add_special_tokens=True)[:1]
         begins = begins if begins == [tokenizer.bos_token_id] else []
     at = parsed.names.index("text")
@@ -195,7 +194,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     if control.isdisjoint(ids):
         return ids
-    # Unigram vocabularies hold their control tokens as ordinary pieces: cut those apart.
+    # Unigram vocabularies contain their control tokens as ordinary pieces: split these before tokenising.
     names = sorted(map(str, tokenizer.all_special_tokens), key=len, reverse=True)
     pieces = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
     halves = (half for piece in pieces for half in ((piece[:1], piece[1:]) if piece in names else (piece,)))
@@ -203,12 +202,12 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> PromptText:
-    """Make a document's prompt; a long text is cut to the part that `kept` names.
+    """Make a document's prompt; a text that is too long is cut to the part named by `kept`.
 
     Raises
     ------
     DocumentError
-        If it is too long and must not be cut.
+        If the text is too long and `kept` is None.
     """
     excess = len(text_ids) - frame.text_budget
     if excess <= 0:
@@ -224,7 +223,7 @@ def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> P
 
 
 def count_parts(frame: Frame, text_tokens: int) -> int:
-    """Return the number of prompts into which `split_text` divides a text of so many tokens."""
+    """Return the number of prompts into which `split_text` divides a text of `text_tokens`."""
     budget = frame.text_budget - frame.overlap
     return 1 if text_tokens <= frame.text_budget else -(-text_tokens // max(1, int(budget * (1 - SEAM_SHARE))))
 
@@ -232,11 +231,11 @@ def count_parts(frame: Frame, text_tokens: int) -> int:
 def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[PromptText]:
     """Split a long text into prompts of similar length, preferably at the end of a paragraph, line or sentence.
 
-    Each but the first begins with the last `Frame.overlap` tokens of the part before.
+    Each part except the first begins with the last `Frame.overlap` tokens of the previous part.
     """
     budget, tokens = frame.text_budget - frame.overlap, len(text_ids)
     count = count_parts(frame, tokens)
-    # Both ends of a part may move by this without its outgrowing the budget.
+    # Both ends of a part may move by this many tokens without exceeding the budget.
     reach = (budget - -(-tokens // count)) // 2
     bounds = [0]
     for part in range(1, count):
@@ -246,15 +245,15 @@ def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[Pr
 
 
 def _best_cut(tokenizer: Any, ids: Sequence[int], ideal: int, reach: int) -> int:
-    """Return the best position for a cut within `reach` of `ideal`, the nearest of several."""
+    """Return the best position for a cut within `reach` of `ideal`; of equally good ones, the nearest."""
     candidates = range(max(1, ideal - reach), min(len(ids) - 1, ideal + reach) + 1)
     return min(candidates, key=lambda at: (_hurt(tokenizer, ids, at), abs(at - ideal)))
 
 
 def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
-    """Rate a cut before token `at`: 0 between paragraphs, 1 lines, 2 sentences, 3 words, otherwise 4."""
+    """Rate a cut before token `at`: 0 between paragraphs, 1 lines, 2 sentences, 3 words; 4 within a word."""
     left = tokenizer.decode(ids[max(0, at - 2) : at])
-    # With its neighbour, since some decoders drop the space a text begins with.
+    # Decode it with its neighbours, since some decoders drop a leading space.
     right = tokenizer.decode(ids[max(0, at - 2) : at + 1])[len(left) :]
     if left.endswith("\n\n") and not right.startswith("\n"):
         return 0
@@ -268,7 +267,7 @@ def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
 def _assemble(
     tokenizer: Any, words: Sequence[str], names: Sequence[str], begins: Sequence[int]
 ) -> tuple[tuple[int, ...], Gaps]:
-    """Tokenise words, and return where between them the fields go."""
+    """Tokenise words; return their ids, and the positions between them where fields are inserted."""
     ids = [*begins, *encode_words(tokenizer, words[0])]
     gaps = []
     for name, following in zip(names, words[1:], strict=True):
@@ -278,7 +277,7 @@ def _assemble(
 
 
 def _fill(ids: Sequence[int], fields: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
-    """Insert ids at their places."""
+    """Insert the ids of fields at their positions."""
     edges = [0, *(at for at, _ in fields), len(ids)]
     found = list(ids[: edges[1]])
     for (_, filled), (start, stop) in zip(fields, pairwise(edges[1:]), strict=True):
@@ -292,7 +291,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
     Raises
     ------
     ValueError
-        If it refuses them.
+        If the template rejects them.
     """
     from jinja2 import TemplateError
 
@@ -303,7 +302,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def _render_user(tokenizer: Any, parsed: Template, system: str | None) -> tuple[str, ...]:
-    """Render the chat template with a user message; return the text between the places to fill in."""
+    """Render the chat template with a user message; return the text between its fields."""
     marks = [f"\ue000{number}\ue001" for number in range(len(parsed.names))]
     content = "".join(word + mark for word, mark in zip(parsed.words, [*marks, ""], strict=True))
     messages = [{"role": "system", "content": system}] if system else []
@@ -331,5 +330,5 @@ def _encode_plain(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_words(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Return the token ids of the frame's words, in which control tokens count as such."""
+    """Return the token ids of the frame's words, in which control tokens are recognised."""
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []

@@ -12,7 +12,7 @@ from kvr_mpi.documents.files import MAX_ID_CHARS
 from kvr_mpi.errors import ConfigError
 
 QUESTION = "{question}"
-# A name goes into the ids of answers, after the document's and a "#".
+# Names are part of the ids of answers: DOCUMENT#NAME.
 NAME = re.compile(r"[\w.-]{1,64}")
 MAX_FILE_BYTES = 64 << 20
 
@@ -28,7 +28,7 @@ def read_questions(path: Path) -> dict[str, str]:
     Raises
     ------
     ConfigError
-        If the file cannot be read, has none, or a name twice.
+        If the file cannot be read, contains no questions, or has a name twice.
     """
     key = f"the file of questions {str(path)!r}"
     try:
@@ -61,7 +61,7 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
     Raises
     ------
     ConfigError
-        If there are none, one is empty, no text or there twice, or a name cannot be part of an id.
+        If there are no questions, one is empty, not text or a duplicate, or a name cannot be part of an id.
     """
     if not questions:
         raise ConfigError(f"{key} contains no questions")
@@ -103,7 +103,7 @@ def words_after(template: str, question: str) -> str:
     Raises
     ------
     ConfigError
-        If its place is not there once.
+        If the template does not contain ``{question}`` exactly once.
     """
     if template.count(QUESTION) != 1:
         raise ConfigError(

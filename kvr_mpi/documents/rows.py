@@ -1,6 +1,6 @@
 """Rows of a table to documents: which fields are the id, the text, template fields and columns to keep.
 
-Stands between the formats (``files``) and the corpus. What is wrong with a row is its document's error.
+An error in a row becomes the error of its document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvr_mpi.documents.messages import joined, parse_messages
 from kvr_mpi.documents.openai_batch import parse_request
 from kvr_mpi.errors import DocumentError
 
-# Of text files, unless a job says otherwise.
+# Default encoding of text files.
 UTF_8 = "utf-8"
 
 Kind = Literal["text", "messages", "openai-batch"]
@@ -32,7 +32,7 @@ class RowFormat:
     encoding : of text files.
     kind : a row is a text, a conversation, or a request (``openai_batch``).
     columns : fields that templates name.
-    passed : fields that go into the records as they are.
+    passed : fields that are copied to the records.
     """
 
     id_field: str = "id"
@@ -107,7 +107,7 @@ def _name_of(value: Any, place: str, id_field: str) -> str:
 
 
 def _names_something(value: Any) -> bool:
-    """Whether a row's id is text, a number, or one of Parquet's types for dates and the like."""
+    """Whether a value can be an id or template field: text, a number, or a Parquet type such as a date or UUID."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, str | int | Decimal | date | time | UUID) and not isinstance(value, bool)
@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()  # lone surrogates, which no file can hold
+        return value.encode(errors="replace").decode()  # replaces lone surrogates, which UTF-8 cannot encode
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return value.hex() if isinstance(value, bytes) else str(value)

@@ -1,4 +1,4 @@
-"""Templates: the user's words, with places for the document's text and fields of its row."""
+"""Templates: the user's words, with placeholders for the document's text and fields of its row."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from kvr_mpi.errors import ConfigError
 
 TEXT = "{text}"
-# What means something in a template: two braces, or a name in braces. Anything else is itself.
+# The special parts of a template: two braces, or a name in braces. Everything else is literal.
 PLACE = re.compile(r"\{\{|\}\}|\{\s*[^\W\d][\w.-]*\s*\}")
-NAMED = 20  # fields in a message
+NAMED = 20  # maximum number of fields in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
     """A parsed template: words[0], the field names[0], words[1], and so on.
 
-    names : "text", the document, once; all others are fields of its row.
+    names : "text", the document, exactly once; the others are fields of its row.
     """
 
     words: tuple[str, ...]
@@ -26,11 +26,11 @@ class Template:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Fields of a row that are filled in."""
+        """Fields of a row that the template inserts."""
         return tuple(dict.fromkeys(name for name in self.names if name != "text"))
 
     def followed_by(self, after: str) -> Template:
-        """Append other words after the document."""
+        """Replace everything after the document with other words."""
         at = self.names.index("text") + 1
         return Template((*self.words[:at], after), self.names[:at])
 
@@ -38,21 +38,21 @@ class Template:
 def parse_template(template: str, key: str = "prompt.template", *, columns: Collection[str] | None = None) -> Template:
     """Split a template at its fields.
 
-    ``{text}`` is the document, ``{name}`` a field of its row; ``{{`` and ``}}`` are a brace. A single brace that opens
-    no name is itself, as is a ``}}`` that closes two of those, so that JSON can be written as it is.
+    ``{text}`` is the document, ``{name}`` a field of its row; ``{{`` and ``}}`` are literal braces. A single brace that
+    does not enclose a name is literal, and so is a ``}}`` that closes two such braces, so JSON needs no escaping.
 
     Parameters
     ----------
     template : str
     key : str
-        What the job calls it.
+        Key of the job, for messages.
     columns : collection of str or None
-        Fields that rows have; None: not known, so that any name may be one.
+        Fields of the rows; None: not known, so any name is accepted.
 
     Raises
     ------
     ConfigError
-        If ``{text}`` does not stand there once, or a name in braces is no field.
+        If ``{text}`` does not occur exactly once, or a name in braces is not a field.
     """
     words, names = _parse(template)
     times = names.count("text")
@@ -69,7 +69,7 @@ def parse_template(template: str, key: str = "prompt.template", *, columns: Coll
             f"{key} {template[:60]!r} has {_listed(unknown)}, which is unknown; known are {{text}}, the "
             f"document{fields}; write literal braces twice, such as {{{unknown[0]}}}"
         )
-    for name in columns or ():  # that no template can name, so that it would be sent as it is written
+    for name in columns or ():  # names that templates cannot use, and that would be sent literally
         if f"{{{name}}}" in template and name not in (*names, "text") and not PLACE.fullmatch(f"{{{name}}}"):
             raise ConfigError(
                 f"{key} {template[:60]!r} has {{{name}}}: names of fields can only have letters, digits, _, . and -; "
@@ -79,7 +79,7 @@ def parse_template(template: str, key: str = "prompt.template", *, columns: Coll
 
 
 def check_system(system: str | None, columns: Collection[str] = ()) -> None:
-    """Raise `ConfigError` if the system prompt contains a document or a field."""
+    """Raise `ConfigError` if the system prompt contains a placeholder for the document or a field."""
     for name in ("text", *columns):
         if system is not None and f"{{{name}}}" in system:
             raise ConfigError(
@@ -89,9 +89,9 @@ def check_system(system: str | None, columns: Collection[str] = ()) -> None:
 
 
 def _parse(template: str) -> tuple[list[str], list[str]]:
-    """Split at names in braces, and unescape double braces; names with spaces around them stay words."""
+    """Split at names in braces, and unescape double braces; names with surrounding spaces stay literal."""
     words, names = [""], []
-    opened: list[str] = []  # braces that are open, as they were written
+    opened: list[str] = []  # open braces, as written
     at = 0
     while at < len(template):
         found = PLACE.match(template, at)

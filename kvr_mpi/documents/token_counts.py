@@ -1,6 +1,6 @@
-"""Numbers of tokens in the documents of a corpus, counted or estimated with an error.
+"""Token counts of the documents of a corpus, for ``kvr plan``: exact, or estimated with a known error.
 
-Stands between the documents and ``kvr plan``, which needs a length of each and no more. A corpus is read once.
+The corpus is read only once.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import encode_text
 
-# A longer corpus is estimated: each document from two excerpts of this length, and about this share of the text is
-# counted as a whole, which tells how far off the estimates are.
+# For a longer corpus, each document is estimated from two excerpts of this length. Documents with about this share of
+# the text are also counted in full, which gives the error of the estimates.
 COUNTED_CHARS = 20_000_000
 EXCERPT_CHARS, CONTROL_SHARE = 512, 0.01
-# Given to the tokenizer together; those written in Rust share them among the cores.
+# Size of a batch for the tokenizer; fast (Rust) tokenizers process its texts in parallel.
 BATCH_CHARS = 2_000_000
 
 
@@ -34,7 +34,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """The kept part of a document: all of a short one, excerpts of a long one, and its tokens if it was counted."""
+    """The token counts of a document's excerpts (or of a whole short text), and of the document if it was counted."""
 
     id: str
     chars: int
@@ -49,7 +49,7 @@ def count_corpus(tokenizer: Any, documents: Iterable[Document]) -> Counted:
     Parameters
     ----------
     documents : iterable of Document
-        Gone through once.
+        Iterated once.
     """
     errors: dict[str, str] = {}
     stream = _noting(documents, errors)
@@ -111,7 +111,7 @@ def _noting(documents: Iterable[Document], errors: dict[str, str]) -> Iterator[D
 
 
 def _estimate(samples: Sequence[_Sample]) -> tuple[list[tuple[str, int]], str]:
-    """Scale up every document's excerpts, corrected by the documents that were counted."""
+    """Scale up every document's excerpts, corrected by the ratio found on the documents counted in full."""
 
     def scaled(sample: _Sample) -> float:
         return sample.sampled_tokens * sample.chars / max(1, sample.sampled_chars)
@@ -142,7 +142,7 @@ def _estimate(samples: Sequence[_Sample]) -> tuple[list[tuple[str, int]], str]:
 
 
 def _excerpts(text: str) -> list[str]:
-    """Return excerpts from one and three quarters down the text; all of a short text."""
+    """Return excerpts that start at one and three quarters of the text; all of a short text."""
     if len(text) <= 4 * EXCERPT_CHARS:
         return [text] if text else []
     starts = (len(text) // 4, 3 * len(text) // 4)

@@ -1,7 +1,7 @@
-"""Which settings can be combined, and why not: one table for errors, docs and tests.
+"""Which settings cannot be combined, and why: one table for errors, docs and tests.
 
-A setting is named as it is written: ``section.key`` stands for any value but the default, ``section.key = value`` for
-that value, ``[section]`` for a section that is there. What a model is (`MODELS`) is named in words.
+Settings are named as in job files: ``section.key`` stands for any value except the default, ``section.key = value``
+for that value, ``[section]`` for a section that is present. Kinds of models (`MODELS`) are described in words.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT_KEYS = tuple(f"prompt.{key}" for key in ("template", "system", "too_long"
 LOGPROBS, SAMPLES, SCHEMA = "generation.logprobs", "generation.n", "generation.json_schema"
 SCORE, SCORE_COLUMN, NO_ANSWER = "generation.score", "generation.score = FIELD", "generation.max_new_tokens = 0"
 
-# What a model is, as far as settings depend on it.
+# Kinds of models that do not support all settings.
 STATES, GENERIC, LENGTH = (
     "a model with recurrent layers",
     "a model whose attention runs over the whole cache",
@@ -42,8 +42,8 @@ MODELS = (STATES, GENERIC, LENGTH)
 class Row:
     """A setting that cannot be combined with any of some others.
 
-    why : continues a sentence that names both.
-    remedy : what to do about it.
+    why : reason, which continues a sentence that names both.
+    remedy : what the user can do.
     """
 
     setting: str
@@ -122,12 +122,12 @@ REFUSED = (
         "its rows do not say where the document's text is in the prompt",
         "choose observes = 'question'",
     ),
-    # Several ranks decode together.
+    # Head-parallel decoding.
     Row(HEADS, (SINGLE,), "it decodes from transformers' own cache, which cannot be split by heads"),
     Row(HEADS, (SHARDED_KV, SHARED_QUESTIONS), "ranks already decode together, each with some of the tokens"),
     Row(HEADS, (ROLLING,), "a rolling cache stays on one rank"),
     Row(HEADS, (KV,), "it stores the cache of one rank, but ranks that share heads each hold part of a document"),
-    # What is stored, and what is asked of it.
+    # Stored keys and values, and questions about them.
     Row(
         SHARDED_KV,
         (AUTO, RING, SINGLE),
@@ -170,7 +170,7 @@ REFUSED = (
     Row(REQUESTS, ("documents.id_field", "documents.text_field"), "its rows have fixed fields", "leave it out"),
     Row(ROWS, (KV,), "conversations and requests are not stored yet", "use documents.format = 'text', or leave it out"),
     Row(REQUESTS, (NO_ANSWER,), "requests need answers", "set at least 1"),
-    # What an answer is.
+    # Answers.
     Row(SAMPLES, (KV,), "it stores the keys of only one answer"),
     Row(SAMPLES, (SPLIT,), "several answers to one prompt are not supported there yet"),
     Row(SCORE, (SPLIT, REQUESTS), "scores are not supported there yet"),
@@ -183,7 +183,7 @@ REFUSED = (
         "it would end or change an answer where the schema does not",
     ),
 )
-# What is not refused: the first setting then has no effect, as `docs` says.
+# Pairs that are not refused, although the first setting then has no effect; the docs list them.
 NO_EFFECT = (
     Row(PROMPTS, (SINGLE,), "plain transformers prefills every prompt by itself"),
     Row(PROMPTS, (LENGTH,), "keys depend on the length of the whole prompt"),
@@ -194,7 +194,7 @@ NO_EFFECT = (
     Row(QUESTIONS, (LENGTH,), "keys depend on the length of the whole prompt, so documents are prefilled again"),
 )
 
-# Settings whose names do not say when a job has them.
+# Settings that need a function to tell whether a job uses them.
 SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
     CHAIN_SIZE: lambda job: (
         isinstance(job.parallel.ranks_per_chain, int) and job.parallel.ranks_per_chain > job.parallel.tensor_parallel
@@ -215,7 +215,7 @@ def check_combinations(job: JobSpec) -> None:
     Raises
     ------
     ConfigError
-        With all of them, and what to do.
+        The message lists all such pairs, and what to do.
     """
     _raise(refusals(job))
 
@@ -226,13 +226,13 @@ def check_model_combinations(job: JobSpec, model: Collection[str]) -> None:
     Raises
     ------
     ConfigError
-        With all of them, and what to do.
+        The message lists all such settings, and what to do.
     """
     _raise(refusals(job, [row for row in REFUSED if not {*row.others}.isdisjoint(MODELS)], model))
 
 
 def refusals(job: JobSpec, rows: Iterable[Row] = REFUSED, model: Collection[str] = ()) -> list[str]:
-    """Describe each pair of settings that cannot be combined: why not, and what to do."""
+    """Describe each pair of settings that cannot be combined, with the reason and the remedy."""
     found: dict[frozenset[str], str] = {}
     for row in rows:
         if (own := setting_of(row.setting, job)) is None:

@@ -32,19 +32,19 @@ def load_job(
     path : Path
         The TOML file.
     settings : sequence of str
-        ``section.key=value`` from the command line; the value is TOML, or else a plain string.
+        ``section.key=value`` from the command line; a value that is not valid TOML is a plain string.
     environ : mapping
-        For ``KVR_SECTION__KEY`` variables.
+        Environment with ``KVR_SECTION__KEY`` variables.
 
     Returns
     -------
     (JobSpec, dict of str to str)
-        The job, and for each ``section.key`` that was given, where from.
+        The job, and the origin of each ``section.key`` that was given.
 
     Raises
     ------
     ConfigError
-        Naming file, key, value and the valid choices.
+        The message has file, key, value and the valid choices.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -60,7 +60,7 @@ def load_job(
 def make_job(
     raw: dict[str, Any], path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> tuple[JobSpec, dict[str, str]]:
-    """Check a job that was read from `path`; otherwise as `load_job`."""
+    """Check a job that was read from `path`; for the rest see `load_job`."""
     sources = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
     sources |= {name: str(path) for name, table in raw.items() if isinstance(table, list)}
     runs_code = _runs_code(raw)
@@ -84,7 +84,7 @@ def make_job(
     try:
         spec = JobSpec.model_validate(raw)
     except ValidationError as error:
-        findings: dict[tuple[object, str], list[str]] = {}  # what a value might be instead, in one line
+        findings: dict[tuple[object, str], list[str]] = {}  # messages by subject: alternatives for a value share a line
         for item in error.errors():
             subject, message = _explain(path, sources, dict(item))
             findings.setdefault((item["loc"][:1], subject), []).append(message)
@@ -127,7 +127,7 @@ def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, t
 
 
 def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tuple[str, str]:
-    """Return where one of pydantic's errors is, and what to do about it."""
+    """Return the location of one of pydantic's errors, and what to do about it."""
     place = [str(part) for part in item["loc"] if not isinstance(part, int)]
     key = ".".join(place[:2])
     where = sources.get(key) or next((of for name, of in sources.items() if name.startswith(f"{key}.")), str(path))
@@ -140,13 +140,13 @@ def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tu
         about = "" if len(place) == 1 else f" ({_fields_of(place[0])[place[1]].description})"
         return f"{where}: {key}", f"is missing{about}"
     said = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error" and len(place) < 2:  # of a whole section; most such findings name its keys
+    if item["type"] == "value_error" and len(place) < 2:  # an error of a whole section; most name its keys
         return where if said.startswith(f"{key}.") else f"{where}: {key}", said
     return f"{where}: {key} = {item['input']!r}", said
 
 
 def _fields_of(section: str) -> Mapping[str, Any]:
     kind = JobSpec.model_fields[section].annotation
-    annotation = next(iter(get_args(kind)), kind)  # of a section that may be missing, what it is else
+    annotation = next(iter(get_args(kind)), kind)  # for Optional sections, the section's type
     assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return annotation.model_fields

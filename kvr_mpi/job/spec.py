@@ -76,7 +76,7 @@ class DocumentsSection(Section):
     def _known_encoding(cls, value: str) -> str:
         try:
             found = codecs.lookup(value)
-            "a".encode(value)  # some names are of no text encoding: base64, zip
+            "a".encode(value)  # refuses codecs that are not text encodings: base64, zip
         except (LookupError, ValueError):
             known = "utf-8, latin-1, cp1252 or utf-16"
             raise ValueError(f"expected an encoding that Python knows, such as {known}") from None

@@ -1,7 +1,7 @@
 """All checks of a job before anything is loaded, in about a second and without torch.
 
-Stands between a job as it was read and the batch. What is found here would be found later, too, after minutes in a
-queue and while models are loaded, and one thing at a time.
+Without these checks a job would find its problems one at a time, after minutes in a queue, and while it loads the
+model.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides
 from kvr_mpi.tuning.table import load_tables
 
-# Files that are looked into for the text field before it is held to be wrong.
+# Number of files in which to look for the text field before it is reported as missing.
 SAMPLED_FILES = 8
-# Most files of other types that are named.
+# Maximum number of files of other types to list.
 NAMED_FILES = 50
-# What a row holds, by documents.format: the setting to change, and the type of its field.
+# By documents.format: the setting to change if rows do not match, and the expected type of the content field.
 CONTENT: dict[str, tuple[str, type]] = {
     "text": ("text_field", str),
     "messages": ("text_field", list),
@@ -53,16 +53,16 @@ def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> Non
     ----------
     spec : JobSpec
     ranks : int
-        Of the whole job.
+        Number of ranks of the whole job.
     goes_on : bool
-        Results in the output folder are no reason to stop.
+        Allow existing results in the output folder.
     offline : bool
-        The hub is not asked, unless the job says otherwise.
+        Expect models of the hub in the local cache.
 
     Raises
     ------
     KvrError
-        With all findings in one message.
+        The message lists all problems.
     """
     findings = list(_findings(spec, ranks, goes_on, offline))
     if len(findings) == 1:
@@ -78,7 +78,7 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     Raises
     ------
     ConfigError
-        If the ranks cannot be divided so; the message lists what they can be divided into.
+        If the ranks cannot be divided into such chains; the message lists the valid sizes.
     """
     wanted = spec.ranks_per_chain
     size = 1 if wanted == "auto" else ranks if wanted == "all" else wanted
@@ -101,7 +101,7 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
 
 
 def lay_out(spec: JobSpec, ranks: int) -> Topology:
-    """Lay out a job's chains of equal length, and its groups; errors as for `choose_chain_size`."""
+    """Return the layout of a job's chains and tensor-parallel groups; errors as for `choose_chain_size`."""
     return Topology(ranks, choose_chain_size(spec, ranks), spec.parallel.tensor_parallel)
 
 
@@ -130,12 +130,12 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
 
 
 def check_table(spec: JobSpec, ranks: int) -> None:
-    """Refuse a lookup table that is not there, damaged, or for another number of ranks.
+    """Refuse a lookup table that is missing, damaged, or for another number of ranks.
 
     Raises
     ------
     ConfigError
-        Saying what was found.
+        The message lists the tables found.
     """
     parallel = spec.parallel
     if parallel.table is None:
@@ -173,7 +173,7 @@ def check_tensor_parallel(spec: JobSpec) -> None:
     Raises
     ------
     ConfigError
-        Naming the sizes that do.
+        The message lists the valid sizes.
     """
     size = spec.parallel.tensor_parallel
     if size > 1 and (why := _why_not_heads(spec.model.path, size)):
@@ -181,7 +181,7 @@ def check_tensor_parallel(spec: JobSpec) -> None:
 
 
 def _why_not_heads(path: str, size: int) -> str | None:
-    """Read the numbers of heads from a model's folder, and return why they cannot be divided."""
+    """Return why a model's heads cannot be divided, from its config.json; None if they can, or if that is unknown."""
     try:
         source = find_model(path)
     except ModelError:
@@ -247,7 +247,7 @@ def _check_model(model: ModelSection, offline: bool) -> None:
 
 
 def _check_cached(model: ModelSection) -> None:
-    """Check that a model of the hub is among the local files."""
+    """Check that a model of the hub is in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -296,7 +296,7 @@ def _fields(spec: JobSpec) -> set[str] | None:
     """List the fields in the first rows of tables; None if unknown."""
     tables: list[Path] = []
     for path in spec.documents.path if spec.questions is None else ():
-        with contextlib.suppress(CorpusError):  # said of the documents
+        with contextlib.suppress(CorpusError):  # `_check_documents` reports it
             tables += (Path(file) for file, _ in find_files([path]) if is_table(Path(file)))
     rows = [row for file in tables[:SAMPLED_FILES] for row in first_rows(file, (spec.documents.content_field,))]
     return {str(name) for row in rows for name in row} if rows or not (tables or spec.questions) else None
@@ -334,12 +334,12 @@ def _check_documents(spec: JobSpec, path: str) -> None:
 
 
 def find_others(spec: JobSpec) -> list[str]:
-    """List the files in the folders of a job's documents that are not read."""
+    """List the files in the folders of a job's documents that are skipped for their type."""
     return other_files(spec.documents.path) if spec.questions is None else []
 
 
 def describe_others(files: Sequence[str]) -> str:
-    """Count such files by type."""
+    """Describe the result of `find_others`, with counts by type."""
     return f"no document is read from {counted(len(files), 'file')} of other types ({describe_types(files)})"
 
 
@@ -369,7 +369,7 @@ def _check_output(spec: JobSpec, goes_on: bool) -> None:
             check_fresh(folder)
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         reason = "" if there.is_dir() else f"{there} is not a folder"
-    except OSError as error:  # a name too long, a folder that cannot be entered
+    except OSError as error:  # such as a name that is too long, or a folder without permission
         reason = error.strerror or str(error)
     if not reason and not os.access(there, os.W_OK | os.X_OK):
         reason = f"no permission to write to {there}"

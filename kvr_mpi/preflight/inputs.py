@@ -1,4 +1,4 @@
-"""What a job reads from its corpus: template fields, and columns that it copies."""
+"""The fields that a job reads from its corpus: those of templates, and columns to copy."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def parse_templates(spec: JobSpec) -> list[Template]:
     Raises
     ------
     ConfigError
-        If one of them is none.
+        If one of them is invalid.
     """
     return [parse_template(template, key) for key, template in templates_of(spec).items()]
 
 
 def row_format(spec: JobSpec) -> RowFormat:
-    """Return how the rows of a job's corpus are read."""
+    """Return the format with which the rows of a job's corpus are read."""
     check_prompts(spec)
     columns = dict.fromkeys(name for template in parse_templates(spec) for name in template.columns)
     wanted = spec.documents
@@ -64,7 +64,7 @@ def check_schema(spec: JobSpec) -> None:
     Raises
     ------
     ConfigError
-        Saying why, or what to install.
+        The message says why, or what to install.
     """
     schema = spec.generation.json_schema
     why = None if schema is None else why_not_followed(schema)
@@ -78,7 +78,7 @@ def check_prompts(spec: JobSpec) -> None:
     Raises
     ------
     ConfigError
-        Naming the first of them.
+        The message names the first of them.
     """
     asked: dict[str, str] = {}
     for name, template in spec.prompts.items():

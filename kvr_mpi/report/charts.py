@@ -1,4 +1,4 @@
-"""The charts of the report, each with a title that states its result, or the reason why it is empty."""
+"""The charts of the report; each title states the result, or why there is no chart."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvr_mpi.store.record import Record
 
 WIDTH, HEIGHT = 860.0, 300.0
 LANE = 46.0
-# Points of a line, and dots, beyond which some are left out: a drawing that nobody can tell from the whole.
+# Limits for the points of a line, and for dots; beyond them some are omitted, which does not change the picture.
 MOST_POINTS = 400
 MOST_DOTS = 1200
-# A prompt of which less was computed does not show how long one of its length takes.
+# Prompts with a smaller computed fraction (the rest was reused) are omitted from timings by length.
 LEAST_COMPUTED = 0.9
-# Prompts in so many groups of like length, for their slices.
+# Maximum number of groups of prompts with similar lengths in the chart of slices.
 MOST_GROUPS = 24
 
 
@@ -37,9 +37,9 @@ MOST_GROUPS = 24
 class Chart:
     """A chart, or the reason why there is none.
 
-    title : what it shows, as a sentence; or why there is none.
+    title : the result, as a sentence; or why there is no chart.
     note : how to read it.
-    legend : classes of colour, and what they mean.
+    legend : colour classes and their meanings.
     """
 
     name: str
@@ -102,7 +102,7 @@ def draw_timeline(timeline: Timeline) -> Chart:
 
 
 def draw_timelines(run: TracedRun | None) -> list[Chart]:
-    """Draw the longest prompt, and the one whose ranks waited most."""
+    """Draw the timelines of the longest prompt, and of the prompt whose ranks waited most."""
     if run is None:
         return [Chart("timeline", f"Timeline of a prompt: {NO_TRACE}.")]
     chains = [one for one in run.timelines if one.prompt.ranks > 1] or run.timelines
@@ -255,7 +255,7 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
 
 
 def _is_comparable(record: Record) -> bool:
-    """Whether a record shows the prefill time of its length: one prompt, most of it computed."""
+    """Whether a record's TTFT is typical of its length: it is one prompt, and most of it was computed."""
     computed = record.computed_tokens >= LEAST_COMPUTED * record.prompt_tokens
     return record.ttft_s > 0 and record.prompt_tokens > 0 and record.parts == 1 and computed
 
@@ -281,7 +281,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
         )
     ranks = sorted(best)
     tokens = statistics.median(one.prompt_tokens for some in best.values() for one in some)
-    # To a prompt of one length, by tokens: prompts of a group differ by a factor of two at most.
+    # Scale the times to the same length; the lengths in a group differ by a factor of two at most.
     times = {size: [one.ttft_s * tokens / one.prompt_tokens for one in best[size]] for size in ranks}
     token_s, pair_s = rates
     alone_s = run.layers * tokens * (token_s + pair_s * tokens / 2) if run is not None and token_s + pair_s else 0.0
@@ -315,7 +315,7 @@ def draw_progress(records: Sequence[Record]) -> Chart:
     if len(ends) < 2:
         return Chart(name, "Documents over time: fewer than two documents have a time.")
     failed = sorted(_unix(one) for one in records if one.finished_at and one.status == "error")
-    # Parts of a split document are decoded side by side: the sum of their times may be longer than the whole run.
+    # Parts of a split document are decoded in parallel, so the sum of their times may exceed the whole run.
     began = min(
         _unix(one) - one.ttft_s - (one.decode_s if one.parts == 1 else 0.0) for one in records if one.finished_at
     )

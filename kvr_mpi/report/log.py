@@ -1,6 +1,6 @@
 """Log lines with time stamps, and on ranks other than 0 with rank and host.
 
-A line says itself how much it matters: what begins with one of `LOUD` is always shown, a `Detail` only if asked for.
+Lines that begin with a prefix in `LOUD` are always shown, a `Detail` only with ``--verbose``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Literal, TextIO
 
 Level = Literal["quiet", "normal", "verbose"]
-# How lines begin that ``--quiet`` leaves: warnings, errors, and how it ended.
+# Prefixes of lines that ``--quiet`` still shows: warnings, errors, and the exit code.
 LOUD = ("warning: ", "error: ", "exit code ")
 DOCUMENT_FAILED = ": error: "
 
@@ -29,7 +29,7 @@ class Log:
     Parameters
     ----------
     rank : int
-        This rank; rank 0 needs no naming.
+        This rank; lines of rank 0 do not name it.
     level : {'quiet', 'normal', 'verbose'}
         Which lines to show.
     """

@@ -1,8 +1,8 @@
 """The report: one self-contained HTML page with charts, and answers to browse and search.
 
-No network: a content policy in the page forbids all of it, and every script and style but its own two. Documents and
-answers are strangers' text: in drawings they are escaped, and the table's are packed (JSON, gzip, base64), so that no
-character of theirs is ever read as markup; the page's script sets them as text.
+A content security policy in the page forbids network access, and all scripts and styles except the page's own.
+Documents and answers are untrusted text: in drawings they are escaped. In the table they are packed (JSON, gzip,
+base64), and the page's script inserts them as text, so they are never parsed as markup.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from kvr_mpi.store.status import read_status
 from kvr_mpi.store.summary import count_reasons, shorten
 from kvr_mpi.store.traces import read_traces
 
-# Most of a page; answers are cut where it would be larger.
+# Maximum size of a page; answers are truncated to fit.
 PAGE_BYTES = 5_000_000
-# Lengths that answers are cut to, the first that is short enough.
+# Lengths to which answers may be truncated; the first that fits is used.
 ANSWER_CHARS = (20_000, 8_000, 4_000, 2_000, 1_000, 600, 400, 250, 120, 60, 0)
 REASONS = 12
 SHADES = 8
@@ -55,8 +55,8 @@ class RunFacts:
     """General facts about the run.
 
     left : documents neither done nor failed; None: not known.
-    cost : in a line; empty: not known.
-    skipped : which ranks' traces could not be read, and why.
+    cost : description in one line; empty: not known.
+    skipped : for each trace that could not be read, the reason.
     """
 
     name: str
@@ -73,7 +73,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     Returns
     -------
     (bytes, list of str)
-        The page, and which traces are left out of it, and why; the page says so, too.
+        The page, and the reasons why traces are left out, which the page also shows.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     traces = list(read_traces(folder, skipped.append)) if path.is_dir() else []
     records: list[Record] = []
     model, software, cost = "nothing is stored yet", f"{len(traces)} traces", ""
-    if has_results(path) or not traces:  # of a job that was killed early there may be traces only
+    if has_results(path) or not traces:  # a job that was killed early may have only traces
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
         if results.index.costs:
@@ -96,7 +96,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     rates = [(trace.header.token_s, trace.header.pair_s) for trace in traces if trace.header.token_s]
     left = None
     if path.is_dir():
-        with contextlib.suppress(DataError):  # results without a run's files
+        with contextlib.suppress(DataError):  # results without the other files of a run
             left = read_status(folder).left
     facts = RunFacts(
         name=str(path.resolve().name if path.is_dir() else path.name),
@@ -118,9 +118,9 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
     records : sequence of Record
         Of all documents.
     run : TracedRun or None
-        What was traced.
+        The traces; None: there are none.
     rates : (float, float)
-        Seconds of a rank for a token and for a query-key pair, of a layer; zeros: not known.
+        Seconds per layer of a rank for a token and for a query-key pair; zeros: not known.
     """
     charts = [
         *draw_timelines(run),
@@ -170,9 +170,9 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
 
 
 def pack_answers(records: Sequence[Record], room_bytes: int) -> tuple[str, str]:
-    """Compress the documents' table into so many bytes of base64; also describe what was cut.
+    """Compress the documents' table into at most `room_bytes` of base64; also describe what was truncated.
 
-    If answers of no length leave room for all documents, there are only the first of them.
+    If not all documents fit even without answers, only the first ones are included.
     """
     shown = records
     while True:

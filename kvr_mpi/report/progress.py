@@ -19,9 +19,9 @@ from kvr_mpi.errors import printable
 from kvr_mpi.report.log import Log
 from kvr_mpi.store.record import Record
 
-# Least time between two lines of one rank that tell of prompts; documents that are done are always told of.
+# Minimum time between two lines about prefilled prompts of one rank; finished documents are always logged.
 LINE_S = 1.0
-# The time left is told when so much of the work is done, or so many documents: before, it would be a guess.
+# The time left is shown once this share of the work, or this many documents, is done: before, it would be a guess.
 EVIDENCE_SHARE, EVIDENCE_DOCUMENTS = 0.04, 20
 UNKNOWN = "left unknown"
 
@@ -29,8 +29,8 @@ UNKNOWN = "left unknown"
 class Progress:
     """Reports finished documents, remaining ones and the time left.
 
-    The time left is by work, in characters of text or any other unit, so that long documents count for more than
-    short ones. A prompt that is prefilled and waits for its answer counts as half done.
+    The time left is estimated from the work (in characters or any other unit), so that long documents count for more
+    than short ones. A prefilled prompt without its answer counts as half done.
 
     Parameters
     ----------
@@ -40,9 +40,9 @@ class Progress:
     deadline_s : float or None
         Unix time at which the batch system ends the job.
     silent : bool
-        Tell nothing.
+        Log nothing.
     bar : bool
-        Draw a bar that moves with what is prefilled, with the documents' lines above it; else only those lines.
+        Draw a progress bar, with the documents' lines above it; otherwise log only those lines.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class Progress:
         return self._clock() - self._began
 
     def document(self, record: Record, done: int, work: int, prefilled: int = 0, tokens: int = 0) -> None:
-        """Report a document.
+        """Report a finished document.
 
         Parameters
         ----------
         done, work : int
-            Documents of the whole job that are done with it, and their work.
+            Finished documents of the whole job including this one, and their work.
         prefilled : int
-            Work of the whole job that is prefilled, done or not.
+            Prefilled work of the whole job, finished or not.
         tokens : int
-            Computed, of the prompts and answers of all documents that are done.
+            Computed tokens of the prompts and answers of all finished documents.
         """
         self._tokens = tokens
         left = self._left(done, work, prefilled)
@@ -120,12 +120,12 @@ class Progress:
         self._worked = work
 
     def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0) -> None:
-        """Report a prefilled prompt; its answer may take long, since many are decoded together.
+        """Report a prefilled prompt; its answer may take long, since many prompts are decoded together.
 
         Parameters
         ----------
         prefilled : int
-            Work of the whole job that is prefilled with it.
+            Prefilled work of the whole job, including this prompt.
         """
         if self._bar is not None:
             self._bar.update(self._task, completed=self._worked + max(self._worked, prefilled))
@@ -142,7 +142,7 @@ class Progress:
             self._log.line(f"{what} | {times}")
 
     def _left(self, done: int, work: int, prefilled: int) -> str:
-        """Describe the time left, unless that would be a guess."""
+        """Describe the time left, or say that it is unknown."""
         if done >= self._documents:
             return "done"
         half_done = work + max(work, prefilled)

@@ -1,19 +1,19 @@
 """Colours and number formats of pages and plots.
 
-The colours are those of Okabe and Ito, which colour-blind readers tell apart: one for what is ours, one for waiting;
-rivals and bounds are grey. Text is never told apart by colour alone.
+The colours are those of Okabe and Ito, which colour-blind readers can distinguish: one for kvr-mpi, one for waiting;
+other systems and bounds are grey. Text never relies on colour alone.
 """
 
 from __future__ import annotations
 
 import math
 
-# By name: on white, on black.
+# Colours by name, for light and dark background.
 COLOURS = {
     "ours": ("#0072B2", "#56B4E9"),
-    "soft": ("#7FB8D8", "#2F7FA8"),  # ours, every second layer
+    "soft": ("#7FB8D8", "#2F7FA8"),  # kvr-mpi, every second layer
     "wait": ("#D55E00", "#F0894A"),
-    "held": ("#E0A800", "#F0C040"),  # waiting for the link to take what is sent
+    "held": ("#E0A800", "#F0C040"),  # waiting for the link to send
     "sent": ("#009E73", "#2FC79B"),
     "other": ("#A65B8B", "#DD9CC3"),
     "rival": ("#8A9099", "#8A929C"),

@@ -1,7 +1,7 @@
 """Charts as SVG: scales, axes and marks.
 
-Whatever is said in a drawing is escaped here. Colours are classes (``f-NAME`` fills, ``s-NAME`` strokes), so that a
-page can turn dark; there are no style attributes, which a strict content policy would refuse.
+All text in a drawing is escaped here. Colours are CSS classes (``f-NAME`` for fills, ``s-NAME`` for strokes), so that a
+page can have a dark mode; there are no style attributes, which a strict content policy would block.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from kvr_mpi.errors import printable
 from kvr_mpi.report.style import nice_ticks, plain_number
 
-# Room beside the axes.
+# Margins around the axes.
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 40
 Say = Callable[[float], str]  # formats a number
 
 
 def escaped(text: str) -> str:
-    """Escape text for HTML, including characters that change the direction of text."""
+    """Escape text for HTML, including control characters and bidirectional marks."""
     return html.escape(printable(text), quote=True)
 
 

@@ -38,7 +38,7 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
 
 
 def _told(record: Record) -> str:
-    """Describe how a prompt was computed: its slices, or how many of its tokens."""
+    """Describe how a prompt was computed: its slices, its computed tokens, or its number of prompts."""
     if record.question and record.computed_tokens < record.prompt_tokens:
         return f"{record.computed_tokens} computed"
     if record.parts > 1:
@@ -51,33 +51,33 @@ def _short(text: str) -> Text:
 
 
 def command(program: str | None = None) -> str:
-    """Return how the user can call ``kvr`` again: by name, or by path if the name leads elsewhere."""
+    """Return the command for ``kvr``: its name, or its path if the name resolves to another program."""
     beside = Path(program or sys.argv[0]).with_name("kvr")
     found = shutil.which("kvr")
     is_found = found is not None and os.path.realpath(found) == os.path.realpath(beside)
-    # A relative path was typed; an absolute one may have come from PATH.
+    # The user typed a relative path; an absolute one may have been found in PATH.
     if not beside.is_file() or (beside.is_absolute() and is_found):
         return "kvr"
     return shlex.quote(str(beside))
 
 
 def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_inspect: bool = False) -> None:
-    """Print the results of documents, and how to look at them.
+    """Print the results of documents, and the commands that show more.
 
     Parameters
     ----------
     summary : Summary
         Of all documents.
     rows : iterable of Record
-        Those to show, see `rows_of`.
+        Records to show, see `rows_of`.
     result : Path
     by_inspect : bool
-        Whether ``kvr inspect`` prints it, which then need not be named.
+        Whether ``kvr inspect`` prints this, so that the hint to it is left out.
     """
     console = open_console(max(100, shutil.get_terminal_size((140, 24)).columns))
     table = documents_table(("tokens", "seen", "slices", "first token", "tokens/s"))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
-    example, example_is_done = "", False  # a document to look at, one with an answer if there is any
+    example, example_is_done = "", False  # id for the hint, of an answered document if possible
     caches: dict[str, None] = {}
     for record in rows:
         caches |= {record.cache: None} if record.cache else {}
@@ -117,7 +117,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 def open_console(width: int) -> Console:
     """Return a console on standard output."""
-    # Open MPI gives its ranks a terminal of their own even where the output goes to a file: no colours, ever.
+    # Open MPI gives its ranks a terminal even if the output goes to a file, so never use colours.
     return Console(file=sys.stdout, width=width, highlight=False, force_terminal=False)
 
 

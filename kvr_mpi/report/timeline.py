@@ -48,7 +48,7 @@ class Lane:
 class Timeline:
     """A prompt on its chain.
 
-    lanes : of all its ranks, in the order of its slices; the ranks of a group have the same one.
+    lanes : one per rank, in the order of the slices; the ranks of a tensor-parallel group have the same slice.
     """
 
     lanes: list[Lane]
@@ -86,11 +86,11 @@ class Timeline:
 class TracedRun:
     """The contents of all traces of a run.
 
-    incomplete : prompts that some rank of their chain knows nothing of: the trace was full, or the job killed.
-    backwards : transfers that arrived before they were sent, by clocks that should agree.
-    names : of the ranks; in tensor-parallel groups with their place there.
-    memory : (rank, samples) of each rank in each job that worked on the run: (time, bytes).
-    clock_error_s : to which clocks of several hosts agree; inf: they were not compared.
+    incomplete : number of prompts not recorded by all ranks of their chain: a trace was full, or the job was killed.
+    backwards : number of transfers that seem to arrive before they were sent, according to the aligned clocks.
+    names : of the ranks; in tensor-parallel groups with their index there.
+    memory : rank and samples (time, bytes), for each rank in each job of the run.
+    clock_error_s : error of the alignment between the ranks' clocks; inf: they were not compared.
     """
 
     timelines: list[Timeline] = field(default_factory=list)
@@ -124,7 +124,7 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
         seen: Counter[tuple[str, int, str]] = Counter()
         for number, prompt in sorted(trace.prompts.items()):
             name = prompt.document, prompt.part, prompt.what
-            seen[name] += 1  # the parts of a text are followed by a prompt about their answers
+            seen[name] += 1  # a split text has a last prompt with the answers of its parts
             prefill = next((span for span in of_prompt[number] if span.kind == "prefill"), None)
             if prefill is not None and prompt.what != "packed":
                 key = header.session, prompt.first_rank, prompt.ranks, *name, seen[name]
@@ -156,5 +156,5 @@ def _backwards(timeline: Timeline, error_s: float) -> int:
             if span.kind == "receive" and span.layer >= 0:
                 key = span.layer, span.peer, lane.rank
                 ended[key] = max(ended.get(key, -math.inf), span.ended_s)
-    # A few microseconds are lost in writing.
+    # Times in traces are rounded to microseconds.
     return sum(ended[key] + error_s + 1e-5 < began for key, began in begun.items() if key in ended)

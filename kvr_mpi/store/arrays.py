@@ -1,7 +1,7 @@
 """Tensors in HDF5 without conversion: float32, float16, bfloat16, float64.
 
-HDF5 knows no bfloat16 by name, but describes any binary floating-point type: what is written here is read by plain h5py
-as float32.
+HDF5 has no named bfloat16 type, but can describe any binary floating-point format. Plain h5py reads the bfloat16
+datasets written here as float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def as_tensor(dataset: h5py.Dataset, raw: Bits) -> torch.Tensor:
     Raises
     ------
     DataError
-        If the dataset is of no type that keys and values have.
+        If the dataset's type is not in `DTYPES`.
     """
     import torch
 

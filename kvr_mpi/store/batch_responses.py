@@ -17,9 +17,9 @@ from kvr_mpi.documents.openai_batch import COMPLETIONS
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.record import Record
 
-# What the format has in place of minus infinity, which JSON does not know.
+# The format's stand-in for minus infinity, which JSON cannot represent.
 LEAST_LOGPROB = -9999.0
-# Arrays that every sample of a prompt has its own of.
+# Arrays that each sample of a prompt has separately.
 OF_SAMPLES = ("token_ids", "logprobs", "top_tokens", "top_logprobs")
 
 
@@ -32,12 +32,12 @@ def write_responses(records: Iterable[Record], stream: BinaryIO, model: str) -> 
         Of a job with ``documents.format = "openai-batch"``.
     stream : binary stream
     model : str
-        What answered, where a request named no model.
+        Model name for requests that named none.
 
     Raises
     ------
     DataError
-        If an answer is to no request.
+        If a record does not come from a request.
     """
     for record in records:
         stream.write(json.dumps(response_of(record, model), ensure_ascii=False).encode() + b"\n")
@@ -100,7 +100,7 @@ def _chat_logprobs(record: Record) -> dict[str, Any] | None:
 def _completion_logprobs(record: Record) -> dict[str, Any] | None:
     """Return the log-probabilities in the format of a completion.
 
-    Among tokens with the same text the most likely counts.
+    If several tokens have the same text, the most likely one is listed.
     """
     if not record.logprobs:
         return None

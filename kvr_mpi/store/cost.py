@@ -1,6 +1,6 @@
 """The cost of a run: node, GPU and core seconds, and energy where ranks can read it.
 
-Each rank's log says what that rank has spent so far, once a minute and at its end: the last line of a log counts.
+Each rank writes its total cost so far to its log, once a minute and at its end: the last line of a log counts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ NOT_READABLE = "energy is not readable here"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What some ranks have used.
+    """The cost of one or more ranks.
 
     key : names the rank's session, so that nothing is counted twice.
     node_s, gpu_s, core_s : seconds, of all nodes, GPUs and cores.
-    rank_s : of these, what went into documents (`Record.rank_s`).
-    joules : None: not known of all ranks.
-    meters : what the joules were read from, or why they are not known.
-    expected_s, took_s : how long the job was to take, start included (low, middle, high: 80 % of cases lie between),
-        and did; by its first rank, if earlier jobs told.
+    rank_s : rank seconds spent on documents (`Record.rank_s`).
+    joules : energy; None: not known for all ranks.
+    meters : source of the energy reading, or why there is none.
+    expected_s, took_s : forecast of the job's duration, start included (low, middle, high: 80 % of cases lie between),
+        and its actual duration; recorded by the first rank if earlier jobs allowed a forecast.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Cost:
         return self.joules / self.rank_s if self.joules and self.rank_s else 0.0
 
     def describe(self, documents: int) -> str:
-        """Describe the cost in one line, for so many answered documents."""
+        """Describe the cost in one line, for this number of answered documents."""
         hours = [("node", self.node_s), ("GPU", self.gpu_s), ("core", self.core_s)]
         spent = ", ".join(f"{seconds / 3600:.3g} {name} hours" for name, seconds in hours if seconds or name != "GPU")
         if self.joules is None:
@@ -78,7 +78,7 @@ def read_cost(values: Mapping[str, Any]) -> Cost:
     Raises
     ------
     DataError
-        If it says anything else.
+        If a value has another type or range.
     """
     found = {spec.name: values[spec.name] for spec in fields(Cost) if spec.name not in OUTCOME}
     found |= {"expected_s": tuple(values.get("expected_s", ())), "took_s": values.get("took_s", 0.0)}
@@ -102,7 +102,7 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
     unknown = sorted({one.meters for one in found if one.joules is None})
     meters = unknown or sorted({one.meters for one in found})
     forecasts = [one for one in found if one.expected_s]
-    told = forecasts[0] if len(forecasts) == 1 else Cost("")  # of several jobs, shares say, none is that of the whole
+    told = forecasts[0] if len(forecasts) == 1 else Cost("")  # with several jobs, no forecast covers all of them
     joules_of_all = sum(joules) if joules and not unknown else None
     return Cost(
         "", **sums, joules=joules_of_all, meters="; ".join(meters), expected_s=told.expected_s, took_s=told.took_s

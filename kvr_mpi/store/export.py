@@ -17,7 +17,7 @@ ASKED_ABOUT = ("document", "question")
 
 
 def asked_fields(records: Iterable[Record]) -> tuple[str, ...]:
-    """List the fields of a short table: the answer and those that a job asked for, in the order of a record."""
+    """List the fields of a short table: the answer and the fields that a job requested, in the order of a record."""
     always, asked = (
         ("id", "status", "error", "answer"),
         [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG)],
@@ -30,7 +30,7 @@ def asked_fields(records: Iterable[Record]) -> tuple[str, ...]:
 
 def _write_csv(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str], chosen: Sequence[str]) -> None:
     """Write a header and one row per document, with these fields or all; lists are space-separated."""
-    # No file of its own, which would close the stream, and complain when it goes if a reader has gone before.
+    # Not a TextIOWrapper: it would close the stream, and raise when it is deleted after the reader closed the pipe.
     text = codecs.getwriter("utf-8")(stream)
     names = [
         name for name in _names(columns) if name.startswith("columns.") or name in (*chosen, "coverage") or not chosen
@@ -67,13 +67,13 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
 
 
 def _names(columns: Sequence[str]) -> list[str]:
-    """List the columns of a table: the fields of a record, and those of the documents' rows one by one."""
+    """List the columns of a table: the fields of a record, and one column per copied column of the documents' rows."""
     names = [spec.name for spec in fields(Record) if spec.name != "columns"]
     return [*names, "coverage", *(f"columns.{name}" for name in columns)]
 
 
 def _row(record: Record, columns: Sequence[str]) -> dict[str, object]:
-    """Convert a record to a row; values from the document's own row that are not text become JSON."""
+    """Convert a record to a row; values copied from the document's row become JSON unless they are text."""
     row, passed = {**record.as_dict(), "coverage": record.coverage}, record.passed
     del row["columns"]
     for name in columns:
@@ -90,9 +90,9 @@ def write_export(
     Parameters
     ----------
     columns : sequence of str
-        Those of the documents' rows that tables have.
+        Columns of the documents' rows to include in tables.
     chosen : sequence of str
-        Fields of a record that CSV has beside the coverage (see `asked_fields`); none: all of them.
+        Fields of a record to write to CSV in addition to the coverage (see `asked_fields`); empty: all fields.
     """
     if kind == "jsonl":
         for record in records:

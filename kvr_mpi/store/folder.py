@@ -1,7 +1,7 @@
 """Reading a run: ``results.h5`` and logs, compared with the volumes that exist; each document counts once.
 
-A document is done if its record is there and all keys and values that it needs are. Done beats error, later beats
-earlier. Looking changes nothing.
+A document is done if its record and all keys and values that it needs exist. A done record takes precedence over an
+error, a later record over an earlier one. Reading changes no files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.store.summary import Summary, count_reasons, shorten
 from kvr_mpi.store.volumes import KV, RESULTS, Source, is_ours, key_of, open_source, open_volume
 
-# What a file that is damaged is called after its name, from then on.
+# Appended to the name of a damaged file when it is set aside.
 DAMAGED = ".damaged"
 OPEN_FILES = 64
 RECORD_START = b'{"id": '
@@ -35,13 +35,13 @@ RECORD_START = b'{"id": '
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a document's record is, and the part of it that was read.
+    """The location of a document's record, and the fields read from its head.
 
     source : ``results.h5`` or a log.
-    at, size : of its line there.
+    at, size : offset and bytes of its line there.
     reason : why it failed, shortened.
-    needs : ids of its keys and values.
-    pieces : where they are, once that was looked up.
+    needs : ids of the pieces of its keys and values.
+    pieces : locations of these pieces; empty until they are looked up.
     """
 
     source: Path
@@ -72,10 +72,10 @@ class Index:
     """The records of all documents, by id.
 
     places : by id.
-    gone : documents whose keys and values are in no file any more, and in which they were.
-    unreadable : documents whose keys and values are in a damaged file, and why.
-    damaged : files that are not as they were written, and why; they were passed over.
-    costs : what each rank has spent in each session.
+    gone : documents whose keys and values no longer exist, with the file that is gone.
+    unreadable : documents whose keys and values are in a damaged file, with the damage.
+    damaged : damaged files, with the damage; their contents are skipped.
+    costs : cost of each rank in each session.
     """
 
     places: dict[str, Place]
@@ -111,11 +111,11 @@ class Survey:
     """The contents of a run's folder.
 
     records : places of every document, in the order of writing.
-    volumes : by name, the size that a log tells and the pieces; None: of ``results.h5`` itself.
+    volumes : by name, the size that the log lists (None for ``results.h5``) and the pieces.
     headers : by log.
-    sizes_bytes : of all files that are there, by name.
-    damaged : files that are not as they were written, by name, and in what.
-    spoilt : pieces that are not, in files that otherwise are, and in what.
+    sizes_bytes : of all existing files, by name.
+    damaged : damaged files by name, with the damage.
+    spoilt : damaged pieces in files that are otherwise intact, with the damage.
     """
 
     folder: Path
@@ -129,12 +129,12 @@ class Survey:
 
     @property
     def unlisted(self) -> list[str]:
-        """Volumes that no log lists, since they were never finished."""
+        """Volumes that no log lists because they were never finished."""
         return sorted(name for name in self.sizes_bytes if VOLUME_NAME.fullmatch(name) and name not in self.volumes)
 
     @property
     def missing(self) -> list[str]:
-        """Volumes that documents need and that do not exist."""
+        """Volumes that documents need but that do not exist."""
         gone = [name for name, (size, _) in self.volumes.items() if size is not None and name not in self.sizes_bytes]
         there = self._pieces()[0]
         needed = {piece for places in self.records.values() for place in places for piece in place.needs}
@@ -195,7 +195,7 @@ class Survey:
 
 
 def _choose(found: list[Place], there: dict[str, Piece]) -> Place | None:
-    """Choose the record that counts for a document, with its keys and values; None if none is complete."""
+    """Choose the valid record of a document, and locate its keys and values; None if none is complete."""
     for place in reversed(found):
         if place.is_done and all(piece in there for piece in place.needs):
             return replace(place, pieces=tuple(there[piece] for piece in place.needs)) if place.needs else place
@@ -208,7 +208,7 @@ def survey(path: Path, *, reads_all: bool = False) -> Survey:
     Parameters
     ----------
     reads_all : bool
-        Read whole records, too: one that is sealed, but cannot be one, is damaged.
+        Parse whole records instead of their heads; an invalid record with a correct checksum counts as damaged.
 
     Raises
     ------
@@ -238,7 +238,7 @@ def survey(path: Path, *, reads_all: bool = False) -> Survey:
 
 
 def _sources(path: Path, names: Iterable[str]) -> list[Path]:
-    """List the files with records, the oldest first; their names have the order, so no clock is needed."""
+    """List the files with records, the oldest first; the session numbers in their names give the order."""
     if path.is_file():
         return [path]
     there = set(names)
@@ -253,7 +253,7 @@ def list_logs(names: Iterable[str]) -> list[str]:
 
 
 def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Iterator[bytes]:
-    """Process the lines of a log, and yield the valid ones after the header; of records only the head is parsed."""
+    """Add the lines of a log to `found`, and yield the valid ones after the header; see `survey` for `reads_all`."""
     damaged = 0
     for number, (at, line) in enumerate(source.lines()):
         try:
@@ -331,15 +331,15 @@ def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False)
     path : Path
         A file of results, or a run's folder.
     verify : bool
-        Hold keys and values against their digests. They, and records, are held against them when they are read, too.
+        Verify the digests of keys and values now. They are verified in any case when data are read, as for records.
     passes_damaged : bool
-        Pass over what is damaged, and name it.
+        Skip damaged files, and list them in `Index.damaged`.
 
     Raises
     ------
     DataError
-        If there is nothing to read (`MissingError`: no such folder), something is damaged or foreign, or not all files
-        are of one job.
+        If there is nothing to read (`MissingError`: no such folder), a file is damaged or foreign, or the files belong
+        to different jobs.
     """
     if not path.exists():
         raise MissingError(
@@ -412,7 +412,7 @@ def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
     Raises
     ------
     DataError
-        If one is damaged.
+        If a record is damaged.
     """
     joules = index.cost.joules_per_rank_s
     with ExitStack() as stack:
@@ -441,7 +441,7 @@ def open_document(index: Index, name: str) -> Iterator[tuple[Record, StoredKV]]:
     Raises
     ------
     DataError
-        If it is not what was written.
+        If the document is damaged.
     """
     (record,) = read_records(index, [name])
     with closing(open_pieces(name, index.places[name].pieces)) as kv:
@@ -454,7 +454,7 @@ def read_run_header(path: Path) -> Header | None:
     Raises
     ------
     DataError
-        If none can be read.
+        If files exist, but none of their headers can be read.
     """
     broken: DataError | None = None
     for source in reversed(_sources(path, os.listdir(path) if path.is_dir() else ())):

@@ -1,9 +1,9 @@
 """Reading HDF5 files that may be damaged, foreign or hostile; the whole store uses these functions.
 
-No link out of a file is followed, no type is taken on trust, nothing is inflated before its size is known to be
-bearable, and whatever HDF5 stumbles over becomes a `DataError`. Strings are written with a fixed length: HDF5 keeps
-strings of variable length in a heap without a checksum, where a flipped bit can change them unseen, or send the library
-into an endless loop. Datasets are written in chunks with Fletcher's checksum, which HDF5 checks whenever it reads one.
+They follow no link out of a file, check every type, check the size of data before reading them, and convert every
+error of HDF5 to a `DataError`. Strings are written with a fixed length: HDF5 keeps strings of variable length in a heap
+without a checksum, where a flipped bit can change them undetected, or send the library into an endless loop. Datasets
+are written in chunks with Fletcher's checksum, which HDF5 verifies whenever it reads a chunk.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 from kvr_mpi.errors import DataError
 
 T = TypeVar("T", str, int)
-# HDF5's class of a type, and numpy's type to read it as; text is read in its own length.
+# HDF5's type class, and numpy's dtype for reading; text is read as a string of its stored length.
 CLASSES: dict[type, tuple[int, Any]] = {str: (h5py.h5t.STRING, None), int: (h5py.h5t.INTEGER, np.int64)}
-# Chunks are about so large: one checksum each, and few enough of them.
+# Approximate size of a chunk, which has one checksum.
 CHUNK_BYTES = 1 << 20
-# No chunk and no attribute is larger, or what claims to be one would be inflated to any size.
+# Maximum size of a chunk or attribute, so that a hostile file cannot exhaust the memory.
 LARGEST_BYTES = 64 << 20
 
 
@@ -66,7 +66,7 @@ def write_attribute(item: Any, name: str, value: str | int) -> None:
     Raises
     ------
     DataError
-        If it is longer than what is read.
+        If it is larger than `LARGEST_BYTES`.
     """
     if isinstance(value, str):
         data = np.array(value.encode(), h5py.string_dtype("utf-8", max(1, len(value.encode()))))
@@ -79,7 +79,7 @@ def write_attribute(item: Any, name: str, value: str | int) -> None:
 
 
 def write_dataset(group: h5py.Group, name: str, data: np.ndarray[Any, Any]) -> None:
-    """Write an array as a dataset of checksummed chunks along the first dimension; without elements it has none."""
+    """Write an array as a dataset of checksummed chunks along the first dimension; an empty array has no chunks."""
     kind = h5py.h5t.py_create(data.dtype, logical=True)
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     if data.size:
@@ -105,7 +105,7 @@ def read_attribute(item: Any, name: str, kind: type[T]) -> T:
     stored = h5py.h5a.open(item.id, name.encode())
     wanted, dtype = CLASSES[kind]
     found = stored.get_type()
-    # Before its value is read: a string of variable length would be looked up in the heap.
+    # Check the type before reading: a string of variable length would be read from the heap, which has no checksum.
     fits = stored.get_space().get_simple_extent_type() == h5py.h5s.SCALAR and found.get_class() == wanted
     if fits and kind is str:
         fits, dtype = not found.is_variable_str() and found.get_size() <= LARGEST_BYTES, f"S{found.get_size()}"
@@ -121,7 +121,7 @@ def read_attribute(item: Any, name: str, kind: type[T]) -> T:
 def attribute_names(item: Any) -> set[str]:
     """Names of all attributes."""
     found: list[bytes] = []
-    h5py.h5a.iterate(item.id, found.append)  # goes on while the function returns None
+    h5py.h5a.iterate(item.id, found.append)  # continues while the callback returns None
     return {name.decode(errors="replace") for name in found}
 
 
@@ -134,7 +134,7 @@ def group_in(group: h5py.Group, name: str) -> h5py.Group:
 
 
 def dataset_in(group: h5py.Group, name: str, kinds: str, ndims: tuple[int, ...]) -> h5py.Dataset:
-    """Return a member that is a dataset of one of numpy's `kinds` (``"f"``, ``"S"`` ...) with so many dimensions."""
+    """Return a member that is a dataset of one of numpy's `kinds` (``"f"``, ``"S"`` ...) with `ndims` dimensions."""
     item = child(group, name)
     if not isinstance(item, h5py.h5d.DatasetID):
         raise DataError(f"{_path(group, name)} is a {type(item).__name__}; expected a dataset")
@@ -153,7 +153,7 @@ def child(group: h5py.Group, name: str) -> Any:
     Raises
     ------
     DataError
-        If it is missing, a soft or external link, or its data are elsewhere or incomplete.
+        If it is missing, a soft or external link, or its data are incomplete or in another file.
     """
     raw = name.encode()
     if not group.id.links.exists(raw):
@@ -172,7 +172,7 @@ def size_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _check_data(dataset: Any, where: str) -> None:
-    """Refuse external or missing data (which would read as zeros), and datasets that would exhaust the memory."""
+    """Refuse external data, missing data (which read as zeros), and datasets that would exhaust the memory."""
     plist, space = dataset.get_create_plist(), dataset.get_space()
     layout, item_bytes = plist.get_layout(), dataset.get_type().get_size()
     if layout == h5py.h5d.VIRTUAL or plist.get_external_count():

@@ -9,7 +9,7 @@
                          index of each row in token_ids, ascending in each
                          head (int32)
 
-Both are in the hash that the log's checksum covers. A layer that compression left alone is as ever.
+The hash that the log's checksum covers includes both. A layer that is not compressed has the usual layout.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HeadRows:
         return list(zip([0, *ends], ends, strict=False))
 
     def bounds_before(self, tokens: int) -> list[tuple[int, int]]:
-        """Bounds of each head's rows among the first so many tokens."""
+        """Bounds of each head's rows whose position is below `tokens`."""
         return [
             (first, first + int(np.searchsorted(self.positions[first:last], tokens))) for first, last in self.bounds
         ]
@@ -75,12 +75,12 @@ def refuse_compressed(compression: str, name: str, what: str) -> None:
     compression : str
         Of the stored keys and values; empty: none.
     name, what : str
-        The document's, and what they are for.
+        The document's id, and the operation that needs them.
 
     Raises
     ------
     ConfigError
-        If it is not empty.
+        If `compression` is not empty.
     """
     if compression:
         raise ConfigError(
@@ -96,17 +96,17 @@ def write_head_rows(layer: Any, rows: HeadRows) -> None:
 
 
 def open_head_rows(layer: Any, shape: tuple[int, ...]) -> HeadRows | None:
-    """Open the table of which tokens the heads of a layer keep; None if they all keep the same.
+    """Read which tokens each head of a layer keeps; None if all heads keep the same tokens.
 
     Parameters
     ----------
     shape : tuple of int
-        Of its keys.
+        Shape of the layer's keys.
 
     Raises
     ------
     DataError
-        If that does not match the keys, or positions do not ascend.
+        If the rows do not match the keys, or the positions of a head do not ascend.
     """
     if not any(name in layer for name in NAMES):
         return None

@@ -14,10 +14,10 @@
                          every block of tokens of keys and of values
                          (int64, blocks x 2)
 
-What compression has left has rows of its own for each head: see ``head_rows``.
+In compressed layers each head has its own rows: see ``head_rows``.
 
-HDF5 checks its own checksums at 2 GB/s, which would be most of the time that loading takes; XXH3 costs a tenth of it.
-Everything but keys and values themselves goes into one hash, which the log's checksum covers.
+HDF5 verifies its own checksums at 2 GB/s, which would be most of the loading time; XXH3 takes a tenth of that. One
+hash, which the log's checksum covers, includes everything except the keys and values themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
 KINDS = ("keys", "values")
 HEADS = ("first_head", "last_head", "all_heads")
 MEMBERS = {*KINDS, "digests", *NAMES}
-# Keys and values hardly shrink: more than this many times the file's size is a bomb.
+# Keys and values are hardly compressible: a group that claims more than this multiple of the file's size is hostile.
 MAX_INFLATION = 64
 
 
@@ -66,7 +66,7 @@ def write_kv(
     layers : iterable of (keys, values) or None
         Each layer's (tokens, kv_heads, head_dim); None for a layer that has none.
     tokens : CachedTokens or None
-        Whose they are; without that they can be looked at, but not gone on from.
+        Their tokens; None: the keys and values can be read, but no prompt can continue from them.
 
     Returns
     -------
@@ -118,12 +118,12 @@ def open_kv(kv: h5py.Group, announced_bytes: int, sha256: str) -> StoredPiece:
     ----------
     kv : h5py.Group
     announced_bytes, sha256
-        What `write_kv` returned, as the log tells it.
+        The results of `write_kv`, as listed in the log.
 
     Raises
     ------
     DataError
-        If they are anything else, or larger than announced.
+        If the group's contents differ from what was written.
     """
     place = where(kv)
     stored = _open(kv)
@@ -219,12 +219,12 @@ def _read_heads(kv: Any, counts: Iterable[int]) -> KVHeads | None:
     Parameters
     ----------
     counts : iterable of int
-        How many each of its layers has.
+        Number of KV heads of each of its layers.
 
     Raises
     ------
     DataError
-        If they are none that a rank of a group has, or are not as many as its layers have.
+        If they are not an even share of the heads, or their number differs from the layers'.
     """
     if not attribute_names(kv) & {*HEADS}:
         return None

@@ -1,9 +1,9 @@
 """A lock for the output folder: one job at a time, across nodes, and on file systems without locks.
 
-Every job that takes the folder makes a file ``.lock-N``, N one higher than any before; the highest counts. Making a
-file that must not exist yet is the one step that is atomic everywhere, so of two contenders one wins. The owner
-rewrites its file with a growing number: whoever wants the folder watches the number, and no clocks are compared.
-The highest file is never removed, only marked as released, so that no number is given twice.
+Every job that takes the folder creates a file ``.lock-N``, with N one higher than any before; the highest N counts.
+Exclusive creation of a file is atomic on every file system, so only one of two contenders succeeds. The owner rewrites
+its file with a growing number. Another job that wants the folder watches this number, so no clocks are compared.
+The highest file is never removed, only marked as released, so that no N is used twice.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvr_mpi.errors import OutputError
 from kvr_mpi.store.log import TIMES_S
 
 BEAT_S = 2.0
-# An owner whose number has stood still for so long is taken for dead.
+# An owner whose number has not changed for this long counts as dead.
 WATCH_S = 20.0
-LOCK_BYTES = 1024  # always rewritten whole and in place, which needs no space on a full disk
+LOCK_BYTES = 1024  # always rewritten in place at full length, which needs no space on a full disk
 
 Say = Callable[[str], None]
 
@@ -37,9 +37,9 @@ class Owner:
     """The process that holds a folder.
 
     host : name of the machine.
-    space : what process ids are unique in: one boot of one machine, one container.
-    pid, started : the process, and when it was started in ticks of its machine, since ids are used again.
-    job, restart : the batch system's job, "" without one, and how often it has been restarted.
+    space : namespace in which process ids are unique: one boot of one machine, one container.
+    pid, started : process id, and its start in clock ticks since boot, since ids are reused.
+    job, restart : the batch system's job id ("" without one), and how often the job was restarted.
     """
 
     host: str
@@ -72,7 +72,7 @@ class LockState:
 
 
 def read_lock(folder: Path) -> LockState | None:
-    """Read who holds or last held the folder; None if nobody ever did."""
+    """Read the latest lock file of the folder; None if there is none."""
     number = session_of(folder)
     if number == 0:
         return None
@@ -88,7 +88,7 @@ def read_lock(folder: Path) -> LockState | None:
 
 
 def _is_plausible(owner: Owner) -> bool:
-    """Whether the owner in a file is plausible, since it is printed and looked up as a process."""
+    """Whether the owner read from a file is plausible; it will be printed, and looked up as a process."""
     texts, numbers = (owner.host, owner.space, owner.job), (owner.pid, owner.started, owner.restart)
     return all(isinstance(text, str) and text.isprintable() for text in texts) and all(
         type(number) is int and number >= 0 for number in numbers
@@ -103,7 +103,7 @@ def session_of(folder: Path) -> int:
 def is_alive(folder: Path, watch_s: float = 2.5 * BEAT_S) -> bool:
     """Return whether a job is running in the folder.
 
-    On another machine its heartbeat is watched for `watch_s` seconds.
+    If the owner is on another machine, watch its heartbeat for `watch_s` seconds.
     """
     state = read_lock(folder)
     if state is None or state.released:
@@ -121,12 +121,12 @@ class Lock:
     owner : Owner
         This process.
     say : callable
-        For a line of text while another owner is watched.
+        Receives a log line before another owner is watched.
 
     Raises
     ------
     OutputError
-        If a job is at work there; the message names it.
+        If another job holds the folder; the message names it.
     """
 
     def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:
@@ -150,7 +150,7 @@ class Lock:
         Parameters
         ----------
         anew : bool
-            Look now; else what was found at the last beat counts.
+            Check the lock file now; otherwise use the result of the last heartbeat.
         """
         if anew:
             with contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ class Lock:
                 raise OutputError(
                     f"output.path {str(self._folder)!r} cannot be written: {error.strerror or error}"
                 ) from error
-            if session_of(self._folder) != self.number:  # made long after it was found to be free
+            if session_of(self._folder) != self.number:  # another job took the folder after the check
                 raise OutputError(_refusal(self._folder, read_lock(self._folder)))
             undo.pop_all()
         return handle
@@ -206,7 +206,7 @@ class Lock:
     def _live(self) -> None:
         while not self._ended.wait(BEAT_S):
             self._beats += 1
-            with contextlib.suppress(OSError):  # a disk that is full or away for a while
+            with contextlib.suppress(OSError):  # the disk may be full or unavailable for a while
                 self._store()
                 self._look()
 
@@ -227,7 +227,7 @@ def _refuse_folders(folder: Path) -> None:
 
 
 def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:
-    """Whether the owner of a lock is dead: known at once on this machine or after a restart, otherwise watched."""
+    """Whether the owner of a lock is dead; watches its heartbeat unless it ran on this machine or in this same job."""
     known = _known_alive(state.owner)
     if known is not None:
         return not known
@@ -242,7 +242,7 @@ def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:
 
 
 def _known_alive(holder: Owner | None) -> bool | None:
-    """Whether an owner is alive, as far as this machine can tell."""
+    """Whether an owner's process is alive; None if this machine cannot tell."""
     if holder is None or holder.space != _space() or not holder.space:
         return None
     return _started(holder.pid) == holder.started
@@ -254,7 +254,7 @@ def _beats(folder: Path, state: LockState, seconds: float) -> bool:
 
     def content() -> bytes:
         try:
-            return read_regular(path, LOCK_BYTES)  # opened anew each time, which makes a network file system look
+            return read_regular(path, LOCK_BYTES)  # reopening refreshes a network file system's cache
         except OSError:
             return b""
 

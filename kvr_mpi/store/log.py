@@ -22,8 +22,8 @@
                              last line of a key counts (see ``cost``)
       ..., "seal": "..."}    ends every line: CRC32 of what precedes it
 
-A file is made by one process and no other ever appends to it, so only its last line can be torn by a crash: one without
-a line break does not count.
+Only the process that creates a file ever appends to it, so a crash can tear only its last line: a line without a line
+break does not count.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from kvr_mpi.errors import DataError
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
 SEAL_BYTES = len(b', "seal": "01234567"}')
 READ_BYTES = 4 << 20
-LINE_BYTES = 1 << 28  # of the longest line that is written or read
+LINE_BYTES = 1 << 28  # maximum length of a line, written or read
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Unix times that a calendar can show.
+# Unix times that `datetime` can represent.
 TIMES_S = (-6e10, 2.5e11)
 HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
 
@@ -62,9 +62,9 @@ HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
 class Header:
     """The first line of a log, which holds for all its records.
 
-    identity : what the answers depend on; a run is only resumed with the same.
-    model : name, architecture, dtype: for people.
-    software : versions of everything the answers came through.
+    identity : settings that the answers depend on; a run can only be resumed with the same identity.
+    model : name, architecture, dtype; informative.
+    software : versions of the software that produced the answers.
     """
 
     identity: dict[str, Any]
@@ -101,7 +101,7 @@ def read_header(values: Mapping[str, Any]) -> Header:
     Raises
     ------
     ValueError
-        If it is not one.
+        If it is not a header.
     """
     found = [values.get(name) for name in ("identity", "model", "software")]
     if values.get("line") != HEADER or not all(isinstance(one, dict) for one in found):
@@ -126,7 +126,7 @@ def is_sealed(line: bytes) -> bool:
 
 
 def unseal(line: bytes) -> dict[str, Any] | None:
-    """Parse a sealed line; None if it is torn or changed, or has text that cannot be encoded again."""
+    """Parse a sealed line; None if it is torn or changed, or contains text that cannot be encoded as UTF-8."""
     line = line.rstrip(b"\n")
     try:
         value = parse(line) if is_sealed(line) else {}
@@ -142,7 +142,7 @@ def parse(text: bytes) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If it is none, or has text that cannot be written again; `RecursionError` if it is too deep.
+        If it is not JSON, or contains text that cannot be encoded as UTF-8; `RecursionError` if it is nested too deep.
     """
     value: dict[str, Any] = json.loads(text)
     if SURROGATE.search(text):
@@ -156,7 +156,7 @@ def iter_lines(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[i
     Parameters
     ----------
     read : callable
-        Given an offset and a number of bytes.
+        Returns the data at an offset, given a number of bytes.
     size : int
         Bytes to read.
     """
@@ -168,7 +168,7 @@ def iter_lines(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[i
             yield start, rest + line
             start, rest = start + len(rest) + len(line) + 1, b""
         rest += last
-        if len(rest) > LINE_BYTES:  # nothing of ours: it is damaged from here on
+        if len(rest) > LINE_BYTES:  # no line of ours is longer: damaged from here on
             yield start, b""
             return
 
@@ -180,9 +180,9 @@ class LogWriter:
     ----------
     folder : Path
     session : int
-        Of the job, or command, that has the folder.
+        Number of the job or command that holds the folder.
     rank : int or None
-        None: no rank's.
+        None: a log of a command, or of a job before its ranks start.
     header : Header
     """
 
@@ -197,7 +197,7 @@ class LogWriter:
         return self._handle >= 0
 
     def write(self, line: bytes) -> None:
-        """Append a sealed line; after a failure the file ends with the line before.
+        """Append a sealed line; a failed write is undone.
 
         Raises
         ------
@@ -248,14 +248,14 @@ def sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems sync no folders
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems cannot sync folders
             raise
     finally:
         os.close(handle)
 
 
 def write_all(handle: int, data: bytes) -> None:
-    """Write all of it, in as few calls as the system takes."""
+    """Write all data, with as many system calls as needed."""
     view = memoryview(data)
     while view:
         view = view[os.write(handle, view) :]
@@ -267,7 +267,7 @@ def strings(value: Any, where: str) -> tuple[str, ...]:
     Raises
     ------
     DataError
-        If it is anything else.
+        If it is not such a list.
     """
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise DataError(f"{where}: {str(value)[:60]!r}; expected a list of strings")

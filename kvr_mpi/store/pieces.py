@@ -1,9 +1,9 @@
 """Pieces: the parts of a document's keys and values, each in a volume of the rank that wrote it.
 
-A rank stores those of its own tokens; in a tensor-parallel group, of some KV heads of them. A record names all pieces
-that it needs by what they are of: document, tokens and heads, and a digest of the prompt and the tokens, so that none
-stands for one of another attempt. Whoever reads keys and values reads them as one (`open_pieces`); ``results.h5`` has
-them in one.
+A rank stores the keys and values of its own tokens; in a tensor-parallel group, of its own KV heads. A record lists the
+ids of all pieces that it needs. An id names the document, tokens and heads, and has a digest of the prompt and the
+tokens, so that a piece of another attempt is never used. Readers see all pieces as one (`open_pieces`); ``results.h5``
+stores them as one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Piece:
 
     id : of `piece_id`.
     path : the volume.
-    bytes : of keys and values.
+    bytes : size of keys and values.
     sha256 : hash of `StoredPiece.seal`.
     """
 
@@ -64,9 +64,9 @@ def piece_ids(record: Record, own: CachedTokens | None) -> list[str]:
     Parameters
     ----------
     record : Record
-        Its slices are those of the ranks.
+        Its slices are the ranks' token ranges.
     own : CachedTokens or None
-        Of the piece that the rank with the record stores.
+        Tokens of the piece stored by the rank that writes the record.
     """
     if own is None:
         return [piece_id(record, None)]
@@ -91,7 +91,7 @@ def open_pieces(name: str, pieces: Sequence[Piece]) -> StoredKV:
     Raises
     ------
     DataError
-        If a piece is not what was written, or they do not fit together.
+        If a piece is damaged, or the pieces do not fit together.
     """
     files: dict[Path, Any] = {}
     found = []
@@ -108,12 +108,12 @@ def open_pieces(name: str, pieces: Sequence[Piece]) -> StoredKV:
 
 
 def _join(name: str, found: Sequence[StoredPiece]) -> tuple[tuple[tuple[StoredPiece, ...], ...], CachedTokens | None]:
-    """Sort pieces by their tokens and heads; also return the tokens of all of them.
+    """Arrange pieces in rows by tokens, each by heads; also return the tokens of the whole document.
 
     Raises
     ------
     DataError
-        If tokens or heads are missing, or they are of different prompts, layers or types.
+        If tokens or heads are missing, or the pieces have different prompts, layers or dtypes.
     """
     if not found:
         return ((StoredPiece(),),), None

@@ -50,9 +50,9 @@ from kvr_mpi.store.log import parse, strings
 
 J = TypeVar("J", dict[str, Any], list[dict[str, Any]])
 STATUSES = ("done", "error")
-# What a record's line begins with, and then come the pieces, and what follows them.
+# Fields at the beginning of a record's line, before the pieces, and the text after the pieces.
 HEAD, HEAD_END = ("id", "status", "error", "finished_at"), b', "document": '
-# Not written where they are empty.
+# Omitted from the line if empty.
 ASKED_FOR = (
     "logprobs",
     "top_tokens",
@@ -66,7 +66,7 @@ ASKED_FOR = (
     "rank_s",
     "joules",
 )
-# Not written at all: it is of the run, and may grow.
+# Never written: computed from the run's energy, which may still grow.
 OF_RUN = "joules"
 
 
@@ -76,41 +76,41 @@ class Record:
 
     id: str
     status: str  # "done" or "error"
-    document: str = ""  # that a question was asked about, where ``id`` is the question's
+    document: str = ""  # id of the document that a question is about; ``id`` is then the question's
     question: str = ""
     error: str = ""
-    columns: str = ""  # of the document's row, those that were asked for: a JSON object, or nothing
+    columns: str = ""  # requested columns of the document's row: a JSON object, or empty
     answer: str = ""
     token_ids: tuple[int, ...] = ()
-    slices: tuple[int, ...] = ()  # of the prompt that gave the answer: of a split text the last one
-    logprobs: tuple[float, ...] = ()  # of token_ids, if asked for: before temperature, penalties and the like
-    top_tokens: tuple[int, ...] = ()  # in each place the likeliest tokens, the first first; flat
+    slices: tuple[int, ...] = ()  # of the prompt that gave the answer; for a split text, of the last prompt
+    logprobs: tuple[float, ...] = ()  # of token_ids, if requested: before temperature, penalties and the like
+    top_tokens: tuple[int, ...] = ()  # the likeliest tokens at each position, in order; flat
     top_logprobs: tuple[float, ...] = ()
-    token_texts: str = ""  # of all these tokens: a JSON object, or nothing
-    scores: str = ""  # of given continuations: a JSON list, or nothing
-    samples: str = ""  # all answers, if there is more than the one of `answer`: a JSON list, or nothing
+    token_texts: str = ""  # of all these tokens: a JSON object, or empty
+    scores: str = ""  # of given continuations: a JSON list, or empty
+    samples: str = ""  # all answers, if there is more than one: a JSON list, or empty
     document_sha256: str = ""
     prompt_sha256: str = ""
     prompt_tokens: int = 0
-    computed_tokens: int = 0  # of them: the others' keys and values were there already
-    text_tokens: int = 0  # of the document's text, in its prompts
-    dropped_tokens: int = 0  # of the text, cut off because the prompt was too long
+    computed_tokens: int = 0  # tokens of the prompt that were computed; the others' keys and values existed already
+    text_tokens: int = 0  # tokens of the document's text, in all its prompts
+    dropped_tokens: int = 0  # tokens of the text that were cut off because the prompt was too long
     new_tokens: int = 0
     finish_reason: str = ""
     strategy: str = ""
     ttft_s: float = 0.0  # from the chain's start on this prompt to its first token
     prefill_tokens_per_s: float = 0.0
-    wait_s: float = 0.0  # of ttft_s, the last rank's wait for keys and values
-    decode_s: float = 0.0  # from its first token to its last, the wait for the rest of its wave included; parts of a
-    # split text are decoded side by side, and the longest counts
-    rank_s: float = 0.0  # of all ranks: of a prompt in a row, and of a step, its share
-    joules: float = 0.0  # of the run's energy, in proportion to rank_s; 0: not known
-    parts: int = 1  # prompts it took: more than one if the text was split
-    compression: str = ""  # by which keys and values were dropped before decoding; empty: none, the answer is exact
-    retained_tokens: float = 0.0  # with it, or a rolling cache that drops tokens: those a KV head kept on average
-    retained_bytes: int = 0  # and keys and values of all layers
-    cache: str = ""  # a rolling one, and if the answer is exact with it; empty: it held all tokens
-    kernels: str = ""  # it may depend on: GPU or processor, dtype, ways; empty: float32 on CPUs, where it does not
+    wait_s: float = 0.0  # part of ttft_s in which the last rank waited for keys and values
+    decode_s: float = 0.0  # from its first token to its last, including the wait for the rest of its wave; the parts of
+    # a split text are decoded side by side, and the longest counts
+    rank_s: float = 0.0  # over all ranks; a packed prompt or a decode step is charged by the document's share
+    joules: float = 0.0  # the run's energy in proportion to rank_s; 0: not known
+    parts: int = 1  # number of prompts: more than one if the text was split
+    compression: str = ""  # method that dropped keys and values before decoding; empty: none, the answer is exact
+    retained_tokens: float = 0.0  # tokens that a KV head kept on average, with compression or a rolling cache
+    retained_bytes: int = 0  # keys and values retained, over all layers
+    cache: str = ""  # the rolling cache, and whether the answer is exact with it; empty: it held all tokens
+    kernels: str = ""  # GPU or processor, dtype and kernels that the answer may depend on; empty: float32 on CPUs
     finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Record:
         """
         if self.status != "done":
             return 0.0
-        text = self.text_tokens or self.prompt_tokens  # a prompt of ``kvr ask`` has no text of its own
+        text = self.text_tokens or self.prompt_tokens  # a prompt of ``kvr ask`` contains no document text
         kept = min(1.0, self.retained_tokens / self.prompt_tokens) if self.retained_tokens else 1.0
         return kept * text / (text + self.dropped_tokens) if text else 1.0
 
@@ -178,7 +178,7 @@ class Record:
         Raises
         ------
         DataError
-            If what is stored is anything else.
+            If the stored text is not JSON of this kind.
         """
         text = getattr(self, name)
         try:
@@ -191,7 +191,7 @@ class Record:
         return found
 
 
-# What a record has, by name.
+# Types of a record's fields, by name.
 KINDS = {spec.name: str(spec.type) for spec in fields(Record)}
 ARRAYS = tuple(name for name, kind in KINDS.items() if kind.startswith("tuple"))
 REALS = tuple(name for name in ARRAYS if "float" in KINDS[name])
@@ -218,12 +218,12 @@ def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
 
 
 def read_head(line: bytes) -> dict[str, Any]:
-    """Parse the beginning of a record's line: the fields of `HEAD`, and pieces. Much faster than the whole line.
+    """Parse the beginning of a record's line: the fields of `HEAD`, and pieces. Faster than parsing the whole line.
 
     Raises
     ------
     DataError, ValueError, KeyError
-        If they are anything else.
+        If the line does not begin with these fields.
     """
     values = parse(line.partition(HEAD_END)[0] + b"}")
     if [*values] != [*HEAD, "pieces"] or not all(isinstance(values[name], str) for name in HEAD):
@@ -281,7 +281,7 @@ def _read_field(value: Any, name: str, kind: str, where: str) -> Any:
 
 
 def _are_whole(values: list[Any]) -> bool:
-    """Whether all values are 64-bit integers; token ids are most of a record."""
+    """Whether all values are 64-bit integers; fast, since token ids make up most of a record."""
     return {*map(type, values)} <= {int} and (not values or (_is_number(min(values)) and _is_number(max(values))))
 
 

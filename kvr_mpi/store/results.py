@@ -1,6 +1,6 @@
 """Reader of results for Python and the commands: records, tables, keys and values.
 
-Each record is compared with its checksum when it is read.
+The checksum of each record is verified when it is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-NAMED = 3  # ids in a message
+NAMED = 3  # maximum number of ids in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class DocumentKV:
     """The stored keys and values of a document.
 
     layers : by number, keys and values, each (tokens, kv_heads, head_dim), in the model's dtype, on the CPU.
-    token_ids : of the tokens whose they are: the prompt, and all but the last new one; None if the file does not say.
-    text : bounds of the document's own text among them; None likewise.
+    token_ids : their tokens: the prompt, and all but the last new token; None if the file does not record them.
+    text : bounds of the document's text in `token_ids`; None likewise.
     """
 
     layers: Mapping[int, KeysValues]
@@ -53,12 +53,12 @@ class DocumentKV:
     def to_cache(self, model: transformers.PreTrainedModel) -> transformers.DynamicCache:
         """Make a transformers cache for ``generate``; pass it `token_ids` followed by new tokens.
 
-        The model has to be the one that made the keys and values: the first tokens are computed again and compared.
+        The model must be the one that computed the keys and values: the first tokens are recomputed and compared.
 
         Raises
         ------
         ConfigError
-            If the model is another one, not all of its layers are here, or a layer does not have all tokens.
+            If the model is another one, some of its layers are missing, or a layer does not have all tokens.
         """
         from kvr_mpi.model.cache import to_cache
 
@@ -73,13 +73,13 @@ class DocumentKV:
 class Results:
     """The documents of a run, or of the shares of an array, each once. Use `open_results` to create it.
 
-    Iterating gives records in the order of their ids. Nothing is kept in memory but where each document is.
+    Iteration yields records in the order of their ids. Only the locations of documents are kept in memory.
 
-    paths : files and folders they are in.
-    header : what all answers depend on, and the model's name, architecture and dtype.
-    missing : shares and documents that should be here and are not, in words; only `partial` lets any through.
-    left : of a run alone, documents that it was begun with and has no record of; None if that is not known.
-    index : where each document is.
+    paths : files and folders of the results.
+    header : settings that all answers depend on, and the model's name, architecture and dtype.
+    missing : descriptions of missing shares and documents; always empty unless opened with `partial`.
+    left : number of documents of a single run without a record; None if not known.
+    index : location of each document.
     """
 
     paths: tuple[Path, ...]
@@ -103,9 +103,9 @@ class Results:
         Raises
         ------
         ConfigError
-            If there is none of this id.
+            If no document has this id.
         DataError
-            If it is not what was written.
+            If the record is damaged.
         """
         self.place(document_id)
         (record,) = read_records(self.index, [document_id])
@@ -156,12 +156,12 @@ class Results:
         status : str, optional
             ``done`` or ``error``: only these.
         where : callable, optional
-            Only those it says yes to.
+            Only records for which it returns true.
 
         Raises
         ------
         DataError
-            If one is not what was written; those before it are sound.
+            If a record is damaged; those before it are valid.
         """
         found = read_records(self.index, self.ids(status))
         return found if where is None else filter(where, found)
@@ -194,9 +194,9 @@ class Results:
         Raises
         ------
         ConfigError
-            If there is no such document or layer, or it was stored without keys and values, or with compressed ones.
+            If there is no such document or layer, or the document has no keys and values, or compressed ones.
         DataError
-            If anything is not what was written.
+            If the data are damaged.
         """
         with self.open(document_id) as (_, kv):
             refuse_compressed(kv.compression, document_id, "Results.kv()")
@@ -221,9 +221,9 @@ class Results:
         Raises
         ------
         ConfigError
-            If there is none of this id.
+            If no document has this id.
         DataError
-            If it is not what was written.
+            If the document is damaged.
         """
         self.place(document_id)
         with open_document(self.index, document_id) as found:
@@ -235,7 +235,7 @@ class Results:
         Raises
         ------
         ConfigError
-            If there is none of this id; the message names those most like it.
+            If no document has this id; the message lists the most similar ids.
         """
         places = self.index.places
         if document_id not in places:
@@ -254,18 +254,18 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
     ----------
     *paths : path
         A result file, the output folder of a run (also while it runs: `Results.left`), or a folder of such folders
-        (the shares of an array); several make one.
+        (the shares of an array); several paths are combined.
     verify : bool
-        First read all records, keys and values, and compare them with their checksums; this is done in any case when
-        they are read.
+        Verify the checksums of all records, keys and values now; they are verified in any case when data are
+        read.
     partial : bool
-        Take what is there, though shares or documents are missing (`Results.missing` names them).
+        Open the results even if shares or documents are missing (`Results.missing` lists them).
 
     Raises
     ------
     DataError
-        If there is nothing to read, something is damaged, the runs are of different jobs, a document is in two of
-        them, or, unless `partial`, something is missing.
+        If there is nothing to read, a file is damaged, the runs belong to different jobs, a document is in two of
+        them, or, unless `partial`, shares or documents are missing.
     """
     if not paths:
         raise ConfigError("open_results() needs at least one path: a result file or the output folder of a run")

@@ -1,7 +1,7 @@
 """Rewriting stored results: ``results.h5`` from logs and volumes, and volumes without unneeded data.
 
-Every record and all keys and values are read before they are copied: what comes out can be read, or nothing comes out.
-What is replaced is removed when its successor is complete and on the disk, so that a crash leaves one or the other.
+All records, keys and values are verified before they are copied, so that a new file is readable or is not written.
+Old files are removed once their successor is complete and on the disk, so that a crash leaves one or the other.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from kvr_mpi.store.volumes import (
     write_lines,
 )
 
-# Keys and values larger than this together stay in their volumes at the end of a run: copying would double the writing.
+# If keys and values are larger than this in total, they stay in their volumes: copying would double the writing.
 MERGE_MAX_BYTES = 4 << 30
-ROOM = 1.1  # free space that rewriting needs, in sizes of what is written
-# What the system says when a file can grow no further; HDF5 quotes it somewhere in a long message.
+ROOM = 1.1  # free space that rewriting needs, as a multiple of the data to write
+# System messages when a file cannot grow; HDF5 quotes them within a long message.
 FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 
-# Given a document's place, whether its keys and values are copied into ``results.h5``; others stay in their volumes.
+# Returns whether the keys and values of a document are copied into ``results.h5``; others stay in their volumes.
 Copies = Callable[[Place], bool]
 
 
@@ -67,14 +67,14 @@ def finish_run(
     ----------
     folder : Path
     should_stop : callable
-        Asked before each document: whether to leave the logs as they are.
+        Called before each document; if it returns true, the logs stay as they are.
     say : callable
-        Takes a line that says why they stay, if the file could not be written.
+        Receives a log line with the reason if the file could not be written.
 
     Returns
     -------
     Path
-        ``results.h5``; the folder itself if there is no room, no time, or no document.
+        ``results.h5``; the folder itself if there is no space, no time, or no document.
     """
     try:
         found = survey(folder)
@@ -110,7 +110,7 @@ def merge_run(
     Raises
     ------
     DataError
-        If something is damaged, or documents are lost: nothing is written, the message says what to do.
+        If files are damaged or documents are lost: nothing is written, and the message says what to do.
     OutputError
         If the file cannot be written; nothing is removed.
     """
@@ -128,7 +128,7 @@ def merge_run(
         with replaced(result) as part:
             kept = write_results(part, index, read_header_of([folder]), copies, should_stop)
     volumes = [name for name in os.listdir(folder) if VOLUME_NAME.fullmatch(name)]
-    # The oldest log first: one that says that records of before are dropped must not outlive those after it.
+    # The oldest log first: a line that drops earlier records must be removed no later than the records after it.
     for name in (*logs, *(name for name in volumes if name not in kept)):
         (folder / name).unlink()
     sync(folder)
@@ -141,12 +141,12 @@ def merge_runs(runs: Runs, target: Path) -> tuple[str, ...]:
     Returns
     -------
     tuple of str
-        What is missing, as from `index_runs`.
+        Descriptions of missing shares and documents, as from `index_runs`.
 
     Raises
     ------
     DataError
-        If something is damaged, the runs are of different jobs, or a document is in two of them.
+        If a file is damaged, the runs belong to different jobs, or a document is in two of them.
     OutputError
         If the file cannot be written.
     """
@@ -186,12 +186,12 @@ def write_results(
     ----------
     copies : callable
     should_stop : callable
-        Asked before each document.
+        Called before each document.
 
     Raises
     ------
     DataError
-        If one cannot be read.
+        If a document cannot be read.
     """
     inside: dict[str, tuple[int, str]] = {}
     beside: dict[Path, dict[str, tuple[int, str]]] = {}
@@ -231,7 +231,7 @@ def _copy_kv(kv: h5py.Group, record: Record, pieces: Sequence[Piece]) -> tuple[s
             name = piece_id(record, whole.tokens)
             return name, write_kv(kv, key_of(name), layers, whole.tokens)
     except (OSError, RuntimeError) as error:
-        if any(text in str(error) for text in FULL):  # not the source's fault
+        if any(text in str(error) for text in FULL):  # the error is in writing, not in reading
             raise _FullError(str(error)) from error
         raise
 
@@ -264,13 +264,13 @@ def choose_pruned(
     ----------
     index : Index
     documents : collection of str
-        These go.
+        Remove the keys and values of these documents,
     older_than_s : float or None
-        And those of documents that were finished longer ago.
+        and of documents that were finished more than this many seconds ago;
     keep_bytes : int or None
-        And then the oldest, until no more than so many bytes are left.
+        then remove the oldest until at most this many bytes are left.
     now_s : float, optional
-        Unix time that `older_than_s` counts back from.
+        Unix time from which `older_than_s` counts back.
     """
     before_s = -math.inf if older_than_s is None else (time.time() if now_s is None else now_s) - older_than_s
     stored = list_stored(index)
@@ -296,9 +296,9 @@ def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
     Raises
     ------
     DataError
-        If a file is damaged: it stays as it is, and those before it are pruned.
+        If a file is damaged: it stays unchanged; the files before it are already pruned.
     OutputError
-        If there is no room for a file's successor.
+        If there is no space for a file's successor.
     """
     index = index_run(folder)
     if unknown := set(documents) - index.places.keys():
@@ -325,7 +325,7 @@ def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
 
 
 def _rewrite_volume(target: Path, log: LogWriter, pieces: Sequence[Piece]) -> None:
-    """Copy pieces of one volume to a new one, and list that in the log."""
+    """Copy pieces of one volume to a new one, and list the new volume in the log."""
     with replaced(target) as part, create_volume(part) as file:
         for piece in pieces:
             copy_piece(file[KV], piece)

@@ -1,8 +1,8 @@
 """Starting or resuming a run: lock its folder, compare it with the job, and repair it after crashes.
 
-After any crash, exactly those documents count as finished whose records are in a log, and whose keys and values are in
-volumes that one lists; all others are processed again. Files that are damaged are set aside, never deleted; volumes
-that were not finished are.
+After a crash, a document counts as finished if its record is in a log, and its keys and values are in volumes that a
+log lists; all other documents are processed again. Damaged files are set aside, never deleted; unfinished volumes are
+deleted.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from kvr_mpi.store.volumes import RESULTS, is_ours, open_source, open_volume
 RUN_FILE_BYTES = 1 << 30
 # Bytes of the newest keys and values that are verified when a run is resumed; `merge_run` verifies all of them.
 VERIFY_BYTES = 1 << 30
-NAMED = 5  # examples in a message
+NAMED = 5  # maximum number of examples in a message
 ALL = slice(0, None, 1)
-# Of a run's identity: what is known when its model is.
+# Keys of a run's identity that are known only once the model is loaded.
 OF_MODEL = {"model", "dtype", "frame", "compress", "cache"}
 
 Mode = Literal["new", "overwrite", "resume", "extend"]
@@ -49,7 +49,7 @@ class Run:
     """A folder that this job may write to.
 
     done : ids of documents that are done.
-    failed : ids of documents whose error records are kept; empty if these documents are to be tried again.
+    failed : ids of documents whose error records are kept; empty if failed documents are processed again.
     """
 
     done: set[str]
@@ -99,14 +99,14 @@ def open_run(
     share : slice
         The documents that this job processes, as ``slice(first, None, step)``; recorded for progress reports.
     mode : {'new', 'overwrite', 'resume', 'extend'}
-        What to do with existing results: refuse to start, delete them, or continue from them; to extend a run is to
-        continue with other documents.
+        What to do with existing results: refuse to start, delete them, continue from them, or continue with a changed
+        list of documents.
     retry_failed : bool
         Process documents with error records again.
     owner : Owner
         This process.
     say : callable
-        Takes log lines about what was found and repaired.
+        Receives log lines about the folder's contents and repairs.
 
     Raises
     ------
@@ -147,21 +147,21 @@ def open_run(
 
 
 def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, extends: bool = False) -> None:
-    """Refuse to continue a run with other settings or documents, as far as this shows before a model is loaded.
+    """Refuse to continue a run with other settings or documents, as far as is known before a model is loaded.
 
     Parameters
     ----------
     folder : Path
     identity : dict
-        What the answers depend on; what the model has a part in (`OF_MODEL`) is left to `open_run`.
+        Settings that the answers depend on; `open_run` checks those that depend on the model (`OF_MODEL`).
     corpus : Corpus
     extends : bool
-        Other documents are no reason.
+        Allow other documents.
 
     Raises
     ------
     OutputError
-        Saying what differs.
+        The message says what differs.
     """
     begun = begun_with(folder)
     if begun is None or not survey(folder).records:
@@ -174,11 +174,11 @@ def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, e
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """What a run is, and which documents it was begun with: the file ``run.json``.
+    """The identity and documents of a run: the file ``run.json``.
 
-    identity : what the answers depend on.
-    job : the batch job that was the last to write to the folder; empty: none.
-    share : which documents of the corpus that job has to process.
+    identity : settings that the answers depend on.
+    job : id of the last batch job that wrote to the folder; empty: none.
+    share : documents of the corpus that this job has to process.
     gone : documents with results that are no longer in the corpus.
     listed : the corpus, as `Corpus.to_json`.
     """
@@ -197,12 +197,12 @@ class RunFile:
 
 
 def read_run_file(folder: Path) -> RunFile | None:
-    """Read the run file without parsing each document; None if it is missing, damaged or of another kind."""
+    """Read the run file without parsing each document; None if it is missing, damaged or not a run file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
         if stored is not None and isinstance(stored["identity"], dict):
             listed = stored["corpus"]
-            "".join([stored["job"], *listed["ids"], *listed["prompts"]]).encode()  # all of it text
+            "".join([stored["job"], *listed["ids"], *listed["prompts"]]).encode()  # raises unless all are text
             first, step = map(operator.index, stored.get("share", (0, 1)))
             if 0 <= first < step:
                 gone = frozenset(map(str, stored.get("gone", ())))
@@ -231,7 +231,7 @@ def is_of_job(folder: Path, job: str) -> bool:
 
 
 def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
-    """Repair what a crash left, and return the records that count."""
+    """Repair the folder after a crash, and return a survey of the valid files."""
     found = survey(folder, reads_all=True)
     for source, other in found.headers.items():
         _check_identity(source, other.identity, header.identity)
@@ -262,7 +262,7 @@ def _drop(log: LogWriter, documents: Iterable[str]) -> None:
 
 
 def _set_aside(file: Path, header: Header) -> Path:
-    """Keep a damaged file under a name that is never read, and return that; a log's valid lines make a new log."""
+    """Rename a damaged file so that it is never read; return its new path. A log's valid lines become a new log."""
     number = 1
     while os.path.lexists(kept := file.with_name(f"{file.name}{DAMAGED}-{number}")):
         number += 1
@@ -315,15 +315,15 @@ def _check_job(
     Parameters
     ----------
     documents : (set of str, set of str)
-        Those that are recorded, and those that the job is to do.
+        Documents with records, and documents that the job has to process.
     log : LogWriter
     extends : bool
-        Other documents are no reason to refuse it.
+        Allow other documents.
 
     Returns
     -------
     set of str
-        Recorded documents whose results do not count any more: they are others now.
+        Documents whose records are no longer valid because their text has changed.
     """
     recorded, wanted = documents
     begun, stale, gone = begun_with(folder), set[str](), set[str]()
@@ -366,7 +366,7 @@ def _check_job(
 def _extend(folder: Path, before: Corpus, now: Corpus, recorded: set[str], say: Say) -> tuple[set[str], set[str]]:
     """Compare a run's documents with the corpus; return those whose text changed, and those that are gone.
 
-    A document that was gone and is there again may have another text, too.
+    A recorded document that reappears in the corpus counts as changed, too.
     """
     changes = changes_of(before, now)
     told = _describe(changes)
@@ -394,7 +394,7 @@ def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
 
 
 def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
-    """Refuse other documents; documents that could not be read before may have been repaired."""
+    """Refuse changed, missing or new documents; those that could not be read before may have been repaired."""
     if told := differing_documents(before, now):
         raise OutputError(
             f"cannot resume {folder}: the documents have changed since it began: {told}; restore them, answer new and "
@@ -403,9 +403,9 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
 
 
 def differing_documents(before: Corpus, now: Corpus) -> str:
-    """Describe which documents changed, are gone or new.
+    """Describe which documents changed, are gone or new; empty if none.
 
-    The text is empty if there are none, apart from those that could not be read before.
+    Documents that could not be read before do not count as changed.
     """
     return "" if before.entries == now.entries else _describe(changes_of(before, now))
 
@@ -413,7 +413,7 @@ def differing_documents(before: Corpus, now: Corpus) -> str:
 def changes_of(before: Corpus, now: Corpus) -> dict[str, set[str]]:
     """Return the ids of changed, missing and new documents.
 
-    Those that could not be read before may have been repaired.
+    Documents that could not be read before do not count as changed.
     """
     old = {entry.id: entry for entry in before.entries}
     new = {entry.id: entry for entry in now.entries}

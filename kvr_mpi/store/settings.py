@@ -39,7 +39,7 @@ class OutputSettings(BaseModel):
         return value
 
     def failures_allowed(self, documents: int) -> int:
-        """Return how many error records among so many documents still mean exit code 0."""
+        """Return the number of error records that are allowed among `documents` for exit code 0."""
         if isinstance(self.max_failed, int):
             return self.max_failed
         percent = self.max_failed * 100 if isinstance(self.max_failed, float) else float(self.max_failed.rstrip(" %"))

@@ -18,9 +18,9 @@ from kvr_mpi.store.run import begun_with, differing_documents, read_run_file
 from kvr_mpi.store.volumes import RESULTS
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)
-MAX_SHARES = 1_000_000  # a folder's name may say anything
-NAMED = 8  # missing ones in a message
-VALUE_CHARS = 60  # of a setting that differs
+MAX_SHARES = 1_000_000  # larger numbers in folder names are ignored
+NAMED = 8  # maximum number of missing items in a message
+VALUE_CHARS = 60  # maximum length of a differing setting in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Runs:
     """The files and folders of runs, and the missing ones.
 
     paths : in the order they were given; the shares in one folder by number.
-    missing : shares of the same corpus that are in none of them, in words.
+    missing : descriptions of the shares of the same corpus that are not among the paths.
     """
 
     paths: tuple[Path, ...]
@@ -38,13 +38,13 @@ class Runs:
 def find_runs(paths: Sequence[Path]) -> Runs:
     """Find runs: files of results, run folders, and folders of run folders.
 
-    A folder with a log, a volume or a ``run.json`` of its own is a run. Any other is what the runs in it make: a file
-    in which they were gathered, or a lock that was left there, does not hide them.
+    A folder that contains a log, a volume or a ``run.json`` is a run. Any other folder stands for the runs in it, even
+    if it also contains a merged result file or a stale lock.
 
     Returns
     -------
     Runs
-        What is missing is only told if more than one run was asked for.
+        `missing` is empty if the only path is itself a run.
     """
     found: list[Path] = []
     for path in paths:
@@ -54,18 +54,18 @@ def find_runs(paths: Sequence[Path]) -> Runs:
 
 
 def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False) -> tuple[Index, tuple[str, ...]]:
-    """Locate every document of all runs, and list what is missing: shares, and documents that are lost or unfinished.
+    """Locate every document of all runs, and describe what is missing: shares, and documents that are lost.
 
-    Of several runs that is also what a share was begun with and has no record of. Parameters are those of `index_run`.
+    With several runs, documents without a record are missing, too. The parameters are those of `index_run`.
 
     Raises
     ------
     DataError
-        If there is nothing to read, something is damaged, a document is in two runs, or the runs are of different
-        jobs, or shares of different documents.
+        If there is nothing to read, a file is damaged, a document is in two runs, or the runs belong to different
+        jobs, or are shares of different corpora.
     """
     missing, indexes, several = list(runs.missing), [], len(runs.paths) > 1
-    first: dict[int, tuple[Path, Corpus]] = {}  # run begun with so many shares
+    first: dict[int, tuple[Path, Corpus]] = {}  # number of shares to the first run with that number
     for path in runs.paths:
         begun = begun_with(path) if several and path.is_dir() else None
         wanted = None
@@ -74,11 +74,11 @@ def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False
             _check_corpus(path, corpus, stored.share, first)
             wanted = {*stored.wanted}
         if several and path.is_dir() and not has_results(path):
-            if wanted is None or wanted:  # a corpus of fewer documents than shares leaves some empty
+            if wanted is None or wanted:  # if there are fewer documents than shares, some shares are empty
                 missing.append(f"{path} has no results yet")
             continue
         index = index_run(path, verify=verify, passes_damaged=passes_damaged)
-        # What is in a log is not known if it is damaged; what is in a volume is.
+        # The contents of a damaged log are unknown; the contents of a volume are listed in a log.
         spoilt = [(file, why) for file, why in index.damaged.items() if not VOLUME_NAME.fullmatch(file.name)]
         missing += [f"{file} is damaged ({why}): needs --resume" for file, why in spoilt]
         if index.gone:
@@ -99,7 +99,7 @@ def read_header_of(paths: Sequence[Path]) -> Header:
     Raises
     ------
     DataError
-        If none has results, or they are of different jobs; the message says what differs.
+        If no run has results, or the runs belong to different jobs; the message says what differs.
     """
     found: tuple[Path, Header] | None = None
     for path in paths:
@@ -184,7 +184,7 @@ def _missing(paths: Iterable[Path]) -> Iterable[str]:
 
 
 def _share(path: Path) -> tuple[int, int] | None:
-    """Return which share a folder is, and of how many, from its name or, more slowly, from its run."""
+    """Return a folder's share and the number of shares, from its name or, more slowly, its ``run.json``."""
     named = SHARE_NAME.fullmatch(path.name)
     if named is not None:
         number, count = int(named[1]), int(named[2])

@@ -1,10 +1,10 @@
 """The state of each rank of a running job, in one file per rank in the run's folder ``states``.
 
-    SESSION-RANK.json     a JSON object (`RankState`), as long as any other, rewritten in place
+    SESSION-RANK.json     a JSON object (`RankState`) of constant length, rewritten in place
 
-A rank writes its own file, from a thread, every few seconds: nothing travels between ranks for it, and a rank whose
-process is gone, or stands still, is seen by its stamp falling behind the others'. The files go when a job ends; those
-of a job that was killed stay until the next one.
+A thread of each rank writes the rank's own file every few seconds, without communication between ranks. A rank whose
+process has died or hangs is recognised because its time stamp falls behind the others'. The files are deleted when a
+job ends; the files of a killed job stay until the next job.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvr_mpi.store.log import TIMES_S
 from kvr_mpi.topology import place_in_group, rank_name
 
 STATES = "states"
-STATE_BYTES = 4096  # always as many: rewriting needs no space on a full disk
-# Most of a document's name that is told.
+STATE_BYTES = 4096  # constant, so that rewriting needs no space on a full disk
+# Longest part of a document's name that is stored.
 NAME_CHARS = 200
-# How often a rank writes, unless all ranks together would write more often than the file system likes.
+# Interval between a rank's writes; longer with many ranks, to limit all writes per second on the file system.
 EVERY_S = 5.0
 WRITES_PER_S = 50
-# A rank is silent when its stamp is so many writes behind the newest, and so many seconds: clocks of hosts differ.
+# A rank is silent if its stamp is this many writes and seconds behind the newest; the hosts' clocks may differ.
 SILENT_WRITES, SILENT_S = 3, 20.0
 STARTING, ENDED = "starting", "ended"
 
@@ -39,10 +39,10 @@ STARTING, ENDED = "starting", "ended"
 class RankState:
     """The state of a rank; times are Unix times of its own clock.
 
-    doing, what : such as ``prefilling``, and which document; since when.
-    prompt_tokens, new_tokens : of the documents that it has answered since it began.
+    doing, what, since_s : activity such as ``prefilling``, its document, and when it began.
+    prompt_tokens, new_tokens : of the documents that the rank has answered since it started.
     deadline_s : when the batch system ends the job; None: not known.
-    every_s : how often it writes.
+    every_s : interval between writes.
     tensor_parallel : of the job; see `topology.rank_name`.
     """
 
@@ -80,18 +80,18 @@ class RankState:
 class StateWriter:
     """Updates this rank's file from a thread until it is closed.
 
-    What cannot be written is said once, and the job goes on without.
+    A write error is logged once, and the job continues without the file.
 
     Parameters
     ----------
     folder : Path
         Of the run.
     rank, size, session : int
-        This rank, of how many, in which job of the folder.
+        This rank, the number of ranks, and the number of this job in the folder.
     deadline_s : float or None
         Unix time at which the batch system ends the job.
     say : callable
-        For a line of text.
+        Receives log lines.
     tensor_parallel : int
         Of the job.
     """
@@ -171,7 +171,7 @@ class StateWriter:
         state = replace(self._state, prompt_tokens=prompt_tokens, new_tokens=new_tokens, written_at_s=time.time())
         try:
             os.pwrite(self._handle, json.dumps(asdict(state)).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
-            os.fsync(self._handle)  # over a network file system it is seen elsewhere only then
+            os.fsync(self._handle)  # on a network file system other nodes see it only then
         except OSError as error:
             if not self._closed.is_set():
                 self._closed.set()
@@ -185,9 +185,9 @@ def read_states(folder: Path, session: int) -> tuple[RankState, ...]:
 
 
 def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
-    """Return the ranks that should be working and have stopped updating, or never started to.
+    """Return the ranks that have stopped updating their state, or never wrote one.
 
-    Stamps are compared with each other, not with the clock of whoever looks.
+    Stamps are compared with each other, not with the reader's clock.
     """
     if not states:
         return ()
@@ -197,14 +197,14 @@ def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
         for state in states
         if state.doing == ENDED or newest - state.written_at_s <= max(SILENT_S, SILENT_WRITES * state.every_s)
     }
-    # Files appear one after the other when a job begins.
+    # The files appear one after the other when a job starts.
     has_begun = newest - min(state.began_s for state in states) > SILENT_S
     known = {state.rank for state in states}
     return tuple(rank for rank in range(states[0].size) if rank not in heard and (has_begun or rank in known))
 
 
 def remove_states(folder: Path, but_of: int | None = None) -> None:
-    """Delete the files of all jobs but one, and nothing else; files that cannot be deleted stay, and do no harm."""
+    """Delete the files of all jobs but one, and nothing else; ignore files that cannot be deleted."""
     with contextlib.suppress(OSError):
         for session, path in rank_files(folder / STATES):
             if session != but_of:

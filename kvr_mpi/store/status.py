@@ -19,7 +19,7 @@ from kvr_mpi.store.summary import count_reasons
 
 T = TypeVar("T", int, float)
 
-# What "lately" means for the rate.
+# Interval of the recent rate.
 LATELY_S = 600.0
 WATCHERS = 32
 
@@ -28,16 +28,16 @@ WATCHERS = 32
 class Status:
     """The progress of a run.
 
-    total : documents of the corpus, or of the share that the latest job is to do; None if the folder does not say.
+    total : documents of the corpus, or of the latest job's share; None if not known.
     left : documents neither done nor failed.
-    owner : who has, or last had, the folder.
-    rate_per_h, lately_per_h : documents an hour finished, since this job began and in the last `LATELY_S`.
-    eta_s : seconds until nothing is left, at the later rate; None if that is not known.
+    owner : process that holds, or last held, the folder.
+    rate_per_h, lately_per_h : documents finished per hour, since this job began and in the last `LATELY_S`.
+    eta_s : seconds until all documents are finished, at the recent rate if known; None if not known.
     damaged, missing : files that need `--resume`.
-    unfinished : files of keys and values that the job is writing, or was when it ended.
-    reasons : how many failed for what, the most frequent first.
-    ranks : what each rank of the job at work says of itself; of several runs nothing.
-    silent : ranks that have not been heard of for longer than the others.
+    unfinished : volumes that the job is writing, or was writing when it ended.
+    reasons : number of failed documents by reason, the most frequent first.
+    ranks : states of the running job's ranks; empty for several runs.
+    silent : ranks that have stopped updating their state.
     """
 
     folder: str
@@ -120,7 +120,7 @@ def read_all(folders: Sequence[Path]) -> list[Status]:
 
 
 def add_up(found: Sequence[Status]) -> Status:
-    """Combine the shares of a corpus; they end when the last one ends."""
+    """Combine the status of the shares of a corpus; the ETA is the latest of the shares'."""
     etas = [one.eta_s for one in found if one.left]
     return Status(
         folder=os.path.commonpath([os.path.abspath(one.folder) for one in found]),
@@ -143,12 +143,12 @@ def add_up(found: Sequence[Status]) -> Status:
 
 
 def _sum(values: Iterable[T | None]) -> T | None:
-    """Return the sum of values; None if one is unknown, or if there are none."""
+    """Return the sum of values; None if any is unknown, or if there are none."""
     known = list(values)
     return None if not known or None in known else cast("T", sum(filter(None, known)))
 
 
 def _rate(times: Sequence[float], start_s: float, end_s: float) -> float | None:
-    """Return documents per hour in an interval; None if there were none, or if the clock jumped."""
+    """Return documents per hour in an interval; None if there were none, or if the clock was set back."""
     count = sum(start_s <= each <= end_s for each in times)
     return 3600 * count / (end_s - start_s) if count and end_s > start_s else None

@@ -1,7 +1,7 @@
 """A document's keys and values in open files, as one piece or as the pieces of several ranks.
 
-Blocks of tokens are held against their digests as they are read. The layout in a file is described in ``kv``, which
-writes and opens it.
+Blocks of tokens are verified against their digests as they are read. Module ``kv`` describes, writes and opens the
+layout in a file.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     import torch
 
 KeysValues = tuple["torch.Tensor", "torch.Tensor"]
-# Tokens that one digest is of.
+# Tokens per digest.
 BLOCK_TOKENS = 256
 TOKENS_DIM, HEADS_DIM = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """The token ids of stored keys and values, and which of them are the document's text.
+    """The token ids of stored keys and values, and the bounds of the document's text.
 
-    ids : the tokens, prompt first and then what is held of the answer.
-    text : bounds of the document's text among them.
-    first : the first of them whose keys and values are stored here; those before it are elsewhere (see ``pieces``).
-    compression : by which method and settings heads have dropped some; empty: they hold all.
-    rows : then, of each layer that is compressed, which each head keeps.
-    heads : which KV heads are stored here, if a group has others elsewhere; None: all.
+    ids : the prompt, then the stored tokens of the answer.
+    text : bounds of the document's text in `ids`.
+    first : index of the first token whose keys and values are stored here; see ``pieces`` for earlier tokens.
+    compression : method and settings with which heads dropped tokens; empty: all tokens are stored.
+    rows : tokens that each head keeps, by compressed layer.
+    heads : KV heads that are stored here, with tensor parallelism; None: all.
     """
 
     ids: Sequence[int]
@@ -57,8 +57,8 @@ class CachedTokens:
 class StoredLayer:
     """One layer's keys and values (tokens, kv_heads, head_dim) in an open file.
 
-    digests : of blocks of `block_tokens` (blocks, 2).
-    rows : whose its rows are, if each head keeps its own tokens; then what is said of tokens below is of rows.
+    digests : (blocks, 2), per `block_tokens` tokens.
+    rows : head and token of each row, if each head keeps its own tokens; then "tokens" below means rows.
     """
 
     number: int
@@ -89,7 +89,7 @@ class StoredLayer:
         Raises
         ------
         DataError
-            If a block of them is not what was written, or they are of no type that keys and values have.
+            If a block is damaged, or the dtype is not one that keys and values have.
         """
         stop = self.tokens if last is None else last
         if not 0 <= first <= stop <= self.tokens:
@@ -102,13 +102,13 @@ class StoredLayer:
         Raises
         ------
         DataError
-            If it is not what was written.
+            If a block is damaged.
         """
         for start in range(0, self.tokens, 4 * self.block_tokens):
             self.read(start, min(start + 4 * self.block_tokens, self.tokens))
 
     def _bits(self, column: int, first: int, last: int) -> Bits:
-        """Read a range of tokens of keys (column 0 of the digests) or values, and verify the blocks with them."""
+        """Read a range of tokens of keys (column 0) or values (1), and verify the blocks that contain them."""
         dataset, block = (self.keys, self.values)[column], self.block_tokens
         start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
         bits = read_bits(dataset, start, stop)
@@ -125,7 +125,7 @@ class StoredLayer:
 class StoredPiece:
     """One rank's part of a document's keys and values, in an open file; empty if nothing is stored.
 
-    tokens : whose they are; None if the file does not say.
+    tokens : their tokens; None if the file does not record them.
     """
 
     layers: tuple[StoredLayer, ...] = ()
@@ -156,7 +156,7 @@ class StoredPiece:
 class LayerFormat(NamedTuple):
     """Shapes (tokens, kv_heads, head_dim) and dtype of a layer's keys and values.
 
-    Where each head keeps its own tokens they are (rows, 1, head_dim).
+    If each head keeps its own tokens, the shapes are (rows, 1, head_dim).
     """
 
     keys: tuple[int, ...]
@@ -168,10 +168,10 @@ class LayerFormat(NamedTuple):
 class StoredKV:
     """A document's keys and values, of all tokens and heads, in open files.
 
-    pieces : what each rank wrote: rows of them follow each other as the slices do; those of a row have the same tokens,
-        and the KV heads of a group's ranks, in their order. What one rank wrote is one piece.
-    tokens : whose they are; None if the file does not say.
-    files : the open files; they are closed with the last reference to this object at the latest.
+    pieces : one piece per rank. Rows follow each other as the slices do; the pieces of a row have the same tokens, and
+        the KV heads of a tensor-parallel group's ranks, in order.
+    tokens : their tokens; None if the file does not record them.
+    files : the open files; they are closed no later than the last reference to this object is deleted.
     """
 
     pieces: tuple[tuple[StoredPiece, ...], ...]
@@ -210,26 +210,26 @@ class StoredKV:
     ) -> KeysValues:
         """Read a layer's keys and values of a range of tokens, without conversion, each (tokens, kv_heads, head_dim).
 
-        Only pieces that have some of them are read.
+        Only pieces that overlap the range are read.
 
         Parameters
         ----------
         layer : int
             One of `layers`.
         first, last : int
-            Tokens; where each head keeps its own, rows. `last` is not included; None: to the end.
+            Range of tokens, or of rows if each head keeps its own tokens. `last` is exclusive; None: to the end.
         heads : (int, int), optional
-            First and last KV head, not included; not where each head keeps its own tokens. None: all.
+            Range of KV heads, the last exclusive; None: all. Not for layers where each head keeps its own tokens.
 
         Raises
         ------
         DataError
-            If a block of them is not what was written, or they are of no type that keys and values have.
+            If a block is damaged, or the dtype is not one that keys and values have.
         """
         import torch
 
         pieces, is_compressed = self._of_layer(layer), self.rows(layer) is not None
-        if is_compressed:  # the heads of one row of pieces, one after the other
+        if is_compressed:  # one row of pieces, whose heads are stored one after the other
             assert heads is None, "whoever reads some heads of compressed layers takes their rows"
             pieces = [[piece] for piece in pieces[0]]
         tokens = sum(row[0].tokens for row in pieces)

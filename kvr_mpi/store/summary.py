@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 REASON_CHARS = 240
-# Words that differ from document to document: those with digits, slashes, quotes or brackets in them.
+# Words that are specific to one document: those that contain digits, slashes, quotes or brackets.
 PARTICULAR = re.compile(r"""\S*[\d/'"`\[\]{}()]\S*""")
 
 
@@ -16,7 +16,7 @@ PARTICULAR = re.compile(r"""\S*[\d/'"`\[\]{}()]\S*""")
 class Summary:
     """Counts of documents by status.
 
-    reasons : how many failed by cause, the most frequent first: the message of one of them stands for each.
+    reasons : number of failed documents by cause, the most frequent first; the key is the message of one of them.
     """
 
     done: int
@@ -41,12 +41,12 @@ def count_reasons(errors: Iterable[tuple[str, str, int]]) -> dict[str, int]:
     Parameters
     ----------
     errors : iterable of (str, str, int)
-        A document's id, or nothing, its shortened message, and how many documents it stands for.
+        Id of a document or "", its shortened message, and the number of documents with this message.
 
     Returns
     -------
     dict
-        The first message of each cause, and how many documents have it.
+        From the first message of each cause to its number of documents.
     """
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -56,6 +56,6 @@ def count_reasons(errors: Iterable[tuple[str, str, int]]) -> dict[str, int]:
 
 
 def _cause_of(document_id: str, error: str) -> str:
-    """Reduce a message to the part it shares with those of other documents, if there is one."""
+    """Reduce a message to the words that are not specific to its document, if there are any."""
     text = re.sub(rf"(?<!\w){re.escape(document_id)}(?!\w)", "", error) if document_id else error
     return " ".join(PARTICULAR.sub("", text).split()) or error

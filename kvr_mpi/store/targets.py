@@ -1,7 +1,7 @@
 """Which files and folders commands may write to.
 
-A run's folder has files of its own, which only the run, a merge in place and pruning write. A folder is a run or holds
-runs, never both: a run inside another one would not be found. What is read is not written to.
+Only the run itself, a merge in place and pruning write a run's own files. A folder is a run or contains runs, never
+both: a run inside another run would not be found. No command writes to a file that it reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvr_mpi.store.states import STATES
 from kvr_mpi.store.traces import TRACES
 from kvr_mpi.store.volumes import RESULTS
 
-# Names that a run alone may use, and names that are its own in its folder; folders of its own.
+# Names that only runs may use in any folder; names of a run's own files and folders inside its folder.
 RESERVED = (VOLUME_NAME, LOG_NAME, LOCK_NAME)
 OWN_FILES = (RESULTS, RUN_FILE)
 OWN_FOLDERS = (TRACES, STATES)
@@ -31,9 +31,9 @@ def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> No
     ----------
     path : Path
     overwrite : bool
-        Whether it may replace a file. One that the command reads, and a run's own, it never may.
+        Whether the command may replace an existing file; never a file that it reads, or a run's own.
     reads : iterable of Path
-        What the command reads.
+        Files that the command reads.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
 
 
 def answers_folder(run: Path) -> str:
-    """Return the default folder for answers about a run, beside it."""
+    """Return the default output folder for answers about a run, next to the run's folder."""
     path = Path(os.path.abspath(run))
     return f"{_home_of(path) or path.with_suffix('')}-answers"
 

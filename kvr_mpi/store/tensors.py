@@ -1,7 +1,7 @@
 """Export of stored keys and values as safetensors, one file per document.
 
 A file has ``layer_000.keys`` and ``layer_000.values`` (tokens, kv_heads, head_dim) in the model's dtype, ``token_ids``,
-and in its metadata, as JSON, what the results say of the document and of the run.
+and the document's record and the run's header in its metadata, as JSON.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     import torch
 
 SUFFIX, ABOUT = ".safetensors", "kvr-mpi"
-# File systems take no longer names; so much is kept of one that is longer.
+# Longest file name that file systems allow, and the part of a longer name that is kept.
 MOST_NAME_BYTES, KEPT_OF_NAME = 255, 150
 
 
 def export_kv(
     index: Index, header: Header, ids: Iterable[str], folder: Path, *, overwrite: bool = False
 ) -> Iterator[tuple[str, Path]]:
-    """Write a file for each of these documents that has keys and values; yields (id, file).
+    """Write a file for each of these documents that has keys and values; yield (id, file).
 
     Raises
     ------
     DataError
-        If something is not what was written; the files before it are complete.
+        If a document is damaged; the files before it are complete.
     ConfigError
-        If keys and values of one are compressed.
+        If a document's keys and values are compressed.
     OutputError
-        If a file cannot be written, or is there already.
+        If a file cannot be written, or exists already.
     """
     from safetensors.torch import save_file
 
@@ -65,7 +65,7 @@ def export_kv(
         part = file.with_name(file.name + PART)
         try:
             part.unlink(missing_ok=True)
-            os.close(create(part))  # a file of our own: the library would follow a link that was planted there
+            os.close(create(part))  # created exclusively: safetensors would follow a symbolic link
             save_file(tensors, part, metadata={ABOUT: json.dumps(about)})
             os.replace(part, file)
         except OSError as error:
@@ -77,7 +77,7 @@ def export_kv(
 def file_name(key: str) -> str:
     """Return a document's file name; a long one is cut and gets a checksum.
 
-    In a key ``%`` begins two hexadecimal digits, so that no other document's name has ``%-``.
+    In a key, two hexadecimal digits follow every ``%``, so no other document's name contains ``%-``.
     """
     if len(key + SUFFIX + PART) <= MOST_NAME_BYTES:
         return key + SUFFIX

@@ -1,17 +1,17 @@
 """The traces of a run: what every rank did and when, one file per rank and job in the run's folder ``trace``.
 
     SESSION-RANK.json      trace events in the JSON array format of Chrome and Perfetto, one a line. The array is never
-                           closed, as the format allows: of a job that was killed all is there but the last seconds
+                           closed, as the format allows: the trace of a killed job only lacks its last seconds
 
-Times are microseconds of Unix time, on rank 0's clock as far as it was known when the job began. A process is a rank of
-a job, a thread a kind of work. Metadata events that viewers pass over say more:
+Times are microseconds of Unix time, on rank 0's clock as estimated when the job began. A process is a rank of a job, a
+thread a kind of work. Viewers ignore these metadata events:
 
     kvr_trace              the version of the format, and a `TraceHeader`; the first event
-    prompt                 a `TracedPrompt`, and what the rank calls it (number)
-    clock                  how far the rank's clock is ahead of rank 0's, and to how many seconds that is known
-    full, ended            no more is written: the trace has its size; the rank came to the end of its work
+    prompt                 a `TracedPrompt`, and its number on the rank
+    clock                  seconds by which the rank's clock is ahead of rank 0's, and the error of that estimate
+    full, ended            the trace ends here: it has reached its maximum size; the rank has finished its work
 
-A job that goes on with a run adds files of its own.
+A job that resumes a run adds its own files.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from kvr_mpi.trace import Kind, Recorder, Span
 
 TRACES = "trace"
 HEADER, VERSION = "kvr_trace", 2
-# How often what was recorded is written.
+# Interval between writes.
 FLUSH_S = 2.0
-# Most of a run's traces, over all ranks and resumed jobs; no file is larger.
+# Maximum size of a run's traces, over all ranks and resumed jobs, and thus of a file.
 TRACE_BYTES = FILE_BYTES = 256 << 20
-# In which row of its rank a span is drawn; what may overlap with others of its row gets one of LANES rows.
+# Timeline row of each kind of span; kinds whose spans may overlap get up to LANES rows.
 ROWS: dict[Kind, int] = {
     "prefill": 1,
     "layer": 1,
@@ -55,7 +55,7 @@ ROWS: dict[Kind, int] = {
 }
 ROW_NAMES = {1: "compute", 2: "write", 10: "send", 30: "forward", 50: "receive"}
 LANES = 20
-# Prompts that spans may still be noted of.
+# Number of latest prompts for which spans may still be recorded.
 RECENT_PROMPTS = 4096
 OPENING = b"[\n"
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -65,7 +65,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 class TraceHeader:
     """The rank that a trace belongs to.
 
-    token_s, pair_s : what slices were cut by (``costs.solve.Rates``); 0: by something else.
+    token_s, pair_s : rates that determined the slices (``costs.solve.Rates``); 0: slices were not cut by rates.
     tensor_parallel : of the job.
     """
 
@@ -87,14 +87,14 @@ class TraceHeader:
 
 @dataclass(frozen=True, slots=True)
 class TracedPrompt:
-    """A prompt as one rank knows it.
+    """A prompt as seen by one rank.
 
-    what : ``prompt``; ``shared``: what several prompts begin with; ``packed``: short prompts in one row.
-    tokens : of the prompt, or of all in the row.
-    start, stop : this rank's slice; the same: it has none, or several stretches.
-    first_rank, ranks : the chain's ranks among those of the job; with tensor parallelism, its groups.
-    decode_rank : of the chain, as well.
-    predicted_s : what this rank was to compute it in, by its rates; 0: not known.
+    what : ``prompt``; ``shared``: the common beginning of several prompts; ``packed``: short prompts in one row.
+    tokens : of the prompt, or of all prompts in the row.
+    start, stop : this rank's slice; equal: it has none, or several ranges.
+    first_rank, ranks : first rank of the chain in the job, and its number of ranks; groups with tensor parallelism.
+    decode_rank : rank of the chain that decodes.
+    predicted_s : this rank's compute time predicted from its rates; 0: not known.
     """
 
     document: str
@@ -114,7 +114,7 @@ class TracedPrompt:
 class RankTrace:
     """One rank's trace of one job; times are in seconds of rank 0's clock, Unix time.
 
-    clock_error_s : they are right to so many seconds against other ranks'; inf: the clocks were not compared.
+    clock_error_s : error of the times relative to other ranks; inf: the clocks were not compared.
     """
 
     header: TraceHeader
@@ -130,18 +130,18 @@ class RankTrace:
 class TraceWriter:
     """Writes the spans of a rank's recorder from a thread until it is closed.
 
-    What cannot be written is said once, and the job goes on without a trace.
+    A write error is logged once, and the job continues without a trace.
 
     Parameters
     ----------
     folder : Path
         Of the run.
     offset_s : float
-        Unix time of rank 0's clock, less ``time.perf_counter``.
+        Unix time on rank 0's clock minus ``time.perf_counter``.
     limit_bytes : int
-        Most of the file.
+        Maximum size of the file.
     say : callable
-        For a line of text.
+        Receives log lines.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class TraceWriter:
 
 
 def _fitting(lines: list[str], size_bytes: int) -> int:
-    """Return how many of the lines fit into so many bytes."""
+    """Return how many of the lines fit into `size_bytes`."""
     for number, line in enumerate(lines):
         size_bytes -= len(line)
         if size_bytes < 0:
@@ -300,7 +300,7 @@ def remove_traces(folder: Path) -> None:
     for path in files:
         path.unlink(missing_ok=True)
     if files:
-        with contextlib.suppress(OSError):  # something else is in it
+        with contextlib.suppress(OSError):  # the folder has other files
             (folder / TRACES).rmdir()
 
 
@@ -310,12 +310,12 @@ def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> I
     Parameters
     ----------
     skipped : callable, optional
-        Told why a file is left out; without it the first such file raises.
+        Called with the reason when a file is skipped; None: the first such file raises.
 
     Raises
     ------
     DataError
-        If a file cannot be read, is none of ours, or is of another version.
+        If a file cannot be read, is not a trace of a run, or has another version.
     """
     for path in trace_files(folder):
         try:
@@ -335,7 +335,7 @@ def _read_trace(path: Path) -> RankTrace | None:
         lines = read_regular(path, FILE_BYTES).splitlines(keepends=True)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    if lines and not lines[-1].endswith(b"\n"):  # the job was killed in the middle of it
+    if lines and not lines[-1].endswith(b"\n"):  # the job was killed while writing it
         del lines[-1]
     if not lines or lines == [OPENING]:
         return None

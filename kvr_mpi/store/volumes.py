@@ -11,8 +11,8 @@
                                each, in the order of their ids (uint8)
       /log                     of results.h5: the log's other lines (uint8)
 
-A volume counts when a line of a log lists it (see ``log``); one that none lists was not finished. Lines, and keys and
-values, carry their own checksums, other arrays those of HDF5. Files of any other version are refused.
+A volume is valid if a line of a log lists it (see ``log``); otherwise it was not finished. Lines, keys and values have
+their own checksums, other arrays those of HDF5. Files of any other version are refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOG, RECORDS, KV = "log", "records", "kv"
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file name is one that this program gives to results."""
+    """Whether a file name is that of a result file of kvr-mpi."""
     return name == RESULTS or bool(LOG_NAME.fullmatch(name) or VOLUME_NAME.fullmatch(name))
 
 
@@ -60,7 +60,7 @@ def create_volume(path: Path) -> h5py.File:
 
 
 def volume_line(volume: Path, pieces: Mapping[str, tuple[int, str]]) -> bytes:
-    """Seal the line of a log that lists a volume; of each piece in it, by id, the bytes and the hash."""
+    """Return the sealed log line that lists a volume, with the bytes and hash of each piece, by id."""
     return seal({"line": VOLUME, "name": volume.name, "size_bytes": volume.stat().st_size, "pieces": pieces})
 
 
@@ -85,7 +85,7 @@ def open_volume(path: Path) -> Iterator[h5py.File]:
     Raises
     ------
     DataError
-        If it is missing, damaged, foreign, or of another schema version; also for what is found while it is open.
+        If it is missing, damaged, foreign, or has another schema version; also for damage found while it is open.
     """
     with open_hdf5(path) as file:
         check_schema(file)
@@ -93,7 +93,7 @@ def open_volume(path: Path) -> Iterator[h5py.File]:
 
 
 def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
-    """Write lines as a contiguous dataset; unwritten chunks would make HDF5 abort on a full disk."""
+    """Write lines as a contiguous dataset; with chunks not yet written, HDF5 would abort on a full disk."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     space = h5py.h5s.create_simple((lines.seek(0, os.SEEK_END),))
@@ -109,14 +109,14 @@ def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
 class Source:
     """The lines of an open log or ``results.h5``.
 
-    parts : what reads some bytes from an offset on, and how many bytes there are; the last part has the records.
+    parts : functions that read bytes, given offset and number, with the total size; the last part has the records.
     """
 
     path: Path
     parts: tuple[tuple[Callable[[int, int], bytes], int], ...]
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield every line, and the position for `read` if it is a record."""
+        """Yield every line with its offset in its part; for a record, this is the position for `read`."""
         for read, size in self.parts:
             yield from iter_lines(read, size)
 

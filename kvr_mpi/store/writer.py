@@ -1,8 +1,8 @@
 """Writing while the ranks compute: a thread writes records to the log, and keys and values to volumes.
 
-A record is on the disk within `SYNC_S` of being written, and counts once the keys and values it needs do: when their
-volume is closed, synced and listed in the log. HDF5 lets other threads run while it writes, as do checksums and syncs,
-so that computing goes on.
+A record is on the disk within `SYNC_S`. It counts once the keys and values it needs are durable: when their volume is
+closed, synced and listed in the log. HDF5 writes, checksums and syncs release the GIL, so that computation continues
+meanwhile.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from kvr_mpi.trace import Recorder
 if TYPE_CHECKING:
     import torch
 
-# Records are synced this long after the first that is not.
+# Records are synced this long after the first unsynced record was written.
 SYNC_S = 1.0
-# What a rank has spent is written so often: a kill costs no more of it.
+# Interval between writes of a rank's cost; a killed job loses at most this much of it.
 COST_S = 60.0
-# A volume is closed this long after its first keys and values, or at this size. A young job has little, and closes its
-# volumes after a tenth of its age: it loses no more than that if it is killed, and a long one makes few files more.
+# A volume is closed this long after its first keys and values, or at this size. A young job closes its volumes after a
+# tenth of its age: it loses at most that if it is killed, and a long job writes only a few more files.
 VOLUME_S, LEAST_VOLUME_S, AGE_SHARE = 60.0, 1.0, 0.1
 VOLUME_BYTES = 1 << 30
-# Free space below which nothing more is written: HDF5 fails badly on a full disk, so it is not to meet one.
+# Free space below which nothing more is written, since HDF5 handles a full disk badly.
 MARGIN_BYTES = 256 << 10
-# Keys and values that may wait to be written; more make `write` wait.
+# Limit of keys and values in the queue; beyond it `write` blocks.
 IN_FLIGHT_BYTES = 512 << 20
 
 
@@ -73,7 +73,7 @@ class _Document:
 class _Layer:
     content: KeysValues | None
     size_bytes: int
-    copied: Copied | None = None  # while a GPU may still copy it
+    copied: Copied | None = None  # set while a GPU may still be copying
 
 
 class _DroppedError(Exception):
@@ -87,7 +87,7 @@ class _Volume:
     file: h5py.File
     path: Path
     due_s: float  # on the monotonic clock
-    pieces: dict[str, tuple[int, str]] = field(default_factory=dict)  # as a log's line has them
+    pieces: dict[str, tuple[int, str]] = field(default_factory=dict)  # as in the volume's log line
 
 
 class LayersWriter:
@@ -96,8 +96,8 @@ class LayersWriter:
     Parameters
     ----------
     add_layer : callable
-        Given each layer's keys and values (tokens, kv_heads, head_dim), on any device, or None if it has none. They
-        are copied, so they may change afterwards.
+        Call it with each layer's keys and values (tokens, kv_heads, head_dim), on any device, or None if it has none.
+        It copies them, so they may change afterwards.
     """
 
     def __init__(self, add_layer: Callable[[KeysValues | None], None]) -> None:
@@ -111,8 +111,8 @@ class LayersWriter:
 class ResultWriter:
     """Writes one rank's results.
 
-    Every call raises `WriteError` if something could not be written, now or since the last call; what was durable
-    stays.
+    Once something could not be written, every call raises `WriteError`; data that were already durable
+    stay.
 
     Parameters
     ----------
@@ -121,11 +121,11 @@ class ResultWriter:
     header : Header
         The first line of the log.
     session : int or None
-        Of the job; by default the one that has the folder.
+        Number of the job; by default that of the job that holds the folder.
     recorder : Recorder, optional
-        Told of every document that is written, and of every volume that is made durable.
+        Records a span for every written document and every completed volume.
     cost : callable, optional
-        Says what this rank has spent; called once a minute in another thread, if this rank has written something.
+        Returns this rank's cost so far; called once a minute in another thread, if this rank has written a record.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class ResultWriter:
         session = session_of(folder) if session is None else session
         self._name = f"kv-{session:04d}-{rank:04d}"
         self._log = LogWriter(folder, session, rank, header)
-        self._sync_s: float | None = None  # when the log is to be synced
+        self._sync_s: float | None = None  # when the log must be synced
         self._volume: _Volume | None = None
         self._count, self._began_s = 0, time.monotonic()
         self._tasks: queue.SimpleQueue[_Document | _Layer | _Mark | threading.Event] = queue.SimpleQueue()
         self._room, self._waiting_bytes = threading.Condition(), 0
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self._error: Exception | None = None
-        self._free = ""  # space there was when that came
+        self._free = ""  # free space at the time of the error
         self._thread = threading.Thread(target=self._work, name=f"kvr-results-{rank}", daemon=True)
         self._thread.start()
 
@@ -167,7 +167,7 @@ class ResultWriter:
         layers : iterable of (keys, values) or None
             Each layer's (tokens, kv_heads, head_dim), on any device; copied, so they may change afterwards.
         tokens : CachedTokens or None
-            Whose they are.
+            Their tokens.
         """
         with self._writing(_Document(record, tokens, has_record=True)) as document:
             for layer in layers:
@@ -183,7 +183,7 @@ class ResultWriter:
     def writing_piece(self, record: Record, tokens: CachedTokens) -> Iterator[LayersWriter]:
         """Add layers one by one, as for `write_piece`; nothing else may be written meanwhile.
 
-        If that ends by an exception, or the document is dropped, they are forgotten.
+        If the block raises, or the document is dropped, its layers are discarded.
         """
         with self._writing(_Document(record, tokens, has_record=False)) as document:
             yield document
@@ -233,7 +233,7 @@ class ResultWriter:
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to contiguous host memory, reusing a buffer if possible.
 
-        Memory that is new to the process costs several times as much as the copying.
+        Allocating new memory takes several times as long as copying.
         """
         with self._room:
             spare = self._spare.get((tensor.shape, tensor.dtype))
@@ -241,12 +241,12 @@ class ResultWriter:
         return copy_to_host(tensor, copy)
 
     def _release(self, layer: _Layer) -> None:
-        """Let the caller continue, and keep the buffer for a next layer of the same shape."""
+        """Let a blocked `write` continue, and keep the buffer for the next layer of the same shape."""
         with self._room:
             self._waiting_bytes -= layer.size_bytes
             for tensor in layer.content or ():
                 key = (tensor.shape, tensor.dtype)
-                if key not in self._spare and len(self._spare) > 1:  # keys and values: another document's are of no use
+                if key not in self._spare and len(self._spare) > 1:  # more: buffers of another document's shapes
                     self._spare.clear()
                 self._spare.setdefault(key, []).append(tensor)
             self._room.notify_all()
@@ -271,7 +271,7 @@ class ResultWriter:
         except OSError:
             return "nothing"
 
-    # From here on in the thread
+    # The methods below run in the writer thread.
 
     def _work(self) -> None:
         task = None
@@ -336,12 +336,12 @@ class ResultWriter:
             pass
         finally:
             with contextlib.suppress(_DroppedError):
-                for _ in layers:  # what an error left
+                for _ in layers:  # drain the layers that were not written
                     pass
 
     def _add_piece(self, document: _Document, contents: Iterator[KeysValues | None]) -> bool:
         """Write a document's layers; return whether there were any."""
-        before = 0  # layers that have none
+        before = 0  # number of first layers without keys and values
         for first in contents:
             if first is not None:
                 break
@@ -351,7 +351,7 @@ class ResultWriter:
         volume = self._volume = self._volume or self._open()
         name = piece_id(document.record, document.tokens)
         key, layers = key_of(name), itertools.chain([None] * before, [first], contents)
-        if volume.pieces.pop(name, None):  # of an attempt of which nothing came
+        if volume.pieces.pop(name, None):  # left by an attempt that failed
             del volume.file[KV][key]
         try:
             volume.pieces[name] = write_kv(volume.file[KV], key, layers, document.tokens)
@@ -395,7 +395,7 @@ class ResultWriter:
 
     def _add_cost(self, cost: Cost) -> None:
         if self._error is None:
-            with contextlib.suppress(OSError):  # no answer is lost by it
+            with contextlib.suppress(OSError):  # no answers are lost
                 self._log.write(seal(cost.as_line()))
                 self._sync_s = self._sync_s or time.monotonic()
 
@@ -435,13 +435,13 @@ class ResultWriter:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """An event in a GPU's stream after some copies."""
+    """A CUDA event that is recorded after some copies."""
 
     device: torch.device
     event: torch.cuda.Event
 
     def wait(self) -> None:
-        """Wait for the copies, from any thread; the thread's current GPU may be another one."""
+        """Wait for the copies; can be called from any thread, whatever its current GPU."""
         import torch
 
         torch.cuda.set_device(self.device)
@@ -454,19 +454,19 @@ def copy_to_host(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tenso
     Parameters
     ----------
     into : Tensor or None
-        Host memory of its shape and type that was made here before; None: it is made, page-locked for a GPU.
+        Host buffer of the same shape and dtype to reuse; None: allocate one, pinned if the tensor is on a GPU.
     """
     if into is None:
         import torch
 
-        with torch.inference_mode(False):  # it may be used again where that is off
+        with torch.inference_mode(False):  # the buffer may be reused outside inference mode
             into = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
     into.copy_(tensor.detach(), non_blocking=True)
     return into
 
 
 def mark_copies(device: torch.device) -> Copied | None:
-    """Record an event in a GPU's current stream; None for host memory, which is copied at once."""
+    """Record an event in a GPU's current stream; None for host memory, which is copied synchronously."""
     if device.type != "cuda":
         return None
     import torch

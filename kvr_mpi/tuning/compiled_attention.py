@@ -1,7 +1,7 @@
 """Our kernels for attention and products of few rows, compiled once per processor and cached in ``KVR_CACHE``.
 
-A C++ compiler takes two seconds for them. Whatever goes wrong, torch's attention goes on and a line says why; a
-compiler that failed is not asked again, and one that is not there is looked for by every job.
+Compiling takes two seconds. If it fails, torch's attention is used and a log line says why. A failed compilation is not
+repeated by later jobs; a missing compiler is looked for by every job.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from kvr_mpi.model.narrow_product import BLOCK, NarrowWeights
 from kvr_mpi.tuning.identity import processor_key
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Seconds, on a machine that is busy.
+# Time limit for compiling on a busy machine.
 LIMIT_S = 60.0
 MOST_BYTES = 64 << 20
 FAILED, MOST_NOTE_BYTES = "failed.txt", 4096
 COMPILERS = ("c++", "g++", "clang++")
 NO_COMPILER = f"no compiler found ({', '.join(COMPILERS)}), and CXX is not set"
-# No contraction changes an order of additions; no option gives up NaN.
+# FMA contraction does not reorder additions; no option disables NaN.
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
 NOT_COMPILED = "attention is not compiled, so torch's is used"
 ALLOWED_ERROR = 1e-5
-# Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end and on
-# both sides of a block's, and one query with a piece of keys and with several.
+# Test cases (heads, KV heads, queries, keys): full and partial tiles, several blocks of keys, queries at the end of the
+# keys and on both sides of a block's end, and one query with one or several pieces of keys.
 TRIED = ((6, 2, 45, 45), (2, 1, 131, 580), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
-# Products: outputs that no tile of them divides, and full and partial tiles of rows.
+# Test cases of products: a number of outputs that is no multiple of a tile, and full and partial tiles of rows.
 TRIED_OUTS, TRIED_ROWS = 71, (1, 2, 3, 8, 13)
 
 Say = Callable[[str], None]
@@ -53,7 +53,7 @@ def open_attention(
     limit_s: float = LIMIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> KernelLibrary | None:
-    """Load the kernels; None, and a line of text, if that fails. The process that `compiles` compiles them first."""
+    """Load the kernels; None and a log line if that fails. If `compiles` is set, compile them first if necessary."""
     texts = " ".join(each.read_text() for each in (*SOURCES, *HEADERS))
     options = [*OPTIONS, *(word for word in environ.get("CXX", "").split() if word.startswith("-"))]
     known = f"{processor_key()} {texts} {' '.join(options)}"
@@ -78,7 +78,7 @@ def open_attention(
 
 
 def _compile(file: Path, say: Say, limit_s: float) -> None:
-    """Compile the kernels into the cache, or return why not; compiler errors are remembered there."""
+    """Compile the kernels into the cache, or log why not; a compiler error is stored there."""
     compiler = find_compiler()
     if compiler is None:
         say(f"{NOT_COMPILED}: {NO_COMPILER}")
@@ -107,8 +107,8 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: float = LIMIT_S) -> str:
-    """Run a compiler in a session of its own; return its error, or an empty string."""
-    words = compiler.split()  # options of its own, perhaps, among them other instructions than this processor's
+    """Run a compiler in its own session; return its error, or an empty string."""
+    words = compiler.split()  # CXX may contain options, such as another -march
     names_march = any(word.startswith("-march=") for word in words)
     options = [each for each in OPTIONS if not (names_march and each.startswith("-march="))]
     command = [*words, *options, *map(str, sources), "-o", str(made)]
@@ -119,7 +119,7 @@ def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: fl
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # so that all of a compiler that hangs can be ended
+                start_new_session=True,  # so that a hanging compiler can be killed with its children
             )
         except OSError as error:
             return f"{compiler} cannot be run ({error.strerror or error})"
@@ -149,14 +149,14 @@ def keep_made(made: Path, file: Path) -> None:
 
 
 def check_kept(file: Path) -> None:
-    """Check that a library was written by us and is complete.
+    """Check that a library belongs to this user and is complete.
 
     Raises
     ------
     OSError
         If it cannot be read.
     ValueError
-        If it may be somebody else's, or is damaged.
+        If others could have written it, or it is damaged.
     """
     for path in (file.parent, file):
         found = path.lstat()
@@ -177,7 +177,7 @@ def _try(library: KernelLibrary) -> None:
     Raises
     ------
     ValueError
-        If it computes something else.
+        If its results differ.
     """
     dim = 2 * library.multiple
     for heads, kv_heads, queries, count in TRIED:
@@ -204,7 +204,7 @@ def _try_products(library: KernelLibrary) -> None:
     Raises
     ------
     ValueError
-        If they are something else.
+        If its results differ.
     """
     draw = torch.Generator().manual_seed(0)
     scales = torch.randn(TRIED_OUTS, 3, 2, generator=draw)

@@ -14,10 +14,10 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 
 @contextmanager
 def pinned(transport: Transport) -> Iterator[int]:
-    """Pin this rank to its share of the host's cores (one of them, in turn, if there are too few)."""
+    """Pin this rank to its share of the host's cores (to one core, in turn, if there are fewer cores than ranks)."""
     everything = sorted(os.sched_getaffinity(0))
     ours = _share_of(everything, transport)
-    # Worker threads keep the cores their maker had: make them while that is all of them.
+    # Worker threads inherit the affinity of the thread that creates them: create them while it includes all cores.
     torch.set_num_threads(len(everything))
     torch.ones(256, 256) @ torch.ones(256, 256)
     os.sched_setaffinity(0, ours)

@@ -1,9 +1,9 @@
 """Measures decode steps, data-parallel and head-parallel.
 
-What the rates of a prefill say of it is too little: a few rows are multiplied much slower than many, attention of one
-query waits for memory, and sums wait for whoever is late. Steps are timed with short documents, and attention to long
-ones apart, whose keys and values are made up; both are put together by ``costs.decoding``. All ranks of a chain measure
-at once, as they will work.
+The rates of a prefill do not predict decode steps: products of few rows are much less efficient, attention of one query
+is memory-bound, and all-reduces wait for the slowest rank. Steps are timed with short documents. Attention to long
+documents is timed separately, with random keys and values; ``costs.decoding`` combines both. All ranks of a chain
+measure at the same time, as they will decode.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 PROBE_TOKENS = 16
-# Steps that are timed, after one that is not.
+# Number of timed steps, after one warm-up step.
 STEPS = 5
-# More documents of a rank are timed as so many.
+# A rank with more documents is timed with this many.
 MOST_DOCUMENTS = 16
-# Documents that are attended to: keys and values of all layers together are more than caches of a processor hold.
+# Documents to attend to: the keys and values of all layers together exceed a processor's caches.
 LONG_DOCUMENTS, LONG_TOKENS = 2, 1024
 ATTENTION_REPEATS = 5
 
 
 def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: Place) -> tuple[float, float]:
-    """Measure a step of short documents in both modes; every rank of the chain calls this and gets the same.
+    """Measure a step of short documents in both modes; every rank of the chain calls this and gets the same result.
 
     Returns
     -------
     (float, float)
-        Median seconds of the slowest rank: each rank its own documents, and heads shared.
+        Median seconds of the slowest rank: data-parallel and head-parallel.
     """
     shares = len(range(chain.rank, documents, chain.size))
     greedy = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -74,11 +74,11 @@ def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: 
     Parameters
     ----------
     loaded : LoadedModel
-        The whole model, even if the caches are of some of its heads.
+        The whole model, even if the caches have only some of its heads.
     caches : sequence of SliceCache
-        Of documents that are decoded, on this rank.
+        Caches of the decoded documents on this rank.
     ranks : Transport
-        Those that begin together.
+        The ranks that start together.
     """
     pack, kernel = DecodeCache(caches), attention_kernel(loaded.model)
     group = loaded.model.config.get_text_config().num_attention_heads // loaded.shape.layers[0].num_kv_heads
@@ -96,12 +96,12 @@ def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: 
 
 
 def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
-    """Measure attention to long documents minus that to short ones, which removes the time of the calls.
+    """Measure attention to long documents minus attention to short ones, which removes the overhead of the calls.
 
     Returns
     -------
     float
-        For a token that all heads keep, in the mean layer: of the slowest rank.
+        Seconds per token that all heads keep, in the mean layer, on the slowest rank.
     """
     long, short = (
         sum(attention_seconds(loaded, [_made_up(loaded, tokens) for _ in range(LONG_DOCUMENTS)], chain))
@@ -113,7 +113,7 @@ def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
 
 @torch.inference_mode()
 def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
-    """Make a cache with arbitrary contents, ready to decode."""
+    """Make a cache with random contents, ready to decode."""
     made = SliceCache(loaded, relay(Partition((0, tokens)), 0), None)
     made.finish()
     for layer in made.layers:
@@ -133,7 +133,7 @@ def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
 
 
 def _step_seconds(chain: Transport, step: Callable[[], object], device: torch.device) -> float:
-    """Time steps that all ranks begin together; return the median of the slowest rank's times."""
+    """Time steps that all ranks start together; return the median over steps of the slowest rank's time."""
     times = []
     for _ in range(STEPS + 1):
         chain.barrier()

@@ -1,7 +1,7 @@
 """Search for slices by measurement: the paper's hierarchical grid (section 4.2, Fig. 6).
 
-Stands between a first guess (``solve``) and a `Partition` that was measured. It asks nothing of the machine but
-times, and therefore takes many of them; ``refit`` needs a few.
+It starts from a first guess and uses only measured times of whole prompts, so it needs many runs; ``refit`` needs a
+few.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kvr_mpi.partition import Partition
 
-# The first grid reaches this many strides to both sides; finer ones reach to the neighbours of the best so far.
+# The first grid extends this many strides to both sides; finer grids extend one stride around the best point so far.
 FIRST_REACH = 2
 
 
@@ -22,8 +22,8 @@ def grid_search(
 
     As in Fig. 6: after each level the search is limited to the cells around the best point and the stride is halved.
     With two ranks there is one bound, and this is the paper's binary search. The grid of a level has 3^(p-1) points
-    (the first one 5^(p-1)); where that is more than `max_runs` allows, one bound is moved at a time. Is the best point
-    on the rim of the first grid, then that one is laid around it anew.
+    (the first one 5^(p-1)); if `max_runs` does not allow that many, one bound is moved at a time. If the best point is
+    on the edge of the first grid, that grid is centred on it and scanned again.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def grid_search(
     stride, quantum : int
         First and last step in tokens.
     max_runs : int
-        Measurements allowed; all of them are returned.
+        Maximum number of measurements, all of which are returned.
     """
     tried = {start: measure(start)}
     reach = FIRST_REACH
@@ -50,12 +50,12 @@ def grid_search(
 
 
 def best_of(tried: Mapping[Partition, float]) -> Partition:
-    """Return the fastest partition; of equal ones the first that was measured."""
+    """Return the fastest partition; of equally fast ones, the one measured first."""
     return min(tried, key=tried.__getitem__)
 
 
 def _grid(tried: Mapping[Partition, float], stride: int, reach: int, runs: int) -> Iterator[Partition]:
-    """Yield the points of one level: all around the best at once, or one bound after the other."""
+    """Yield the points of one level: the whole grid around the best point, or one bound moved after the other."""
     inner = best_of(tried).size - 1
     steps = sorted(range(-reach * stride, reach * stride + 1, stride), key=abs)
     if len(steps) ** inner <= max(runs, len(steps)):

@@ -24,7 +24,7 @@ RESTRICTING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCT
 
 
 def key_of(loaded: LoadedModel, chain: Transport) -> Key:
-    """Return the key of a table measured on these ranks; every rank calls this and gets the same."""
+    """Return the key of a table measured on these ranks; every rank calls this and gets the same key."""
     device = devices_of(loaded, chain)
     return Key(
         model=ModelIdentity(
@@ -38,13 +38,13 @@ def key_of(loaded: LoadedModel, chain: Transport) -> Key:
 
 
 def devices_of(loaded: LoadedModel, ranks: Transport) -> str:
-    """Name the kinds of devices of all ranks; every rank calls this and gets the same."""
+    """Name the kinds of devices of all ranks; every rank calls this and gets the same text."""
     devices = share_json(ranks, gather_json(ranks, _device(loaded)))
     return "; ".join(dict.fromkeys(devices))[:1000]
 
 
 def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
-    """Return the origin of measurements; every rank calls this and gets the same."""
+    """Return the origin of measurements; every rank calls this and gets the same result."""
     hosts = share_json(chain, gather_json(chain, socket.gethostname()))
     versions = {name: _version(name) for name in LIBRARIES}
     return Provenance(
@@ -57,9 +57,9 @@ def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
 
 
 def processor_key(environ: Mapping[str, str] = os.environ) -> str:
-    """Identify a processor for compiled code and timings: model, instruction sets, and restrictions of them.
+    """Identify a processor for compiled code and timings: model, instruction sets, and their restrictions.
 
-    torch, oneDNN and MKL can be kept from using some of them (`RESTRICTING`).
+    Environment variables can disable instruction sets in torch, oneDNN and MKL (`RESTRICTING`).
     """
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     restricted = [f"{name}={value}" for name in RESTRICTING if (value := environ.get(name))]

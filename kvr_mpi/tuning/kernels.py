@@ -1,10 +1,10 @@
 """Chooses the fastest implementation of each kind of product and of attention by measurement.
 
-Once for a processor, a number of threads, torch's version and a model's shapes: each way beside the module's own code,
-back to back, at the row counts that matter (`model.kernels.ROWS`). All ranks of a host measure at once, as they will
-work, and take the same ways. What was found is kept in ``KVR_CACHE``, and measured again by the next jobs if
-other programs ran meanwhile; what is chosen of it is tried on random numbers at every row count, each time, before it
-is used.
+Each implementation is timed in turn with torch's own at the row counts that matter (`model.kernels.ROWS`), once per
+processor, number of threads, torch version and model shapes. All ranks of a host measure at the same time, as they will
+compute, and choose the same implementations. The timings are cached in ``KVR_CACHE``; later jobs repeat them if other
+programs ran meanwhile. Before use, every job compares the chosen implementations with torch on random numbers at every
+row count.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from kvr_mpi.tuning.pieces import (
     product_pieces,
 )
 
-# A way is taken from this gain on; a second copy of weights is made if it gains so much at some number of rows.
+# Least speed-up for choosing an implementation; and, at some number of rows, for making a second copy of weights.
 LEAST_GAIN, LEAST_COPY_GAIN = 1.03, 1.1
-# All copies may take this share of the memory that is left.
+# All copies together may take this share of the free memory.
 COPY_SHARE = 0.25
-# Models with fewer features than this gain nothing worth a compiler.
+# Models with a smaller hidden size gain too little to compile kernels.
 LEAST_FEATURES = 256
 PAIRS, SAMPLE_S = 5, 1e-3
-# The next job measures again if other programs ran: if a rank had its processor for less than this share of the time.
+# Later jobs measure again, up to this many times, if a rank had its processor for less than this share of the time.
 QUIET_SHARE, MOST_TRIES = 0.9, 3
-# A call that takes longer is not measured: fewer rows stand for it.
+# Longer calls are not measured; the result for fewer rows is used.
 MOST_CALL_S = 0.2
 MOST_FILE_BYTES = 1 << 20
 
@@ -62,8 +62,8 @@ Gains = dict[str, dict[str, list[float]]]
 class _Kept(BaseModel):
     """A cached measurement: the speed-up of each implementation at each of `ROWS`.
 
-    busy_share : share of the measuring time in which a rank had its processor; the smallest over the host's ranks.
-    tries : how many jobs have measured; these gains are those of the job with the largest share.
+    busy_share : share of the measuring time in which a rank had its processor; the minimum over the host's ranks.
+    tries : number of jobs that have measured; the gains are from the job with the largest share.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -76,7 +76,7 @@ class _Kept(BaseModel):
 
     @property
     def is_final(self) -> bool:
-        """Whether later jobs use it without measuring again."""
+        """Whether later jobs use this measurement without repeating it."""
         return self.busy_share >= QUIET_SHARE or self.tries >= MOST_TRIES
 
 
@@ -119,9 +119,9 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
 
 
 def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:
-    """Return this rank's speed-ups, and how undisturbed they were; cached ones if those are better.
+    """Return this rank's speed-ups and its share of processor time; cached ones if their share is larger.
 
-    Only `_middle` decides what the ranks of a host use: one of them may not see the file that another reads.
+    The ranks of a host may see different cache files; `_middle` makes their choice the same.
     """
     if known is not None and known.is_final:
         return known.gains, known.busy_share
@@ -134,14 +134,14 @@ def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Ga
 
 
 def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> KernelLibrary | None:
-    """Load the attention kernel if the model's dtype is supported and it is large enough."""
+    """Load the compiled kernels if the model's dtype is supported and the model is large enough."""
     if loaded.dtype not in DTYPES or loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
         return None
     return open_attention(cache_dir, say, compiles=compiles)
 
 
 def _copy_bytes(model: torch.nn.Module, narrowed: Mapping[torch.nn.Linear, NarrowWeights]) -> dict[str, dict[str, int]]:
-    """Return the bytes of copied weights of a shape, by implementation."""
+    """Return the bytes that copies of the weights take, by shape and implementation."""
     return {
         shape: {
             PREPACKED: sum(layer.weight.nbytes for layer in layers),
@@ -152,7 +152,7 @@ def _copy_bytes(model: torch.nn.Module, narrowed: Mapping[torch.nn.Linear, Narro
 
 
 def measure_gains(pieces: Sequence[Piece]) -> Gains:
-    """Time every implementation of every piece, alternating with the plain one; 0 where that would take too long."""
+    """Time every implementation of every piece, alternating with torch's; 0: not measured, it would take too long."""
     gains: Gains = {piece.name: {way: [] for way in piece.ways if way != PLAIN} for piece in pieces}
     for piece in pieces:
         taken_s = 0.0
@@ -165,7 +165,7 @@ def measure_gains(pieces: Sequence[Piece]) -> Gains:
 
 
 def _gains_of(piece: Piece, count: int) -> dict[str, float]:
-    """Return the speed-up of each implementation at a number of rows; under `PLAIN` its best time in seconds."""
+    """Return the speed-up of each implementation at a number of rows; for `PLAIN` the best time in seconds."""
     rows = piece.rows(count)
     turns = {
         way: calls if count <= TURNS_ROWS else calls[:1]
@@ -192,14 +192,14 @@ def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> floa
 
 
 def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room: float) -> dict[str, Ways]:
-    """Choose each piece's implementation at each number of rows, of those that are not plain throughout.
+    """Choose each piece's implementation at each number of rows; omit pieces for which torch is always chosen.
 
     Parameters
     ----------
     copy_bytes : mapping of str to mapping of str to int
-        What a second copy of the weights of a shape takes, by the way that reads it.
+        Bytes of a second copy of the weights, by shape and by the implementation that reads it.
     room : float
-        Bytes that may be taken: shapes that gain most come first.
+        Bytes available for copies; the shapes that gain most come first.
     """
     chosen = {}
     for name in sorted(gains, key=lambda one: -max((max(row) for row in gains[one].values()), default=0.0)):
@@ -212,7 +212,7 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
             needed = sum(sizes[way] for way in most)
             if not most or (min(most.values()) >= LEAST_COPY_GAIN and needed <= room):
                 break
-            del found[min(most, key=most.__getitem__)]  # does not pay for its memory, or there is none
+            del found[min(most, key=most.__getitem__)]  # gains too little for its memory, or does not fit
         room -= needed
         if set(ways) != {PLAIN}:
             chosen[name] = ways
@@ -220,9 +220,9 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
 
 
 def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
-    """Return the fastest implementation at each number of rows; unmeasured ones use that of fewer rows.
+    """Return the fastest implementation at each number of rows.
 
-    But weights in fewer bits, whose kernels are for few rows.
+    Unmeasured row counts use the choice for fewer rows, except `NARROW`, whose kernels are only for few rows.
     """
     ways: list[str] = []
     for at in range(len(ROWS)):
@@ -236,7 +236,7 @@ def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
 
 
 def _right_ways(pieces: Sequence[Piece], chosen: Mapping[str, Ways], say: Say) -> dict[str, Ways]:
-    """Drop implementations with wrong results at some number of rows."""
+    """Drop the choices for pieces with a wrong result at any number of rows."""
     right = {}
     for piece in pieces:
         ways = chosen.get(piece.name, ())
@@ -252,7 +252,7 @@ def _right_ways(pieces: Sequence[Piece], chosen: Mapping[str, Ways], say: Say) -
 
 
 def _middle(mine: Gains, found: Sequence[Gains]) -> Gains:
-    """Combine the measurements of the ranks of a host."""
+    """Return the median of the measurements of a host's ranks."""
     alike = [each for each in found if _ways_in(each) == _ways_in(mine)]
     return {
         name: {way: [median(each[name][way][at] for each in alike) for at in range(len(ROWS))] for way in ways}
@@ -265,7 +265,7 @@ def _ways_in(gains: Gains) -> dict[str, list[str]]:
 
 
 def _holds_for(pieces: Sequence[Piece], attention: KernelLibrary | None) -> str:
-    """Return everything that a measurement depends on."""
+    """Return a text with everything that a measurement depends on."""
     of_ours = "" if attention is None else f", attention {attention.identity}"
     what = sorted(f"{piece.name} {piece.dtype} {'/'.join(piece.ways)}" for piece in pieces)
     return (

@@ -1,7 +1,7 @@
 """Slices from a lookup table, interpolated between the two nearest entries (KVR-P, section 4.2).
 
-Stands between a `Table` and the `Partition` of one prompt; beyond the table's entries its rates and the cost model
-take over.
+Outside the range of the table's entries, the cost model computes the slices from the table's
+rates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvr_mpi.tuning.table import Key, Table, load_tables
 
 
 def choose_slices(table: Table, tokens: int, ranks: int) -> Partition:
-    """Look up the slices of a prompt with at least one token for each rank; outside the table its rates cut it."""
+    """Look up the slices of a prompt of at least one token per rank; outside the table, compute them from its rates."""
     if is_outside(table, tokens, ranks):
         costs = table.rates if ranks == table.key.ranks else replace(table.rates, speeds=None)
         return best_split(costs, tokens, ranks, quantum=QUANTUM_TOKENS)[0]
@@ -29,14 +29,14 @@ def choose_slices(table: Table, tokens: int, ranks: int) -> Partition:
 
 
 def is_outside(table: Table, tokens: int, ranks: int) -> bool:
-    """Whether a prompt is shorter or longer than all that was searched, or the chain has another number of ranks."""
+    """Whether a prompt is shorter or longer than all entries, or the chain has another number of ranks."""
     return ranks != table.key.ranks or not (
         table.entries[0].context_tokens <= tokens <= table.entries[-1].context_tokens
     )
 
 
 def interpolate(shares: Mapping[int, tuple[float, ...]], tokens: int) -> tuple[float, ...]:
-    """Interpolate the ranks' shares of a prompt, by its length, between two lengths; outside, use the nearest."""
+    """Interpolate the ranks' shares of a prompt between the two nearest lengths; outside, use the nearest."""
     below = max((length for length in shares if length <= tokens), default=min(shares))
     above = min((length for length in shares if length >= tokens), default=max(shares))
     if below >= above:
@@ -57,14 +57,14 @@ def find_table(path: Path, here: Key) -> Table:
     Parameters
     ----------
     path : Path
-        A table, or a folder of tables, of which one has to fit.
+        A table, or a folder of tables; exactly one must fit.
     here : Key
-        What it is to be used for. A machine is known by what its ranks compute with, whatever it was called.
+        Key of these ranks. Machines are compared by `device`; the `hardware` name is ignored.
 
     Raises
     ------
     ConfigError
-        If none fits, saying in what each differs, or more than one does.
+        If no table fits (the message lists the differences), or several fit.
     """
     found = load_tables(path)
     fitting = [(file, table) for file, table in found.items() if not _differences(table.key, here)]

@@ -1,8 +1,8 @@
 """Measures the parameters of the cost model, and runs single instrumented prefills.
 
-Stands between the ranks and the planner: `measure_costs` gives the first guess of all rates in seconds, `observe`
-runs one prompt under one partition and tells what every rank did meanwhile. Measuring is collective; deciding is
-not: rank 0 leads, the others `follow`, so that no rounding error can make two ranks take different ways.
+`measure_costs` makes a first estimate of all rates within seconds. `observe` runs one prompt with one partition and
+returns what every rank did. Measuring is collective, but only rank 0 decides what to run and the others `follow`, so
+that rounding errors cannot make ranks diverge.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvr_mpi.transport.links import measure_links
 from kvr_mpi.transport.local import LocalTransport, PretendedChain
 from kvr_mpi.tuning.decode_probe import kept_token_seconds
 
-# Ranks are compared at a slice of this length.
+# Slice length at which the ranks' speeds are compared.
 REFERENCE_TOKENS = 1024
-# One rank has no link; what the cost model is then told is never looked at.
+# Placeholder for a single rank, which has no link; the cost model does not use it.
 NO_LINK_BYTES_PER_S = 1e12
 
 
@@ -36,9 +36,9 @@ NO_LINK_BYTES_PER_S = 1e12
 class Observation:
     """Measurements of one prompt on a chain, in seconds.
 
-    ttft_s : from a common start to the first token's logits.
-    busy_s : of every rank, its time without waiting and without short disturbances.
-    wait_s : of every rank, waiting for keys and values, or for the link to take them.
+    ttft_s : time from the common start to the first token's logits.
+    busy_s : compute time of every rank, without waiting and without short disturbances.
+    wait_s : time that every rank waited to receive keys and values, or to send them.
     """
 
     partition: Partition
@@ -51,7 +51,7 @@ Run = Callable[[Partition], Observation]
 
 
 def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Observation:
-    """Prefill one arbitrary prompt; every rank of the chain calls this with the same partition."""
+    """Prefill a synthetic prompt; every rank of the chain calls this with the same partition."""
     ids = loaded.shape.sample_ids(partition.tokens, 7919, 13)
     chain.barrier()
     prefill = prefill_kvr(loaded, ids, partition, chain)
@@ -66,16 +66,16 @@ def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Obse
 def undisturbed_seconds(busy_s: float, layer_times_s: Sequence[float], kinds: Sequence[str]) -> float:
     """Return a rank's computing time if every layer took the median time of its kind.
 
-    What disturbs a rank for a while, another process say, lengthens some layers; it tells nothing of the split.
+    A temporary disturbance, such as another process, slows down a few layers; this removes it from the time.
 
     Parameters
     ----------
     busy_s : float
         Time without waiting.
     layer_times_s : sequence of float
-        When each layer's keys were made, by a clock that stands still while the rank waits.
+        Time at which each layer's keys were computed, on a clock that stops while the rank waits.
     kinds : sequence of str
-        Of the layers; layers of one kind take equally long. Empty: all are alike.
+        Kind of each layer; layers of a kind take equally long. Empty: all layers are alike.
     """
     steps: dict[str, list[float]] = defaultdict(list)
     for layer, (before, after) in enumerate(pairwise(layer_times_s)):
@@ -85,31 +85,31 @@ def undisturbed_seconds(busy_s: float, layer_times_s: Sequence[float], kinds: Se
 
 @contextmanager
 def leading(loaded: LoadedModel, chain: Transport) -> Iterator[Run]:
-    """On rank 0: yield a function that observes a partition on all ranks; at the end the other ranks return."""
+    """On rank 0: yield a function that observes a partition on all ranks; at the end, let the other ranks return."""
 
     def run(partition: Partition) -> Observation:
         share_json(chain, partition.bounds)
         return observe(loaded, chain, partition)
 
     yield run
-    share_json(chain, None)  # not after an exception: that ends all ranks
+    share_json(chain, None)  # not after an exception, which ends all ranks
 
 
 def follow(loaded: LoadedModel, chain: Transport) -> None:
-    """On the other ranks: take part in rank 0's measurements until it ends."""
+    """On the other ranks: take part in rank 0's measurements until it has finished."""
     while (bounds := share_json(chain, None)) is not None:
         observe(loaded, chain, Partition(tuple(bounds)))
 
 
 def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
-    """Measure compute rates, fixed times and links in a few seconds; every rank calls this and gets the same.
+    """Measure compute rates, fixed times and links in a few seconds; every rank calls this and gets the same result.
 
     The model must be ready for chains (``attention_hook.prepare_model``).
 
     Returns
     -------
     Costs
-        Of the middle rank; `speeds` says what the others are, if they differ, in the order of `world`.
+        Of the median rank; `speeds` has the ranks' speeds relative to it if they differ, in the order of `world`.
     """
     rates = measure_rates(loaded, world)
     head_s, floor_s = _fixed_seconds(loaded, world)
@@ -119,7 +119,7 @@ def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
     work = workload_of(loaded.model.config, shape.dtype_bytes)
     costs = _costs(work, rates, head_s, floor_s, kv_bytes, latency_s, bytes_per_s)
     if not loaded.attends_in_parts or shape.has_states or not all(layer.elements for layer in shape.layers):
-        return costs  # a step's attention is not a kernel's alone
+        return costs  # attention of a decode step cannot be timed separately
     return replace(costs, kept_token_s=kept_token_seconds(loaded, world))
 
 
@@ -155,14 +155,14 @@ def _costs(
 
 
 def _fixed_seconds(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
-    """Measure the model's head and the minimum time of a layer with a prompt of one token, on the slowest rank."""
+    """Measure the LM head and the minimum time of a layer, with a prompt of one token, on the slowest rank."""
     layers = len(loaded.shape.layers)
     whole_s, body_s, first_s = (
         _prefill_seconds(loaded, world, Partition((0, 1)), LocalTransport(), stop_after)
         for stop_after in (None, layers, 1)
     )
     floor_s = max(0.0, (body_s - first_s) / max(1, layers - 1))
-    found = [max(0.0, whole_s - body_s - floor_s), floor_s]  # the last layer's rest is in the difference
+    found = [max(0.0, whole_s - body_s - floor_s), floor_s]  # the difference includes the rest of the last layer
     everyone = share_json(world, gather_json(world, found))
     return max(head_s for head_s, _ in everyone), max(floor_s for _, floor_s in everyone)
 
@@ -178,22 +178,22 @@ def _slowest_link(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
 
 
 LAYERS = 3
-# Tokens of the slice, and of the prefix: enough to keep the device busy. A GPU has done 768 tokens before it has been
-# told of them all, and what it takes for a pair of tokens would seem to be a multiple of the truth.
+# Tokens of the slice and of the prefix, enough to keep the device busy. A GPU computes 768 tokens faster than their
+# kernels are launched, so the measured time per pair of tokens would be several times too long.
 PROBES = {"cpu": (768, 3072), "cuda": (8192, 16384)}
-# A time is measured in at least two runs, until its three smallest values differ by no more than this, or so many runs.
+# A time is measured in at least two runs, until its three smallest values agree within this ratio, or after MOST_RUNS.
 AGREE_WITHIN, MOST_RUNS = 1.02, 6
-# Ranks that differ by less than this are the same machine, and the difference is noise.
+# Ranks that differ by less than this ratio count as equal: the difference is noise.
 SAME_WITHIN = 1.25
 
 
 def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
-    """Time a slice with and without a prefix, and solve for the two rates of every rank.
+    """Time a slice with and without a prefix, and solve for the two rates of each rank.
 
     Returns
     -------
     list of Rates
-        One for each rank, the same list on every rank.
+        One per rank; the list is the same on every rank.
     """
     layers, period = _layers_timed(loaded.shape.layers)
     tokens, prefix = _probe_lengths(loaded.device.type, loaded.shape.max_tokens)
@@ -204,7 +204,7 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
     )
     pair_s = max(0.0, (after_prefix_s - alone_s) / (tokens * prefix))
     token_s = alone_s / tokens - pair_s * tokens / 2
-    if token_s <= 0:  # too short or too noisy to tell them apart
+    if token_s <= 0:  # the slice is too short, or the times too noisy, to separate the rates
         pair_s, token_s = 0.0, alone_s / tokens
     everyone = [Rates(*pair) for pair in share_json(transport, gather_json(transport, [token_s, pair_s]))]
     times = [rates.seconds(longest, 0) for rates in everyone]
@@ -222,9 +222,9 @@ def _probe_lengths(device: str, max_tokens: int | None) -> tuple[int, int]:
 
 
 def _layers_timed(layers: Sequence[LayerShape]) -> tuple[int, int]:
-    """Return how many layers are timed, and in which periods if kinds of layers alternate.
+    """Return how many layers are timed, and the period in which kinds of layers alternate.
 
-    Of the layers up to the last that keeps anything: of those behind it no beginning is known.
+    Only layers up to the last with a cache are timed: layers behind it do not record when they begin.
     """
     most = max(at for at, layer in enumerate(layers) if layer.elements or layer.states)
     known = layers[: most + 1]
@@ -235,7 +235,7 @@ def _layers_timed(layers: Sequence[LayerShape]) -> tuple[int, int]:
 def _layer_seconds(
     loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, layers: int, period: int
 ) -> float:
-    """Time of one whole layer, measured to the next layer of the same kind."""
+    """Time of one layer, measured from its start to the start of the next layer of the same kind."""
     if layers == 0:  # a model of one layer
         return _prefill_seconds(loaded, transport, partition, chain, None)
     ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
@@ -250,20 +250,20 @@ def _layer_seconds(
 def _prefill_seconds(
     loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, stop_after: int | None
 ) -> float:
-    """Time a prefill while every other rank runs the same."""
+    """Time a prefill while every other rank runs the same prefill."""
     ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
     return fastest(transport, lambda: [prefill_kvr(loaded, ids, partition, chain, stop_after=stop_after).seconds])
 
 
 def fastest(transport: Transport, run: Callable[[], Sequence[float]]) -> float:
-    """Return the minimum time of some runs on all ranks, until each has three that agree.
+    """Repeat a run on all ranks until each rank has three times that agree; return this rank's minimum.
 
-    What disturbs a run, the first one's cold caches among it, only makes it longer.
+    The minimum is used because disturbances, such as the first run's cold caches, only make a run longer.
 
     Parameters
     ----------
     run : callable
-        Returns the seconds of what it has timed, once or several times.
+        Returns one or several measured times in seconds.
     """
     times = list[float]()
     transport.barrier()

@@ -15,11 +15,11 @@ from kvr_mpi.model.kernels import PLAIN, always
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.products import PREPACKED, Product, can_lay, find_products
 
-# A few rows read weights, keys and values from memory, as in a model of many layers: so many bytes take turns.
+# With up to TURNS_ROWS rows, calls cycle through tensors of TURNS_BYTES in total, so that they are read from memory.
 TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
-# From more rows on weights in fewer bits are read again for every eight.
+# Largest number of rows for narrow weights: their kernels read the weights again for every eight rows.
 NARROW_ROWS = 8
-# Keys that queries attend to.
+# Number of keys that queries attend to.
 KEYS = 1024
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
@@ -29,9 +29,9 @@ Compute = Callable[[torch.Tensor], torch.Tensor]
 class Piece:
     """One kind of product or attention, with its implementations.
 
-    ways : each a function of rows (rows, features), or several that take turns.
+    ways : for each implementation, one or several functions of inputs (rows, features) that take turns.
     features : of a row.
-    most_rows : from more rows on a way is the plain one.
+    most_rows : largest number of rows for which an implementation differs from the plain one.
     """
 
     name: str
@@ -51,7 +51,7 @@ def product_pieces(
     library: KernelLibrary | None = None,
     narrowed: Mapping[torch.nn.Linear, NarrowWeights] | None = None,
 ) -> list[Piece]:
-    """List linear layers by shape, as far as memory allows copies; `narrowed` exist already."""
+    """List the products by shape that have several implementations; copies for trying may take `most_bytes`."""
     pieces, narrowed = [], narrowed or {}
     for shape, layers in find_products(model).items():
         one = layers[0].weight
@@ -72,7 +72,7 @@ def _linear(layer: torch.nn.Linear) -> Compute:
 
 
 def attention_pieces(loaded: LoadedModel, library: KernelLibrary | None) -> list[Piece]:
-    """Return attention with queries as rows, and enough keys for its two products to matter."""
+    """Return the piece for attention, whose rows are queries, with enough keys for its two products to dominate."""
     layer = _attending_layer(loaded)
     if library is None or layer is None:
         return []
@@ -100,17 +100,17 @@ def attention_pieces(loaded: LoadedModel, library: KernelLibrary | None) -> list
     ours = AttentionParams(scale, kernel=CpuAttention(library, always(OWN)))
     either = {PLAIN: AttentionParams(scale), OWN: ours}
     ways = {way: [attending(params, *cache) for cache in caches] for way, params in either.items()}
-    most_rows = {} if loaded.dtype == torch.float32 else {OWN: 1}  # in bfloat16 it takes one query
+    most_rows = {} if loaded.dtype == torch.float32 else {OWN: 1}  # in bfloat16 our kernel supports only one query
     return [Piece(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype, most_rows)]
 
 
 def _attending_layer(loaded: LoadedModel) -> LayerShape | None:
-    """Return a layer that sees all keys, or else one that sees some."""
+    """Return the first layer with full attention; otherwise the first with any attention."""
     attending = [layer for layer in loaded.shape.layers if layer.elements]
     return next((layer for layer in attending if not layer.visibility.size), next(iter(attending), None))
 
 
 def attention_name(loaded: LoadedModel) -> str:
-    """Name a model's attention by its keys."""
+    """Name a model's attention by its number of KV heads and key dimension."""
     layer = _attending_layer(loaded)
     return "" if layer is None else f"attention of {layer.num_kv_heads}x{layer.key_dim}"

@@ -1,9 +1,9 @@
 """The best slices in at most four runs: measure, fit the rates, solve in the cost model, measure again.
 
-Stands between `measure` (one instrumented run) and a table's entry. Where the paper measures a grid of splits
-(``search``), this measures what every rank did in one of them: that tells the rates, and the cost model knows what
-they mean for all other splits. The fit is a maximum a posteriori one: a run knows too little to tell all rates
-apart, so each has a prior around what was known before, tight for the ranks' speeds, which mostly differ by noise.
+The paper measures a grid of splits (``grid``). This measures what every rank did in one split and fits the rates to
+that, so that the cost model can predict all other splits. The fit is a maximum a posteriori estimate: one run does not
+determine all rates, so each rate has a prior around its previous value. The prior is tight for the ranks' speeds, which
+mostly differ by noise.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-# At most so many runs, and no more if after so many the fit asks for what has been run.
+# Maximum number of runs; after ENOUGH_RUNS the search ends once the fit suggests a split that has been run.
 MAX_RUNS, ENOUGH_RUNS = 4, 3
-# A run that takes this many times what was predicted, or a rank that is idle all the time, is repeated.
+# A run that takes this many times its prediction, or has invalid times, is repeated, up to MAX_HICCUPS runs.
 ABSURD_RATIO, MAX_HICCUPS = 3.0, 3
 # Standard deviations of the priors, in logarithms.
 TOKEN_SD, PAIR_SD, LAYER_SD, COPY_SD, LINK_SD = 0.15, 0.15, 1.0, 1.0, 0.3
 SPEED_SD, DRIFT_SD = 0.02, 0.03
 DRIFT_FREEDOM, REWEIGHTINGS = 3.0, 3
-# And of what is measured: a rank's time and the whole chain's, beside the drift they share in a run.
+# Standard deviations of measured times, of a rank and of the chain, in addition to their common drift in a run.
 BUSY_SD, TTFT_SD = 0.01, 0.02
-# How far the cost model may be off, where it is weighed against a measured time.
+# Assumed relative error of the cost model when it is weighed against measured times.
 MODEL_SD = 0.02
-# A step that gains less ends the fit.
+# The fit ends when a step improves it by less than this ratio.
 FIT_TOLERANCE = 1e-6
 RATES = 5  # parameters before those of ranks and runs
 
@@ -49,8 +49,8 @@ Say = Callable[[str], None]
 class Refit:
     """The result of a search of one length.
 
-    forecasts_s : of every split that was run, what was predicted before its first run.
-    runs : everything that was run, hiccups included.
+    forecasts_s : time predicted for each split before its first run.
+    runs : number of runs, including repeated ones.
     """
 
     best: Partition
@@ -60,7 +60,7 @@ class Refit:
     runs: int = 0
 
     def run(self, split: Partition, predicted_s: float, run: Run, say: Say) -> Observation:
-        """Run a split and record it; after disturbances the last of several runs."""
+        """Run a split, repeated if it was disturbed, and record it."""
         seen, runs = steady(split, predicted_s, run, say)
         self.runs += runs
         self.observations.append(seen)
@@ -68,7 +68,7 @@ class Refit:
         return seen
 
     def times_of(self, split: Partition) -> list[float]:
-        """Measured times of some slices."""
+        """Measured times of a split."""
         return [seen.ttft_s for seen in self.observations if seen.partition == split]
 
 
@@ -78,14 +78,14 @@ def refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> Refit:
     Parameters
     ----------
     costs : Costs
-        What is known so far; all that matters is that it is not far off.
+        Initial estimate of the rates; it need not be accurate.
     run : callable
         Runs one partition.
 
     Raises
     ------
     DataError
-        If times are no numbers, again and again.
+        If repeated runs give no valid times.
     """
     split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), QUANTUM_TOKENS)
     predicted_s = chain_seconds(costs, split.lengths)
@@ -112,8 +112,8 @@ def fit(start: Costs, observations: Sequence[Observation]) -> Costs:
     """Fit rates to observations, with the initial rates as prior.
 
     Parameters are logarithms: tokens, pairs, a layer's overhead, copies, the link, each rank's speed, and for each
-    run a drift that all its times share (another clock, another neighbour), which is not kept. Drifts have a Student
-    distribution, fitted by reweighting: one run that was disturbed is not to spoil what the others tell.
+    run a drift common to all its times (clock frequency, other jobs), which is discarded. Drifts have a Student
+    distribution, fitted by reweighting, so that a disturbed run has little influence.
     """
     start = _fillable(start)
     rates = RATES + observations[0].partition.size
@@ -147,8 +147,8 @@ def _solve(start: Costs, observations: Sequence[Observation], theta: Array, devi
 def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
     """Return the computing time of every rank of a chain in the cost model (ranks,).
 
-    All ranks but the last leave the last layer when its keys and values are made, and the last one attends there
-    from its last token only.
+    All ranks except the last stop once the last layer's keys and values are computed; there the last rank computes
+    attention of its last token only.
     """
     own = np.asarray(lengths, dtype=float)
     before = np.cumsum(own) - own
@@ -192,7 +192,7 @@ def _slopes(start: Costs, observations: Sequence[Observation], theta: Array) -> 
         costs = _scaled(start, rates + small * (np.arange(len(rates)) == at))
         if at < RATES:
             moved_busy, moved_chains = _logs(costs, observations)
-        else:  # what one rank's speed does to the chain is left to its busy time: it saves a run of the model per rank
+        else:  # ignore the effect of one rank's speed on the chain, which saves a run of the model per rank
             moved_busy = np.log([busy_seconds(costs, seen.partition.lengths) for seen in observations])
             moved_chains = chains
         columns.append(_in_deviations(moved_busy - busy, moved_chains - chains) / small)
@@ -202,7 +202,7 @@ def _slopes(start: Costs, observations: Sequence[Observation], theta: Array) -> 
 
 
 def _fillable(costs: Costs) -> Costs:
-    """Replace zeros by small values, so that factors can change them."""
+    """Replace zeros by small values, so that multiplicative factors can change them."""
     token_s = costs.token_s
     return replace(
         costs,
@@ -234,12 +234,12 @@ def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Ob
     Returns
     -------
     (Observation, int)
-        And how many runs it took.
+        The observation, and the number of runs.
 
     Raises
     ------
     DataError
-        If times are no numbers, again and again.
+        If repeated runs give no valid times.
     """
     numbers: list[Observation] = []
     for runs in range(1, MAX_HICCUPS + 1):
@@ -260,14 +260,14 @@ def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Ob
 
 
 def _choose(result: Refit) -> Partition:
-    """Choose between measured and modelled slices: a single fast run may be luck, and the model may be off."""
+    """Choose the split with the best combination of measured and modelled time, since both have errors."""
 
     def expected_of(split: Partition) -> float:
         times = result.times_of(split)
         predicted = math.log(chain_seconds(result.costs, split.lengths))
         miss = float(np.mean(np.log(times))) - predicted
-        # The mean of n runs with a standard deviation of DRIFT_SD each, beside a model off by MODEL_SD; what lies
-        # further off tells of a disturbance, and little of the split.
+        # Weigh the mean of n runs (standard deviation DRIFT_SD each) against the model (MODEL_SD). A larger miss
+        # indicates a disturbed run, and gets less weight.
         weight = MODEL_SD**2 / (MODEL_SD**2 + DRIFT_SD**2 / len(times) + miss**2)
         return predicted + weight * miss
 

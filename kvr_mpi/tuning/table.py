@@ -1,8 +1,8 @@
 """Lookup tables: slices measured for one model on one machine, with their origin (section 4.2).
 
 A table is a JSON file, ``tables/MODEL_HARDWARE_pN.json``, written by ``kvr search`` and read by jobs; ``lookup``
-says what it means for a prompt. Every key names its unit. Files may come from anywhere: they are read with a limit
-of size, every value is checked, and nothing in them is run.
+applies it to prompts. Keys name their units. Files are not trusted: their size is limited, every value is checked, and
+nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Part(BaseModel):
 
 
 class ModelIdentity(Part):
-    """The model; the fingerprint identifies the weights, the rest is for people."""
+    """The model; the fingerprint identifies the weights, the other fields are informative."""
 
     name: Text
     fingerprint: Text
@@ -48,7 +48,7 @@ class ModelIdentity(Part):
 
 
 class Key(Part):
-    """What a table applies to."""
+    """The model, dtype, hardware and number of ranks that a table applies to."""
 
     model: ModelIdentity
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -70,10 +70,10 @@ class Provenance(Part):
 class Entry(Part):
     """The slices for one length.
 
-    A rank's slice is what lies between two neighbouring bounds. `ttft_s` is the median of the chosen slices'
-    runs, `predicted_ttft_s` what was forecast before the first of them, `runs` everything that was run for this
-    length. `spread_ratio` is (longest - shortest) / median of the chosen slices' runs, `noise_ratio` how far all runs
-    lie from the fitted rates (root mean square).
+    A rank's slice lies between two adjacent bounds. `ttft_s` is the median over the runs of the chosen slices,
+    `predicted_ttft_s` the forecast before the first of them, `runs` the number of all runs for this length.
+    `spread_ratio` is (longest - shortest) / median over the runs of the chosen slices, `noise_ratio` the relative root
+    mean square deviation of all runs from the fitted rates.
     """
 
     context_tokens: Annotated[int, Field(ge=2, le=MAX_TOKENS)]
@@ -148,7 +148,7 @@ def load_table(path: Path) -> Table:
     ConfigError
         If there is no such file.
     DataError
-        If it is no table, is damaged, or too large.
+        If it is not a table, is damaged, or is too large.
     """
     hint = "create it again with kvr search"
     if not path.is_file():
@@ -191,12 +191,12 @@ def holds_tables(path: Path) -> bool:
 
 
 def load_tables(path: Path) -> dict[Path, Table]:
-    """Read one table, or all in a folder, by file.
+    """Read one table, or all tables in a folder, by file.
 
     Raises
     ------
     ConfigError
-        If there is none; the errors of `load_table` otherwise.
+        If there is none; see also the errors of `load_table`.
     """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files or not files[0].exists():
@@ -214,7 +214,7 @@ def _short(values: Iterable[int]) -> str:
 
 
 def _explain(item: dict[str, object]) -> str:
-    """Format one of pydantic's errors: place, expected and found value."""
+    """Format one of pydantic's errors: location, expected and actual value."""
     place = ".".join(map(str, item["loc"])) if isinstance(item["loc"], tuple) else ""
     message = str(item["msg"]).removeprefix("Value error, ")
     plain = item["type"] in ("missing", "value_error", "json_invalid")

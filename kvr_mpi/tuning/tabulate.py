@@ -1,7 +1,7 @@
 """Creates a lookup table: slices for some lengths, measured on these ranks (section 4.2).
 
-Stands between ``kvr search`` and a `Table`. Two methods: ``refit`` (a few instrumented runs a length) and ``grid``
-(the paper's hierarchical grid search).
+There are two methods: ``refit`` (a few instrumented runs per length) and ``grid`` (the paper's hierarchical grid
+search).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvr_mpi.tuning.measure import Observation, Run
 from kvr_mpi.tuning.refit import Refit, Say, fit, refit
 from kvr_mpi.tuning.table import Entry, Key, Method, Provenance, Table
 
-# The paper's grid takes as many runs as it needs; that many are allowed.
+# Maximum number of runs of the paper's grid search, more than it usually needs.
 GRID_MAX_RUNS = 400
-# Runs of the split that a grid ended with, and runs of each length that the rates are fitted to.
+# Runs of the split that a grid search has chosen, and maximum number of runs per length used to fit the rates.
 GRID_REPEATS, FITTED_RUNS = 3, 8
 
 
@@ -46,12 +46,12 @@ def tabulate(
 ) -> Iterator[Table]:
     """Search all lengths, shortest first; rank 0 calls this within ``measure.leading``.
 
-    What one length tells of the rates is where the next one starts.
+    The rates fitted for one length are the initial rates of the next.
 
     Yields
     ------
     Table
-        After every length: all that is known by then, so that it can be kept.
+        After every length, the table so far, so that it can be saved.
     """
     entries: list[Entry] = []
     everything: list[Observation] = []
@@ -93,7 +93,7 @@ def search_grid(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> Re
 
 
 def _fastest(observations: list[Observation]) -> list[Observation]:
-    """Select the fastest of many runs; others would only slow the fit down."""
+    """Select the fastest of many runs; more would only make the fit slower."""
     if len(observations) <= FITTED_RUNS:
         return observations
     return sorted(observations, key=lambda seen: seen.ttft_s)[:FITTED_RUNS]
