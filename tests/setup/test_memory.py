@@ -55,7 +55,7 @@ def test_the_last_rank_keeps_everything_and_what_does_not_fit_is_refused_with_th
     partition = Partition.even(4096, 2)
     need = max(footprint.route_bytes(relay(partition, rank)) for rank in (0, 1))
     check_fits(footprint, partition, [need, need], 0)
-    assert ranks_that_fit(footprint, 4096, need, 0) == 2
+    assert ranks_that_fit(lambda cut, rank: footprint.route_bytes(relay(cut, rank)), 4096, need) == 2
     alone = footprint.route_bytes(relay(Partition((0, 4096)), 0))
     with pytest.raises(DocumentError, match=r"4096 tokens does not fit: rank 0 of 1 needs .* 2 ranks would be enough"):
         check_fits(footprint, Partition((0, 4096)), [(alone + need) // 2], 0)
