@@ -11,13 +11,14 @@ import torch
 import transformers as tf
 from made_groups import ids_of, make_folder, on_groups, save_folder, truth_of
 from models import COMMON, CONFIGS
+from safetensors import safe_open
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.tiny import shrink
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.tensor_parallel import check_part, part_config, part_of, why_no_plan, why_not_divided
+from kvr_mpi.model.tensor_parallel import WeightSlice, check_part, part_config, part_of, why_no_plan, why_not_divided
 from kvr_mpi.model.tp_group import TensorParallelError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import error_share
@@ -184,6 +185,28 @@ def test_no_memory_on_one_rank_costs_one_prompt_or_halves_a_row(tmp_path: Path, 
             assert f"rank {failing[0]} of the 2 in its chain ran out of memory" in str(prefills[0].error)
             assert all(float((prefill.logits - logits).abs().max()) < 1e-4 for prefill in prefills[1:])
             assert answered == [tokens] * 3
+
+
+def test_no_shared_matrix_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading asks the files for slices of everything but norms and routers."""
+    folder, _ = make_folder(tmp_path / "mixtral", "mixtral")
+    opened = safe_open(str(folder / "model.safetensors"), framework="pt")
+    sizes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    read: list[tuple[str, int]] = []
+
+    getitem = WeightSlice.__getitem__
+
+    def watched(self: WeightSlice, index: Any) -> torch.Tensor:
+        found = getitem(self, index)
+        read.append((str(self.tensor.get_shape()), found.numel()))
+        assert found.untyped_storage().nbytes() == found.nbytes
+        return found
+
+    monkeypatch.setattr(WeightSlice, "__getitem__", watched)
+    on_groups(folder, 1, 2, lambda ranks, loaded: None)
+    assert len(read) == 2 * len(sizes)
+    whole = max(torch.Size(shape).numel() for shape in sizes.values())
+    assert max(count for _, count in read) <= 1.15 * whole / 2
 
 
 def test_chains_of_threads_run_on_a_part_alone(tmp_path: Path) -> None:

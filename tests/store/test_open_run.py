@@ -18,7 +18,7 @@ from kvr_mpi.store.log import Header
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.run import known_corpus
-from kvr_mpi.store.volumes import RESULTS
+from kvr_mpi.store.volumes import RESULTS, SCHEMA_VERSION
 
 
 def begin(folder: Path, *records: Any, **options: Any) -> None:
@@ -127,6 +127,18 @@ def test_another_job_is_refused_by_name(tmp_path: Path, options: dict[str, Any],
     if "header" in options:
         with pytest.raises(OutputError, match=f"cannot resume.*{shown}"):
             take(tmp_path, **options)
+
+
+@pytest.mark.parametrize(("version", "remedy"), [(SCHEMA_VERSION + 1, "upgrade"), (SCHEMA_VERSION - 1, "again")])
+def test_another_schema_is_refused_and_not_touched(tmp_path: Path, version: int, remedy: str) -> None:
+    write(tmp_path, 0, [record("a")])
+    result = merge_run(tmp_path)
+    with h5py.File(result, "a") as file:
+        file.attrs["schema_version"] = version
+    content = result.read_bytes()
+    with pytest.raises(DataError, match=f"schema version {version};.*version {SCHEMA_VERSION} only: .*{remedy}"):
+        take(tmp_path)
+    assert result.read_bytes() == content
 
 
 def test_results_of_documents_that_are_gone_are_kept_however_often_a_run_is_extended(tmp_path: Path) -> None:
