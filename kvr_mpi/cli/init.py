@@ -98,7 +98,7 @@ def init(
     from kvr_mpi.preflight.inputs import row_format
 
     if job.exists():
-        raise OutputError(f"{job} exists, and is not overwritten; choose another name")
+        raise OutputError(f"{job} already exists and is not overwritten; choose another name")
     corpus, model, ask = _complete(corpus, model, ask)
     wanted = {
         "model": model,

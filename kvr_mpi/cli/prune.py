@@ -33,12 +33,18 @@ def parse_size(text: str) -> int:
 
 @command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN")
-@click.option("--doc", "documents", multiple=True, metavar="ID", help="Remove those of this document; may be repeated.")
+@click.option(
+    "--doc",
+    "documents",
+    multiple=True,
+    metavar="ID",
+    help="Remove the keys and values of this document; may be repeated.",
+)
 @click.option(
     "--older-than",
     type=click.FloatRange(min=0),
     metavar="DAYS",
-    help="Remove those of documents that were finished more than this many days ago.",
+    help="Remove those of documents that finished more than this many days ago.",
 )
 @click.option("--keep", metavar="SIZE", help="Remove the oldest until at most this much is left: 500G, 1.5T, or bytes.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and exit.")

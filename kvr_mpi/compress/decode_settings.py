@@ -14,8 +14,8 @@ class DecodeSettings(BaseModel):
 
     mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
         "data-parallel",
-        description="data-parallel: each rank decodes its own prompts; head-parallel: all ranks decode all prompts, "
-        "each some of the heads; auto: the faster forecast",
+        description="data-parallel: each rank decodes its own prompts; head-parallel: all ranks decode all "
+        "prompts, each with some of the heads; auto: the faster forecast",
     )
     placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
         "proportional",

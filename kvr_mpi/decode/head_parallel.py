@@ -248,5 +248,5 @@ def why_not_head_parallel(loaded: LoadedModel) -> str | None:
     """Return why a model does not support head-parallel decoding; None if it does."""
     why = why_not_shared(loaded) or why_never_packed(loaded)
     if why is None and begins_anew_at(loaded.model) is not None:
-        why = "its rotary embedding has it compute the whole cache anew at some length"
+        why = "its rotary embedding changes at some length, and the whole cache is then computed again"
     return why

@@ -165,7 +165,7 @@ def _top_logprobs(body: Mapping[str, Any], url: str) -> int | None:
     wanted, top = body.get("logprobs"), body.get("top_logprobs")
     if url == COMPLETIONS:
         if top is not None:
-            raise DocumentError(f"body.top_logprobs is {top!r}; a completion says body.logprobs = {top!r}")
+            raise DocumentError(f"body.top_logprobs is {top!r}; for a completion, set body.logprobs = {top!r}")
         name, top = "logprobs", wanted
     else:
         if wanted is not None and not isinstance(wanted, bool):

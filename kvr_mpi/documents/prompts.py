@@ -116,7 +116,7 @@ class Frame:
         if tuple(ids[: len(constant)]) != constant or (start != len(self.head) and not self.head_gaps):
             raise DocumentError(
                 f"the {start} tokens at the beginning of its stored prompt differ from those of this tokenizer and "
-                f"chat template ({len(self.head)}); use those it was prefilled with"
+                f"chat template ({len(self.head)}); use the tokenizer and template of the earlier run"
             )
         if stop + len(self.tail) > self.max_tokens:
             raise DocumentError(

@@ -80,7 +80,7 @@ class TensorParallelGroup:
             self._reduce(total)
         except Exception as error:  # the other ranks wait for data, so the failure cannot be announced
             raise TensorParallelError(
-                f"a sum over the {self.size} ranks of a tensor-parallel group failed: {error}"
+                f"an all-reduce over the {self.size} ranks of a tensor-parallel group failed: {error}"
             ) from error
         return total
 
@@ -159,7 +159,7 @@ class TensorParallelGroup:
         if BAD_DATA in words:
             raise OtherRankDataError(
                 f"rank {words.index(BAD_DATA)} of the {self.size} ranks of this tensor-parallel group cannot read "
-                f"what is stored of it"
+                "its stored keys and values"
             )
         if NO_MEMORY in words:
             raise OtherRankMemoryError(

@@ -127,9 +127,9 @@ class Strategy:
         if not self.needs_parts:
             return None
         if not loaded.attends_in_parts:
-            why = "its attention cannot be taken over in parts"
+            why = "its attention cannot be computed in parts"
         elif self.stretches > 1 and loaded.shape.counts_cache:
-            why = "its attention temperature counts from the length of the cache"
+            why = "its attention temperature depends on the length of the cache"
         elif self.stretches > 1 and not takes(loaded.model, "position_ids"):
             why = "it counts positions itself and accepts none"
         elif loaded.shape.has_states:

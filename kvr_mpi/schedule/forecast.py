@@ -269,9 +269,9 @@ def forecast_of(
         return replace(forecast, new_tokens=expected_tokens(history.jobs, forecast.new_tokens))
     if given is None:
         raise ConfigError(
-            f"the speed of a rank is unknown: give --hardware {', '.join(profiles())} (profiles), a JSON file with the "
-            f"same keys, or a lookup table of this model, which kvr search measures; or run a job of at least "
-            f"{LEAST_S:.0f} s with this model here, and later plans know"
+            f"the speed of a rank is unknown: give --hardware {', '.join(profiles())} (profiles), a JSON file with "
+            "the same keys, or a lookup table of this model, which kvr search measures; or run a job of at least "
+            f"{LEAST_S:.0f} s with this model here, whose speed later plans use"
         )
     if holds_tables(Path(given)):
         tables = _tables(Path(given), outline, size)

@@ -99,7 +99,7 @@ class Expected:
     def __str__(self) -> str:
         """Describe the interval in one line."""
         start = f"{duration_text(self.start_s)} of it to start"
-        return f"{expected_text(self.range_s)}, {start}; by {counted(self.jobs, 'job')} with this model here"
+        return f"{expected_text(self.range_s)}, {start}; based on {counted(self.jobs, 'job')} with this model here"
 
 
 def is_forecast(spec: JobSpec) -> bool:

@@ -90,13 +90,13 @@ def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
     where = ""
     if max(across) > 1:
         where = (
-            f"; warning: {counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on several "
-            f"hosts, so these sums go over the network: start a multiple of {ranks.tp_group.size} ranks on each host, "
-            f"numbered block-wise"
+            f"; warning: {counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on "
+            f"several hosts, so these all-reduces go over the network: start a multiple of {ranks.tp_group.size} "
+            "ranks on each host, numbered block-wise"
         )
     say(
-        f"tensor-parallel groups of {ranks.tp_group.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} KV "
-        f"heads per layer: sums were measured to take {prompt_ms:.1f} ms for {TIMED_TOKENS} prompt tokens, and "
+        f"tensor-parallel groups of {ranks.tp_group.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} "
+        f"KV heads per layer: measured all-reduces take {prompt_ms:.1f} ms for {TIMED_TOKENS} prompt tokens, and "
         f"{token_ms:.1f} ms per decoded token{where}"
     )
 

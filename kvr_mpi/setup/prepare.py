@@ -201,7 +201,7 @@ def _conversion(path: str, cache_dir: Path) -> str:
     source = find_model(path)
     if source.gguf_file is None or converted_folder(source, cache_dir).is_dir():
         return ""
-    return f", which is converted to safetensors first, once: some seconds for small models (kept in {cache_dir})"
+    return f", which is converted to safetensors first, once: a few seconds for small models (kept in {cache_dir})"
 
 
 def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:
@@ -281,7 +281,7 @@ def _describe_sharing(spec: JobSpec, loaded: LoadedModel, frames: Mapping[str, F
     told = "; ".join(", ".join(names) for names in groups.values())
     return [
         f"each document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so "
-        f"nothing after that can be shared. Move what differs behind {{text}}"
+        "nothing after that can be shared. Move the parts that differ behind {text}"
     ]
 
 
@@ -328,7 +328,7 @@ def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) ->
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     if heads:
-        say("computing the instructions that all prompts begin with")
+        say("computing the common prefix of all prompts")
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 

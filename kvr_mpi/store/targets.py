@@ -48,7 +48,7 @@ def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> No
     if run := _run_that_owns(folder.resolve() / path.name):
         raise OutputError(f"{path} is a file of the run {run}, which only its own job writes; choose another file")
     if any(path.exists() and read.exists() and path.samefile(read) for read in reads):
-        raise OutputError(f"{path} is a file that is read; choose another file")
+        raise OutputError(f"{path} is an input of this command; choose another file")
     if path.exists() and not overwrite:
         raise OutputError(f"{path} exists; add --overwrite, or choose another file")
     if not os.access(path if path.exists() else folder, os.W_OK):

@@ -120,7 +120,7 @@ def find_beginnings(
         return None
     found = StoredBeginnings.from_json(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))
     count = len(found.documents)
-    say(f"documents.reuse: prompts start from the longest beginning they share with one of {count} stored prompts")
+    say(f"documents.reuse: prompts start from the longest prefix they share with one of {count} stored prompts")
     if found.passed_over:
         say(f"documents.reuse: {found.passed_over} stored prompts are compressed, and are not reused")
     return found

@@ -90,7 +90,7 @@ def test_what_cannot_be_run_is_refused_and_the_chain_goes_on(tiny_model_dir: Pat
         chain.generate(prefill)
 
     (error,) = on_ranks(1, tiny_model_dir, work)
-    assert isinstance(error, ConfigError) and "was used before" in str(error)
+    assert isinstance(error, ConfigError) and "has already been continued" in str(error)
     (error,) = on_ranks(1, tiny_model_dir, lambda chain: chain.generate(TEXT), generation={"max_new_tokens": 0})
     assert isinstance(error, ConfigError) and "can only prefill" in str(error)
 

@@ -78,7 +78,7 @@ def test_what_is_no_request(name: str, values: list[Any]) -> None:
         ("messages[0].role is 'tool'", {"messages": [{"role": "tool", "content": "x"}]}),
         ("messages is missing", {"messages": None}),
         ("response_format", {"response_format": {"type": "grammar"}}),
-        ("response_format: its schema is no JSON schema", {"response_format": {"type": "json_schema"}}),
+        ("response_format: its schema is not a JSON schema", {"response_format": {"type": "json_schema"}}),
         ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"typ": "object"}}}}),
     ],
 )

@@ -44,7 +44,7 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     for words in ("profile h200: data sheet", "lower bound", "2: ", "8: ", "all on one rank each"):
         assert words in text, text
     assert "2 documents will have error records" in text
-    assert "  empty.txt: empty.txt is empty: there is no text to work on" in text
+    assert "  empty.txt: empty.txt is empty: it contains no text" in text
 
     found = planned(*command)
     documents = by_id(found)
@@ -148,7 +148,7 @@ def test_earlier_jobs_say_how_long_this_one_takes(
     longer = planned(*command, *with_settings("generation.max_new_tokens=100"))
     assert longer["makespan_s"] == found["makespan_s"]
     assert planned(*command, "--hardware", "h200")["expected"] is None
-    words = r"expected: .* in 80 % of cases\), 9.00 s of it to start; by 2 jobs with this model here"
+    words = r"expected: .* in 80 % of cases\), 9.00 s of it to start; based on 2 jobs with this model here"
     assert re.search(words, shown(*command))
 
 
