@@ -44,7 +44,7 @@ class Hardware(BaseModel):
         description="eager: the whole score matrix, written to memory; flash: tiles of its causal half, on chip"
     )
     score_s: NotNegative = Field(0.0, description="eager: memory traffic of one score element of one head")
-    kv_copies: NotNegative = Field(0.0, description="how often a layer copies all keys and values it was sent")
+    kv_copies: NotNegative = Field(0.0, description="how often a layer copies all keys and values that it received")
     gather_kv_copies: NotNegative = Field(0.0, description="the same after an all-gather")
     gather_link_share: Annotated[float, Field(ge=1e-6, le=1)] = Field(
         1.0, description="share of the link's bandwidth that an all-gather reaches"

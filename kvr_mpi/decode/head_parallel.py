@@ -145,7 +145,7 @@ class HeadGroup(Group[K]):
             if (cache := self._packs.get(tuple(documents))) is not None:
                 cache.take_back()
             raise MemoryError(f"rank {', '.join(map(str, short))} of its chain ran out of memory")
-        assert not isinstance(found, Failure), "it came through"
+        assert not isinstance(found, Failure), "it succeeded"
         self.ranks.all_reduce(found)  # each element is zero on all ranks but one
         if not self._is_greedy:
             return found

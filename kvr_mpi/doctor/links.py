@@ -100,7 +100,7 @@ def measure_sums(
     """
     group_number, _ = place_in_group(world.rank, tensor_parallel)
     limit_s = timeout_s * LIMITS / 3
-    group = within(limit_s, lambda: world.split(group_number), "meeting the other ranks of the group")
+    group = within(limit_s, lambda: world.split(group_number), "connecting the ranks of the group")
     return within(limit_s, lambda: _sums(group, device, effort), "an all-reduce over the ranks of the group")
 
 

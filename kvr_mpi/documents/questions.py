@@ -94,7 +94,7 @@ def check_length(answer: str) -> str | None:
     """Return what is wrong with the length of an answer's id; None if it is fine."""
     if len(answer) <= MAX_ID_CHARS:
         return None
-    return f"the id {answer[:40]!r}... of this answer has {len(answer)} characters; {MAX_ID_CHARS} are allowed"
+    return f"the id {answer[:40]!r}... of this answer has {len(answer)} characters; at most {MAX_ID_CHARS} are allowed"
 
 
 def words_after(template: str, question: str) -> str:

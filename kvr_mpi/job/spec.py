@@ -114,7 +114,7 @@ class PromptSection(Section):
         "several prompts about each document, by name",
     )
     system: str | None = Field(None, description="system prompt")
-    chat_template: bool | None = Field(None, description="use the model's chat template; default: if it has one")
+    chat_template: bool | None = Field(None, description="use the model's chat template; default: true if it has one")
     too_long: Literal["error", "keep-head", "keep-middle", "keep-tail", "split"] = Field(
         "error",
         description="if a prompt exceeds the context: an error record; an answer about a part of the document; or one "

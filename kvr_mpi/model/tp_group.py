@@ -73,7 +73,8 @@ class TensorParallelGroup:
         total.new_empty(total.numel() + 1)  # fail here if there is no memory for the sum's buffers
         if threading.get_ident() != self._thread:  # ranks cannot match the sums of two threads
             raise TensorParallelError(
-                "ranks of a tensor-parallel group meet in one thread each, and a chain of threads was to run on them"
+                "an all-reduce of a tensor-parallel group was called from a second thread; expected the thread "
+                "that made the group"
             )
         self._meet(GOES_ON)
         try:

@@ -277,7 +277,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
         )
         return Chart(
             name,
-            f"Speed-up over ranks: {told}; a run with parallel.ranks_per_chain = 'auto' compares.",
+            f"Speed-up over ranks: {told}; a run with parallel.ranks_per_chain = 'auto' compares them.",
         )
     ranks = sorted(best)
     tokens = statistics.median(one.prompt_tokens for some in best.values() for one in some)

@@ -74,7 +74,7 @@ class History(Part):
     def source(self) -> str:
         """Description of where the costs come from."""
         ranks = counted(self.ranks, "rank")
-        return f"rates of a job with this model on {ranks} here ({self.device}); memory unknown"
+        return f"rates of an earlier job with this model on {ranks} here ({self.device}); memory unknown"
 
     def after(self, job: PastJob) -> History:
         """Append a job."""

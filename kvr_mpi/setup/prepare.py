@@ -344,7 +344,7 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
     try:
         if rolling is not None:
             prove_rolling(loaded, rolling)
-            say(f"prompts use a {rolling.name}; each rank has documents of its own")
+            say(f"prompts use a {rolling.name}; each rank has its own documents")
     except ModelError as error:
         raise ConfigError(f"cache.kind = {spec.cache.kind!r}, cache.tokens = {spec.cache.tokens}: {error}") from error
     return rolling

@@ -97,8 +97,8 @@ def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
     inner = sorted(path.name for path in there.iterdir() if _has_run_file(path)) if there.is_dir() else []
     if inner and not is_run(there):
         raise OutputError(
-            f"output.path {str(folder)!r} has output folders of other runs in it, such as {inner[0]!r}; choose another "
-            f"folder (--set output.path=...)"
+            f"output.path {str(folder)!r} contains output folders of other runs, such as {inner[0]!r}; choose "
+            "another folder (--set output.path=...)"
         )
 
 
