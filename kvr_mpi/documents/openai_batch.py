@@ -65,7 +65,7 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
     passed = {key: value for key, value in known if isinstance(value, str)}
     try:
         if not isinstance(name, str) or not name:
-            raise DocumentError(f"{place}: custom_id is {name!r}; expected a text that no other row has")
+            raise DocumentError(f"{place}: custom_id is {name!r}; expected a text that is unique in the file")
         _check_envelope(row)
         assert isinstance(body, Mapping)
         generation = _generation(body, str(url))
