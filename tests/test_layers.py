@@ -1,4 +1,4 @@
-"""The house keeps its order: imports only lead to rooms above, and only where they are allowed to."""
+"""The import order of CONTRIBUTING.md: imports only lead to packages above, and only where they are allowed to."""
 
 from __future__ import annotations
 

@@ -124,8 +124,8 @@ def test_the_first_token_is_the_tokenizers_own_and_the_last_is_not(adds_tokens: 
         ("", {"chat_template": False, "system": "Be brief."}, r"prompt\.system is set, but .*is false; put it into"),
         ("{{ raise_exception('no system role, please') }}", {}, "rejects the prompt: no system role, please.*= false"),
         ("{{ messages[0].nothing.at.all }}", {}, "rejects the prompt.*prompt.chat_template = false"),
-        ("The same for everyone", {}, "shows the user's message 0 times.*prompt.chat_template = false"),
-        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", {}, "shows the user's message 2 times.*= false"),
+        ("The same for everyone", {}, "includes the user's message 0 times.*prompt.chat_template = false"),
+        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", {}, "includes the user's message 2 times.*= false"),
     ],
 )
 def test_what_a_chat_template_cannot_do_is_refused_with_the_way_around(

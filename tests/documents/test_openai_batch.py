@@ -149,8 +149,8 @@ def test_what_is_said_is_text(tokenizer: Any) -> None:
     ("chat_template", "said"),
     [
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "changes the text"),
-        ("{{ messages[-1].content }}", r"shows message 0 \(system\) 0 times"),
-        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", r"shows message 0 \(system\) 2 times"),
+        ("{{ messages[-1].content }}", r"includes message 0 \(system\) 0 times"),
+        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", r"includes message 0 \(system\) 2 times"),
         ("{{ raise_exception('no system role here') }}", "rejects the conversation: no system role here"),
         (None, "no chat template"),
     ],

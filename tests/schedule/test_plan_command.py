@@ -141,7 +141,7 @@ def test_earlier_jobs_say_how_long_this_one_takes(
     command = [job, "--ranks", "4"]
     found = planned(*command)
     expected = found["expected"]
-    assert found["costs"].startswith("rates of a job with this model on 4 ranks here (cores)")
+    assert found["costs"].startswith("rates of an earlier job with this model on 4 ranks here (cores)")
     assert expected["low_s"] < expected["seconds"] < expected["high_s"] and expected["jobs"] == 2
     # They took twice the model's time.
     assert expected["seconds"] == pytest.approx(9 + 2 * found["makespan_s"], rel=0.1)
