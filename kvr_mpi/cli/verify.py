@@ -33,7 +33,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     mpirun -n 4 kvr verify jobs/summarize.toml --lengths 512,16k
     mpirun -n 4 kvr verify --set model.path=/models/mine --set model.dtype=bfloat16
 
-    Of JOB, its model and transport are used; without it, a small model in float32.
+    JOB names the model and the transport; without it, a small model in float32 is used.
     The exit code is 0 only if all of them agree.
     """  # noqa: D301
     from kvr_mpi.cli.launch import guarded

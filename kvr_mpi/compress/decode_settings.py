@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class DecodeSettings(BaseModel):
-    """How the ranks of a chain decode what they have prefilled."""
+    """How the ranks of a chain decode the prompts they have prefilled."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

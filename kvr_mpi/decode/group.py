@@ -34,7 +34,7 @@ K = TypeVar("K")
 
 @dataclass(slots=True, eq=False)
 class Running(Generic[K]):
-    """A running prompt as a rank knows it.
+    """A running prompt, as one rank sees it.
 
     prefill : with the keys and values that this rank holds.
     last_token : the token to run next.

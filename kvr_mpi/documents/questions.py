@@ -50,8 +50,7 @@ def read_questions(path: Path) -> dict[str, str]:
             ) from error
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
         if name in found if isinstance(name, str) else True:
-            raise ConfigError(f"{key}: line {number} has the id {name!r}; expected a text that is unique in the "
-                              "file")
+            raise ConfigError(f"{key}: line {number} has the id {name!r}; expected a text that is unique in the file")
         found[name] = text
     return checked(found, key)
 

@@ -27,7 +27,7 @@ def check_adapter(path: str) -> None:
     Raises
     ------
     ModelError
-        If a file or peft is missing, or the folder is no LoRA adapter.
+        If a file or peft is missing, or the folder is not a LoRA adapter.
     """
     folder = Path(path).expanduser()
     where = f"model.adapter {path!r}"

@@ -204,7 +204,7 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     Raises
     ------
     ModelError
-        If the model is no causal decoder with a transformers cache.
+        If the model is not a causal decoder with a transformers cache.
     """
     import torch
 

@@ -1,11 +1,11 @@
 """A tensor-parallel group: ranks that together hold one copy of a model's weights.
 
 All ranks of a group run the same tokens at the same time, each with its heads and its share of the other weights, and
-meet in every sum over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails between sums would
-leave the others waiting. So before each sum, all ranks exchange a status word; a failed rank sends its failure instead,
-and the others fail at the same point. If a rank runs out of memory or cannot read stored data, the others raise the
-corresponding error, so that all ranks of the group handle it in the same way: they split the work, or continue with the
-next prompt.
+communicate in every all-reduce over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails between
+two all-reduces would leave the others waiting. So before each all-reduce, all ranks exchange a status word; a failed
+rank sends its failure instead, and the others fail at the same point. If a rank runs out of memory or cannot read
+stored data, the others raise the corresponding error, so that all ranks of the group handle it in the same way: they
+split the work, or continue with the next prompt.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TensorParallelGroup:
         Raises
         ------
         OtherRankMemoryError, OtherRankDataError, TensorParallelError
-            If another rank has failed before this sum.
+            If another rank has failed before this all-reduce.
         """
         if self.is_alone:
             return tensor
@@ -133,7 +133,7 @@ class TensorParallelGroup:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Use this rank's part as a separate model within the block, without sums."""
+        """Use this rank's part as a separate model within the block, without all-reduces."""
         self.is_alone = True
         try:
             yield

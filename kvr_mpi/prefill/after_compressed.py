@@ -1,4 +1,4 @@
-"""Prefill the rest of a prompt whose stored beginning is compressed, on one rank.
+"""Prefill the rest of a prompt whose stored prefix is compressed, on one rank.
 
 `packed` calls it. The new tokens attend to the tokens that each head has kept, as decoded tokens do; all heads keep all
 new tokens.

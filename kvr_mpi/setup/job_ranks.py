@@ -2,8 +2,8 @@
 
 A *lane* consists of the ranks with the same heads, one from each group. Its ranks communicate as in a job without
 groups, with a model that has fewer heads; keys and values never leave their lane. The ranks of a group communicate in
-the sums of the model's layers (``model.tp_group``). Decisions are made once per chain, and only the first rank of a
-group logs.
+the all-reduces of the model's layers (``model.tp_group``). Decisions are made once per chain, and only the first rank
+of a group logs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
 
 
 def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
-    """Measure the sums of a group, and log their time in prefill and decoding; every rank calls this."""
+    """Measure the all-reduces of a group, and log their time in prefill and decoding; every rank calls this."""
     if ranks.tp_group is None:
         return
     hidden, layers = loaded.shape.hidden_size, len(loaded.shape.layers)
@@ -102,7 +102,7 @@ def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
 
 
 def _sum_seconds(tp_group: TensorParallelGroup, tokens: int, hidden: int, loaded: LoadedModel) -> float:
-    """Measure the seconds of one sum of hidden states (tokens, hidden_size)."""
+    """Measure the seconds of one all-reduce of hidden states (tokens, hidden_size)."""
     states = torch.zeros(tokens, hidden, dtype=loaded.dtype, device=loaded.device)
     times = []
     for _ in range(TIMED_SUMS + 1):

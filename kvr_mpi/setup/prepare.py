@@ -158,7 +158,7 @@ def prepare(
 
 
 def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:
-    """Call a function on every rank, without sums over its group; fail on all ranks if it fails on any.
+    """Call a function on every rank, without all-reduces over its group; fail on all ranks if it fails on any.
 
     Checks run chains of threads, which cannot sum over a group. A result for some of the heads holds for all.
     """
@@ -323,7 +323,7 @@ def _repeated_frames(
 
 
 def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) -> tuple[SharedPrefix, ...]:
-    """Compute the instructions that all prompts of a frame begin with."""
+    """Compute the common prefix of all prompts of a frame."""
     if depends_on_length(loaded.model):  # their keys depend on each prompt's length
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
