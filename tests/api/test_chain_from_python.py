@@ -65,7 +65,7 @@ def test_it_answers_as_one_process_does(size: int, tiny_model_dir: Path, truth: 
 
 def test_ranks_that_give_different_prompts_are_refused_on_all(tiny_model_dir: Path) -> None:
     def work(chain: Chain) -> Answer:
-        with pytest.raises(KvrError, match="rank 1 was given another prompt than rank 0|another rank failed"):
+        with pytest.raises(KvrError, match="rank 1 was given a different prompt from rank 0|another rank failed"):
             chain.prefill(f"{TEXT} {chain.rank}")
         with pytest.raises(KvrError, match="rank 0 was given no prompt|another rank failed"):
             chain.prefill(TEXT if chain.rank else None)
@@ -109,4 +109,4 @@ def test_settings_that_make_no_chain_are_refused(tiny_model_dir: Path) -> None:
             Chain(str(tiny_model_dir), world, generation={"max_new_tokens": 4 + world.rank}, parallel=EVEN)
         return str(caught.value)
 
-    assert run_local(2, rank)[1] == "rank 1 was given other settings than rank 0; expected the same on all ranks"
+    assert run_local(2, rank)[1] == "rank 1 has different settings from rank 0; expected the same on all ranks"
