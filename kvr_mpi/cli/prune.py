@@ -74,7 +74,8 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
         stored = list_stored(index)
         if unknown := set(documents) - set(stored):
             raise ConfigError(
-                f"--doc {min(unknown)!r}: {folder} has no keys and values of it; kvr inspect lists the documents"
+                f"--doc {min(unknown)!r}: {folder} has no keys and values of this document; kvr inspect lists the "
+                "documents"
             )
         gone = choose_pruned(index, documents=documents, older_than_s=older_than_s, keep_bytes=keep_bytes)
         if gone and not dry_run:

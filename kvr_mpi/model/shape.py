@@ -269,7 +269,7 @@ def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility
     text = model.config.get_text_config()
     longest, kept = getattr(text, "max_position_embeddings", None), getattr(text, "keep_window_size", None)
     if kept is not None and not (longest and kept >= longest):
-        return f"it chooses which {kept} tokens are attended to, among those of one call"
+        return f"it chooses which {kept} tokens of a call are attended to"
     for idx, layer in enumerate(layers):
         if getattr(layer, "indexer_keys", None) is not None:
             return (

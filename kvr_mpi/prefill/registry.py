@@ -192,7 +192,10 @@ def _ring(saves_last_layer: bool) -> Forecast:
 
 
 _TSP_CAUSAL = Strategy(
-    "tsp-causal", "the same without the tokens after a slice", partial(all_gather, is_dense=False), _tsp(False)
+    "tsp-causal",
+    "even slices, an all-gather in every layer, without the masked half",
+    partial(all_gather, is_dense=False),
+    _tsp(False),
 )
 _RING = Strategy("ring", "zigzag ring attention", ring, _ring(False), stretches=2, in_jobs=True)
 STRATEGIES: Mapping[str, Strategy] = {

@@ -122,5 +122,5 @@ def open_head_rows(layer: Any, shape: tuple[int, ...]) -> HeadRows | None:
     for first, last in found.bounds:
         own = found.positions[first:last]
         if own[0] < 0 or not bool((np.diff(own) > 0).all()):
-            raise DataError(f"{where(layer)}: rows {first} to {last} are not of ascending tokens")
+            raise DataError(f"{where(layer)}: rows {first} to {last} are not in ascending order of tokens")
     return found
