@@ -12,7 +12,7 @@ from pathlib import Path
 import kvr_mpi
 
 PACKAGE = Path(kvr_mpi.__file__).parent
-# Lowest first: a file imports only from its own room and the rooms before it (CONTRIBUTING.md has a picture).
+# Lowest first: a file imports only from its own package and those before it (CONTRIBUTING.md lists them).
 ROOMS = [
     "errors",
     "disk",
