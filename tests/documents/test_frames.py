@@ -178,7 +178,7 @@ def test_what_fits_is_left_whole_and_what_does_not_is_cut_or_refused(
     budget = frame.text_budget
     tokens = max(0, budget + excess)
     if excess > 0 and kept is None:
-        numbers = rf"{tokens} tokens of text, {budget} fit .*{frame.max_tokens} tokens"
+        numbers = rf"{tokens} tokens of text, but only {budget} fit .*{frame.max_tokens} tokens"
         with pytest.raises(DocumentError, match=f"too long: {numbers}.*'keep-head' or 'split'") as caught:
             fit_prompt(frame, range(tokens), kept=None)
         assert caught.value.exit_code == EXIT_BAD_DATA
