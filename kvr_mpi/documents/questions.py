@@ -69,7 +69,7 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
         if not NAME.fullmatch(name):
             raise ConfigError(f"{key}: a question is named {name[:80]!r}; expected 1 to 64 letters, digits, ., - and _")
         if not isinstance(text, str) or not text.strip():
-            raise ConfigError(f"{key}: question {name!r} is {text!r}; expected text")
+            raise ConfigError(f"{key}: question {name!r} is {text!r}; expected non-empty text")
     names: dict[str, str] = {}
     for name, text in questions.items():
         if (first := names.setdefault(text.strip(), name)) != name:
