@@ -40,7 +40,7 @@ def check_cuda_awareness(facts: Sequence[RankFacts]) -> list[Finding]:
         return [ok("cuda-aware", "no MPI")]
     claim = {True: "yes", False: "no", None: "unknown"}[mpi.cuda]
     rest = (
-        "no GPU to use it with" if not gpus else "claimed; tested below" if mpi.cuda else "staged through host memory"
+        "no GPU to use it with" if not gpus else "a claim, tested below" if mpi.cuda else "staged through host memory"
     )
     return [ok("cuda-aware", f"{claim} ({mpi.cuda_why}); {rest}")]
 
