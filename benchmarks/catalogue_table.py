@@ -44,13 +44,13 @@ the arithmetic, not a model's answers.
 {counts}
 
 Strategies: `chain` (1 to 4 ranks, uneven slices, slices of one token), `ring` and `tsp` (2 and 3 ranks), `prefix` (a
-common beginning is computed once), `packed` (five documents in a row).
+common prefix is computed once), `packed` (five documents in a row).
 """
 MEANINGS = {
     FAST: "attention runs in parts, as they arrive",
     GENERIC: "the model's own attention runs over the whole prefix of a layer",
     REFUSED: "`kvr-run` refuses it before it reads a document",
-    NOT_HERE: "transformers does not build it small here",
+    NOT_HERE: "transformers cannot build a tiny one here",
 }
 
 

@@ -110,8 +110,8 @@ class Partition:
         """
         if token - known < self.size - 1:
             raise PartitionError(
-                f"slice bounds {list(self.bounds)}: the last slice cannot begin at token {token}, {self.size - 1} "
-                f"slices go before it, after {known} known tokens"
+                f"slice bounds {list(self.bounds)}: the last slice cannot begin at token {token}, since "
+                f"{self.size - 1} slices must fit between it and the {known} known tokens"
             )
         inner = (min(bound, token - (self.size - 1 - rank)) for rank, bound in enumerate(self.bounds[1:-1], start=1))
         return Partition((0, *inner, self.tokens))

@@ -99,7 +99,7 @@ def steps_recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
     def as_on_a_gpu(loaded: LoadedModel) -> str | None:
         why = why_not(loaded)
-        return None if why and "processor" in why else why
+        return None if why and "CPUs" in why else why
 
     monkeypatch.setattr(Recorder, "record", record)
     monkeypatch.setattr(step_graph, "_why_not", as_on_a_gpu)

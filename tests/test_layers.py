@@ -1,4 +1,4 @@
-"""The house keeps its order: imports only lead to rooms above, and only where they are allowed to."""
+"""The import order of CONTRIBUTING.md: imports only lead to packages above, and only where they are allowed to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import kvr_mpi
 
 PACKAGE = Path(kvr_mpi.__file__).parent
-# Lowest first: a file imports only from its own room and the rooms before it (CONTRIBUTING.md has a picture).
+# Lowest first: a file imports only from its own package and those before it (CONTRIBUTING.md lists them).
 ROOMS = [
     "errors",
     "disk",

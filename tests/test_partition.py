@@ -117,7 +117,7 @@ def test_the_last_slice_begins_early_enough(case: tuple[int, list[float]], data:
     partition = Partition.by_ratio(tokens, ratios).after(known)
     token = data.draw(st.integers(known, tokens + known - 1))
     if token - known < size - 1:
-        with pytest.raises(PartitionError, match=f"{size - 1} slices go before it"):
+        with pytest.raises(PartitionError, match=f"{size - 1} slices must fit"):
             partition.with_last_from(token, known)
         return
     cut = partition.with_last_from(token, known)

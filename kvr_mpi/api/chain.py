@@ -100,7 +100,7 @@ class Chain:
                 self._world,
                 spec.model_dump_json(),
                 lambda roots: (
-                    f"rank {self._world.rank} was given other settings than rank 0; expected the same on all ranks"
+                    f"rank {self._world.rank} has different settings from rank 0; expected the same on all ranks"
                 ),
             )
             together(self._world, lambda: check_table(spec, self._world.size))
@@ -128,7 +128,7 @@ class Chain:
         """
         ids = encode_text(self.tokenizer, text)
         if not ids:
-            raise DocumentError(f"the tokenizer gives no tokens for {text!r:.60}")
+            raise DocumentError(f"the tokenizer produces no tokens for {text!r:.60}")
         return self._checked(self._setup.frame.around(ids).ids)
 
     def prefill(self, prompt: PromptLike | None = None) -> ChainPrefill:
@@ -191,7 +191,9 @@ class Chain:
         else:
             found = self._prefill(prompt, "generate")
         if found._has_gone_on:
-            raise ConfigError("this prefill was used before, and its cache contains the answer: prefill again")
+            raise ConfigError(
+                "this prefill has already been continued, and its cache contains the answer: prefill again"
+            )
         prefill, found._prefill, found._has_gone_on = found._prefill, None, True
         with ending_all(self._ranks):
             answer = together(self._ranks, lambda: None if prefill is None else self._decode(found._prompt, prefill))
@@ -220,8 +222,8 @@ class Chain:
             self._ranks,
             method,
             lambda roots: (
-                f"rank {self.rank} called {method} while rank 0 called {roots}: every rank of a chain has to call the "
-                f"same methods in the same order"
+                f"rank {self.rank} called {method} while rank 0 called {roots}: every rank of a chain must call "
+                "the same methods in the same order"
             ),
         )
 
@@ -242,8 +244,8 @@ class Chain:
                 raise ConfigError("rank 0 was given no prompt; only other ranks may leave it out")
             if mine is not None and mine != ids:
                 raise ConfigError(
-                    f"rank {self.rank} was given another prompt than rank 0: every rank of a chain has to be given the "
-                    f"same prompt, or none"
+                    f"rank {self.rank} was given a different prompt from rank 0: give every rank of a chain the "
+                    "same prompt, or None"
                 )
 
         together(self._ranks, check)

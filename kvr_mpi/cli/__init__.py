@@ -19,7 +19,7 @@ from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 # Subcommands as grouped by `kvr --help`, with their lines in its list; each is a function in a module of the same
 # name.
 GROUPS = {
-    "To begin with": {
+    "Getting started": {
         "demo": "Summarise eight documents that come with kvr-mpi, with a small real model.",
         "init": "Write a job file: which documents, which model, what to ask.",
         "run": "Prefill, answer and store every document of a job.",
@@ -34,10 +34,10 @@ GROUPS = {
         "ask": "Ask stored documents new questions, without prefilling them again.",
         "merge": "Merge the results of a run into one HDF5 file, verifying every checksum.",
     },
-    "Now and then": {
+    "From time to time": {
         "report": "Write an HTML page about a run: where the time went, and the answers.",
         "verify": "Check that every strategy gives the same results as one process.",
-        "search": "Measure the best slices on this machine, or what KV heads keep; write a table.",
+        "search": "Measure the best slices on this machine, or how many tokens KV heads keep; write a table.",
         "prune": "Remove stored keys and values: by document, age or size.",
     },
 }

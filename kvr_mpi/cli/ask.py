@@ -83,5 +83,7 @@ def _named(questions: Sequence[str], file: str | None) -> dict[str, str] | list[
         return list(questions)
     given, more = number_questions(questions), read_questions(Path(file))
     if twice := given.keys() & more.keys():
-        raise click.UsageError(f"{file} and --question both have a question {min(twice)!r}: name those of the file")
+        raise click.UsageError(
+            f"{file} and --question both have a question {min(twice)!r}: give those in the file other names (their id)"
+        )
     return {**given, **more}

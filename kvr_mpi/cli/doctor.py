@@ -30,7 +30,7 @@ def doctor(
     mpirun -n 8 kvr doctor job.toml
     srun --mpi=pmi2 kvr doctor --json
 
-    Of JOB, the output folder and parallel.tensor_parallel are tried; without it, the current folder.
+    With JOB, its output folder and tensor-parallel groups are tested; without it, the current folder.
 
     Exit codes: 0 no check failed; 69 the ranks cannot communicate; 78 another check failed.
     """  # noqa: D301

@@ -21,12 +21,12 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`--set`",
         "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
         "`XDG_CACHE_HOME` or in `~/.cache`",
-        "CXX": "the C++ compiler for the attention kernels of CPUs, with options if you like; default: "
-        "`c++`, `g++` or `clang++`",
+        "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "
+        "or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores",
         "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM; 0: ask the hub",
-        "SLURM_JOB_END_TIME": "time when the job has to end (Unix time), unless `--time-limit` is given; set by SLURM "
-        "or the job script",
+        "SLURM_JOB_END_TIME": "time when the job must end (Unix time), unless `--time-limit` is given; set by "
+        "SLURM or the job script",
         "CUDA_MODULE_LOADING": "`EAGER` unless set otherwise, so that no kernel is loaded while a transfer waits",
         "TORCH_CPP_LOG_LEVEL": "`ERROR` unless set otherwise: torch warns about each pair of ranks that NCCL connects",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64 unless set otherwise: with 1024, memory use grows over prompts of many "
@@ -34,7 +34,7 @@ VARIABLES: dict[str, dict[str, str]] = {
     },
     "job scripts": {
         "KVR_SITE": "the site file; default: `site.sh` next to the scripts",
-        "KVR_VENV": "the virtual environment to activate; default: the checkout's `.venv`, if there is no `kvr` yet",
+        "KVR_VENV": "the virtual environment to activate; default: the checkout's `.venv`, if `kvr` is not found",
         "KVR_CONTAINER": "prefix of every command, such as `apptainer exec --nv kvr.sif`",
         "KVR_MPI_TYPE": "value for `srun --mpi=`; default: the one that fits the MPI that mpi4py loads",
         "KVR_LAUNCHER": "launcher to use instead of `srun`, with its options, such as `mpirun`",
@@ -47,7 +47,7 @@ VARIABLES: dict[str, dict[str, str]] = {
     },
     "libraries": {
         "HF_HOME": "cache for models from the hub; download them on a login node",
-        "CUDA_VISIBLE_DEVICES": "GPUs that a process can see; each rank uses one that the fewest ranks before it use",
+        "CUDA_VISIBLE_DEVICES": "GPUs that a process can see; each rank uses the one that the fewest lower ranks use",
         "MPICH_GPU_SUPPORT_ENABLED": "1: Cray MPICH accepts GPU memory",
         "NCCL_MAX_CTAS": "thread blocks on the GPU for an NCCL transfer; default here: 4",
     },

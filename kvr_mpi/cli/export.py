@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     type=click.Choice(["jsonl", "csv", "parquet", "openai-batch"]),
     default="jsonl",
     show_default=True,
-    help="Output format; csv: answers, errors, and what the job asked for; the others: all fields; "
+    help="Output format; csv: answers, errors and the fields that the job requested; other formats: all fields; "
     "openai-batch: responses to the requests of a job with documents.format = 'openai-batch'.",
 )
 @click.option(

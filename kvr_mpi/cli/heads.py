@@ -56,5 +56,5 @@ def measure_heads(job: Path, settings: tuple[str, ...], output: Path, *, overwri
     click.echo(f"a head keeps {mean.min():.0f} to {mean.max():.0f} tokens, {mean.mean():.0f} on average")
     for what, cosines in found["similarity"].items():
         if cosines:
-            click.echo(f"{what}: {statistics.mean(cosines):.3f} on average, least {min(cosines):.3f}")
+            click.echo(f"{what}: {statistics.mean(cosines):.3f} on average, minimum {min(cosines):.3f}")
     click.echo(f"written to {output}")

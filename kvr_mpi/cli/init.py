@@ -98,7 +98,7 @@ def init(
     from kvr_mpi.preflight.inputs import row_format
 
     if job.exists():
-        raise OutputError(f"{job} exists, and is not overwritten; choose another name")
+        raise OutputError(f"{job} already exists and is not overwritten; choose another name")
     corpus, model, ask = _complete(corpus, model, ask)
     wanted = {
         "model": model,
@@ -132,7 +132,7 @@ def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[s
 
     missing = [name for name, value in (("--corpus", corpus), ("--model", model)) if value is None]
     if missing and not _is_terminal():
-        raise click.UsageError(f"{' and '.join(missing)}: required, since there is no terminal to ask on")
+        raise click.UsageError(f"{' and '.join(missing)}: required, since there is no terminal for questions")
     if corpus is None:
         corpus = _question("Where are the documents (folder, glob or file)?", lambda path: find_files([path]))
     if model is None:

@@ -62,8 +62,8 @@ def load_model_job(job: Path | None, settings: Sequence[str]) -> JobSpec:
         )
         if unknown := [key for key, is_used in whole if is_used]:
             raise ConfigError(
-                f"{job} sets {', '.join(unknown)}, which this command does not support: without the job, --set "
-                f"model.path=PATH names a whole model"
+                f"{job} sets {', '.join(unknown)}, which this command does not support: leave the job out, and "
+                "give a whole model with --set model.path=PATH"
             )
         return spec
     raw = {

@@ -36,8 +36,9 @@ SHOWN_ROWS = 20
 @click.option(
     "--hardware",
     metavar="NAME_OR_FILE",
-    help="Speed of a rank: a hardware profile, such as h200, a JSON file with the same keys, or a lookup table or a "
-    "folder of them.  [default: the table of parallel.partition, or what earlier jobs with its model took here]",
+    help="Speed of a rank: a hardware profile, such as h200, a JSON file with the same keys, or a lookup table or "
+    "a folder of them.  [default: the table of parallel.partition, or the speed recorded by earlier jobs "
+    "with its model here]",
 )
 @node_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON that includes every document.")
@@ -232,7 +233,7 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
         )
     open_console(max(120, shutil.get_terminal_size((150, 24)).columns)).print(table)
     if len(rows) > SHOWN_ROWS:
-        click.echo(f"... and {len(rows) - SHOWN_ROWS} more, which --json prints, too")
+        click.echo(f"... and {len(rows) - SHOWN_ROWS} more; --json prints all")
     for name, _, why in found.does_not_fit:
         click.echo(f"FITS NOWHERE: {printable(name)}: {why}")
 
@@ -253,7 +254,7 @@ def _print_summary(made: PlannedJob) -> None:
         saved_s = sum(forecast.saved_s(place.tokens, place.ranks) for place in found.placements)
         prompts = f"{1 + len(forecast.more) + forecast.apart} prompts about each document"
         apart = f"; {counted(forecast.apart, 'prompt')} by itself" if forecast.apart else ""
-        click.echo(f"{prompts}: reading it once saves {duration_text(saved_s)} of prefill on its ranks{apart}")
+        click.echo(f"{prompts}: prefilling it once saves {duration_text(saved_s)} of prefill on its ranks{apart}")
     others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))

@@ -33,12 +33,18 @@ def parse_size(text: str) -> int:
 
 @command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN")
-@click.option("--doc", "documents", multiple=True, metavar="ID", help="Remove those of this document; may be repeated.")
+@click.option(
+    "--doc",
+    "documents",
+    multiple=True,
+    metavar="ID",
+    help="Remove the keys and values of this document; may be repeated.",
+)
 @click.option(
     "--older-than",
     type=click.FloatRange(min=0),
     metavar="DAYS",
-    help="Remove those of documents that were finished more than this many days ago.",
+    help="Remove those of documents that finished more than this many days ago.",
 )
 @click.option("--keep", metavar="SIZE", help="Remove the oldest until at most this much is left: 500G, 1.5T, or bytes.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and exit.")
@@ -68,7 +74,8 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
         stored = list_stored(index)
         if unknown := set(documents) - set(stored):
             raise ConfigError(
-                f"--doc {min(unknown)!r}: {folder} has no keys and values of it; kvr inspect lists the documents"
+                f"--doc {min(unknown)!r}: {folder} has no keys and values of this document; kvr inspect lists the "
+                "documents"
             )
         gone = choose_pruned(index, documents=documents, older_than_s=older_than_s, keep_bytes=keep_bytes)
         if gone and not dry_run:

@@ -18,7 +18,7 @@ from kvr_mpi.cli.writing import writing
     type=click.Path(dir_okay=False, path_type=Path),
     help="HTML file to write.  [default: report.html in RUN]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an existing file; a run's own report.html always is.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file; a run's own report.html is always replaced.")
 def report(path: Path, output: Path | None, overwrite: bool) -> None:
     """Write a page about RUN, the output folder of a run or a result file, even while the job is running.
 

@@ -49,9 +49,9 @@ run_options = grouped(
         "sbatch.  [default: the end of the SLURM job]",
     ),
     click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and exit."),
-    click.option("--quiet", is_flag=True, help="Of the log, show only warnings, errors and the last line."),
+    click.option("--quiet", is_flag=True, help="Show only warnings, errors and the last line of the log."),
     click.option(
-        "--verbose", is_flag=True, help="Show kernels, rates and versions, too, and lines in place of a progress bar."
+        "--verbose", is_flag=True, help="Also show kernels, rates and versions, and lines instead of a progress bar."
     ),
 )
 

@@ -55,11 +55,11 @@ ENOUGH = 1.2
 @click.option(
     "--array",
     metavar="N[%K]",
-    help="Split the corpus into N shares, at most K of which run at the same time: each is a job of --ranks ranks with "
-    "its results in OUTPUT/share-I-of-N. However they end, a job after them merges all into OUTPUT/all.h5, verifying "
-    "every checksum, and reports what is missing.",
+    help="Split the corpus into N shares, at most K of which run at the same time: each is a job of --ranks ranks "
+    "with its results in OUTPUT/share-I-of-N. A last job merges all results into OUTPUT/all.h5, even if some "
+    "shares fail, verifies every checksum, and reports what is missing.",
 )
-@click.option("--print", "show", is_flag=True, help="Print the script and exit; sbatch --test-only reads it, too.")
+@click.option("--print", "show", is_flag=True, help="Print the script and exit; sbatch --test-only accepts it as well.")
 def sbatch(
     words: tuple[str, ...],
     settings: tuple[str, ...],
@@ -85,7 +85,9 @@ def sbatch(
     """  # noqa: D301
     check_fresh_or_resumed(overwrite=overwrite, resume=resume or extend)
     if extend and array is not None:
-        raise click.UsageError("--extend cannot be combined with --array: other documents would be in each share")
+        raise click.UsageError(
+            "--extend cannot be combined with --array: each share would then contain different documents"
+        )
     job, chosen = _read_words(words)
     shares, at_once = _read_array(array)
     from kvr_mpi.errors import ConfigError
@@ -99,7 +101,7 @@ def sbatch(
         node["ntasks_per_node"] = max(1, ranks // max(1, int(wished)))
     nodes = allocation_of(spec, ranks, hardware, **node)
     if wished not in ("", str(nodes.nodes)):
-        raise ConfigError(f"--nodes={wished}: {ranks} ranks, {nodes.ranks // nodes.nodes} per node, take {nodes.nodes}")
+        raise ConfigError(f"--nodes={wished}: {ranks} ranks, {nodes.ranks // nodes.nodes} per node, need {nodes.nodes}")
     wanted: dict[str, str | int | None] = {
         "job-name": f"kvr-{re.sub('[^A-Za-z0-9._-]', '_', job.stem)}",
         "chdir": str(Path.cwd()),
@@ -253,7 +255,8 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
     longest = f" for the longest of {shares} shares" if shares else ""
     said = "predicted" if None in ranges else "predicted to end, in nine of ten cases, within"
     click.echo(
-        f"{said} {duration_text(max(known))}{longest}, by {made.forecast.source}; requesting {minutes} min", err=True
+        f"{said} {duration_text(max(known))}{longest}, according to {made.forecast.source}; requesting {minutes} min",
+        err=True,
     )
     click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus the time to start", err=True)
     if (rank_bytes := made.rank_bytes) is not None:
@@ -262,14 +265,16 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
         else:
             needs = f"memory: at least {bytes_text(rank_bytes)} per rank, so about "
             needs += f"--mem={math.ceil(nodes.ranks / nodes.nodes * (rank_bytes + LIBRARY_BYTES) / (1 << 30))}G"
-        click.echo(f"{needs}, for weights and the longest prompt; more lets ranks decode more at a time", err=True)
+        click.echo(
+            f"{needs}, for weights and the longest prompt; with more, ranks decode more documents at a time", err=True
+        )
     half = nodes.ranks // 2
     if not shares and half and made.written_s is not None and made.tensor_parallel == 1:
         with_half_s = written_seconds(made.spec, plan_documents(made.spec, made.texts, half, made.forecast))
         if with_half_s is not None and with_half_s < ENOUGH * made.written_s:
             click.echo(
                 f"warning: {half} ranks would take only {duration_text(with_half_s)} instead of "
-                f"{duration_text(made.written_s)}: ask for fewer",
+                f"{duration_text(made.written_s)}: request fewer",
                 err=True,
             )
     return str(minutes)
@@ -288,12 +293,12 @@ def _submit_array(script: str, gather: str | None) -> int:
     done = _call(gather, ["--parsable", *after], captures=True)
     if done.returncode:
         click.echo(
-            f"kvr sbatch: the array {array} was submitted, but the job that gathers its shares was not; when the array "
-            f"has finished, run: kvr merge OUTPUT -o all.h5",
+            f"kvr sbatch: the array {array} was submitted, but the job that merges its shares was not; when the "
+            "array has finished, run: kvr merge OUTPUT -o all.h5",
             err=True,
         )
         return done.returncode
-    click.echo(f"Submitted batch job {done.stdout.strip().partition(';')[0]}, to gather the shares")
+    click.echo(f"Submitted batch job {done.stdout.strip().partition(';')[0]}, to merge the shares")
     return 0
 
 

@@ -64,11 +64,11 @@ def search(
     mpirun -n 2 kvr search jobs/summarize.toml --contexts 1k,2k,4k,8k
     kvr search jobs/summarize.toml --heads heads.json --set compress.method=ada-snapkv --set compress.budget=512
 
-    Of JOB, its model and transport are used; without it, a small model in float32. A job uses the table with
+    JOB names the model and the transport; without it, a small model in float32 is used. A job uses the table with
     parallel.partition = "tables/".
 
     compress.method = "headkv" and the placement of heads use the profile that --heads writes: the mean over 8
-    documents of the corpus, or as many as documents.limit says. The similarity of the documents is printed, too; look
+    documents of the corpus, or documents.limit of them. The similarity of the documents is printed, too; look
     at the mean-centred cosines, since plain cosines are always close to 1.
     """  # noqa: D301
     if heads is not None:

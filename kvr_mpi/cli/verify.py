@@ -24,7 +24,7 @@ SEED = 0
     "--lengths",
     default=f"64,512,{CONTEXT}",
     show_default=True,
-    help=f"Prompt lengths in tokens; {CONTEXT}: the longest that the model takes.",
+    help=f"Prompt lengths in tokens; {CONTEXT}: the longest that the model accepts.",
 )
 def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     """Compare logits, keys, values and greedy tokens of every strategy with plain transformers.
@@ -33,7 +33,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     mpirun -n 4 kvr verify jobs/summarize.toml --lengths 512,16k
     mpirun -n 4 kvr verify --set model.path=/models/mine --set model.dtype=bfloat16
 
-    Of JOB, its model and transport are used; without it, a small model in float32.
+    JOB names the model and the transport; without it, a small model in float32 is used.
     The exit code is 0 only if all of them agree.
     """  # noqa: D301
     from kvr_mpi.cli.launch import guarded
@@ -87,7 +87,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
             raise ConfigError(
                 f"--lengths {lengths}: not enough memory for plain transformers and a chain: {what}; shorten them"
             ) from error
-        log.root(f"{count - failed} of {count} hold on {counted(world.size, 'rank')}")
+        log.root(f"{count - failed} of {count} checks passed on {counted(world.size, 'rank')}")
         return EXIT_DIFFERS if failed else 0
 
     return guarded(world, work)

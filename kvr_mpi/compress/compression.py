@@ -187,7 +187,9 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
             f"model"
         )
     if not loaded.attends_in_parts:
-        why = shape.why_whole or "its own attention runs over the whole cache, as that over latents or with ALiBi"
+        why = shape.why_whole or (
+            "its own attention runs over the whole cache, such as latent attention or attention with ALiBi"
+        )
         raise ConfigError(f"{name} cannot be compressed per head: {why}; leave [compress] out for this model")
     layers = compressed_layers(shape)
     if not layers:

@@ -8,14 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class DecodeSettings(BaseModel):
-    """How the ranks of a chain decode what they have prefilled."""
+    """How the ranks of a chain decode the prompts they have prefilled."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
         "data-parallel",
-        description="data-parallel: each rank decodes its own prompts; head-parallel: all ranks decode all prompts, "
-        "each some of the heads; auto: the faster forecast",
+        description="data-parallel: each rank decodes its own prompts; head-parallel: all ranks decode all "
+        "prompts, each with some of the heads; auto: the faster forecast",
     )
     placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
         "proportional",

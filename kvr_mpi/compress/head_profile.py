@@ -152,7 +152,7 @@ def _scores(stored: dict[str, Any]) -> Counts:
     places = {tuple(map(int, name.split("-"))): np.mean(np.asarray(tests, float)) for name, tests in stored.items()}
     layers, heads = (1 + max(place[axis] for place in places) for axis in (0, 1))
     if len(places) != layers * heads or layers > MAX_LAYERS or heads > MAX_HEADS:
-        raise ValueError(f"{len(places)} heads are named, in {layers} layers of {heads}")
+        raise ValueError(f"{len(places)} heads are named; expected {layers} layers of {heads} heads")
     scores = np.zeros((layers, heads))
     for place, score in places.items():
         scores[place] = score

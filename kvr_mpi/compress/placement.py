@@ -3,8 +3,8 @@
 A *piece* is a head on a rank, with its share of the head's work: each copy of a head decodes other rows of the batch.
 FairKV splits a copied head evenly; splitting in proportion balances better (McNaughton's wrap-around rule). FairKV's
 objective (eq. 4) is the largest load of a rank over all layers together. But every layer ends in an all-reduce, so a
-step takes the sum of the largest load in each layer. So the largest load is minimised here layer by layer; ranks are
-renamed within a layer afterwards, so that their total memory is balanced.
+step takes as long as the largest loads of all layers together. So the largest load is minimised here layer by layer;
+ranks are renamed within a layer afterwards, so that their total memory is balanced.
 """
 
 from __future__ import annotations

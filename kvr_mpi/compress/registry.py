@@ -154,7 +154,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             "headkv",
-            "as snapkv, but more in heads that retrieve, according to a profile",
+            "as snapkv, but more in retrieval heads, according to a profile",
             "arXiv:2410.19258",
             headkv_counts,
             ("window", "profile"),

@@ -53,7 +53,7 @@ def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through"
     if splits.shape[1] == 0 or not (splits > 0).all():
         raise PartitionError(f"slice lengths {splits.tolist()}: every rank needs at least one token")
     if costs.speeds is not None and len(costs.speeds) != splits.shape[1]:
-        raise PartitionError(f"costs are of {len(costs.speeds)} ranks with speeds of their own, not {splits.shape[1]}")
+        raise PartitionError(f"costs have speeds for {len(costs.speeds)} ranks; expected {splits.shape[1]}")
     return (cut_through if relay == "cut-through" else store_and_forward)(costs, splits)
 
 

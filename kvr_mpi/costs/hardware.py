@@ -44,28 +44,27 @@ class Hardware(BaseModel):
         description="eager: the whole score matrix, written to memory; flash: tiles of its causal half, on chip"
     )
     score_s: NotNegative = Field(0.0, description="eager: memory traffic of one score element of one head")
-    kv_copies: NotNegative = Field(0.0, description="how often a layer copies all keys and values it was sent")
+    kv_copies: NotNegative = Field(0.0, description="how often a layer copies all keys and values that it received")
     gather_kv_copies: NotNegative = Field(0.0, description="the same after an all-gather")
     gather_link_share: Annotated[float, Field(ge=1e-6, le=1)] = Field(
-        1.0, description="of the link's bandwidth an all-gather gets"
+        1.0, description="share of the link's bandwidth that an all-gather reaches"
     )
-    launch_floor_s: NotNegative = Field(0.0, description="a layer's kernels cannot be launched faster than this")
-    gather_floor_per_rank_s: NotNegative = Field(
-        0.0, description="added to it by an all-gather, times the number of ranks"
-    )
-    layer_overhead_s: NotNegative = Field(0.0, description="per layer and rank, where there are more ranks than one")
+    launch_floor_s: NotNegative = Field(0.0, description="minimum time to launch a layer's kernels")
+    gather_floor_per_rank_s: NotNegative = Field(0.0, description="added to launch_floor_s by an all-gather, per rank")
+    layer_overhead_s: NotNegative = Field(0.0, description="per layer and rank, if there are several ranks")
     link_bytes_per_s: Positive
     link_latency_s: NotNegative
     memory_bytes_per_s: Positive
     memory_bytes: Positive
     host_ranks: Annotated[int, Field(ge=1, le=1 << 20)] = Field(1, description="ranks that share a host")
     host_link_bytes_per_s: Positive | None = Field(
-        None, description="links within a host, one direction, which carry a group's sums; default: link_bytes_per_s"
+        None,
+        description="links within a host, one direction, which carry a group's all-reduces; default: link_bytes_per_s",
     )
     host_link_latency_s: NotNegative | None = Field(None, description="the same; default: link_latency_s")
     for_models: dict[str, ModelRates] = Field(
         default_factory=dict,
-        description="other rates for models whose name starts so, since another implementation runs them",
+        description="other rates for models whose name starts with this, since another implementation runs them",
     )
 
     def group_link(self, ranks: int) -> tuple[float, float]:

@@ -194,7 +194,7 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
         qkv_flop, products_flop, attention_flop, heads = _count(model, shape)
     layers = len(shape.layers)
     if not heads and not shape.has_states:
-        raise ConfigError(f"{shape.architecture}: it has no attention we know, so its work cannot be counted")
+        raise ConfigError(f"{shape.architecture}: its kind of attention is unknown, so its work cannot be counted")
     head_flop = 2.0 * model.get_output_embeddings().weight.numel()
     layer_flop = (products_flop - head_flop) / layers  # of the mean layer: some have experts, or no attention
     return Workload(

@@ -98,6 +98,6 @@ class SchemaProcessor:
         mask = allocate_token_bitmask(1, scores.shape[1])
         fill_next_token_bitmask(self._matcher, mask, 0)
         if self._matcher.is_error():
-            raise DocumentError(f"its JSON schema could not be followed to the end: {self._matcher.get_error()}")
+            raise DocumentError(f"its answer could not follow the JSON schema to the end: {self._matcher.get_error()}")
         allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")[: scores.shape[1]]
         return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)

@@ -34,7 +34,7 @@ K = TypeVar("K")
 
 @dataclass(slots=True, eq=False)
 class Running(Generic[K]):
-    """A running prompt as a rank knows it.
+    """A running prompt, as one rank sees it.
 
     prefill : with the keys and values that this rank holds.
     last_token : the token to run next.
@@ -204,12 +204,12 @@ class Alone(Group[K]):
     def _begins_anew(self, document: Running[K]) -> bool:
         """Whether transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`)."""
         writing = document.writing
-        assert writing is not None, "a rank alone is every prompt's home"
+        assert writing is not None, "a rank alone holds every prompt"
         return self._anew_at is not None and len(writing.ids) == self._anew_at and len(writing.token_ids) > 0
 
     def _run_anew(self, document: Running[K]) -> torch.Tensor:
         """Recompute prompt and answer on this rank; return the last logits (vocab_size,)."""
-        assert document.writing is not None, "a rank alone is every prompt's home"
+        assert document.writing is not None, "a rank alone holds every prompt"
         ids, loaded = document.writing.ids.tolist(), self.loaded
         anew = (
             prefill_single(loaded.model, ids, loaded.device)

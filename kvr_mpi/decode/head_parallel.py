@@ -145,7 +145,7 @@ class HeadGroup(Group[K]):
             if (cache := self._packs.get(tuple(documents))) is not None:
                 cache.take_back()
             raise MemoryError(f"rank {', '.join(map(str, short))} of its chain ran out of memory")
-        assert not isinstance(found, Failure), "it came through"
+        assert not isinstance(found, Failure), "it succeeded"
         self.ranks.all_reduce(found)  # each element is zero on all ranks but one
         if not self._is_greedy:
             return found
@@ -248,5 +248,5 @@ def why_not_head_parallel(loaded: LoadedModel) -> str | None:
     """Return why a model does not support head-parallel decoding; None if it does."""
     why = why_not_shared(loaded) or why_never_packed(loaded)
     if why is None and begins_anew_at(loaded.model) is not None:
-        why = "its rotary embedding has it compute the whole cache anew at some length"
+        why = "its rotary embedding changes at some length, and the whole cache is then computed again"
     return why

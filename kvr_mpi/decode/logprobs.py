@@ -72,7 +72,7 @@ class LogprobTrace:
 def token_text(tokenizer: Any, token: int) -> str:
     """Return the text of a single token; partial characters become U+FFFD.
 
-    Some tokenizers drop the blank that a text's first token begins with; it is part of the token.
+    Some tokenizers drop the space that a text's first token begins with; it is part of the token.
     """
     text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     raw = tokenizer.convert_ids_to_tokens(token)

@@ -171,7 +171,7 @@ class Recorder:
         """Stop recording, and warn that steps will take longer."""
         self.why_not = why
         self.forget()
-        warnings.warn(f"steps of decoding are not recorded as CUDA graphs, and slower: {why}", stacklevel=2)
+        warnings.warn(f"decode steps run without CUDA graphs, which is slower: {why}", stacklevel=2)
 
 
 def _why_not(loaded: LoadedModel) -> str | None:
@@ -179,4 +179,4 @@ def _why_not(loaded: LoadedModel) -> str | None:
         return "its ranks wait for each other in every layer"
     if kinds := depends_on_length(loaded.model):
         return f"its rotary embedding ({kinds}) depends on the length"
-    return None if loaded.device.type == "cuda" else "on a processor there is nothing to be launched"
+    return None if loaded.device.type == "cuda" else "CPUs have no CUDA graphs"

@@ -73,5 +73,5 @@ class TokenGroup(Group[K]):
 
 
 def _share_of(prefill: Prefill) -> Share:
-    assert prefill.share is not None, "it stays spread"
+    assert prefill.share is not None, "its keys and values stay spread over the ranks"
     return prefill.share

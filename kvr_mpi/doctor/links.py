@@ -43,7 +43,7 @@ class Measured:
     @property
     def problem(self) -> str:
         """Why it cannot be used; empty if there is no problem."""
-        corrupted = "" if self.row.get("intact", True) else "data are corrupted on the way: the checksum is wrong"
+        corrupted = "" if self.row.get("intact", True) else "data are corrupted in transit: the checksum is wrong"
         return self.row.get("error") or corrupted
 
     @property
@@ -100,8 +100,8 @@ def measure_sums(
     """
     group_number, _ = place_in_group(world.rank, tensor_parallel)
     limit_s = timeout_s * LIMITS / 3
-    group = within(limit_s, lambda: world.split(group_number), "meeting the other ranks of the group")
-    return within(limit_s, lambda: _sums(group, device, effort), "a sum over the ranks of the group")
+    group = within(limit_s, lambda: world.split(group_number), "connecting the ranks of the group")
+    return within(limit_s, lambda: _sums(group, device, effort), "an all-reduce over the ranks of the group")
 
 
 def _sums(group: Transport, device: torch.device, effort: Effort) -> dict[str, Any]:
@@ -191,16 +191,16 @@ def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: i
         prompt_s = (2 * LAYERS + 1) * PROMPT_TOKENS * STATE_BYTES / slowest.speed / 1e9
         token_s = (2 * LAYERS + 1) * latest.latency / 1e6
         return (
-            f"{counted(len(good), 'tensor-parallel group')} of {size} ranks: sums of long tensors at "
-            f"{statistics.median(one.speed for one in good):.2f} GB/s (slowest {slowest.speed:.2f}, {slowest.name}), "
-            f"of one token in {statistics.median(one.latency for one in good):.0f} us (longest {latest.latency:.0f}, "
-            f"{latest.name}); sums compared. Forecast for Llama 3.1 70B: {prompt_s:.2f} s for {PROMPT_TOKENS} prompt "
-            f"tokens, {1e3 * token_s:.1f} ms per decoded token"
+            f"{counted(len(good), 'tensor-parallel group')} of {size} ranks: all-reduces of long tensors at "
+            f"{statistics.median(one.speed for one in good):.2f} GB/s (slowest {slowest.speed:.2f}, "
+            f"{slowest.name}), of one token in {statistics.median(one.latency for one in good):.0f} us (longest "
+            f"{latest.latency:.0f}, {latest.name}); results compared. Forecast for Llama 3.1 70B: {prompt_s:.2f} s "
+            f"for {PROMPT_TOKENS} prompt tokens, {1e3 * token_s:.1f} ms per decoded token"
         )
 
     findings = _judge("tensor-parallel", groups, describe)
     if across := [one.name for one in groups if one.crosses]:
-        text = f"{counted(len(across), 'group')} on several hosts, so sums go over the network: {some(across)}"
+        text = f"{counted(len(across), 'group')} on several hosts, so all-reduces go over the network: {some(across)}"
         remedy = f"start a multiple of {size} ranks on each host, numbered block-wise"
         findings.append(warn("tensor-parallel", text, remedy))
     return findings

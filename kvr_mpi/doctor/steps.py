@@ -238,7 +238,7 @@ def _silent(check: str, error: SilentError) -> Finding:
 
 def _broken(check: str, error: Exception) -> Finding:
     text = f"the check itself failed: {type(error).__name__}: {error}"
-    return fail(check, text, "if this machine seems to be in order, report this as a bug in kvr-mpi")
+    return fail(check, text, "if this machine seems to be fine, report this as a bug in kvr-mpi")
 
 
 def main(request: Request, launch: Finding | None, environ: Mapping[str, str]) -> None:

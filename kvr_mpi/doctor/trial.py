@@ -39,7 +39,9 @@ def check_cuda_awareness(facts: Sequence[RankFacts]) -> list[Finding]:
     if mpi is None:
         return [ok("cuda-aware", "no MPI")]
     claim = {True: "yes", False: "no", None: "unknown"}[mpi.cuda]
-    rest = "no GPU to use it with" if not gpus else "a claim, tried below" if mpi.cuda else "staged through host memory"
+    rest = (
+        "no GPU to use it with" if not gpus else "a claim, tested below" if mpi.cuda else "staged through host memory"
+    )
     return [ok("cuda-aware", f"{claim} ({mpi.cuda_why}); {rest}")]
 
 
@@ -83,7 +85,7 @@ def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind
         text = f"the test process with {kind} buffers did not start ({how}){said}"
         return warn("transfers", text, f"run it by hand: {' '.join(command)}")
     remedy = (
-        "repair this MPI, or use another" if kind == "host" else "use an MPI with working GPU support, or disable that"
+        "repair this MPI, or use another" if kind == "host" else "use an MPI with working GPU support, or disable it"
     )
     if code is None:
         return fail("transfers", f"{kind} buffers: hangs, killed after {timeout_s:.0f} s{said}", remedy)
@@ -91,14 +93,14 @@ def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind
     if wrong:
         return fail(
             "transfers",
-            f"{kind} buffers: the checksum of {wrong} bytes is wrong: data are corrupted on the way",
+            f"{kind} buffers: the checksum of {wrong} bytes is wrong: data are corrupted in transit",
             remedy,
         )
     if code != 0 or len(sums) < 2 * len(SIZES):
         how = f"killed by {signal.Signals(-code).name}" if -64 < code < 0 else f"exit code {code}"
         return fail("transfers", f"{kind} buffers: crashes ({how}){said}", remedy)
     sizes = " and ".join(str(size) for size in SIZES)
-    return ok("transfers", f"{kind} buffers of {sizes} bytes swapped by 2 ranks on this host, checksums correct")
+    return ok("transfers", f"{kind} buffers of {sizes} bytes exchanged by 2 ranks on this host, checksums correct")
 
 
 def _wrong(sums: Sequence[dict[str, Any]]) -> int | None:

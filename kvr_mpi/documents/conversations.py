@@ -40,8 +40,8 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> list[int
     for number, message in enumerate(messages):
         if order.count(number) != 1:
             raise DocumentError(
-                f"this model's chat template shows message {number} ({message.role}) {order.count(number)} times; "
-                f"expected once"
+                f"this model's chat template includes message {number} ({message.role}) {order.count(number)} "
+                "times; expected once"
             )
     words = pieces[::2]
     whole = _render(tokenizer, messages, [message.content for message in messages])

@@ -108,7 +108,7 @@ class Corpus:
             return Document(entry.id, error=f"{file} could be read when the job began, but no longer: {reason}")
         if document.error is not None or document.sha256 != entry.sha256:
             return Document(
-                entry.id, error=f"{file} has changed since the job began: {entry.id!r} has another text now"
+                entry.id, error=f"{file} has changed since the job began: {entry.id!r} has a different text now"
             )
         return replace(document, id=entry.id)
 
@@ -248,7 +248,7 @@ def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) ->
             document = Document(f"{document.id}#{copy}", error=error, passed=document.passed)
         model = document.passed.get("model") if rows.kind == "openai-batch" and document.error is None else None
         if model is not None and model != (asked_for := asked_for or model):
-            error = f"body.model is {model!r}, the first row's is {asked_for!r}; a job has one model: split the file"
+            error = f"body.model is {model!r}, the first row's is {asked_for!r}; a job uses one model: split the file"
             document = Document(document.id, error=error, passed=document.passed)
         seen.add(document.id)
         yield number, place, document
@@ -287,7 +287,7 @@ def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:
                 last_read = at
                 return document_of(row, rows, file, "row", 1)
         last_read = -1
-        raise ValueError(f"it no longer has a row {place + 1}")
+        raise ValueError(f"it no longer has row {place + 1}")
 
     return read
 

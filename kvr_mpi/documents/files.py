@@ -129,7 +129,9 @@ def read_text(file: Path, encoding: str = UTF_8) -> str:
     with open_regular(file) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {MAX_TEXT_BYTES >> 20} MiB, the most of one document; split it")
+        raise OSError(
+            errno.EFBIG, f"it is larger than {MAX_TEXT_BYTES >> 20} MiB, the maximum for one document; split it"
+        )
     if not encoding.startswith("utf") and _is_binary(data):
         raise UnicodeDecodeError(encoding, data, 0, 1, "binary")
     return data.decode("utf-8-sig" if encoding == UTF_8 else encoding).removeprefix("\ufeff")
@@ -213,7 +215,7 @@ def check_document(document: Document) -> Document:
         what = f"contains {bad[0]!r}" if bad else f"has {len(document.id)} characters"
         name = (document.id.encode("unicode_escape").decode()[: MAX_ID_CHARS - 16]) or "(empty id)"
         reason = f"the id {name!r} {what}; expected 1 to {MAX_ID_CHARS} characters, none of them a control character"
-        return Document(name, error=f"{reason} or a mark of the writing direction", passed=document.passed)
+        return Document(name, error=f"{reason} or a text-direction mark", passed=document.passed)
     if document.error is None:
         for name, text in (("", document.text), *document.columns.items()):
             lone = SURROGATE.search(text)
@@ -222,5 +224,5 @@ def check_document(document: Document) -> Document:
                 reason = f"{document.id}: lone surrogate at character {lone.start()}{where}; not Unicode text"
                 return replace(document, text="", columns={}, error=reason)
         if not document.text.strip():
-            return replace(document, text="", error=f"{document.id} is empty: there is no text to work on")
+            return replace(document, text="", error=f"{document.id} is empty: it contains no text")
     return document

@@ -48,8 +48,8 @@ class GenerationSection(BaseModel):
         None,
         ge=0,
         le=MAX_TOP_LOGPROBS,
-        description="store the log-probability of every token of the answer, before temperature and other settings, "
-        "and of this many most likely tokens at each place",
+        description="store the log-probability of every token of the answer, before temperature and other "
+        "settings, and of this many most likely tokens at each position",
     )
     json_schema: str | None = Field(
         None, min_length=1, description="a JSON schema, or a file with one, that answers follow"

@@ -42,7 +42,7 @@ def read_schema(value: str) -> str:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {error}") from error
+        raise ValueError(f"{where} is not JSON: {error}") from error
     return one_line(schema, where)
 
 
@@ -56,7 +56,7 @@ def one_line(schema: Any, where: str) -> str:
     """
     if not isinstance(schema, dict) or KEYWORDS.isdisjoint(schema):
         raise ValueError(
-            f"{where} is no JSON schema: {json.dumps(schema)[:60]}; expected an object with at least one of "
+            f"{where} is not a JSON schema: {json.dumps(schema)[:60]}; expected an object with at least one of "
             f"{', '.join(sorted(KEYWORDS))}"
         )
     return json.dumps(schema, ensure_ascii=False)
@@ -76,7 +76,7 @@ def grammar_of(schema: str) -> str:
 
     grammar: str = LLMatcher.grammar_from_json_schema(schema, defaults=LAYOUT)
     if wrong := LLMatcher.validate_grammar(grammar):
-        raise ValueError(f"this JSON schema cannot be followed: {' '.join(wrong.split())}")
+        raise ValueError(f"this JSON schema is not supported: {' '.join(wrong.split())}")
     return grammar
 
 

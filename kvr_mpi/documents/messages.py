@@ -43,7 +43,7 @@ def _parse(value: Any, place: str) -> Message:
         raise DocumentError(f"{place} is {kind_of(value)}; expected an object with role and content")
     said = {name: each for name, each in value.items() if each is not None}
     if unknown := sorted(map(str, said.keys() - {"role", "content"})):
-        raise DocumentError(f"{place} has {', '.join(unknown)}; expected role and content, no more")
+        raise DocumentError(f"{place} has {', '.join(unknown)}; expected only role and content")
     role = said.get("role")
     if role not in ROLES:
         raise DocumentError(f"{place}.role is {role!r}; expected one of {', '.join(ROLES)}")

@@ -65,7 +65,7 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
     passed = {key: value for key, value in known if isinstance(value, str)}
     try:
         if not isinstance(name, str) or not name:
-            raise DocumentError(f"{place}: custom_id is {name!r}; expected a text that no other row has")
+            raise DocumentError(f"{place}: custom_id is {name!r}; expected a text that is unique in the file")
         _check_envelope(row)
         assert isinstance(body, Mapping)
         generation = _generation(body, str(url))
@@ -165,7 +165,7 @@ def _top_logprobs(body: Mapping[str, Any], url: str) -> int | None:
     wanted, top = body.get("logprobs"), body.get("top_logprobs")
     if url == COMPLETIONS:
         if top is not None:
-            raise DocumentError(f"body.top_logprobs is {top!r}; a completion says body.logprobs = {top!r}")
+            raise DocumentError(f"body.top_logprobs is {top!r}; for a completion, set body.logprobs = {top!r}")
         name, top = "logprobs", wanted
     else:
         if wanted is not None and not isinstance(wanted, bool):

@@ -43,7 +43,7 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
             for file, name in _match(pattern):
                 found.setdefault(os.path.abspath(file), (file, name))
         except (OSError, RuntimeError) as error:  # such as a name that is too long, or an unknown ~user
-            raise CorpusError(f"documents.path {pattern!r} cannot be looked up: {error}") from error
+            raise CorpusError(f"documents.path {pattern!r} cannot be searched: {error}") from error
     return list(found.values())
 
 
@@ -96,7 +96,9 @@ def _match(pattern: str) -> list[tuple[str, str]]:
         raise CorpusError(f"documents.path {pattern!r}: {what} (looked for {base.absolute()})")
     for file in files:
         if not suffix_of(file):
-            raise CorpusError(f"documents.path {pattern!r}: {file} is none of {', '.join(SUFFIXES)}")
+            raise CorpusError(
+                f"documents.path {pattern!r}: {file} has an unsupported type; expected one of {', '.join(SUFFIXES)}"
+            )
     return [(str(file), file.name) for file in files]
 
 

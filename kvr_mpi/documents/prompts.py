@@ -116,7 +116,7 @@ class Frame:
         if tuple(ids[: len(constant)]) != constant or (start != len(self.head) and not self.head_gaps):
             raise DocumentError(
                 f"the {start} tokens at the beginning of its stored prompt differ from those of this tokenizer and "
-                f"chat template ({len(self.head)}); use those it was prefilled with"
+                f"chat template ({len(self.head)}); use the tokenizer and template of the earlier run"
             )
         if stop + len(self.tail) > self.max_tokens:
             raise DocumentError(
@@ -214,9 +214,9 @@ def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> P
         return frame.around(text_ids)
     if kept is None:
         raise DocumentError(
-            f"too long: {len(text_ids)} tokens of text, {frame.text_budget} fit (a prompt may have {frame.max_tokens} "
-            f"tokens, the template takes {len(frame.head) + len(frame.tail)}); set prompt.too_long to 'keep-head' or "
-            f"'split'"
+            f"too long: {len(text_ids)} tokens of text, but only {frame.text_budget} fit (a prompt may have "
+            f"{frame.max_tokens} tokens, the template takes {len(frame.head) + len(frame.tail)}); set "
+            "prompt.too_long to 'keep-head' or 'split'"
         )
     first = {"head": 0, "middle": excess // 2, "tail": excess}[kept]
     return frame.around(text_ids[first : first + frame.text_budget], dropped_tokens=excess)
@@ -318,7 +318,7 @@ def _render_user(tokenizer: Any, parsed: Template, system: str | None) -> tuple[
     if pieces[1::2] != [str(number) for number in range(len(marks))]:
         times = pieces[1::2].count(str(parsed.names.index("text")))
         raise ConfigError(
-            f"this model's chat template shows the user's message {times} times; set prompt.chat_template = false"
+            f"this model's chat template includes the user's message {times} times; set prompt.chat_template = false"
         )
     return tuple(pieces[::2])
 

@@ -50,7 +50,7 @@ def read_questions(path: Path) -> dict[str, str]:
             ) from error
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
         if name in found if isinstance(name, str) else True:
-            raise ConfigError(f"{key}: line {number} has the id {name!r}; expected a text that no other question has")
+            raise ConfigError(f"{key}: line {number} has the id {name!r}; expected a text that is unique in the file")
         found[name] = text
     return checked(found, key)
 
@@ -69,7 +69,7 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
         if not NAME.fullmatch(name):
             raise ConfigError(f"{key}: a question is named {name[:80]!r}; expected 1 to 64 letters, digits, ., - and _")
         if not isinstance(text, str) or not text.strip():
-            raise ConfigError(f"{key}: question {name!r} is {text!r}; expected words")
+            raise ConfigError(f"{key}: question {name!r} is {text!r}; expected non-empty text")
     names: dict[str, str] = {}
     for name, text in questions.items():
         if (first := names.setdefault(text.strip(), name)) != name:
@@ -94,7 +94,7 @@ def check_length(answer: str) -> str | None:
     """Return what is wrong with the length of an answer's id; None if it is fine."""
     if len(answer) <= MAX_ID_CHARS:
         return None
-    return f"the id {answer[:40]!r}... of this answer has {len(answer)} characters; {MAX_ID_CHARS} are allowed"
+    return f"the id {answer[:40]!r}... of this answer has {len(answer)} characters; at most {MAX_ID_CHARS} are allowed"
 
 
 def words_after(template: str, question: str) -> str:

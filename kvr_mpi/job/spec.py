@@ -34,7 +34,9 @@ class ModelSection(Section):
     kernels: Literal["measured", "plain"] = Field(
         "measured", description="on CPUs: the fastest kernels measured on this machine; plain: the model's own code"
     )
-    adapter: str | None = Field(None, min_length=1, description="folder of a LoRA adapter, merged when it is loaded")
+    adapter: str | None = Field(
+        None, min_length=1, description="folder of a LoRA adapter, merged when the model is loaded"
+    )
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; cannot be set by an environment variable"
     )
@@ -57,14 +59,14 @@ class DocumentsSection(Section):
         description="field of a row with the document's text, or its conversation; default: text, or messages",
     )
     encoding: str = Field(
-        "utf-8", description="of text files: an encoding that Python knows, such as latin-1; rows are always UTF-8"
+        "utf-8", description="encoding of text files, such as latin-1 (any that Python knows); rows are always UTF-8"
     )
     limit: int | None = Field(None, ge=1, description="process only this many documents, the first ones")
     shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
     reuse: str | None = Field(
         None,
         min_length=1,
-        description="an earlier run with stored keys and values, loaded for prompts that begin as its prompts do",
+        description="an earlier run; its stored keys and values are loaded for prompts with the same prefix",
     )
 
     @field_validator("path", mode="before")
@@ -113,16 +115,21 @@ class PromptSection(Section):
         "several prompts about each document, by name",
     )
     system: str | None = Field(None, description="system prompt")
-    chat_template: bool | None = Field(None, description="use the model's chat template; default: if it has one")
+    chat_template: bool | None = Field(None, description="use the model's chat template; default: true if it has one")
     too_long: Literal["error", "keep-head", "keep-middle", "keep-tail", "split"] = Field(
         "error",
         description="if a prompt exceeds the context: an error record; an answer about a part of the document; or one "
         "from the answers about all its parts",
     )
     min_coverage: float = Field(
-        0.0, ge=0, le=1, description="fraction of a document that its answer has to have seen, or it becomes an error"
+        0.0,
+        ge=0,
+        le=1,
+        description="minimum fraction of a document that its answer must have seen; below, it becomes an error",
     )
-    overlap_tokens: int = Field(0, ge=0, description="split: tokens of text that a part repeats of the part before")
+    overlap_tokens: int = Field(
+        0, ge=0, description="split: tokens of text that each part repeats from the previous one"
+    )
     reduce_template: str | None = Field(
         None, description="split: template that combines the answers about the parts; default: template"
     )
@@ -164,8 +171,8 @@ class ParallelSection(Section):
     partition: str = Field(
         EQUAL_TIME,
         min_length=1,
-        description="slices of equal time (equal_time), of even length (even), or those in a file that kvr search has "
-        "written, or in a folder of such files",
+        description="slices of equal time (equal_time), of equal length (even), or from a table written by kvr "
+        "search, or from a folder of tables",
     )
     chunk_tokens: ChunkTokens = Field(
         "auto",
@@ -175,7 +182,7 @@ class ParallelSection(Section):
     memory_gib: float | None = Field(
         None,
         gt=0,
-        description="maximum memory per rank for prompts, in addition to the weights; default: all that is free",
+        description="maximum memory per rank for prompts, in addition to the weights; default: all free memory",
     )
     transport: Name = Field(
         "auto", description="what carries keys and values between ranks; auto: mpi on CPUs, nccl on GPUs"
@@ -208,7 +215,7 @@ class QuestionsSection(Section):
         [], description="questions, questions by name, or a file: one per line, or .jsonl with question and id"
     )
     template: str = Field("\n\n{question}", description="text that follows the document")
-    documents: list[str] | None = Field(None, description="ids of documents to ask about; default: all in the run")
+    documents: list[str] | None = Field(None, description="ids of the documents to ask about; default: all in the run")
 
 
 class JobSpec(Section):

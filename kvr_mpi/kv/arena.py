@@ -153,7 +153,7 @@ class Arena:
         if found is None:
             self.extents.append(self._make(shape, pages))
             found = self.extents[-1].take(pages)
-        assert found is not None, "there are as many"
+        assert found is not None, "a new extent has enough pages"
         return found
 
     def _find(self, shape: LayerShape, pages: int, beside: Extent | None) -> RowMemory | None:

@@ -222,7 +222,7 @@ class SliceCache(LayersOwner):
     def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
         """Move the tokens that each head keeps (None: all) to the decode store, and release the layer's buffer."""
         before, shape = layer.layout, layer.shape
-        assert before is not None, "it was filled"
+        assert before is not None, "the buffer was filled"
         shared = before.shared if kept is None else ()
         while True:
             beside = shared[0].owner.memory.extent if shared and shared[0].owner is not None else None

@@ -112,7 +112,7 @@ class HeadStore:
         start: int | None = None,
         buffer: torch.Tensor | None = None,
     ) -> None:
-        assert is_whole or not shared, "what is shared is of all heads"
+        assert is_whole or not shared, "shared runs hold all heads"
         self.shared, self.buffer = shared, buffer
         self.start = self.shared_tokens if start is None else start
         self.memory, self.shape, self.runs, self.room, self.origin = memory, shape, runs, room, origin
@@ -249,7 +249,7 @@ class HeadStore:
             If heads hold different tokens, so that no range of tokens is complete.
         """
         if not self.is_whole:
-            raise ModelError("its heads keep different tokens, so there is no range of them")
+            raise ModelError("its heads keep different tokens, so a range of tokens does not exist")
         held = [each for each in self.shared if first < each.stop and each.first < last]
         pieces = [each.cut(max(first, each.first), min(last, each.stop)) for each in held]
         return [*pieces, self.runs[0].cut(max(first, self.start), last)] if last > self.start else pieces
@@ -304,8 +304,8 @@ class HeadStore:
         tokens = keys.shape[2]
         if not (self.is_whole or first >= self.origin) or first + tokens > self.origin + self.room:
             raise ValueError(
-                f"tokens {first} to {first + tokens} do not fit: the heads keep what they keep of {self.origin} tokens "
-                f"and have room for {self.room} more"
+                f"tokens {first} to {first + tokens} do not fit: the heads end at token {self.origin}, and have "
+                f"room for {self.room} more"
             )
         for run in self.runs:
             rows, heads = self.count(run, first), slice(run.head, run.head + run.heads)

@@ -354,12 +354,12 @@ class SliceLayer(RowLayer):
         if not self.cache.prefilling:
             return [(self.length, self.length + self.fresh)]
         if self.has_all_chunks:
-            raise ModelError(f"layer {self.layer_idx}: it is updated once more with the same tokens")
+            raise ModelError(f"layer {self.layer_idx}: it was updated twice with the same tokens")
         ranges = self.cache.chunks(self.layer_idx)[self.chunks_done]
         self.chunks_done += 1
         expected = sum(last - first for first, last in ranges)
         if self.fresh != expected:
-            raise ModelError(f"layer {self.layer_idx}: keys of {self.fresh} tokens have come instead of {expected}")
+            raise ModelError(f"layer {self.layer_idx}: received keys of {self.fresh} tokens; expected {expected}")
         return ranges
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -367,7 +367,7 @@ class SliceLayer(RowLayer):
         expected = (1, heads, self.shape.key_dim), (1, heads, self.shape.value_dim)
         found = tuple((tensor.shape[0], tensor.shape[1], tensor.shape[3]) for tensor in (keys, values))
         if found != expected:
-            raise ModelError(f"layer {self.layer_idx}: keys and values are {found}, {expected} were announced")
+            raise ModelError(f"layer {self.layer_idx}: keys and values are {found}; expected {expected}")
 
 
 def attend_ranges(

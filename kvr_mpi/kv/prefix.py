@@ -97,5 +97,6 @@ class SharedPrefix:
         """
         if len(ids) <= self.tokens or tuple(ids[: self.tokens]) != self.ids:
             raise ValueError(
-                f"a prompt of {len(ids)} tokens does not begin with the shared prefix of {self.tokens} tokens and go on"
+                f"a prompt of {len(ids)} tokens does not begin with the shared prefix of {self.tokens} tokens, or "
+                "ends with it"
             )

@@ -176,7 +176,9 @@ class RollingLayer(RowLayer):
         """
         needed, held = self.first_seen(length), self._written - self._ring
         if held > needed:
-            raise ModelError(f"layer {self.layer_idx}: tokens from {needed} on are needed, and held from {held}")
+            raise ModelError(
+                f"layer {self.layer_idx}: tokens from {needed} on are needed, but only those from {held} on are held"
+            )
         self.length = min(self.length, length)
 
     def lay_by_heads(self) -> None:
@@ -267,8 +269,8 @@ def check_rolling(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> Non
     """
     if shape.has_states or not in_parts or any(not layer.elements for layer in shape.layers):
         raise ModelError(
-            f"{shape.architecture}: a rolling cache needs a model whose attention can be taken over in every layer; "
-            f"set cache.kind = 'whole'"
+            f"{shape.architecture}: a rolling cache needs a model whose attention can be replaced in every layer; "
+            "set cache.kind = 'whole'"
         )
     if rolling.sinks:
         return

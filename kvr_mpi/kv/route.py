@@ -52,14 +52,14 @@ class Route:
     """One strategy at one position of a prompt's slices; positions need not be in the order of the chain's ranks.
 
     partition : of the prompt.
-    position : whose route this is.
+    position : the position that this route is for.
     decode_position : the position that ends with all keys and values, and computes the last token.
     segments : number of segments of a layer, over all positions.
     owned : the tokens this position computes.
     chunks : the tokens that a layer computes together, in order; a single chunk unless slices are cut into chunks.
     capacity : tokens a layer's buffer holds.
     hops : own segments in the order of sending, then the others in the order of arrival.
-    steps : attention after that to the own tokens.
+    steps : attention after that to this position's own tokens.
     reads_from : the first token of this position that attends to received tokens; None: it receives everything.
     next_reads_from : the same for the next position.
     in_order : each position's tokens follow those of the position before; only such routes can use chunks.

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class CacheSettings(BaseModel):
-    """What a rank holds of a prompt while it is prefilled and answered (`kv.rolling`)."""
+    """Which keys and values of a prompt a rank holds during prefill and decoding (`kv.rolling`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

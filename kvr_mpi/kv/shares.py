@@ -135,7 +135,7 @@ class Share:
             if self.is_last:
                 self.layers[layer_idx] = self._make(layer_idx)
             return
-        assert self._loading is not None, "it is not complete before all layers were come to"
+        assert self._loading is not None, "loading ends with the last layer"
         rows, first = self._loading[layer_idx], self.first_row(shape.visibility)
         if rows is None or len(rows) != self.stop - first:
             found = 0 if rows is None else len(rows)
@@ -158,7 +158,7 @@ class Share:
         layer = self.layers[layer_idx]
         if layer is None:
             return None
-        assert self.document is None, "what is asked of a stored document is not stored again"
+        assert self.document is None, "questions about a stored document are not stored again"
         keys, values = layer.rows(self.start, self.held_until)
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
@@ -279,7 +279,7 @@ class SharesCache(RowCache):
         if document is None or not layer.shape.visibility.sees_all(share.length + last - first):
             return None
         rows = document.layers[layer.layer_idx]
-        assert rows is not None, "it was read before the first tokens came"
+        assert rows is not None, "stored rows are read before the first step"
         return attend(query, *rows.rows(document.start, document.stop), params)
 
     def _attend_own(

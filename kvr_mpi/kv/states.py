@@ -114,8 +114,8 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
             if held is None or held.shape != into.shape or held.dtype != into.dtype:
                 found = "none" if held is None else f"{tuple(held.shape)} {held.dtype}"
                 raise ModelError(
-                    f"layer {self.layer_idx}: a {state.kind} state of {tuple(into.shape)} {into.dtype} was announced, "
-                    f"and there is {found}"
+                    f"layer {self.layer_idx}: a {state.kind} state of {tuple(into.shape)} {into.dtype} was "
+                    f"expected, but there is {found}"
                 )
             into.copy_(held)
         return message

@@ -55,7 +55,7 @@ class PageLayout:
         if not held or any(None in each for each in extents):
             return None
         appends = held[0].appends
-        assert all(store.appends == appends for store in held), "a rank keeps tokens to come, or does not"
+        assert all(store.appends == appends for store in held), "a rank appends to all stores or to none"
         kv_heads = tuple(stores[0].shape.num_kv_heads for stores in layers)
         heads = [sum(len(store.heads) for store in stores) for stores in layers]
         whole = all(count == each * len(layers[0]) for count, each in zip(heads, kv_heads, strict=True))

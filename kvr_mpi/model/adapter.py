@@ -27,7 +27,7 @@ def check_adapter(path: str) -> None:
     Raises
     ------
     ModelError
-        If a file or peft is missing, or the folder is no LoRA adapter.
+        If a file or peft is missing, or the folder is not a LoRA adapter.
     """
     folder = Path(path).expanduser()
     where = f"model.adapter {path!r}"
@@ -101,12 +101,12 @@ def _check_complete(adapted: Any, folder: Path, where: str) -> None:
     strange, missing = stored.keys() - placed.keys(), placed.keys() - stored.keys()
     if strange or missing:
         raise ModelError(
-            f"{where}: the model has no place for {len(strange)} of its weights, and {len(missing)} that it needs are "
-            f"missing, such as {min(strange | missing)}; it is for another model, or incomplete"
+            f"{where}: {len(strange)} of its weights do not belong to the model, and {len(missing)} are missing, "
+            f"such as {min(strange | missing)}; the adapter is for another model, or incomplete"
         )
     for name, tensor in stored.items():
         if not placed[name].cpu().to(tensor.dtype).allclose(tensor, rtol=1e-2, atol=1e-2):
-            raise ModelError(f"{where}: {name} is not what the file says after loading")
+            raise ModelError(f"{where}: after loading, {name} differs from the file")
 
 
 def _check_not_tied(adapted: Any, where: str) -> None:
@@ -118,4 +118,6 @@ def _check_not_tied(adapted: Any, where: str) -> None:
     plain = [end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends]
     is_tied = all(end is not None for end in plain) and plain[0].weight is plain[1].weight
     if is_tied and any(isinstance(end, BaseTunerLayer) for end in ends):
-        raise ModelError(f"{where} changes embeddings that the model ties to its output: they cannot be merged apart")
+        raise ModelError(
+            f"{where} changes embeddings that the model ties to its output: they cannot be merged separately"
+        )

@@ -178,11 +178,11 @@ def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
 def _check_own_calls(model: Any) -> None:
     """Refuse models whose direct attention calls may have their own masks."""
     if not model._supports_sdpa:
-        raise ModelError("it only has attention of its own")
+        raise ModelError("it only has its own attention")
     config = model.config.get_text_config()
     for name in ("sliding_window", "attention_chunk_size", "attention_window_size"):
         if getattr(config, name, None) is not None:
-            raise ModelError(f"it calls attention itself, with masks of its own ({name})")
+            raise ModelError(f"it calls attention itself, with its own masks ({name})")
 
 
 def run_plain(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:

@@ -35,8 +35,8 @@ def to_cache(
     cache = DynamicCache(config=model.config)
     if [*layers] != [*range(len(expected.layers))]:
         raise ConfigError(
-            f"{len(layers)} layers have stored keys and values, and the model's cache has {len(expected.layers)} "
-            f"layers: transformers can continue only if all of them have"
+            f"{len(layers)} layers have stored keys and values, but the model's cache has {len(expected.layers)} "
+            "layers: transformers can continue only if all of them have"
         )
     for number, made in enumerate(expected.layers):
         for kind, there, stored in zip(("keys", "values"), (made.keys, made.values), layers[number], strict=True):

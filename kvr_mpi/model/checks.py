@@ -70,10 +70,10 @@ def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterat
         )
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if low is not None and high is not None and low >= high:
-        yield f"rope low_freq_factor = {low} and high_freq_factor = {high}, expected the former to be lower"
+        yield f"rope low_freq_factor = {low} and high_freq_factor = {high}, expected low_freq_factor to be lower"
     fast, slow = number("beta_fast"), number("beta_slow")
     if fast is not None and slow is not None and fast < slow:
-        yield f"rope beta_fast = {fast} and beta_slow = {slow}, expected the former not to be lower"
+        yield f"rope beta_fast = {fast} and beta_slow = {slow}, expected beta_fast not to be lower"
 
 
 def check_loaded(model: Any, info: Mapping[str, Iterable[Any]]) -> None:

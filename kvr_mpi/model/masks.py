@@ -88,7 +88,7 @@ class MaskRequest:
         """
         if self.found is None:
             if not self.is_plain:
-                raise ModelError("its mask is more than causal, a window or chunks")
+                raise ModelError("its mask is not simply causal, a window or chunks")
             self.found = recognise(self.mask_function, self.local_size, self.longest, self.device)
         return self.found
 
@@ -121,7 +121,7 @@ def recognise(mask_function: MaskFunction, local_size: int | None, longest: int,
     try:
         seen = mask_function(zero, zero, query, key)
         if seen.device.type == "meta":
-            raise ModelError("it looks at tensors without values")
+            raise ModelError("it reads tensors that have no values")
         seen = seen.expand(len(queries), len(keys))
     except Exception as error:  # mask functions of models can raise any error
         raise ModelError(f"its mask function cannot be evaluated ({type(error).__name__}: {error})") from error
@@ -162,10 +162,10 @@ def check_mask(mask: Any, announced: Visibility, told_window: int | None = None)
         If they differ.
     """
     if not isinstance(mask, MaskRequest):
-        raise ModelError("its attention is given no mask of transformers'")
+        raise ModelError("its attention receives no mask from transformers")
     asked = mask.visibility()
     if asked != announced:
-        raise ModelError(f"a layer's mask lets it see {asked}, and {announced} were found before")
+        raise ModelError(f"a layer's mask lets it see {asked}, but {announced} when it was examined")
     # A window as long as the context is the same as no window.
     if told_window is not None and told_window != asked.window and (asked.size or told_window < mask.longest):
-        raise ModelError(f"its attention is told a window of {told_window} tokens, and its mask lets it see {asked}")
+        raise ModelError(f"its attention receives a window of {told_window} tokens, but its mask lets it see {asked}")

@@ -91,7 +91,9 @@ class _Hook:
                 outputs.append(_as_tuple(type(module).forward(*call.args, **call.kwargs)))
                 at += tokens
         if at != positions.shape[-1]:
-            raise ModelError(f"{at} tokens were announced to the rotary embedding, and {positions.shape[-1]} came")
+            raise ModelError(
+                f"{at} tokens were announced to the rotary embedding, but it received {positions.shape[-1]}"
+            )
         whole = [torch.cat([each[..., :-1, :] for each in parts], dim=-2) for parts in zip(*outputs, strict=True)]
         return tuple(whole) if isinstance(output, tuple) else whole[0]
 
@@ -164,8 +166,8 @@ def _check_slices(module: torch.nn.Module, layer_type: str | None, length: int) 
             for mine, theirs in zip(part, whole, strict=True):
                 if not torch.allclose(mine, theirs[..., start:stop, :], atol=1e-6):
                     raise ModelError(
-                        f"its rotary embedding of tokens {start} to {stop} of {length} depends on the others in a way "
-                        f"that is not known here"
+                        f"its rotary embedding of tokens {start} to {stop} of {length} depends on the other tokens "
+                        "in an unknown way"
                     )
 
 

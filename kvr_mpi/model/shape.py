@@ -192,7 +192,7 @@ def cache_argument(model: Any) -> str:
     for name in CACHE_ARGUMENTS:
         if name in parameters:
             return name
-    raise ModelError(f"{type(model).__name__} takes no cache that transformers knows, so it cannot be run here")
+    raise ModelError(f"{type(model).__name__} takes no cache of transformers, so kvr-mpi cannot run it")
 
 
 def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
@@ -204,7 +204,7 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     Raises
     ------
     ModelError
-        If the model is no causal decoder with a transformers cache.
+        If the model is not a causal decoder with a transformers cache.
     """
     import torch
 
@@ -214,15 +214,15 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     layers = [_layer_shape(layer, architecture) for layer in cache.layers]
     if not any(layer.elements or layer.states for layer in layers):
         raise ModelError(
-            f"{architecture} fills no cache of keys and values or states: it is an encoder, or keeps what it needs "
-            f"elsewhere; only causal decoders can be run here"
+            f"{architecture} fills no cache of keys and values or states: it is an encoder, or keeps its state "
+            "elsewhere; kvr-mpi runs only causal decoders"
         )
     seen, why_whole = _probe_visibility(model)
     padding_id = _padding_id(model)
     if any(visibility.size == 1 for visibility in seen.values()):
         raise ModelError(
-            f"{architecture}: a window of 1 token: what transformers itself decodes with it differs from what it "
-            f"computes for a whole prompt; expected a window of at least 2"
+            f"{architecture}: it has a window of 1 token, with which transformers itself decodes other tokens than "
+            "it computes for a whole prompt; expected a window of at least 2"
         )
     return ModelShape(
         architecture=architecture,
@@ -269,20 +269,20 @@ def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility
     text = model.config.get_text_config()
     longest, kept = getattr(text, "max_position_embeddings", None), getattr(text, "keep_window_size", None)
     if kept is not None and not (longest and kept >= longest):
-        return f"it chooses which {kept} tokens are attended to among those that one call sees"
+        return f"it chooses which {kept} tokens of a call are attended to"
     for idx, layer in enumerate(layers):
         if getattr(layer, "indexer_keys", None) is not None:
             return (
-                "an indexer chooses which tokens are attended to, and transformers' own code does not go on from its "
-                "cache exactly with several tokens"
+                "an indexer chooses which tokens are attended to, and transformers' own code does not continue "
+                "exactly from its cache with several tokens"
             )
         if not getattr(layer, "is_sliding", False) or (longest and layer.sliding_window >= longest):  # keeps all
             continue
         if not model._supports_attention_backend or (idx in seen and seen[idx].size != layer.sliding_window):
-            told = seen.get(idx, "a mask of its own making")
+            told = seen.get(idx, "other tokens")
             return (
-                f"transformers' cache forgets all but a window of {layer.sliding_window} tokens, and its mask lets a "
-                f"layer see {told}: what it decodes is not what it computes for a whole prompt"
+                f"transformers' cache forgets all but a window of {layer.sliding_window} tokens, but its mask lets "
+                f"a layer see {told}: decoding differs from computing the whole prompt"
             )
     return None
 
@@ -309,7 +309,8 @@ def _layer_shape(layer: Any, architecture: str) -> LayerShape:
     known |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
     if type(layer).__name__ not in known:
         raise ModelError(
-            f"{architecture} keeps a cache of its own in some layers ({type(layer).__name__}), which is not known here"
+            f"{architecture} keeps a cache of its own in some layers ({type(layer).__name__}), which kvr-mpi does "
+            "not know"
         )
     states = tuple(
         StateShape(kind, index, tuple(state.shape), state.dtype if state.dtype == torch.float32 else None)
@@ -345,7 +346,7 @@ def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
         layer_idx = getattr(module, "layer_idx", None)
         if not isinstance(attention_mask, MaskRequest):
-            raise ModelError("its attention is given no mask of transformers'")
+            raise ModelError("its attention receives no mask from transformers")
         if isinstance(layer_idx, int):
             found[layer_idx] = _visibility_on_meta(attention_mask, text)
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None

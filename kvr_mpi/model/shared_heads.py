@@ -40,7 +40,7 @@ def why_not_shared(loaded: LoadedModel) -> str | None:
     if why := why_not_by_config(model.config, shape) or why_no_vocabulary(model):
         return why
     if not loaded.attends_in_parts or not model._supports_attention_backend:
-        return "its attention cannot be taken over"
+        return "its attention cannot be replaced"
     for idx, layer in enumerate(model.model.layers):
         if why := _why_not_layer(layer, model.config):
             return f"layer {idx}: {why}"
@@ -65,10 +65,10 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
         for name, parameter in part.named_parameters():
             owner = name.partition(".")[0]
             if owner not in linear and not (owner in NORMS and parameter.shape == (part.head_dim,)):
-                return f"{name} of shape {tuple(parameter.shape)} is not known here"
+                return f"{name} of shape {tuple(parameter.shape)} is unknown"
         for name in linear:
             if type(getattr(part, name, None)) is not torch.nn.Linear:
-                return f"{name} is no plain linear layer"
+                return f"{name} is not a plain linear layer"
     heads, width = config.num_attention_heads, layer.self_attn.q_proj.out_features
     if width != heads * layer.self_attn.head_dim or heads % config.num_key_value_heads:
         return f"{heads} query heads do not make up {width} features"

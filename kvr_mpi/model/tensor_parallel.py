@@ -109,7 +109,7 @@ def why_no_plan(config: Any) -> str | None:
     """Return why transformers' tensor-parallel plan for a model cannot be used; None if it can."""
     text = config.get_text_config()
     if text is not config:
-        return "it is more than a language model"
+        return "it is not only a language model"
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantised"
     plan = dict(getattr(text, "base_model_tp_plan", None) or {})
@@ -118,7 +118,7 @@ def why_no_plan(config: Any) -> str | None:
     unknown = {name: way for name, way in plan.items() if KNOWN.get(name) != way}
     if unknown:
         name, way = next(iter(unknown.items()))
-        return f"transformers' plan has {name} {way}, which is not known here"
+        return f"transformers' plan has {name} {way}, which kvr-mpi does not support"
     if missing := {f"{ATTENTION}{name}_proj" for name in "qkvo"} - plan.keys():
         return f"transformers' plan does not say how {min(missing)} is divided"
     return None
@@ -310,7 +310,7 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
         if config.base_model_tp_plan.get(in_plan(name)) == "moe_tp_experts":
             router = modules.get(f"{name.rpartition('.')[0]}.gate")
             if router is None:
-                raise ModelError(f"{type(model).__name__}: what chooses the experts of {name} is not known here")
+                raise ModelError(f"{type(model).__name__}: the router of the experts {name} is unknown")
             # If rounding sent a token to different experts on two ranks, the sum would mix halves of both.
             router.register_forward_hook(lambda part, given, made: tuple(map(tp_group.agree_on, made)))
     model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), tp_group, first, last))

@@ -1,11 +1,11 @@
 """A tensor-parallel group: ranks that together hold one copy of a model's weights.
 
 All ranks of a group run the same tokens at the same time, each with its heads and its share of the other weights, and
-meet in every sum over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails between sums would
-leave the others waiting. So before each sum, all ranks exchange a status word; a failed rank sends its failure instead,
-and the others fail at the same point. If a rank runs out of memory or cannot read stored data, the others raise the
-corresponding error, so that all ranks of the group handle it in the same way: they split the work, or continue with the
-next prompt.
+communicate in every all-reduce over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails between
+two all-reduces would leave the others waiting. So before each all-reduce, all ranks exchange a status word; a failed
+rank sends its failure instead, and the others fail at the same point. If a rank runs out of memory or cannot read
+stored data, the others raise the corresponding error, so that all ranks of the group handle it in the same way: they
+split the work, or continue with the next prompt.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TensorParallelGroup:
         Raises
         ------
         OtherRankMemoryError, OtherRankDataError, TensorParallelError
-            If another rank has failed before this sum.
+            If another rank has failed before this all-reduce.
         """
         if self.is_alone:
             return tensor
@@ -73,14 +73,15 @@ class TensorParallelGroup:
         total.new_empty(total.numel() + 1)  # fail here if there is no memory for the sum's buffers
         if threading.get_ident() != self._thread:  # ranks cannot match the sums of two threads
             raise TensorParallelError(
-                "ranks of a tensor-parallel group meet in one thread each, and a chain of threads was to run on them"
+                "an all-reduce of a tensor-parallel group was called from a second thread; expected the thread "
+                "that made the group"
             )
         self._meet(GOES_ON)
         try:
             self._reduce(total)
         except Exception as error:  # the other ranks wait for data, so the failure cannot be announced
             raise TensorParallelError(
-                f"a sum over the {self.size} ranks of a tensor-parallel group failed: {error}"
+                f"an all-reduce over the {self.size} ranks of a tensor-parallel group failed: {error}"
             ) from error
         return total
 
@@ -132,7 +133,7 @@ class TensorParallelGroup:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Use this rank's part as a separate model within the block, without sums."""
+        """Use this rank's part as a separate model within the block, without all-reduces."""
         self.is_alone = True
         try:
             yield
@@ -159,7 +160,7 @@ class TensorParallelGroup:
         if BAD_DATA in words:
             raise OtherRankDataError(
                 f"rank {words.index(BAD_DATA)} of the {self.size} ranks of this tensor-parallel group cannot read "
-                f"what is stored of it"
+                "its stored keys and values"
             )
         if NO_MEMORY in words:
             raise OtherRankMemoryError(

@@ -1,4 +1,4 @@
-"""Prefill the rest of a prompt whose stored beginning is compressed, on one rank.
+"""Prefill the rest of a prompt whose stored prefix is compressed, on one rank.
 
 `packed` calls it. The new tokens attend to the tokens that each head has kept, as decoded tokens do; all heads keep all
 new tokens.
@@ -64,7 +64,7 @@ def prefill_after_compressed(
 
     found = attempt(run, loaded.tp_group)
     if isinstance(found, Failure):
-        why = f"there is no memory for its {prefix.tokens} stored tokens and {len(fresh)} more: {found.why}"
+        why = f"not enough memory for its {prefix.tokens} stored tokens and {len(fresh)} more: {found.why}"
         return Prefill(partition, None, None, 0.0, error=why, known_tokens=prefix.tokens, began_s=began)
     cache, logits = found
     return Prefill(

@@ -29,7 +29,7 @@ from kvr_mpi.topology import Rotation
 # Status of a rank that has failed; the status of other ranks is a digest.
 FAILED = -1
 # Beginning of the error message if the stored prefix of a prompt cannot be read.
-UNREADABLE = "what is stored of the prompt's beginning cannot be used"
+UNREADABLE = "the stored keys and values of the prompt's prefix cannot be used"
 
 T = TypeVar("T")
 

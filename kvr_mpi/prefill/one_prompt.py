@@ -149,8 +149,8 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
     """
     if kinds := depends_on_length(loaded.model):
         raise ModelError(
-            f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so the "
-            f"common beginning of prompts cannot be computed once for all of them"
+            f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so "
+            "the common prefix of prompts cannot be computed once for all of them"
         )
     return prefix_of_cache(ids, prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache)
 
@@ -282,7 +282,7 @@ def why_no_chunks(loaded: LoadedModel) -> str | None:
     if loaded.shape.has_states:
         why = "its recurrent layers pass on one state per slice"
     elif not loaded.attends_in_parts:
-        why = "its attention cannot be taken over in parts, and makes a mask for the whole slice"
+        why = "its attention cannot be computed in parts, and needs a mask for the whole slice"
     elif not cut_layers(loaded.model):
         why = "it has no list of its layers"
     else:

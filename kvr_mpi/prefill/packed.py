@@ -194,7 +194,7 @@ def why_never_packed(loaded: LoadedModel) -> str | None:
     if loaded.shape.has_states:
         return "its recurrent layers keep one document's state at a time"
     if loaded.shape.counts_cache:
-        return "its attention temperature counts from the length of the cache"
+        return "its attention temperature depends on the length of the cache"
     if not loaded.attends_in_parts:
         return "its own attention attends to one document at a time"
     return None

@@ -127,9 +127,9 @@ class Strategy:
         if not self.needs_parts:
             return None
         if not loaded.attends_in_parts:
-            why = "its attention cannot be taken over in parts"
+            why = "its attention cannot be computed in parts"
         elif self.stretches > 1 and loaded.shape.counts_cache:
-            why = "its attention temperature counts from the length of the cache"
+            why = "its attention temperature depends on the length of the cache"
         elif self.stretches > 1 and not takes(loaded.model, "position_ids"):
             why = "it counts positions itself and accepts none"
         elif loaded.shape.has_states:
@@ -192,7 +192,10 @@ def _ring(saves_last_layer: bool) -> Forecast:
 
 
 _TSP_CAUSAL = Strategy(
-    "tsp-causal", "the same without the tokens after a slice", partial(all_gather, is_dense=False), _tsp(False)
+    "tsp-causal",
+    "even slices, an all-gather in every layer, without the masked half",
+    partial(all_gather, is_dense=False),
+    _tsp(False),
 )
 _RING = Strategy("ring", "zigzag ring attention", ring, _ring(False), stretches=2, in_jobs=True)
 STRATEGIES: Mapping[str, Strategy] = {

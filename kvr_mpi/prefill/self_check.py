@@ -225,7 +225,7 @@ def check_spread(loaded: LoadedModel) -> None:
     def decode(rank: Transport) -> torch.Tensor:
         halves = Partition.even(len(ids), rank.size)
         share = prefill_kvr(loaded, ids, halves, rank, reserve_tokens=1, is_spread=True).share
-        assert share is not None, "it stays spread"
+        assert share is not None, "its keys and values stay spread over the ranks"
         return run_shares(loaded, [share], [token], rank)
 
     def run() -> Iterator[tuple[str, float]]:
@@ -233,7 +233,7 @@ def check_spread(loaded: LoadedModel) -> None:
         truth, found = _follow(loaded, alone).steps[0], run_local(2, decode, loaded.device)[-1]
         yield "logits of a decoded token", error_share(found[0].cpu(), truth)
 
-    why: str | None = "its rotary embedding has it compute the whole cache anew at some length"
+    why: str | None = "its rotary embedding changes at some length, and the whole cache is then computed again"
     if begins_anew_at(loaded.model) is None:
         why = why_never_packed(loaded) or why_not_the_same(loaded, run, "those of one rank")
     if why is not None:

@@ -97,7 +97,7 @@ def run_shares(
     if failed[_SHORT]:
         reason = f" ({why})" if why else ""
         raise MemoryError(f"rank {', '.join(map(str, failed[_SHORT]))} of its chain ran out of memory{reason}")
-    assert not isinstance(found, Failure), "it came through"
+    assert not isinstance(found, Failure), "it succeeded"
     return found
 
 

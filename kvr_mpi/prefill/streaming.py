@@ -47,8 +47,8 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
     found = attempt(lambda: _run_steps(loaded, ids, rolling), loaded.tp_group)
     if isinstance(found, Failure):
         error = (
-            f"a prompt of {len(ids)} tokens: there is no memory for a {rolling.name} ({found.why}); "
-            f"lower cache.tokens or parallel.chunk_tokens, or the memory for other prompts (parallel.memory_gib)"
+            f"a prompt of {len(ids)} tokens: not enough memory for a {rolling.name} ({found.why}); lower "
+            "cache.tokens or parallel.chunk_tokens, or the memory for other prompts (parallel.memory_gib)"
         )
     else:
         logits, cache = found

@@ -340,7 +340,7 @@ def find_others(spec: JobSpec) -> list[str]:
 
 def describe_others(files: Sequence[str]) -> str:
     """Describe the result of `find_others`, with counts by type."""
-    return f"no document is read from {counted(len(files), 'file')} of other types ({describe_types(files)})"
+    return f"{counted(len(files), 'file')} of other types will not be read ({describe_types(files)})"
 
 
 def name_files(files: Sequence[str]) -> str:
@@ -355,8 +355,8 @@ def _check_apart(spec: JobSpec, path: str, files: Sequence[Path]) -> None:
     for folder in map(Path.resolve, {file.parent for file in files}):
         if folder == output or (output in folder.parents and output not in base.parents):
             raise OutputError(
-                f"output.path {spec.output.path!r} has documents of documents.path {path!r} in it ({folder}); choose "
-                f"another folder (--set output.path=...)"
+                f"output.path {spec.output.path!r} contains documents of documents.path {path!r} ({folder}); "
+                "choose another folder (--set output.path=...)"
             )
 
 

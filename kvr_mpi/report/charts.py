@@ -96,7 +96,7 @@ def draw_timeline(timeline: Timeline) -> Chart:
         ("ours", "computes (every second layer lighter)"),
         ("wait", "waits for keys and values"),
         ("held", "waits for the link"),
-        ("sent", "sends or passes on"),
+        ("sent", "sends or forwards"),
     )
     return Chart("timeline", title, drawing, note, legend)
 
@@ -107,7 +107,7 @@ def draw_timelines(run: TracedRun | None) -> list[Chart]:
         return [Chart("timeline", f"Timeline of a prompt: {NO_TRACE}.")]
     chains = [one for one in run.timelines if one.prompt.ranks > 1] or run.timelines
     if not chains:
-        why = f"{run.incomplete} were only partly recorded" if run.incomplete else "all went in packed rows"
+        why = f"{run.incomplete} were only partly recorded" if run.incomplete else "all were packed with others"
         return [Chart("timeline", f"Timeline of a prompt: no prompt was recorded on all ranks of its chain ({why}).")]
     longest = max(chains, key=lambda one: one.prompt.tokens)
     waiting = max(chains, key=lambda one: one.wait_share)
@@ -277,7 +277,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
         )
         return Chart(
             name,
-            f"Speed-up over ranks: {told}; a run with parallel.ranks_per_chain = 'auto' compares.",
+            f"Speed-up over ranks: {told}; a run with parallel.ranks_per_chain = 'auto' compares them.",
         )
     ranks = sorted(best)
     tokens = statistics.median(one.prompt_tokens for some in best.values() for one in some)

@@ -276,7 +276,7 @@ def _failures(records: Sequence[Record]) -> str:
         for reason, count in list(reasons.items())[:REASONS]
     )
     more = f'<p class="note">and {len(reasons) - REASONS} other reasons</p>' if len(reasons) > REASONS else ""
-    title = f"{counted(total, 'document')} failed, {next(iter(reasons.values())):,} of them for one cause"
+    title = f"{counted(total, 'document')} failed, {next(iter(reasons.values())):,} of them for the same reason"
     return (
         f'<section id="failures"><h2>{title}</h2><table><thead><tr><th class="n wnum">documents</th><th>why</th></tr>'
         "</thead>"

@@ -132,8 +132,8 @@ class Prompt(PromptText):
 def too_little(coverage: float, least: float) -> str:
     """Explain that the answer would cover too little of the document."""
     return (
-        f"the answer would have seen {100 * coverage:.1f} % of the document, and prompt.min_coverage = {least:g} asks "
-        f"for {100 * least:g} %: set prompt.too_long = 'split', keep more tokens, or lower prompt.min_coverage"
+        f"the answer would have seen {100 * coverage:.1f} % of the document, but prompt.min_coverage = {least:g} "
+        f"requires {100 * least:g} %: set prompt.too_long = 'split', keep more tokens, or lower prompt.min_coverage"
     )
 
 

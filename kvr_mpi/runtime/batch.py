@@ -239,9 +239,9 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
     """List all documents; `check_job` has verified that they exist."""
     if options.extend and (spec.questions is not None or spec.documents.shard is not None):
         what, why = (
-            ("[questions]", "its documents are those of a run")
+            ("[questions]", "its documents are those of another run")
             if spec.questions is not None
-            else ("documents.shard", "other documents are in other shares then")
+            else ("documents.shard", "each share would then contain different documents")
         )
         raise ConfigError(f"--extend cannot be combined with {what}: {why}; choose another output.path")
     if spec.questions is not None:

@@ -96,7 +96,7 @@ def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choi
     if setup.spec.is_spread:
         group: Group[Prompt] = TokenGroup(setup.loaded, chain)
     elif choice.mode == "head-parallel":
-        assert isinstance(setup.sharing, HeadSharing), "others are refused, or decode each their own"
+        assert isinstance(setup.sharing, HeadSharing), "without it, ranks decode separately"
         place, loads = setup.sharing.placing(chain.size), setup.sharing.loads
         group = HeadGroup(setup.loaded, chain, place, loads, setup.arena)
     else:

@@ -44,7 +44,7 @@ class HeadSample:
     def as_json(self, setup: JobSetup, corpus: Sequence[str]) -> dict[str, Any]:
         """Return the profile in the format of `head_profile.read_profile`, with its origin."""
         compression = setup.compression
-        assert compression is not None, "it has told the counts"
+        assert compression is not None, "only compressed prompts are counted"
         raw, centred = similarities(self.counts) if len(self.documents) > 1 else ([], [])
         return {
             "counts": self.counts.mean(0).tolist(),

@@ -73,7 +73,7 @@ def keep_outcome(
             history = History(fingerprint=loaded.fingerprint, dtype=dtype, device=device, ranks=ranks.size, rates=costs)
         return _kept(setup, file, history, done, seconds, start_s)
     except (OSError, ValueError) as error:
-        say(f"warning: what this job took is not kept for later plans: {error}")
+        say(f"warning: this job is not recorded for later plans: {error}")
     return None
 
 
@@ -82,7 +82,7 @@ def _measured(loaded: LoadedModel, say: Say) -> Costs | None:
     try:
         return measure_costs(loaded, LocalTransport())
     except Exception as error:
-        say(Detail(f"nothing is kept for later plans, since this rank could not be measured: {error}"))
+        say(Detail(f"this job is not recorded for later plans, since this rank could not be measured: {error}"))
         return None
 
 

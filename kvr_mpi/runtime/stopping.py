@@ -118,7 +118,10 @@ def listening(stop: Stop, tell: Callable[[str], None], end: Callable[[str], None
         if stop.heard:
             end(f"{name} while stopping: ending at once; finished documents are kept")
         else:
-            told = f"{name}: begun documents are finished, no others are started; a second signal ends the job at once"
+            told = (
+                f"{name}: finishing the documents in progress and starting no others; a second signal ends the "
+                "job at once"
+            )
             threading.Thread(target=tell, args=(told,)).start()
         stop.heard = True
         stop.ask(f"stopped by {name}")

@@ -116,7 +116,7 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
     if all(one.error is not None for one in documents):
         why = f": {documents[0].error or ''}" if documents else "".join(f": {one}" for one in missing[:1])
         raise (DataError if lost or index.damaged else CorpusError)(
-            f"documents.path {spec.documents.path}: no document there can be asked about{why}"
+            f"documents.path {spec.documents.path}: none of its documents can be asked about{why}"
         )
     if spec.output.kv and (one := next((one for one in documents if one.compression), None)):
         raise ConfigError(
@@ -139,8 +139,8 @@ def check_askable(spec: JobSpec, found: StoredCorpus) -> None:
     if found.missing and spec.questions is not None and spec.questions.documents is None:
         raise DataError(
             f"documents.path {spec.documents.path}: {tell_missing(found.missing)}. Complete the run, name the "
-            f"documents to ask about (--doc, questions.documents), or ask the file that `kvr merge -o FILE` makes of "
-            f"the others"
+            "documents to ask about (--doc, questions.documents), or merge the others with `kvr merge -o FILE` "
+            "and ask about that file"
         )
     wrong = [one for one in found.documents if not one.is_askable]
     asked = len(found.corpus) // len(found.documents)

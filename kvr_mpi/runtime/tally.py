@@ -50,6 +50,6 @@ def describe_throughput(total: Tally, documents: int, seconds: float, predicted_
     )
     if total.partly_seen:
         yield (
-            f"{total.partly_seen} of {total.answers} answers have seen only a part of their document (coverage in "
-            f"every export); prompt.min_coverage makes them errors"
+            f"{total.partly_seen} of {total.answers} answers are based on only a part of their document (coverage "
+            "in every export); prompt.min_coverage makes them errors"
         )

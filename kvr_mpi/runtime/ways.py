@@ -159,7 +159,7 @@ class AfterShared(Alone):
     def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
         """Continue the prefix; its time, slices and tokens count for the first prompt."""
         shared, before = self.held, row[0].before
-        assert shared is not None and before is not None, "it goes on from what was prefilled last"
+        assert shared is not None and before is not None, "it continues the prompt that was prefilled last"
         if shared.error is not None:
             return [replace(shared, partition=Partition((0, plan.prompt.tokens)), logits=None) for plan in row]
         if self._prefix is None:

@@ -1,8 +1,8 @@
 """The queue from which chains take documents.
 
 Each chain starts with its own list of documents and takes them from the front. A chain whose list is empty takes from
-the list with the most work left, so that all chains end together, but per wave no more than it leaves there. Shared
-counters record how much of each list is taken, so there is no coordinator and nobody waits.
+the list with the most work left, so that all chains end together; in each wave it takes at most as much as it leaves
+there. Shared counters record how much of each list is taken, so there is no coordinator and nobody waits.
 """
 
 from __future__ import annotations

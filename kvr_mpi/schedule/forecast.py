@@ -269,9 +269,9 @@ def forecast_of(
         return replace(forecast, new_tokens=expected_tokens(history.jobs, forecast.new_tokens))
     if given is None:
         raise ConfigError(
-            f"the speed of a rank is unknown: give --hardware {', '.join(profiles())} (profiles), a JSON file with the "
-            f"same keys, or a lookup table of this model, which kvr search measures; or run a job of at least "
-            f"{LEAST_S:.0f} s with this model here, and later plans know"
+            f"the speed of a rank is unknown: give --hardware {', '.join(profiles())} (profiles), a JSON file with "
+            "the same keys, or a lookup table of this model, which kvr search measures; or run a job of at least "
+            f"{LEAST_S:.0f} s with this model here, whose speed later plans use"
         )
     if holds_tables(Path(given)):
         tables = _tables(Path(given), outline, size)
@@ -360,7 +360,7 @@ def _tables(place: Path, outline: Outline, tensor_parallel: int) -> list[Table]:
     """
     if tensor_parallel > 1:
         raise ConfigError(
-            f"lookup table {str(place)!r}: it is measured on ranks that hold the whole model, and the job has "
+            f"lookup table {str(place)!r}: it was measured on ranks that hold the whole model, but the job has "
             f"parallel.tensor_parallel = {tensor_parallel}; give a profile: {', '.join(profiles())}"
         )
     tables = load_tables(place)
@@ -378,5 +378,5 @@ def _tables(place: Path, outline: Outline, tensor_parallel: int) -> list[Table]:
         )
     if len({table.key.hardware for table in fitting.values()}) > 1:
         found = ", ".join(f"{file} ({table.key.hardware})" for file, table in fitting.items())
-        raise ConfigError(f"lookup tables {str(place)!r} are of several machines: choose one file of {found}")
+        raise ConfigError(f"lookup tables {str(place)!r} are from several machines: choose one file of {found}")
     return list(fitting.values())

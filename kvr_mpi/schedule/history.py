@@ -74,7 +74,7 @@ class History(Part):
     def source(self) -> str:
         """Description of where the costs come from."""
         ranks = counted(self.ranks, "rank")
-        return f"rates of a job with this model on {ranks} here ({self.device}); memory unknown"
+        return f"rates of an earlier job with this model on {ranks} here ({self.device}); memory unknown"
 
     def after(self, job: PastJob) -> History:
         """Append a job."""
@@ -99,7 +99,7 @@ class Expected:
     def __str__(self) -> str:
         """Describe the interval in one line."""
         start = f"{duration_text(self.start_s)} of it to start"
-        return f"{expected_text(self.range_s)}, {start}; by {counted(self.jobs, 'job')} with this model here"
+        return f"{expected_text(self.range_s)}, {start}; based on {counted(self.jobs, 'job')} with this model here"
 
 
 def is_forecast(spec: JobSpec) -> bool:

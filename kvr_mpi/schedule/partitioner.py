@@ -55,5 +55,6 @@ class Partitioner:
             self._has_warned = True
             self.say(
                 f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
-                f"{self.size} ranks is outside this range: such prompts are cut by the fitted rates of the table"
+                f"{self.size} ranks is outside this range: slices of such prompts come from the fitted rates of "
+                "the table"
             )

@@ -197,7 +197,7 @@ def _lay_out(
         start = max(free.get(rank, 0) for rank in range(first, first + length))
         end = start + int(times[row, column] if times[row, column] < NEVER else times[row, 0])
         free.update(dict.fromkeys(range(first, first + length), end))
-        reason = _reason(choice, row, lengths) if tokens else "only an error to record"
+        reason = _reason(choice, row, lengths) if tokens else "it only gets an error record"
         placements.append(Placement(name, tokens, first, length, start / 1e6, end / 1e6, reason))
     return tuple(placements)
 

@@ -2,8 +2,8 @@
 
 A *lane* consists of the ranks with the same heads, one from each group. Its ranks communicate as in a job without
 groups, with a model that has fewer heads; keys and values never leave their lane. The ranks of a group communicate in
-the sums of the model's layers (``model.tp_group``). Decisions are made once per chain, and only the first rank of a
-group logs.
+the all-reduces of the model's layers (``model.tp_group``). Decisions are made once per chain, and only the first rank
+of a group logs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
 
 
 def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
-    """Measure the sums of a group, and log their time in prefill and decoding; every rank calls this."""
+    """Measure the all-reduces of a group, and log their time in prefill and decoding; every rank calls this."""
     if ranks.tp_group is None:
         return
     hidden, layers = loaded.shape.hidden_size, len(loaded.shape.layers)
@@ -90,19 +90,19 @@ def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
     where = ""
     if max(across) > 1:
         where = (
-            f"; warning: {counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on several "
-            f"hosts, so these sums go over the network: start a multiple of {ranks.tp_group.size} ranks on each host, "
-            f"numbered block-wise"
+            f"; warning: {counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on "
+            f"several hosts, so these all-reduces go over the network: start a multiple of {ranks.tp_group.size} "
+            "ranks on each host, numbered block-wise"
         )
     say(
-        f"tensor-parallel groups of {ranks.tp_group.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} KV "
-        f"heads per layer: sums were measured to take {prompt_ms:.1f} ms for {TIMED_TOKENS} prompt tokens, and "
+        f"tensor-parallel groups of {ranks.tp_group.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} "
+        f"KV heads per layer: measured all-reduces take {prompt_ms:.1f} ms for {TIMED_TOKENS} prompt tokens, and "
         f"{token_ms:.1f} ms per decoded token{where}"
     )
 
 
 def _sum_seconds(tp_group: TensorParallelGroup, tokens: int, hidden: int, loaded: LoadedModel) -> float:
-    """Measure the seconds of one sum of hidden states (tokens, hidden_size)."""
+    """Measure the seconds of one all-reduce of hidden states (tokens, hidden_size)."""
     states = torch.zeros(tokens, hidden, dtype=loaded.dtype, device=loaded.device)
     times = []
     for _ in range(TIMED_SUMS + 1):

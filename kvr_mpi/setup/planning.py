@@ -142,7 +142,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
     found = _count(spec, outline.tokenizer)
     schedule = plan_documents(spec, found.texts, groups, forecast)
     too_long = {
-        name: f"too long: {tokens} tokens, and {frame.text_budget} fit (prompt.too_long = 'error')"
+        name: f"too long: {tokens} tokens, but only {frame.text_budget} fit (prompt.too_long = 'error')"
         for name, tokens in found.texts
         if tokens and not prompt_tokens(spec.prompt, frame, tokens)
     }

@@ -158,7 +158,7 @@ def prepare(
 
 
 def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:
-    """Call a function on every rank, without sums over its group; fail on all ranks if it fails on any.
+    """Call a function on every rank, without all-reduces over its group; fail on all ranks if it fails on any.
 
     Checks run chains of threads, which cannot sum over a group. A result for some of the heads holds for all.
     """
@@ -201,7 +201,7 @@ def _conversion(path: str, cache_dir: Path) -> str:
     source = find_model(path)
     if source.gguf_file is None or converted_folder(source, cache_dir).is_dir():
         return ""
-    return f", which is converted to safetensors first, once: some seconds for small models (kept in {cache_dir})"
+    return f", which is converted to safetensors first, once: a few seconds for small models (kept in {cache_dir})"
 
 
 def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:
@@ -281,7 +281,7 @@ def _describe_sharing(spec: JobSpec, loaded: LoadedModel, frames: Mapping[str, F
     told = "; ".join(", ".join(names) for names in groups.values())
     return [
         f"each document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so "
-        f"nothing after that can be shared. Move what differs behind {{text}}"
+        "nothing after that can be shared. Move the parts that differ behind {text}"
     ]
 
 
@@ -323,12 +323,12 @@ def _repeated_frames(
 
 
 def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) -> tuple[SharedPrefix, ...]:
-    """Compute the instructions that all prompts of a frame begin with."""
+    """Compute the common prefix of all prompts of a frame."""
     if depends_on_length(loaded.model):  # their keys depend on each prompt's length
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     if heads:
-        say("computing the instructions that all prompts begin with")
+        say("computing the common prefix of all prompts")
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 
@@ -344,7 +344,7 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
     try:
         if rolling is not None:
             prove_rolling(loaded, rolling)
-            say(f"prompts use a {rolling.name}; each rank has documents of its own")
+            say(f"prompts use a {rolling.name}; each rank has its own documents")
     except ModelError as error:
         raise ConfigError(f"cache.kind = {spec.cache.kind!r}, cache.tokens = {spec.cache.tokens}: {error}") from error
     return rolling

@@ -88,7 +88,7 @@ def describe_drift(table: Table, rates: Sequence[Rates]) -> str | None:
     times = f"{faster:.1f} times as fast" if faster >= 1 else f"{1 / faster:.1f} times as slow"
     text = f"{measured}; now ranks are {times} (other kernels, versions or processors)"
     if loss >= SLICES_LOSE:
-        text += f", and slices by its rates take {100 * loss:.0f} % longer than need be at {tokens} tokens"
+        text += f", and slices by its rates take {100 * loss:.0f} % longer than necessary at {tokens} tokens"
     return text
 
 

@@ -285,7 +285,7 @@ def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
     if kind == VOLUME:
         name, size, pieces = values["name"], values["size_bytes"], values["pieces"]
         if not isinstance(name, str) or not (name == RESULTS or VOLUME_NAME.fullmatch(name)):
-            raise DataError(f"{str(name)[:60]!r} is no name of a volume")
+            raise DataError(f"{str(name)[:60]!r} is not the name of a volume")
         is_own = name == RESULTS
         where = str(path if is_own else found.folder / name)
         read = {each: Piece(str(each), where, _count(size), _text(seal)) for each, (size, seal) in pieces.items()}
@@ -301,7 +301,7 @@ def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
         cost = read_cost(values)
         found.costs[cost.key] = cost
     else:
-        raise DataError(f"{str(kind)[:60]!r} is no kind of line")
+        raise DataError(f"{str(kind)[:60]!r} is not a kind of line")
 
 
 def _count(value: Any) -> int:
@@ -430,7 +430,7 @@ def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
                 raise DataError(f"{place.source}: the record of {name!r} is damaged (checksum)")
             record = read_record(values, f"{place.source}: {name!r}")
             if (record.id, record.status) != (name, "done" if place.is_done else "error"):
-                raise DataError(f"{place.source}: the record of {name!r} has changed since it was looked up")
+                raise DataError(f"{place.source}: the record of {name!r} has changed since it was indexed")
             yield replace(record, joules=joules * record.rank_s) if joules else record
 
 

@@ -194,7 +194,7 @@ def _check_data(dataset: Any, where: str) -> None:
     else:
         complete = stored_bytes >= math.prod(shape) * item_bytes
     if not complete:
-        raise DataError(f"{where} is incomplete: {stored_bytes} bytes are there; copy the file again")
+        raise DataError(f"{where} is incomplete: only {stored_bytes} bytes are stored; copy the file again")
 
 
 def _name(item: Any) -> str:

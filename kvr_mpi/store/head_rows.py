@@ -118,9 +118,9 @@ def open_head_rows(layer: Any, shape: tuple[int, ...]) -> HeadRows | None:
         )
     found = HeadRows(tuple(counts[()].tolist()), positions[()])
     if not found.counts or min(found.counts) < 1 or sum(found.counts) != shape[0]:
-        raise DataError(f"{where(layer)}: heads of {list(found.counts[:8])} rows and more do not make up {shape[0]}")
+        raise DataError(f"{where(layer)}: heads of {list(found.counts[:8])} rows and more do not add up to {shape[0]}")
     for first, last in found.bounds:
         own = found.positions[first:last]
         if own[0] < 0 or not bool((np.diff(own) > 0).all()):
-            raise DataError(f"{where(layer)}: rows {first} to {last} are not of ascending tokens")
+            raise DataError(f"{where(layer)}: rows {first} to {last} are not in ascending order of tokens")
     return found

@@ -137,7 +137,7 @@ def _join(name: str, found: Sequence[StoredPiece]) -> tuple[tuple[tuple[StoredPi
     for row in rows:
         heads: list[KVHeads | None] = [tokens.heads for tokens, _ in row]
         if heads != ([None] if heads[0] is None else list(heads[0].shares)):
-            raise DataError(f"{name}: of its tokens from {row[0][0].first} on, KV heads are missing")
+            raise DataError(f"{name}: KV heads are missing for its tokens from {row[0][0].first} on")
     kept = {
         layers[0].number: join_head_rows([layer.rows for layer in layers if layer.rows is not None])
         for layers in zip(*(piece.layers for _, piece in rows[0]), strict=True)

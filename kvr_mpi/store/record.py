@@ -8,8 +8,8 @@
     slices           bounds of the prompt over the ranks (ranks + 1)
     document_sha256, prompt_sha256
     prompt_tokens    length of the prompt
-    computed_tokens  of them, those that were computed; the others' keys and
-                     values were there already
+    computed_tokens  of them, those that were computed; the keys and values of
+                     the others existed already
     text_tokens      of the document's text in the prompt
     dropped_tokens   of the text, cut off from a prompt that was too long
     new_tokens, finish_reason, strategy, parts, finished_at
@@ -19,15 +19,15 @@
     joules           its share of the run's energy, by rank_s; only where that
                      could be read
     compression      method and settings; empty: nothing was dropped
-    retained_tokens, retained_bytes    what compression has left
+    retained_tokens, retained_bytes    what compression has kept
     cache            of a rolling cache: what it held, and whether that is
                      exact
     kernels          hardware, dtype and kernels that the answer may depend
                      on; absent for float32 on CPUs
     logprobs         natural log-probabilities of token_ids; null: minus
                      infinity
-    top_tokens, top_logprobs    the most likely tokens in each place (tokens *
-                     top, flat)
+    top_tokens, top_logprobs    the most likely tokens at each position
+                     (tokens * top, flat)
     token_texts      the texts of all these tokens, by id (JSON)
     samples          all answers, if n > 1 (a list of JSON objects); answer is
                      the first of them

@@ -275,7 +275,7 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
         for _ in read_records(index, index.ids()):
             pass
     if missing and not partial:
-        raise DataError(f"{tell_missing(missing)}; partial=True opens what is there")
+        raise DataError(f"{tell_missing(missing)}; partial=True opens the data that exist")
     run = read_run_file(runs.paths[0]) if len(runs.paths) == 1 else None
     left = None if run is None else len(set(run.wanted) - index.places.keys())
     return Results(runs.paths, read_header_of(runs.paths), missing, left, index)

@@ -350,8 +350,8 @@ def _check_job(
         first = ALL if begun is None else begun[0].share
         raise OutputError(
             f"cannot resume {folder}: it has {counted(len(others), 'document')} that this job does not process "
-            f"({_some(sorted(others))}); it was begun with {_share_text(first)}, this job has {_share_text(share)}: "
-            f"restore that, or choose another output.path"
+            f"({_some(sorted(others))}); it was started with {_share_text(first)}, this job has "
+            f"{_share_text(share)}: restore that, or choose another output.path"
         )
     listed = {"share": [share.start, share.step], "corpus": corpus.to_json(), "gone": sorted(gone)}
     line = seal({"identity": header.identity, "model": header.model, "job": job, **listed})

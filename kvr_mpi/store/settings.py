@@ -16,7 +16,8 @@ class OutputSettings(BaseModel):
     path: str = Field(min_length=1, description="folder for the results; created if missing")
     kv: bool | Literal["sharded"] = Field(
         False,
-        description="store keys and values of every prompt, each rank its own; sharded: ranks hold no others in memory",
+        description="store the keys and values of every prompt, each rank its own; sharded: ranks also keep only "
+        "their own in memory",
     )
     columns: list[str] = Field([], description="fields of the documents' rows to copy into the results")
     trace: bool = Field(

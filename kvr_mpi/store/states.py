@@ -131,7 +131,7 @@ class StateWriter:
             states = folder / STATES
             states.mkdir(exist_ok=True)
             if states.is_symlink():
-                raise OSError("a symbolic link, which is not written through")
+                raise OSError("a symbolic link, which is not followed")
             self._handle = create(rank_file(states, session, rank))
         except OSError as error:
             say(f"warning: kvr status will not show this rank: {folder / STATES}: {error.strerror or error}")

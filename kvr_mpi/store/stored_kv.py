@@ -230,7 +230,7 @@ class StoredKV:
 
         pieces, is_compressed = self._of_layer(layer), self.rows(layer) is not None
         if is_compressed:  # one row of pieces, whose heads are stored one after the other
-            assert heads is None, "whoever reads some heads of compressed layers takes their rows"
+            assert heads is None, "some heads of a compressed layer are read by their rows"
             pieces = [[piece] for piece in pieces[0]]
         tokens = sum(row[0].tokens for row in pieces)
         stop, at, found = tokens if last is None else last, 0, []

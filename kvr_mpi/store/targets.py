@@ -48,7 +48,7 @@ def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> No
     if run := _run_that_owns(folder.resolve() / path.name):
         raise OutputError(f"{path} is a file of the run {run}, which only its own job writes; choose another file")
     if any(path.exists() and read.exists() and path.samefile(read) for read in reads):
-        raise OutputError(f"{path} is a file that is read; choose another file")
+        raise OutputError(f"{path} is an input of this command; choose another file")
     if path.exists() and not overwrite:
         raise OutputError(f"{path} exists; add --overwrite, or choose another file")
     if not os.access(path if path.exists() else folder, os.W_OK):
@@ -97,8 +97,8 @@ def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
     inner = sorted(path.name for path in there.iterdir() if _has_run_file(path)) if there.is_dir() else []
     if inner and not is_run(there):
         raise OutputError(
-            f"output.path {str(folder)!r} has output folders of other runs in it, such as {inner[0]!r}; choose another "
-            f"folder (--set output.path=...)"
+            f"output.path {str(folder)!r} contains output folders of other runs, such as {inner[0]!r}; choose "
+            "another folder (--set output.path=...)"
         )
 
 

@@ -89,7 +89,7 @@ class TraceHeader:
 class TracedPrompt:
     """A prompt as seen by one rank.
 
-    what : ``prompt``; ``shared``: the common beginning of several prompts; ``packed``: short prompts in one row.
+    what : ``prompt``; ``shared``: the common prefix of several prompts; ``packed``: short prompts in one row.
     tokens : of the prompt, or of all prompts in the row.
     start, stop : this rank's slice; equal: it has none, or several ranges.
     first_rank, ranks : first rank of the chain in the job, and its number of ranks; groups with tensor parallelism.

@@ -55,7 +55,7 @@ IN_FLIGHT_BYTES = 512 << 20
 
 class _Mark(Enum):
     END = "of a document"
-    DROP = "the document: its layers could not all be had"
+    DROP = "the document: some of its layers could not be fetched"
     DUE = "something is old enough"
     STOP = "the thread"
 

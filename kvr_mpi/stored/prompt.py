@@ -85,7 +85,7 @@ def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTok
             )
     kv = open_pieces(name, pieces)
     if kv.tokens is None:
-        raise DataError(f"{name}: what is stored does not record which tokens its keys and values are of")
+        raise DataError(f"{name}: its stored keys and values do not record their tokens")
     return kv, kv.tokens
 
 

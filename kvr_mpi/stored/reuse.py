@@ -1,6 +1,6 @@
-"""Reuse of stored keys and values for prompts that begin like stored ones.
+"""Reuse of stored keys and values for prompts that share a prefix with stored ones.
 
-This applies to documents that grew, or that share a long beginning.
+This applies to documents that grew, or that share a long prefix.
 
 At every 256 tokens of a stored prompt, there is a hash of all tokens up to there. The hashes of a new prompt are looked
 up among them, longest first. The match's keys and values are loaded, after its stored tokens are compared.
@@ -103,7 +103,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
 def find_beginnings(
     spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Callable[[str], None]
 ) -> StoredBeginnings | None:
-    """List the beginnings of the prompts in `documents.reuse`, if this model can continue them; every rank calls this.
+    """List the prefixes of the prompts in `documents.reuse`, if this model can continue them; every rank calls this.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def find_beginnings(
         return None
     found = StoredBeginnings.from_json(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))
     count = len(found.documents)
-    say(f"documents.reuse: prompts start from the longest beginning they share with one of {count} stored prompts")
+    say(f"documents.reuse: prompts start from the longest prefix they share with one of {count} stored prompts")
     if found.passed_over:
         say(f"documents.reuse: {found.passed_over} stored prompts are compressed, and are not reused")
     return found

@@ -120,7 +120,7 @@ def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple
                 f"transport 'mpi' would pass GPU memory to MPI, but this MPI does not claim to support that ({said}); "
                 f"use 'nccl', 'staged' or 'auto', or load a CUDA-aware MPI"
             )
-        return "mpi", f"as requested; MPI claims to support GPU memory ({said}), which `kvr doctor` tries"
+        return "mpi", f"as requested; MPI claims to support GPU memory ({said}), which `kvr doctor` tests"
     try:
         _need_nccl(views)
     except TransportError as error:
@@ -179,8 +179,8 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
             transport.irecv(found, one, 0).wait()
             if not torch.equal(found, sent):
                 raise TransportError(
-                    f"the link from rank {one} to rank {other} delivers other data than were sent; `kvr doctor` tests "
-                    f"the links; another transport may work"
+                    f"the link from rank {one} to rank {other} delivers data that differ from those sent; `kvr "
+                    "doctor` tests the links; another transport may work"
                 )
 
 

@@ -51,7 +51,9 @@ def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
     import torch
 
     if not tensor.is_contiguous():
-        raise TransportError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous and cannot be summed in place")
+        raise TransportError(
+            f"a tensor of shape {tuple(tensor.shape)} is not contiguous and cannot be reduced in place"
+        )
     if transport.size == 1 or not tensor.numel():
         return
     is_half = tensor.dtype in (torch.float16, torch.bfloat16)

@@ -129,7 +129,7 @@ def adopt(comm: Any) -> MpiTransport:
     Raises
     ------
     TransportError
-        If `comm` is no mpi4py intracommunicator, or MPI does not provide MPI_THREAD_MULTIPLE.
+        If `comm` is not an mpi4py intracommunicator, or MPI does not provide MPI_THREAD_MULTIPLE.
     """
     from mpi4py import MPI
 

@@ -100,8 +100,8 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         known = _read(file, holds_for, pieces)
         is_known = known is not None and known.is_final
         if not is_known:
-            again = "" if known is None else " again, since other programs ran when it was measured"
-            say(f"choosing CPU kernels (measuring{again}, some seconds)")
+            again = "" if known is None else " again, since other programs ran during the last measurement"
+            say(f"choosing CPU kernels (measuring{again}, a few seconds)")
         mine, share = together(world, partial(_known_or_measured, known, pieces))
         views = share_json(world, gather_json(world, [socket.gethostname(), mine, share]))
         here = [(found, share) for host, found, share in views if host == socket.gethostname()]

@@ -52,8 +52,8 @@ class Key(Part):
 
     model: ModelIdentity
     dtype: Literal["float32", "bfloat16", "float16"]
-    hardware: Name = Field(description="the name given by whoever searched")
-    device: Text = Field(description="what a rank computes with, as found: processor and threads, or GPU")
+    hardware: Name = Field(description="the name that the user gave to this hardware")
+    device: Text = Field(description="detected hardware of a rank: processor and threads, or GPU")
     ranks: Annotated[int, Field(ge=2, le=MAX_RANKS)]
 
 

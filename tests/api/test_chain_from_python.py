@@ -65,7 +65,7 @@ def test_it_answers_as_one_process_does(size: int, tiny_model_dir: Path, truth: 
 
 def test_ranks_that_give_different_prompts_are_refused_on_all(tiny_model_dir: Path) -> None:
     def work(chain: Chain) -> Answer:
-        with pytest.raises(KvrError, match="rank 1 was given another prompt than rank 0|another rank failed"):
+        with pytest.raises(KvrError, match="rank 1 was given a different prompt from rank 0|another rank failed"):
             chain.prefill(f"{TEXT} {chain.rank}")
         with pytest.raises(KvrError, match="rank 0 was given no prompt|another rank failed"):
             chain.prefill(TEXT if chain.rank else None)
@@ -90,7 +90,7 @@ def test_what_cannot_be_run_is_refused_and_the_chain_goes_on(tiny_model_dir: Pat
         chain.generate(prefill)
 
     (error,) = on_ranks(1, tiny_model_dir, work)
-    assert isinstance(error, ConfigError) and "was used before" in str(error)
+    assert isinstance(error, ConfigError) and "has already been continued" in str(error)
     (error,) = on_ranks(1, tiny_model_dir, lambda chain: chain.generate(TEXT), generation={"max_new_tokens": 0})
     assert isinstance(error, ConfigError) and "can only prefill" in str(error)
 
@@ -109,4 +109,4 @@ def test_settings_that_make_no_chain_are_refused(tiny_model_dir: Path) -> None:
             Chain(str(tiny_model_dir), world, generation={"max_new_tokens": 4 + world.rank}, parallel=EVEN)
         return str(caught.value)
 
-    assert run_local(2, rank)[1] == "rank 1 was given other settings than rank 0; expected the same on all ranks"
+    assert run_local(2, rank)[1] == "rank 1 has different settings from rank 0; expected the same on all ranks"

@@ -40,7 +40,7 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     assert code == EXIT_OK and "a.txt" in out and "1 .docx" in out, err
     before = Path("minutes.toml").read_bytes()
     code, _, err = run_kvr(*words)
-    assert code == EXIT_CONFIG and "exists, and is not overwritten" in err
+    assert code == EXIT_CONFIG and "already exists and is not overwritten" in err
     assert Path("minutes.toml").read_bytes() == before
 
 

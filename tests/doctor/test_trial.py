@@ -20,7 +20,7 @@ from kvr_mpi.doctor.process import Child, python_module, run_limited
 def test_what_is_tried(device: DeviceFacts, cuda: bool) -> None:
     facts = [place(0, device=device, mpi=replace(MPI, cuda=cuda))]
     assert trial.is_to_be_tried(facts) == (cuda and device is GPU)
-    word = "no GPU" if device is not GPU else "tried" if cuda else "staged"
+    word = "no GPU" if device is not GPU else "tested" if cuda else "staged"
     assert word in only(trial.check_cuda_awareness(facts)).found
 
 

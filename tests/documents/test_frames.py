@@ -124,8 +124,8 @@ def test_the_first_token_is_the_tokenizers_own_and_the_last_is_not(adds_tokens: 
         ("", {"chat_template": False, "system": "Be brief."}, r"prompt\.system is set, but .*is false; put it into"),
         ("{{ raise_exception('no system role, please') }}", {}, "rejects the prompt: no system role, please.*= false"),
         ("{{ messages[0].nothing.at.all }}", {}, "rejects the prompt.*prompt.chat_template = false"),
-        ("The same for everyone", {}, "shows the user's message 0 times.*prompt.chat_template = false"),
-        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", {}, "shows the user's message 2 times.*= false"),
+        ("The same for everyone", {}, "includes the user's message 0 times.*prompt.chat_template = false"),
+        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", {}, "includes the user's message 2 times.*= false"),
     ],
 )
 def test_what_a_chat_template_cannot_do_is_refused_with_the_way_around(
@@ -178,7 +178,7 @@ def test_what_fits_is_left_whole_and_what_does_not_is_cut_or_refused(
     budget = frame.text_budget
     tokens = max(0, budget + excess)
     if excess > 0 and kept is None:
-        numbers = rf"{tokens} tokens of text, {budget} fit .*{frame.max_tokens} tokens"
+        numbers = rf"{tokens} tokens of text, but only {budget} fit .*{frame.max_tokens} tokens"
         with pytest.raises(DocumentError, match=f"too long: {numbers}.*'keep-head' or 'split'") as caught:
             fit_prompt(frame, range(tokens), kept=None)
         assert caught.value.exit_code == EXIT_BAD_DATA

@@ -78,7 +78,7 @@ def test_what_is_no_request(name: str, values: list[Any]) -> None:
         ("messages[0].role is 'tool'", {"messages": [{"role": "tool", "content": "x"}]}),
         ("messages is missing", {"messages": None}),
         ("response_format", {"response_format": {"type": "grammar"}}),
-        ("response_format: its schema is no JSON schema", {"response_format": {"type": "json_schema"}}),
+        ("response_format: its schema is not a JSON schema", {"response_format": {"type": "json_schema"}}),
         ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"typ": "object"}}}}),
     ],
 )
@@ -149,8 +149,8 @@ def test_what_is_said_is_text(tokenizer: Any) -> None:
     ("chat_template", "said"),
     [
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "changes the text"),
-        ("{{ messages[-1].content }}", r"shows message 0 \(system\) 0 times"),
-        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", r"shows message 0 \(system\) 2 times"),
+        ("{{ messages[-1].content }}", r"includes message 0 \(system\) 0 times"),
+        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", r"includes message 0 \(system\) 2 times"),
         ("{{ raise_exception('no system role here') }}", "rejects the conversation: no system role here"),
         (None, "no chat template"),
     ],

@@ -67,7 +67,7 @@ def groups_answer_alike(given: Given) -> Figures:
         settings = [f"output.path={output}", "parallel.tensor_parallel=2", "parallel.partition=even"]
         told = launch(size, "kvr-run", str(job), *_set(settings), timeout_s=90)
         assert answers_of(output) == truth, f"{size} ranks: other answers than one rank's"
-        found[f"sums, {size // 2} groups"] = _line(told, "sums were measured to take")
+        found[f"sums, {size // 2} groups"] = _line(told, "measured all-reduces take")
     return found
 
 

@@ -45,7 +45,7 @@ def _verify(ranks: int, transport: str, given: Given, timeout_s: float, model: s
         *["--set", f"parallel.transport={transport}"],
         timeout_s=timeout_s,
     )
-    held = re.findall(r"(\d+ of \d+ hold on \d+ ranks?)", told)
+    held = re.findall(r"(\d+ of \d+ checks passed on \d+ ranks?)", told)
     assert held, told[-2000:]
     return str(held[-1])
 

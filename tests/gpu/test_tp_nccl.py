@@ -47,7 +47,7 @@ def run_groups(folder: Path, gpus: PretendedCuda, network: Network) -> list[list
         prepare_model(loaded.model, chain=True)
         mine, said = gpus.move(loaded, device), list[str]()
         describe_groups(job, mine, said.append)
-        assert "sums were measured to take" in said[0]
+        assert "measured all-reduces take" in said[0]
         warm_up(job.lane, device)
         forwarder = Forwarder(job.lane, device=device)
         found: list[list[int]] = []

@@ -188,7 +188,7 @@ def test_a_rotary_embedding_of_an_unknown_kind_is_refused(monkeypatch: pytest.Mo
         return forward(module, x, position_ids * (2 if int(position_ids.max()) > 300 else 1))
 
     monkeypatch.setattr(rotary, "forward", by_length)
-    with pytest.raises(ModelError, match="rotary embedding of tokens .* depends on the others"):
+    with pytest.raises(ModelError, match="rotary embedding of tokens .* depends on the other tokens"):
         check_chain(loaded)
 
 

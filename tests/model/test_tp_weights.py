@@ -138,10 +138,10 @@ def test_heads_are_divided_or_repeated_whole(heads: int, kv_heads: int, size: in
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (CONFIGS["phi3"](), "qkv_proj colwise_gather_output, which is not known here"),
+        (CONFIGS["phi3"](), "qkv_proj colwise_gather_output, which kvr-mpi does not support"),
         (CONFIGS["gpt2"](), "no plan for it"),
         # It has norms over the features of all heads: a rank's own would be normed by themselves, without a word.
-        (tf.Olmo2Config(**COMMON, num_key_value_heads=6), "not known here|is not divided as"),
+        (tf.Olmo2Config(**COMMON, num_key_value_heads=6), "does not support|is not divided as"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(config: Any, why: str) -> None:
@@ -217,7 +217,7 @@ def test_chains_of_threads_run_on_a_part_alone(tmp_path: Path) -> None:
         assert ranks.tp_group is not None
         with ranks.tp_group.alone():
             check_chain(loaded)
-        with pytest.raises(TensorParallelError, match="in one thread each"):
+        with pytest.raises(TensorParallelError, match="called from a second thread"):
             run_local(1, lambda rank: prefill_kvr(loaded, PROMPT, Partition((0, 50)), rank))
         return "refused"
 

@@ -122,7 +122,7 @@ def test_models_that_cannot_go_round_are_refused_by_name() -> None:
     prepare_model(loaded.model, chain=True)
     RING.check(loaded)
     whole = replace(loaded, attends_in_parts=False)
-    with pytest.raises(ModelError, match=r"'ring': LlamaForCausalLM: .* cannot be taken over in parts.*'kvr'"):
+    with pytest.raises(ModelError, match=r"'ring': LlamaForCausalLM: .* cannot be computed in parts.*'kvr'"):
         RING.check(whole)
     KVR.check(whole)
     assert [one.name for one in candidates("auto", whole)] == ["kvr"]

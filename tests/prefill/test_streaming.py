@@ -46,7 +46,7 @@ def test_what_would_be_another_answer_is_refused() -> None:
     prepare_model(tiny("mistral-window").model, chain=True)
     with pytest.raises(ModelError, match=r"sees a window of 16 tokens, but a rolling cache keeps only the last 14"):
         prefill_rolling(tiny("mistral-window"), prompt(20), Rolling(14, 4))
-    with pytest.raises(ModelError, match="attention can be taken over in every layer"):
+    with pytest.raises(ModelError, match="attention can be replaced in every layer"):
         prefill_rolling(tiny("lfm2-convolutions"), prompt(20), Rolling())
 
 

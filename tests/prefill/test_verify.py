@@ -25,7 +25,12 @@ from kvr_mpi.transport.local import run_local
 @pytest.mark.parametrize(
     ("ranks", "dtype", "lengths", "said"),
     [
-        (3, "float32", "7,61,context", ("24 of 24 hold on 3 ranks", "480 tokens, ring")),  # the context less 32 tokens
+        (
+            3,
+            "float32",
+            "7,61,context",
+            ("24 of 24 checks passed on 3 ranks", "480 tokens, ring"),
+        ),  # the context less 32 tokens
         (2, "bfloat16", "64,200", ("16 of 16 hold",)),
     ],
 )

@@ -111,7 +111,7 @@ def test_documents_and_results_are_kept_apart(job: Path, tmp_path: Path, monkeyp
     absolute = ("corpus/*.jsonl", f"{tmp_path}/corpus")
     for documents, output in (absolute, ("corpus/rows.jsonl", "./corpus"), ("corpus", "corpus/deep"), (".", "corpus")):
         words = refusal(job, f"documents.path={documents}", f"output.path={output}")
-        assert f"output.path {output!r} has documents of documents.path {documents!r} in it" in words
+        assert f"output.path {output!r} contains documents of documents.path {documents!r}" in words
     check(job, "documents.path=.", "output.path=out")
     check(job, "documents.path=corpus/deep", "output.path=corpus")
 

@@ -177,10 +177,10 @@ def test_every_answer_follows_the_schema(tmp_path: Path, job: Path, run_job: Any
     ("text", "said"),
     [
         (None, "cannot be read"),
-        ("{not json", "is no JSON"),
-        ("[1]", "is no JSON schema: [1]"),
+        ("{not json", "is not JSON"),
+        ("[1]", "is not a JSON schema: [1]"),
         ('{"typ": "object"}', "expected an object with at least one of"),
-        ('{"type": "objekt"}', "generation.json_schema: this JSON schema cannot be followed: Invalid type: objekt"),
+        ('{"type": "objekt"}', "generation.json_schema: this JSON schema is not supported: Invalid type: objekt"),
         ('{"not": {"type": "string"}, "type": "object"}', "Unimplemented keys"),
         ('{"type": "string", "pattern": "("}', "regex parse error"),
         (json.dumps(SCHEMA), "pip install kvr-mpi[json]"),

@@ -55,7 +55,7 @@ def test_below_the_least_coverage_a_document_is_an_error_record(run: Run, settin
 
 def test_it_is_shown_and_exported(documents: Any, run_job: Any) -> None:
     ran = run_job(1, documents({"short.txt": TEXT, "long.txt": TEXT * 20}), *CUT)
-    assert "1 of 2 answers have seen only a part" in ran.log and " %" in ran.out
+    assert "1 of 2 answers are based on only a part" in ran.log and " %" in ran.out
     expected = ran.records["long.txt"].coverage
     assert dict(open_results(ran.folder).to_pandas().set_index("id").coverage)["long.txt"] == expected
     made = CliRunner().invoke(group, ["export", str(ran.folder), "--format", "jsonl"])

@@ -98,7 +98,7 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
     corpus = scan_corpus([str(tmp_path)], rows=RowFormat(), prompts=["p", "q"])
     assert [entry.id for entry in corpus.entries][:2] == ["a.txt#p", "a.txt#q"]
     assert corpus.read(0).text == corpus.read(1).text == "words" and corpus.read(1).id == "a.txt#q"
-    assert "512 are allowed" in (corpus.read(2).error or "") and corpus.entries[2].id != corpus.entries[3].id
+    assert "at most 512 are allowed" in (corpus.read(2).error or "") and corpus.entries[2].id != corpus.entries[3].id
     assert [corpus.share(slice(n, None, 2)) for n in range(2)] == [[0, 1], [2, 3]]
     again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
     assert again == corpus

@@ -39,7 +39,7 @@ def test_each_phase_has_its_line_before_it_begins(
     monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))  # in which nothing is known
     template = "Here is what somebody wrote down. Read it to its end, and then write a summary of it. " * 3
     run = run_job(2, "parallel.partition=equal_time", "model.device=cpu", f"prompt.template={template} {{text}}")
-    phases = ["is valid; starting 2 ranks", "loading ", "choosing CPU kernels", "computing the instructions"]
+    phases = ["is valid; starting 2 ranks", "loading ", "choosing CPU kernels", "computing the common prefix"]
     phases += ["measuring the speed", "documents: 5", "exit code 0"]
     places = [run.log.index(phase) for phase in phases]
     assert places == sorted(places)

@@ -118,7 +118,7 @@ def test_a_damaged_piece_is_an_error_record_on_all_ranks(run_job: Any, ask_about
         keys[5] = np.asarray(keys[5]) + 1
     records = run_job(2, GROUPS, of=ask_about(pieces), code=65).records.values()
     bad = [record for record in records if record.document == "doc-2.txt"]
-    assert len(bad) == 2 and all("cannot read what is stored" in record.error for record in bad)
+    assert len(bad) == 2 and all("cannot read its stored keys and values" in record.error for record in bad)
     assert len(records) == 8 and len([record for record in records if record.status == "done"]) == 6
     assert not any(record.token_ids for record in bad)
 

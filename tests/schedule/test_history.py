@@ -144,4 +144,4 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
     assert history.jobs[0].start_s == 3, "later jobs need not convert the model"
     (tmp_path / "jobs").rename(tmp_path / "elsewhere")
     (tmp_path / "jobs").write_text("")
-    assert keeps(310.0) is None and "is not kept" in said[-1]
+    assert keeps(310.0) is None and "is not recorded" in said[-1]

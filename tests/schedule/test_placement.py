@@ -162,7 +162,7 @@ def test_what_fits_nowhere_is_reported_with_what_would_do() -> None:
         ([200_000], 8, {(0, 8)}, "% efficient"),
         ([8000] * 16, 2, {(0, 1), (1, 1)}, "a longer chain would not end the batch sooner"),
         ([100_000] * 4, 8, {(0, 2), (2, 2), (4, 2), (6, 2)}, "% efficient"),
-        ([0] * 8, 4, {(0, 1), (1, 1), (2, 1), (3, 1)}, "only an error to record"),
+        ([0] * 8, 4, {(0, 1), (1, 1), (2, 1), (3, 1)}, "it only gets an error record"),
         ([], 4, set(), ""),
     ],
 )

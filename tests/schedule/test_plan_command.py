@@ -44,7 +44,7 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     for words in ("profile h200: data sheet", "lower bound", "2: ", "8: ", "all on one rank each"):
         assert words in text, text
     assert "2 documents will have error records" in text
-    assert "  empty.txt: empty.txt is empty: there is no text to work on" in text
+    assert "  empty.txt: empty.txt is empty: it contains no text" in text
 
     found = planned(*command)
     documents = by_id(found)
@@ -63,7 +63,7 @@ def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> N
     (other := job.with_name("two.toml")).write_text(re.sub("template = .*", "", text) + asked)
     options = ("--ranks", "2", "--hardware", "h200")
     words = shown(other, *options)
-    assert "2 prompts about each document: reading it once saves" in words and "with 'auto'" not in words
+    assert "2 prompts about each document: prefilling it once saves" in words and "with 'auto'" not in words
     two, one = (planned(each, *options)["makespan_s"] for each in (other, job))
     assert one < two < 3 * one
     # How ranks would decode, by a job's cost model; and what cannot be combined is no choice.
@@ -141,14 +141,14 @@ def test_earlier_jobs_say_how_long_this_one_takes(
     command = [job, "--ranks", "4"]
     found = planned(*command)
     expected = found["expected"]
-    assert found["costs"].startswith("rates of a job with this model on 4 ranks here (cores)")
+    assert found["costs"].startswith("rates of an earlier job with this model on 4 ranks here (cores)")
     assert expected["low_s"] < expected["seconds"] < expected["high_s"] and expected["jobs"] == 2
     # They took twice the model's time.
     assert expected["seconds"] == pytest.approx(9 + 2 * found["makespan_s"], rel=0.1)
     longer = planned(*command, *with_settings("generation.max_new_tokens=100"))
     assert longer["makespan_s"] == found["makespan_s"]
     assert planned(*command, "--hardware", "h200")["expected"] is None
-    words = r"expected: .* in 80 % of cases\), 9.00 s of it to start; by 2 jobs with this model here"
+    words = r"expected: .* in 80 % of cases\), 9.00 s of it to start; based on 2 jobs with this model here"
     assert re.search(words, shown(*command))
 
 

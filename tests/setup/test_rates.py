@@ -18,14 +18,14 @@ def test_ranks_of_another_speed_than_the_tables_are_named() -> None:
     for times, words in ((1.0, None), (noisy, None), (0.5, "2.0 times as fast"), (3.0, "3.0 times as slow")):
         found = describe_drift(TABLE, [Rates(TOKEN_S * times, COSTS.pair_s * times)] * 2)
         assert (found is None) == (words is None) and (words or "") in str(found)
-        assert "longer than need be" not in str(found), "slices are the same ones"
+        assert "longer than necessary" not in str(found), "slices are the same ones"
 
 
 def test_slices_that_lose_are_named() -> None:
     uneven = TABLE.model_copy(update={"rates": replace(COSTS, speeds=(1.0, 0.5))})
     same, slow = uneven.rates.rates(2)
     assert describe_drift(uneven, [same, slow]) is None
-    assert "longer than need be" in str(describe_drift(uneven, [slow, same])), "it is the other rank that is slow"
+    assert "longer than necessary" in str(describe_drift(uneven, [slow, same])), "it is the other rank that is slow"
     # Attention alone: the best slices are in the ratio of square roots, and the table's are nearly even.
     longest = TABLE.entries[-1].context_tokens
     mostly_tokens = a_table().model_copy(update={"rates": replace(COSTS, pair_s=0.0)})

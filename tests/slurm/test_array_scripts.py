@@ -69,7 +69,7 @@ def test_memory_to_ask_for_and_ranks_that_gain_little(
     [
         (["--array", "7"], EXIT_CONFIG, "7 shares of 6 documents: some shares would be empty"),
         (["--array", "2", "--set", "documents.shard=0/2"], EXIT_CONFIG, "remove documents.shard from the job"),
-        (["--ranks", "6", "--time=9", "--nodes=4"], EXIT_CONFIG, "--nodes=4: 6 ranks, 1 per node, take 6"),
+        (["--ranks", "6", "--time=9", "--nodes=4"], EXIT_CONFIG, "--nodes=4: 6 ranks, 1 per node, need 6"),
         (["--ranks", "6", "--ntasks-per-node", "4"], EXIT_CONFIG, "the same number of ranks on every node"),
         (["--Partition=gpu"], EXIT_CONFIG, "--'Partition': expected a long option of sbatch"),
         (["--array", "2", "--extend"], EXIT_USAGE, "--extend cannot be combined with --array"),

@@ -114,7 +114,7 @@ def test_a_file_is_replaced_only_if_asked_and_never_if_it_is_read(run: Path, tmp
     for name in ("all.h5", "same.html"):
         for command in ("report", "export"):
             code, _, err = run_kvr(command, merged, "-o", tmp_path / name, "--overwrite")
-            assert code == EXIT_CONFIG and "is read" in err
+            assert code == EXIT_CONFIG and "is an input" in err
     assert merged.read_bytes() == before
     for path, words in ((tmp_path / "nowhere" / "file", "there is no folder"), (run, "is a folder")):
         with pytest.raises(OutputError, match=words):

@@ -251,7 +251,7 @@ def test_keys_of_another_model_are_refused(run: Path, tmp_path: Path, run_here: 
         (["questions.template=Why?"], "{question} 0 times"),
         (['questions.documents=["doc-9.txt"]'], "'doc-9.txt' is not among the 5 documents"),
         (['questions.ask={"a#b"="Why?"}'], "named 'a#b'"),
-        (['questions.ask=[" "]'], "expected words"),
+        (['questions.ask=[" "]'], "expected non-empty text"),
         (["questions.ask=[]"], "no question"),
         (['questions.ask=["Why?", "Who?", "Why? "]'], "'q1' and 'q3' are the same question"),
         (["questions.ask=/nowhere.txt"], "cannot be read"),
