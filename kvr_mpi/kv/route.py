@@ -60,7 +60,8 @@ class Route:
     capacity : tokens a layer's buffer holds.
     hops : own segments in the order of sending, then the others in the order of arrival.
     steps : attention after that to the own tokens.
-    reads_from : the first token of this position that attends to received tokens; None: it receives everything.
+    reads_from : the first token of this position that attends to received tokens; None: it receives everything, also in
+        layers with a window or chunks.
     next_reads_from : the same for the next position.
     in_order : each position's tokens follow those of the position before; only such routes can use chunks.
     saves_last_layer : output of the last layer that is not used is not computed.
@@ -128,7 +129,6 @@ class MakeRoute(Protocol):
         position: int,
         known: int = 0,
         *,
-        sends_all: bool = False,
         chunk_tokens: int | None = None,
     ) -> Route:
         """Make the route.
@@ -137,8 +137,6 @@ class MakeRoute(Protocol):
         ----------
         known : int
             Number of first tokens that every rank has already, all within the first slice.
-        sends_all : bool
-            Send all tokens also in layers with a window or chunks.
         chunk_tokens : int or None
             Ranks compute and send their tokens in chunks that end at multiples of this. Only strategies that are
             `in_order` support chunks, which `prefill.one_prompt` checks before.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -213,7 +213,7 @@ def prefill_kvr(
     loaded.shape.check_ids(ids)
     if chunk_tokens is not None:
         _check_chunks(loaded, chunk_tokens, make(partition, 0).in_order, strategy)
-    make = partial(make, sends_all=keeps_all or not loaded.attends_in_parts, chunk_tokens=chunk_tokens)
+    make = partial(make, chunk_tokens=chunk_tokens)
     known, prefix = 0, of_cache.get("prefix")
     if prefix is not None:
         prefix.check(ids)
@@ -223,6 +223,8 @@ def prefill_kvr(
     if last is not None:
         rotation = Rotation.bringing(chain.size, make(partition, 0, known).decode_position, last)
     route = make(partition, rotation.place_of(chain.rank), known)
+    if keeps_all or not loaded.attends_in_parts:
+        route = replace(route, reads_from=None, next_reads_from=None)
     began = time.perf_counter()
     own = transfers = None
     if forwarder is None and chain.size > 1:

@@ -14,7 +14,6 @@ def relay(
     position: int,
     known: int = 0,
     *,
-    sends_all: bool = False,
     chunk_tokens: int | None = None,
 ) -> Route:
     """Relay segments down the chain, forwarded as they arrive (KV-Runahead, section 4.1, Fig. 5; cut-through is ours).
@@ -43,8 +42,8 @@ def relay(
         capacity=partition.stop(position),
         hops=(*own, *(Hop(number, part, position - 1, dest) for number, part in before)),
         steps=(*_known_step(known), *(Step((number,), (part,)) for number, part in before)),
-        reads_from=None if sends_all or not position else slices[position][0],
-        next_reads_from=None if sends_all or dest is None else slices[dest][0],
+        reads_from=None if not position else slices[position][0],
+        next_reads_from=None if dest is None else slices[dest][0],
         in_order=True,
     )
 
@@ -54,7 +53,6 @@ def ring(
     position: int,
     known: int = 0,
     *,
-    sends_all: bool = True,
     chunk_tokens: int | None = None,
     saves_last_layer: bool = False,
 ) -> Route:
@@ -106,7 +104,6 @@ def all_gather(
     position: int,
     known: int = 0,
     *,
-    sends_all: bool = True,
     chunk_tokens: int | None = None,
     is_dense: bool,
     saves_last_layer: bool = False,
