@@ -21,8 +21,7 @@ def choose_kept(compression: Compression, cache: SliceCache, text: Range) -> Ret
     retain = compression.retain(cache.length, text)
     if retain is None:
         return None
-    observed = {} if cache.observation is None else cache.observation.layers
-    return [retain(layer, observed.get(layer.layer_idx)) for layer in cache.layers]
+    return [retain(layer) for layer in cache.layers]
 
 
 def keep_only(cache: SliceCache, retained: Sequence[Sequence[torch.Tensor] | None], slack: int) -> None:

@@ -22,7 +22,7 @@ from kvr_mpi.compress.planned_drop import PlannedDrop, compressed_layers, planne
 from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, counted
-from kvr_mpi.kv.observation import Retain, WindowQueries
+from kvr_mpi.kv.layer import Retain, SliceLayer
 from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tensor_parallel import Part
@@ -120,12 +120,12 @@ class Compression:
         return partial(self._choose, window, each, counts)
 
     def _choose(
-        self, window: Range, each: int, counts: TokenCounts, layer: Any, observed: WindowQueries | None
+        self, window: Range, each: int, counts: TokenCounts, layer: SliceLayer
     ) -> Sequence[torch.Tensor] | None:
         """Choose the tokens that each KV head of a layer keeps: candidates, the window and what follows it."""
         if layer.layer_idx not in self.layers:
             return None
-        scores = self._scores(layer, window, observed)
+        scores = self._scores(layer, window)
         shares = torch.from_numpy(counts[self.layers.index(layer.layer_idx)]).to(scores.device)
         if self.settings.rule.compete is not None:
             shares = self.settings.rule.compete(self._of_all_heads(scores), each)
@@ -145,13 +145,14 @@ class Compression:
         whole[slice(*self._own)] = scores
         return self.tp_group.all_reduce(whole)
 
-    def _scores(self, layer: Any, window: Range, observed: WindowQueries | None) -> torch.Tensor:
+    def _scores(self, layer: SliceLayer, window: Range) -> torch.Tensor:
         """Score the tokens before the window (this rank's heads, tokens)."""
         start, stop = window
         first, last = self._own
         keys, _ = layer.rows(0, stop)
         if not self.settings.rule.observes:
             return recency_scores(start, last - first, keys.device)
+        observed = layer.observed
         if observed is None or observed.query.shape[2] != stop - start:
             raise ValueError(f"layer {layer.layer_idx} has not observed tokens {start} to {stop}")
         return window_scores(observed.query, keys, observed.params, start=start)

@@ -16,8 +16,7 @@ from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore, check_retained
-from kvr_mpi.kv.layer import LayersOwner, SliceLayer
-from kvr_mpi.kv.observation import Observation, Retain
+from kvr_mpi.kv.layer import LayersOwner, Retain, SliceLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route
 from kvr_mpi.kv.shares import Share
@@ -55,7 +54,8 @@ class SliceCache(LayersOwner):
     is_spread : bool
         Sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
     window : (int, int) or None
-        Bounds of the observation window, within the decode rank's last range of tokens; that rank keeps its queries.
+        Bounds of the observation window, whose tokens show what the answer will attend to (SnapKV, Li et al. 2024,
+        section 4). It lies in the last range of tokens of the decode rank, whose layers keep its queries.
     retain : Retain or None
         Chooses what each KV head of a layer keeps, once the decode rank has attended in that layer. The rest is
         dropped, so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
@@ -66,8 +66,6 @@ class SliceCache(LayersOwner):
 
     Attributes
     ----------
-    observation : Observation or None
-        The queries of the window, on the decode rank.
     in_parts : bool
         Our attention attends to the prefix in parts; otherwise the model's own attention attends to all of it at once.
     cuts_last_layer : bool
@@ -99,9 +97,9 @@ class SliceCache(LayersOwner):
         self.route, self.transfers, self.prefix = route, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
         self.is_decode_rank = transfers is None or route.is_last
-        self.observation = Observation(window) if window is not None and self.is_decode_rank else None
-        if self.observation is not None:
-            self.observation.check_in(route.owned)
+        self.window = window if self.is_decode_rank else None
+        if self.window is not None:
+            _check_window(self.window, route.owned[-1])
         self._retain = retain if self.is_decode_rank else None
         self._reserve_tokens = reserve_tokens
         self.start, self.prompt_tokens = route.owned[0][0], route.partition.tokens
@@ -267,8 +265,8 @@ class SliceCache(LayersOwner):
                 bounds = self.route.partition.bounds[self.route.position :][:2]
                 self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
             if self._admits and layer.shape.elements:
-                observed = None if self.observation is None else self.observation.layers.pop(layer.layer_idx)
-                kept = None if self._retain is None else self._retain(layer, observed)
+                kept = None if self._retain is None else self._retain(layer)
+                layer.observed = None
                 if kept is not None:
                     check_retained(kept, layer.shape, layer.length, layer.layer_idx)
                 self.admit(layer, kept, self._reserve_tokens)
@@ -286,6 +284,15 @@ def held_bytes(caches: Sequence[Any]) -> int:
     for layout in layouts:
         shared.pop(id(layout), None)
     return sum(shared.values(), sum(int(cache.held_bytes) for cache in caches))
+
+
+def _check_window(window: Range, owned: Range) -> None:
+    """Check that a rank computes the whole window: otherwise what compression keeps would depend on the partition."""
+    (first, last), (start, stop) = owned, window
+    if not first <= start < stop <= last:
+        raise ValueError(
+            f"the observation window, tokens {start} to {stop}, is not in the last slice, tokens {first} to {last}"
+        )
 
 
 def _with_last_alone(chunks: Chunks) -> Chunks:

@@ -8,7 +8,7 @@ function (see ``attention_hook``). `SliceLayer.update` stores this rank's keys a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,6 @@ from kvr_mpi.kv.arena import Arena, RowMemory
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.head_store import HeadStore, Pair, Run
-from kvr_mpi.kv.observation import Observation
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route, in_two_groups
 from kvr_mpi.kv.row import RowCache, RowLayer
@@ -30,6 +29,13 @@ from kvr_mpi.partition import cut_range
 
 # Devices on which attention combines the prefix's segments into two groups.
 GROUPING = ("cuda",)
+
+
+class WindowQueries(NamedTuple):
+    """A layer's queries of the observation window (1, heads, window, head_dim), and its attention parameters."""
+
+    query: torch.Tensor
+    params: AttentionParams
 
 
 class LayersOwner(RowCache):
@@ -47,7 +53,7 @@ class LayersOwner(RowCache):
     keeps_all: bool
     is_alone: bool
     arena: Arena | None
-    observation: Observation | None
+    window: Range | None
 
     @property
     def length(self) -> int:
@@ -95,6 +101,7 @@ class SliceLayer(RowLayer):
         self.chunks_done = 0  # chunks of the slice that are appended
         self.layout: HeadStore | None = None
         self.is_over: bool = False  # released, after everything was sent
+        self.observed: WindowQueries | None = None  # on the decode rank, if compression scores keys with them
         self.segments: LayerTransfers | None = None
         if cache.transfers is not None and (shape.elements or shape.states):
             self.segments = LayerTransfers(cache.transfers, layer_idx, shape.visibility)
@@ -188,8 +195,8 @@ class SliceLayer(RowLayer):
         if layout.buffer is None and (not layout.is_whole or is_shared):
             out = layout.attend(query, self.length, params).finish(params).to(query.dtype)
             return out.reshape(*shape[:-1], layout.shape.value_dim)
-        if self.cache.observation is not None and self.cache.prefilling:
-            self.cache.observation.keep(self.layer_idx, query, self.fresh_ranges, params)
+        if self.cache.window is not None and self.cache.prefilling:
+            self._observe(query, self.cache.window, params)
         reads_only_last = self.cache.reads_only_last(self.layer_idx)
         if reads_only_last and not self.has_all_chunks:
             raise UnreadError
@@ -202,6 +209,21 @@ class SliceLayer(RowLayer):
         out = part.finish(params).to(query.dtype)
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
         return whole.reshape(*shape[:-1], self.shape.value_dim)
+
+    def _observe(self, query: torch.Tensor, window: Range, params: AttentionParams) -> None:
+        """Keep the queries (1, heads, tokens, head_dim) of window tokens, after those kept from earlier chunks.
+
+        The window lies in the last range that this rank computes (`cache.SliceCache`).
+        """
+        (start, stop), chunk = self.fresh_ranges[-1], query.shape[2]
+        first, last = max(start, window[0]), min(stop, window[1])
+        if first >= last:
+            return
+        at = chunk - (stop - first)
+        rows = query[:, :, at : at + last - first].clone()
+        if self.observed is not None:
+            rows = torch.cat([self.observed.query, rows], dim=2)
+        self.observed = WindowQueries(rows, params)
 
     def _attend_route(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
@@ -368,6 +390,11 @@ class SliceLayer(RowLayer):
         found = tuple((tensor.shape[0], tensor.shape[1], tensor.shape[3]) for tensor in (keys, values))
         if found != expected:
             raise ModelError(f"layer {self.layer_idx}: keys and values are {found}, {expected} were announced")
+
+
+# Takes a complete layer with its window queries; returns the positions that each KV head keeps, (tokens,) int64,
+# ascending, or None if the layer keeps everything.
+Retain = Callable[[SliceLayer], Sequence[torch.Tensor] | None]
 
 
 def attend_ranges(

@@ -20,7 +20,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache, WriteLayer
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.observation import Retain
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import MakeRoute, Range

@@ -13,7 +13,7 @@ import torch
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache, PagedRows
-from kvr_mpi.kv.observation import Retain
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range

@@ -22,7 +22,7 @@ from kvr_mpi.documents.prompts import Frame, PromptText, encode_text
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.attention import name_attention
-from kvr_mpi.kv.observation import Retain
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import Range

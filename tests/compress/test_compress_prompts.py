@@ -144,9 +144,9 @@ def test_what_is_dropped_is_dropped_before_the_next_layers(ranks: int) -> None:
     retain, held = compression.retain(tokens, text), list[int]()
     assert retain is not None
 
-    def watched(layer: Any, observed: Any) -> Any:
+    def watched(layer: Any) -> Any:
         held.append(layer.cache.held_bytes)
-        return retain(layer, observed)
+        return retain(layer)
 
     options: Any = {"window": compression.observed_of(tokens, text), "retain": watched}
     cut = Partition.even(tokens, ranks)

@@ -81,9 +81,9 @@ def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None
     retain, held = compression.retain(tokens, text), list[int]()
     assert retain is not None and drop is not None
 
-    def watched(layer: Any, observed: Any) -> Any:
+    def watched(layer: Any) -> Any:
         held.append(layer.cache.held_bytes)
-        return retain(layer, observed)
+        return retain(layer)
 
     options: Any = {"window": compression.observed_of(tokens, text), "retain": watched, "reserve_tokens": 8}
     found = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), partition, rank, **options))
