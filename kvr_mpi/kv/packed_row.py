@@ -63,11 +63,6 @@ class PackedCache(RowCache):
         ]
         return torch.cat(outs, dim=2)
 
-    @property
-    def capacity(self) -> int:
-        """Largest number of tokens that any of the buffers holds."""
-        return max(document.capacity for document in self.documents)
-
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """For each prompt, its tokens in the row and its length with them."""
         rows = zip(self.documents, self.bounds, strict=True)

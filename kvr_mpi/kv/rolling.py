@@ -186,10 +186,6 @@ class RollingLayer(RowLayer):
         """Tokens processed so far."""
         return self.length
 
-    def get_max_length(self) -> int:
-        """No limit: the oldest tokens are dropped."""
-        return -1
-
 
 class RollingCache(RowCache):
     """The rolling cache of a whole model.

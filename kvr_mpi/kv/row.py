@@ -63,8 +63,8 @@ class RowLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        """Largest number of tokens that any prompt of the row has room for."""
-        return self.cache.capacity
+        """No limit is announced: room is reserved before the model runs."""
+        return -1
 
 
 class RowCache(Cache):
@@ -124,11 +124,6 @@ class RowCache(Cache):
             (1, heads, tokens, value_dim), or folded into the query length (1, kv_heads, group, value_dim), in the
             query's dtype.
         """
-        raise NotImplementedError
-
-    @property
-    def capacity(self) -> int:
-        """Largest number of tokens that any prompt of the row has room for."""
         raise NotImplementedError
 
     @property

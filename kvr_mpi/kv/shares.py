@@ -227,11 +227,6 @@ class SharesCache(RowCache):
         return out.reshape(*shape[:-1], layer.shape.value_dim)
 
     @property
-    def capacity(self) -> int:
-        """Largest number of tokens that any of the shares has room for."""
-        return max(share.longest for share in self.shares)
-
-    @property
     def prefilling(self) -> bool:
         """Whether prompt tokens after the stored prefix are processed."""
         return any(last - first > 1 for first, last in self.bounds)
