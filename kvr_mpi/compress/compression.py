@@ -90,10 +90,6 @@ class Compression:
             return None
         return stop - self.settings.observed_tokens, stop
 
-    def observed_of(self, tokens: int, text: Range) -> Range | None:
-        """Return the tokens whose queries the prefill must keep (`window_of`); None if no queries are needed."""
-        return self.window_of(tokens, text) if self.settings.rule.observes else None
-
     def planned_drop(self, loaded: LoadedModel, tokens: int, text: Range) -> PlannedDrop | None:
         """Predict what this rank drops of a prompt, and the memory for choosing; None if all of it is kept."""
         if (window := self.window_of(tokens, text)) is None:
@@ -103,7 +99,7 @@ class Compression:
         return planned_drop(self.settings, loaded.shape, heads, tokens, window[1], group_ranks)
 
     def retain(self, tokens: int, text: Range) -> Retain | None:
-        """Return the function that chooses, layer by layer, what heads keep of a prompt; None if all of it is kept.
+        """Return what heads keep of a prompt, chosen layer by layer; None if all of it is kept.
 
         Parameters
         ----------
@@ -117,7 +113,8 @@ class Compression:
         each = self.settings.kept_of(window[1]) - self.settings.observed_tokens
         budget = Budget(each, window[0], len(self.layers), self.kv_heads)
         counts = self.settings.rule.share_out(budget, self.settings.window, self.profile)
-        return partial(self._choose, window, each, counts)
+        observed = window if self.settings.rule.observes else None
+        return Retain(observed, partial(self._choose, window, each, counts))
 
     def _choose(
         self, window: Range, each: int, counts: TokenCounts, layer: SliceLayer

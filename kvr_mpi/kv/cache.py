@@ -53,12 +53,9 @@ class SliceCache(LayersOwner):
         Leave the model after this many layers (for timing a few of them).
     is_spread : bool
         Sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
-    window : (int, int) or None
-        Bounds of the observation window, whose tokens show what the answer will attend to (SnapKV, Li et al. 2024,
-        section 4). It lies in the last range of tokens of the decode rank, whose layers keep its queries.
     retain : Retain or None
-        Chooses what each KV head of a layer keeps, once the decode rank has attended in that layer. The rest is
-        dropped, so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
+        What compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped, so
+        this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
     arena : Arena or None
         Page pool, to which the rank that ends with all keys and values moves each complete layer, reordered by heads.
     write_layer : callable or None
@@ -88,7 +85,6 @@ class SliceCache(LayersOwner):
         prefix: SharedPrefix | None = None,
         stop_after: int | None = None,
         is_spread: bool = False,
-        window: Range | None = None,
         retain: Retain | None = None,
         arena: Arena | None = None,
         write_layer: WriteLayer | None = None,
@@ -97,10 +93,10 @@ class SliceCache(LayersOwner):
         self.route, self.transfers, self.prefix = route, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
         self.is_decode_rank = transfers is None or route.is_last
-        self.window = window if self.is_decode_rank else None
+        keep = retain if retain is not None and self.is_decode_rank else Retain(None)
+        self.window, self._choose = keep.window, keep.choose
         if self.window is not None:
             _check_window(self.window, route.owned[-1])
-        self._retain = retain if self.is_decode_rank else None
         self._reserve_tokens = reserve_tokens
         self.start, self.prompt_tokens = route.owned[0][0], route.partition.tokens
         self._last_chunks: Chunks = route.chunks  # those of the last layer
@@ -116,7 +112,7 @@ class SliceCache(LayersOwner):
         self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
         if self.is_alone:
             self._layers_ahead = 0
-        if self._retain is not None:
+        if self._choose is not None:
             self._layers_ahead = min(self._layers_ahead, COMPRESSED_AHEAD)
         layers = [
             StateLayer(self, idx, layer) if layer.states else SliceLayer(self, idx, layer)
@@ -129,7 +125,7 @@ class SliceCache(LayersOwner):
         super().__init__(layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
         self.arena = arena if self.keeps_all and self._stop is None else None
-        self._admits = self._retain is not None or self.arena is not None
+        self._admits = self._choose is not None or self.arena is not None
         self.shared_tokens = prefix.shared_tokens(self.arena) if prefix is not None and self.in_parts else 0
         keeps = self.keeps_all and not self._admits
         self.buffers = LayerBuffers(
@@ -265,7 +261,7 @@ class SliceCache(LayersOwner):
                 bounds = self.route.partition.bounds[self.route.position :][:2]
                 self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
             if self._admits and layer.shape.elements:
-                kept = None if self._retain is None else self._retain(layer)
+                kept = None if self._choose is None else self._choose(layer)
                 layer.observed = None
                 if kept is not None:
                     check_retained(kept, layer.shape, layer.length, layer.layer_idx)

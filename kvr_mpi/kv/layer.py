@@ -8,6 +8,7 @@ function (see ``attention_hook``). `SliceLayer.update` stores this rank's keys a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class WindowQueries(NamedTuple):
 class LayersOwner(RowCache):
     """The attributes and methods of `cache.SliceCache` that its layers use."""
 
-    prefilling, capacity = True, 0
+    prefilling = True
     route: Route
     transfers: PromptTransfers | None
     prefix: SharedPrefix | None
@@ -392,9 +393,18 @@ class SliceLayer(RowLayer):
             raise ModelError(f"layer {self.layer_idx}: keys and values are {found}, {expected} were announced")
 
 
-# Takes a complete layer with its window queries; returns the positions that each KV head keeps, (tokens,) int64,
-# ascending, or None if the layer keeps everything.
-Retain = Callable[[SliceLayer], Sequence[torch.Tensor] | None]
+@dataclass(frozen=True, slots=True)
+class Retain:
+    """What compression keeps of a prompt.
+
+    window : tokens that show what the answer will attend to (SnapKV, Li et al. 2024, section 4), in the decode rank's
+        last range of tokens; its layers keep their queries (`SliceLayer.observed`). None: no queries are needed.
+    choose : takes a complete layer; returns the positions that each KV head keeps, (tokens,) int64, ascending, or None
+        if the layer keeps everything. None: all layers do.
+    """
+
+    window: Range | None
+    choose: Callable[[SliceLayer], Sequence[torch.Tensor] | None] | None = None
 
 
 def attend_ranges(

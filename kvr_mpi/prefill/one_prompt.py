@@ -23,7 +23,7 @@ from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import MakeRoute, Range
+from kvr_mpi.kv.route import MakeRoute
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
@@ -94,7 +94,6 @@ class CacheOptions(TypedDict, total=False):
     stop_after: int | None
     prefix: SharedPrefix | None
     is_spread: bool
-    window: Range | None
     retain: Retain | None
     arena: Arena | None
     write_layer: WriteLayer | None

@@ -20,6 +20,7 @@ from models import CONFIGS, VOCAB, prompt, random_model, tiny
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import layer
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.route import in_two_groups
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
@@ -71,7 +72,9 @@ def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
 def test_what_is_observed_and_what_stays_spread_are_the_same_in_chunks() -> None:
     """The window that compression observes is kept as a whole, in all layers, and so is each rank's share."""
     loaded, ids, cut = tiny("llama-gqa"), prompt(80), (0, 50, 80)
-    at_once, in_chunks = (chunked(loaded, ids, cut, window=(59, 78), chunk_tokens=size)[1] for size in (None, 8))
+    at_once, in_chunks = (
+        chunked(loaded, ids, cut, retain=Retain((59, 78)), chunk_tokens=size)[1] for size in (None, 8)
+    )
     torch.testing.assert_close(at_once.logits, in_chunks.logits, atol=1e-4, rtol=0)
     observed, found = ([layer.observed.query for layer in each.cache.layers] for each in (at_once, in_chunks))
     assert [query.shape[2] for query in observed] == [78 - 59] * 3
