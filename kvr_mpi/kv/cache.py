@@ -215,18 +215,31 @@ class SliceCache(LayersOwner):
 
     def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
         """Move the tokens that each head keeps (None: all) to the decode store, and release the layer's buffer."""
-        before, shape = layer.layout, layer.shape
+        before, shape, length, is_whole = layer.layout, layer.shape, layer.length, kept is None
         assert before is not None, "it was filled"
-        shared = before.shared if kept is None else ()
+        shared = before.shared if is_whole else ()
         while True:
             beside = shared[0].owner.memory.extent if shared and shared[0].owner is not None else None
             known = shared[-1].stop if shared else 0
-            counts = [layer.length - known] * shape.num_kv_heads if kept is None else list(map(len, kept))
+            counts = [length - known] * shape.num_kv_heads if kept is None else list(map(len, kept))
             memory = make_rows(shape, counts, slack, self.dtype, self.device, self.arena, beside)
             if not shared or memory.extent is beside:
                 break
             shared = ()  # their extent is full: copy the shared rows
-        layer.keep_only(kept, counts, slack, memory, shared)
+        if layer.segments is not None:
+            layer.segments.wait_through()
+        keys, values = before.rows(known, length)
+        store = HeadStore.by_heads(memory, shape, counts, slack, length, is_whole=is_whole, shared=shared)
+        for head in range(shape.num_kv_heads):
+            places = store.own_rows(head, length)
+            for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):
+                if kept is None:
+                    place.copy_(rows)
+                else:
+                    torch.index_select(rows, 0, kept[head].to(rows.device), out=place)
+        if kept is not None:
+            store.positions = [positions.to("cpu", torch.int32) for positions in kept]
+        layer.layout, layer.segments = store, None  # the segments reference the buffer, too
         if before.buffer is not None:
             self.buffers.give_back(before.buffer)
 

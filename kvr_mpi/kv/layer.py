@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import Arena, RowMemory
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
-from kvr_mpi.kv.head_store import HeadStore, Pair, Run
+from kvr_mpi.kv.head_store import HeadStore, Pair
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route, in_two_groups
 from kvr_mpi.kv.row import RowCache, RowLayer
@@ -320,31 +320,6 @@ class SliceLayer(RowLayer):
             self.segments.wait_through()
         if self.layout is not None and self.layout.buffer is not None:
             self.layout = self.layout.laid_by_heads(self.length)
-
-    def keep_only(
-        self,
-        retained: Sequence[torch.Tensor] | None,
-        counts: Sequence[int],
-        slack: int,
-        memory: RowMemory,
-        shared: Sequence[Run],
-    ) -> None:
-        """Copy the retained tokens, `counts` of each head, into `memory`; see `cache.SliceCache.admit`."""
-        if self.segments is not None:
-            self.segments.wait_through()
-        is_whole = retained is None
-        keys, values = self.rows(shared[-1].stop if shared else 0, self.length)
-        store = HeadStore.by_heads(memory, self.shape, counts, slack, self.length, is_whole=is_whole, shared=shared)
-        for head, places in enumerate(store.own_rows(head, self.length) for head in range(len(counts))):
-            for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):
-                if retained is None:
-                    place.copy_(rows)
-                else:
-                    torch.index_select(rows, 0, retained[head].to(rows.device), out=place)
-        if retained is not None:
-            store.positions = [positions.to("cpu", torch.int32) for positions in retained]
-        self.layout = store
-        self.segments = None  # they reference the buffer, too
 
     def release(self, *, wait: bool) -> bool:
         """Release the buffer if everything is sent, or after waiting for that; return whether it is released."""

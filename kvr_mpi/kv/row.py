@@ -68,7 +68,7 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """All layers of a row.
+    """All layers of a row; with `prefilling` and `whole_lengths`, each is a ``model.attention_hook.HookedCache``.
 
     Attributes
     ----------
@@ -130,12 +130,3 @@ class RowCache(Cache):
     def positions(self) -> torch.Tensor | None:
         """Positions (1, tokens); None if the model counts them itself."""
         return None
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether prompt tokens are processed; otherwise answer tokens."""
-        raise NotImplementedError
-
-    def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """For each prompt, its tokens in a row of `tokens`, and its length with them."""
-        raise NotImplementedError

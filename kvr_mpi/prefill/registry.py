@@ -224,14 +224,12 @@ KVR = STRATEGIES["kvr"]
 JOB_STRATEGIES = (AUTO, *(name for name, strategy in STRATEGIES.items() if strategy.in_jobs))
 
 
-def candidates(name: str, loaded: LoadedModel | None = None) -> list[Strategy]:
-    """List the strategies that may run a job's prompts, chains first; given a model, those that it supports."""
+def candidates(name: str) -> list[Strategy]:
+    """List the strategies that may run a job's prompts, chains first."""
     if name != AUTO:
         return [STRATEGIES[name]]
-    found = sorted(
-        (one for one in STRATEGIES.values() if one.in_jobs and not one.is_plain), key=lambda one: one is not KVR
-    )
-    return [one for one in found if loaded is None or one.misfit(loaded) is None]
+    found = (one for one in STRATEGIES.values() if one.in_jobs and not one.is_plain)
+    return sorted(found, key=lambda one: one is not KVR)
 
 
 def choose_chunks(
