@@ -187,7 +187,7 @@ class SliceCache(LayersOwner):
         if layer_idx == self._stop or (layer_idx == self._last and not is_read):
             is_made = layer.has_all_chunks and (not layer.shape.states or layer.is_sent)
             if len(self.route.chunks) > 1 or is_made:
-                layer.attended = True  # its output is not used
+                self.current = None  # the layer's output is not used
                 raise UnreadError
 
     def settle(self) -> None:

@@ -156,7 +156,7 @@ class SliceLayer(RowLayer):
             cache.leave_if_done(self.layer_idx)
         if cache.in_parts:
             return key_states, value_states
-        self.attended = True
+        cache.current = None
         if self.segments is not None:
             self.segments.collect()
         return self.rows(0, self.length)
@@ -185,7 +185,7 @@ class SliceLayer(RowLayer):
         UnreadError
             To skip the last layer's attention for a chunk without the last token.
         """
-        self.attended, shape = True, query.shape
+        self.cache.current, shape = None, query.shape
         if self.fresh == 1:  # the token's heads may come folded into the query length (1, kv_heads, group, head_dim)
             query = query.reshape(1, -1, 1, shape[-1])
         if query.shape[2] != self.fresh:

@@ -53,8 +53,8 @@ class PackedCache(RowCache):
         seen = layer.shape.visibility
         is_plain = all(document.prefix is None for document in self.documents) and seen.chunk is None
         if is_plain and takes_flash(query, values, params):
-            for one in own:
-                one.attended = True
+            for document in self.documents:
+                document.current = None
             part = attend_documents(query, keys, values, params, self.edges, self.longest, seen.window)
             return part.finish(params).to(query.dtype)
         outs = [

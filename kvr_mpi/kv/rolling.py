@@ -129,7 +129,7 @@ class RollingLayer(RowLayer):
         UnreadError
             To leave the model if the rest of its output is not used.
         """
-        self.attended, fresh = True, keys.shape[2]
+        self.cache.current, fresh = None, keys.shape[2]
         if self.layer_idx == self.cache.left_after:
             raise UnreadError
         if query.shape[2] != fresh and fresh > 1:

@@ -48,15 +48,17 @@ class Finding:
         return exact and self.same_tokens
 
 
-def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int]) -> Iterator[Finding]:
+def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: int = 0) -> Iterator[Finding]:
     """Check every strategy at every length; every rank iterates, and gets the same findings.
 
     Parameters
     ----------
     lengths : sequence of int
         Prompt lengths in tokens, each at least two for each rank.
+    seed : int
+        For the prompts and the random partitions.
     """
-    draw = random.Random(0)  # for the prompts and the random partitions
+    draw = random.Random(seed)
     exact = loaded if loaded.dtype == torch.float32 else _in_float32(loaded)
     for tokens in lengths:
         ids = loaded.shape.sample_ids(tokens, draw.randrange(1, 1 << 20), draw.randrange(1 << 20))
