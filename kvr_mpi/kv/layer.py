@@ -15,7 +15,7 @@ import torch
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.head_store import HeadStore, Pair
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -233,11 +233,11 @@ class SliceLayer(RowLayer):
         route, layout = self.cache.route, self.layout
         assert layout is not None, "this rank holds keys and values"
         start = route.owned[0][0]
-        if route.is_dense or self.fresh_ranges[0][0] > start:
+        if route.attend is not None or self.fresh_ranges[0][0] > start:
             if self.segments is not None:  # the first chunk has waited for them, unless its output is unused
                 self.segments.collect()
-            if route.is_dense:
-                return attend_masked(query, *layout.rows(0, route.capacity), params, start)
+            if route.attend is not None:
+                return route.attend(query, *layout.rows(0, route.capacity), params, start)
             *before, own = layout.pieces(0, self.length)
             part = attend_up_to(query, *own, params)
             for rows in before:
