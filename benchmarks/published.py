@@ -83,15 +83,8 @@ def _tsp(dense: bool) -> Forecast:
     return lambda costs, lengths, relay="cut-through": tsp_seconds(costs, sum(lengths), len(lengths), dense=dense)
 
 
-_DENSE = Strategy(
-    "tsp-dense",
-    "even slices, an all-gather in every layer, the whole rectangle computed",
-    partial(all_gather, is_dense=True),
-    _tsp(True),
-)
-_CAUSAL = Strategy(
-    "tsp-causal", "the same without the tokens after a slice", partial(all_gather, is_dense=False), _tsp(False)
-)
+_DENSE = Strategy("tsp-dense", partial(all_gather, is_dense=True), _tsp(True))
+_CAUSAL = Strategy("tsp-causal", partial(all_gather, is_dense=False), _tsp(False))
 _LENT_CAUSAL = replace(_CAUSAL, make=partial(all_gather, is_dense=False, saves_last_layer=True))
 _SINGLE, _RING, _KVR = (STRATEGIES[name] for name in ("single", "ring", "kvr"))
 _PUBLISHED_RING = replace(

@@ -49,7 +49,6 @@ class Strategy:
     """A way to prefill a prompt.
 
     name : in jobs, records, tables and plots.
-    about : in a few words.
     make : makes its routes; None: plain transformers on one rank.
     forecast : its time to the first token.
     stretches : slices of each rank.
@@ -59,7 +58,6 @@ class Strategy:
     """
 
     name: str
-    about: str
     make: MakeRoute | None
     forecast: Forecast
     stretches: int = 1
@@ -178,17 +176,9 @@ def _ring(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-throug
 STRATEGIES: Mapping[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("single", "plain transformers, one rank", None, _single, needs_parts=False),
-        Strategy("ring", "zigzag ring attention", ring, _ring, stretches=2),
-        Strategy(
-            "kvr",
-            "KV-Runahead: uneven slices, keys and values passed down the chain",
-            relay,
-            chain_seconds,
-            has_cuts=True,
-            needs_parts=False,
-            takes_chunks=True,
-        ),
+        Strategy("single", None, _single, needs_parts=False),
+        Strategy("ring", ring, _ring, stretches=2),
+        Strategy("kvr", relay, chain_seconds, has_cuts=True, needs_parts=False, takes_chunks=True),
     )
 }
 KVR = STRATEGIES["kvr"]
