@@ -99,7 +99,6 @@ class SliceCache(LayersOwner):
             _check_window(self.window, route.owned[-1])
         self._reserve_tokens = reserve_tokens
         self.start, self.prompt_tokens = route.owned[0][0], route.partition.tokens
-        self._last_chunks: Chunks = route.chunks  # those of the last layer
         self.share = _make_share(loaded, route, prefix, reserve_tokens) if is_spread else None
         self.keeps_all = self.is_decode_rank and self.share is None
         self.capacity = route.capacity + (reserve_tokens if self.keeps_all else 0)
@@ -119,9 +118,9 @@ class SliceCache(LayersOwner):
             for idx, layer in enumerate(shape.layers)
         ]
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
-        self._last = kept[-1]  # the last layer that keeps anything; later layers work token by token
+        self.last = kept[-1]
         self._stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
-        self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
+        self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self.last].states
         super().__init__(layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
         self.arena = arena if self.keeps_all and self._stop is None else None
@@ -137,18 +136,14 @@ class SliceCache(LayersOwner):
     def begin(self) -> None:
         """Post the receives of the first layers before anything is computed."""
         if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:
-            self._last_chunks = _with_last_alone(self.route.chunks)
+            self.layers[self.last].chunks = _with_last_alone(self.route.chunks)
         if self.transfers is not None:
             self.transfers.begin()
         self._post_up_to(self._layers_ahead)
 
-    def chunks(self, layer_idx: int) -> Chunks:
-        """Return the route's chunks; in the last layer, the last token may be a separate chunk."""
-        return self._last_chunks if layer_idx == self._last else self.route.chunks
-
     def chunk_lengths(self, layer_idx: int) -> list[int]:
         """Tokens of each chunk of the slice."""
-        return [sum(last - first for first, last in chunk) for chunk in self.chunks(layer_idx)]
+        return [sum(last - first for first, last in chunk) for chunk in self.layers[layer_idx].chunks]
 
     @property
     def positions(self) -> torch.Tensor | None:
@@ -161,10 +156,6 @@ class SliceCache(LayersOwner):
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Return the tokens to run and the length of the whole prompt, including the slices of later ranks."""
         return [(tokens, self.prompt_tokens if self.prefilling else self.length + tokens)]
-
-    def reads_only_last(self, layer_idx: int) -> bool:
-        """Whether it is the last layer of a prefill."""
-        return self.prefilling and self.route.saves_last_layer and layer_idx == self._last
 
     def advance(self, layer_idx: int) -> None:
         """Begin a layer: finish those before it, release the ones that are sent, and post receives."""
@@ -184,7 +175,7 @@ class SliceCache(LayersOwner):
         """Leave the model by `UnreadError` if the rest of its output is not used."""
         is_read = self.is_decode_rank or not self.route.saves_last_layer
         layer = self.layers[layer_idx]
-        if layer_idx == self._stop or (layer_idx == self._last and not is_read):
+        if layer_idx == self._stop or (layer_idx == self.last and not is_read):
             is_made = layer.has_all_chunks and (not layer.shape.states or layer.is_sent)
             if len(self.route.chunks) > 1 or is_made:
                 self.current = None  # the layer's output is not used

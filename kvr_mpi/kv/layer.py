@@ -50,6 +50,7 @@ class LayersOwner(RowCache):
     dtype: torch.dtype
     device: torch.device
     start: int
+    last: int  # index of the last layer that keeps anything; later layers work token by token
     shared_tokens: int
     keeps_all: bool
     is_alone: bool
@@ -60,14 +61,6 @@ class LayersOwner(RowCache):
     def length(self) -> int:
         """Tokens held in layers that keep keys and values; 0 if no layer does."""
         return next((layer.length for layer in self.layers if layer.shape.elements), 0)
-
-    def chunks(self, layer_idx: int) -> Sequence[Sequence[Range]]:
-        """Chunks of tokens that a layer processes, in order (`Route.chunks`)."""
-        raise NotImplementedError
-
-    def reads_only_last(self, layer_idx: int) -> bool:
-        """Whether only the last token's output of this layer is used, as for the last layer of a prefill."""
-        raise NotImplementedError
 
     def advance(self, layer_idx: int) -> None:
         """Begin a layer: finish those before it, and post receives as far ahead as the transport allows. Idempotent."""
@@ -99,6 +92,7 @@ class SliceLayer(RowLayer):
         self.length = cache.start
         self.fresh = 0  # tokens last appended
         self.fresh_ranges: Sequence[Range] = ()  # their positions
+        self.chunks: Sequence[Sequence[Range]] = cache.route.chunks  # of tokens that this layer processes, in order
         self.chunks_done = 0  # chunks of the slice that are appended
         self.layout: HeadStore | None = None
         self.is_over: bool = False  # released, after everything was sent
@@ -164,7 +158,7 @@ class SliceLayer(RowLayer):
     @property
     def has_all_chunks(self) -> bool:
         """Whether all tokens of the slice are appended."""
-        return not self.shape.elements or self.chunks_done == len(self.cache.chunks(self.layer_idx))
+        return not self.shape.elements or self.chunks_done == len(self.chunks)
 
     def attend(
         self,
@@ -198,7 +192,8 @@ class SliceLayer(RowLayer):
             return out.reshape(*shape[:-1], layout.shape.value_dim)
         if self.cache.window is not None and self.cache.prefilling:
             self._observe(query, self.cache.window, params)
-        reads_only_last = self.cache.reads_only_last(self.layer_idx)
+        is_last = self.cache.prefilling and self.layer_idx == self.cache.last
+        reads_only_last = is_last and self.cache.route.saves_last_layer
         if reads_only_last and not self.has_all_chunks:
             raise UnreadError
         skipped = self.fresh - 1 if reads_only_last else 0
@@ -353,7 +348,7 @@ class SliceLayer(RowLayer):
             return [(self.length, self.length + self.fresh)]
         if self.has_all_chunks:
             raise ModelError(f"layer {self.layer_idx}: it is updated once more with the same tokens")
-        ranges = self.cache.chunks(self.layer_idx)[self.chunks_done]
+        ranges = self.chunks[self.chunks_done]
         self.chunks_done += 1
         expected = sum(last - first for first, last in ranges)
         if self.fresh != expected:

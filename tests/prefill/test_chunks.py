@@ -64,8 +64,8 @@ def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
     prepare_model(loaded.model, chain=True)
     (after,) = chunked(loaded, ids, (0, 70), chunk_tokens=16, prefix=compute_prefix(loaded, ids[:21]))
     (whole,) = chunked(loaded, ids, (0, 70), chunk_tokens=16)
-    assert after.cache.chunks(0) == (((21, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
-    assert whole.cache.chunks(0)[1:] == (((16, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
+    assert after.cache.layers[0].chunks == (((21, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
+    assert whole.cache.layers[0].chunks[1:] == (((16, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
     torch.testing.assert_close(after.logits, whole.logits, atol=1e-4, rtol=0)
 
 
