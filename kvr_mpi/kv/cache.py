@@ -23,7 +23,6 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.transport.base import LAYERS_AHEAD
 
 Chunks = Sequence[Sequence[Range]]
@@ -119,11 +118,13 @@ class SliceCache(LayersOwner):
         ]
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
         self.last = kept[-1]
-        self._stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
+        stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
+        is_read = self.is_decode_rank or not route.saves_last_layer
+        self.left_after = self.last if stop is None and not is_read else stop
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self.last].states
         super().__init__(layers)
-        filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        self.arena = arena if self.keeps_all and self._stop is None else None
+        filled = [layer.shape for layer in layers[: None if stop is None else stop + 1 + LAYERS_AHEAD]]
+        self.arena = arena if self.keeps_all and stop is None else None
         self._admits = self._choose is not None or self.arena is not None
         self.shared_tokens = prefix.shared_tokens(self.arena) if prefix is not None and self.in_parts else 0
         keeps = self.keeps_all and not self._admits
@@ -170,16 +171,6 @@ class SliceCache(LayersOwner):
             self._held += through
             while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):
                 self._held.pop(0)
-
-    def leave_if_done(self, layer_idx: int) -> None:
-        """Leave the model by `UnreadError` if the rest of its output is not used."""
-        is_read = self.is_decode_rank or not self.route.saves_last_layer
-        layer = self.layers[layer_idx]
-        if layer_idx == self._stop or (layer_idx == self.last and not is_read):
-            is_made = layer.has_all_chunks and (not layer.shape.states or layer.is_sent)
-            if len(self.route.chunks) > 1 or is_made:
-                self.current = None  # the layer's output is not used
-                raise UnreadError
 
     def settle(self) -> None:
         """Finish the layers that are still open after the model has returned."""

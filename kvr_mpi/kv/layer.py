@@ -51,6 +51,7 @@ class LayersOwner(RowCache):
     device: torch.device
     start: int
     last: int  # index of the last layer that keeps anything; later layers work token by token
+    left_after: int | None  # index of the layer after whose keys and values this rank leaves the model
     shared_tokens: int
     keeps_all: bool
     is_alone: bool
@@ -66,16 +67,6 @@ class LayersOwner(RowCache):
         """Begin a layer: finish those before it, and post receives as far ahead as the transport allows. Idempotent."""
         raise NotImplementedError
 
-    def leave_if_done(self, layer_idx: int) -> None:
-        """Leave the model early if the rest of its output is not used.
-
-        Raises
-        ------
-        UnreadError
-            To leave this layer for the current chunk, or the model.
-        """
-        raise NotImplementedError
-
 
 class SliceLayer(RowLayer):
     """One layer's keys and values on one rank; empty for layers without attention, such as a plain MLP.
@@ -86,6 +77,7 @@ class SliceLayer(RowLayer):
     """
 
     cache: LayersOwner
+    is_sent = True  # its states, if it has any
 
     def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
         super().__init__(cache, layer_idx, shape)
@@ -147,13 +139,27 @@ class SliceLayer(RowLayer):
             if self.segments is not None:
                 self.segments.share(cache.route, cache.route.owned if self.has_all_chunks else self.fresh_ranges)
             cache.advance(self.layer_idx)
-            cache.leave_if_done(self.layer_idx)
+            self.leave_if_done()
         if cache.in_parts:
             return key_states, value_states
         cache.current = None
         if self.segments is not None:
             self.segments.collect()
         return self.rows(0, self.length)
+
+    def leave_if_done(self) -> None:
+        """Leave the model if the rest of its output is not used.
+
+        Raises
+        ------
+        UnreadError
+            To leave this layer for the current chunk, or the model.
+        """
+        if self.layer_idx != self.cache.left_after:
+            return
+        if len(self.cache.route.chunks) > 1 or (self.has_all_chunks and self.is_sent):
+            self.cache.current = None  # the layer's output is not used
+            raise UnreadError
 
     @property
     def has_all_chunks(self) -> bool:

@@ -287,14 +287,12 @@ class SharesCache(RowCache):
         store, fresh, seen = share.layers[layer.layer_idx], query.shape[2], layer.shape.visibility
         if store is None:  # what follows the document is on another rank
             return None
-        if seen.sees_all(share.length + fresh):
-            if share.is_last:
-                return store.attend(query, share.length + fresh, params, share.start)
-            return attend(query, *store.rows(share.start, share.stop), params)
+        sees_all = seen.sees_all(share.length + fresh)
         if not share.is_last:
-            return None
-        if fresh == 1:
-            return store.attend(query, share.length + 1, params, seen.first_key(share.length))
+            return attend(query, *store.rows(share.start, share.stop), params) if sees_all else None
+        if sees_all or fresh == 1:
+            first = share.start if sees_all else seen.first_key(share.length)
+            return store.attend(query, share.length + fresh, params, first)
         return attend_ranges(query, [(share.length, share.length + fresh)], store.rows, seen, params)
 
     def _nothing(self, layer: RowLayer, heads: int, tokens: int) -> PartialAttention:

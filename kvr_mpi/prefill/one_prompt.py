@@ -211,7 +211,12 @@ def prefill_kvr(
     partition.check_tokens(len(ids))
     loaded.shape.check_ids(ids)
     if chunk_tokens is not None:
-        _check_chunks(loaded, chunk_tokens, make(partition, 0).in_order, strategy)
+        if chunk_tokens < 1:
+            raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
+        if why := why_no_chunks(loaded):
+            raise ModelError(why)
+        if not make(partition, 0).in_order:
+            raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
     make = partial(make, chunk_tokens=chunk_tokens)
     known, prefix = 0, of_cache.get("prefix")
     if prefix is not None:
@@ -289,16 +294,6 @@ def why_no_chunks(loaded: LoadedModel) -> str | None:
     else:
         return None
     return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
-
-
-def _check_chunks(loaded: LoadedModel, chunk_tokens: int, in_order: bool, strategy: str) -> None:
-    """Refuse chunks that the model or the strategy cannot compute."""
-    if chunk_tokens < 1:
-        raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
-    if why := why_no_chunks(loaded):
-        raise ModelError(why)
-    if not in_order:
-        raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
 
 
 def _run_slice(loaded: LoadedModel, mine: Sequence[int], cache: SliceCache) -> torch.Tensor | None:
