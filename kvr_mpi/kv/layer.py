@@ -206,8 +206,11 @@ class SliceLayer(RowLayer):
         query = query[:, :, skipped:]
         if self.cache.prefilling and not reads_only_last and seen.sees_all(self.length):
             part = self._attend_route(query, keys, values, params)
-        else:
-            part = self._attend_collected(query, params, skipped)
+        else:  # in decoding, for a last token alone, and with windows or chunks
+            if self.segments is not None:
+                self.segments.collect()
+            ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
+            part = attend_ranges(query, ranges, self.rows, seen, params)
         out = part.finish(params).to(query.dtype)
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
         return whole.reshape(*shape[:-1], self.shape.value_dim)
@@ -253,13 +256,6 @@ class SliceLayer(RowLayer):
             for rows in (piece for bounds in step.ranges for piece in layout.pieces(*bounds)):
                 part = part.merge_after(step.first_query, attend(some, *rows, params))
         return part
-
-    def _attend_collected(self, query: torch.Tensor, params: AttentionParams, skipped: int) -> PartialAttention:
-        """Attend after all segments have arrived: for decoding, for a last token alone, and for windows or chunks."""
-        if self.segments is not None:
-            self.segments.collect()
-        ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
-        return attend_ranges(query, ranges, self.rows, self.shape.visibility, params)
 
     @property
     def buffer(self) -> torch.Tensor | None:
