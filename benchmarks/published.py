@@ -80,7 +80,7 @@ def _ring(partition: Partition, position: int, known: int = 0, *, chunk_tokens: 
 
 
 def _tsp(dense: bool) -> Forecast:
-    return lambda costs, lengths, relay="cut-through": tsp_seconds(costs, sum(lengths), len(lengths), dense=dense)
+    return lambda costs, lengths: tsp_seconds(costs, sum(lengths), len(lengths), dense=dense)
 
 
 _DENSE = Strategy("tsp-dense", partial(all_gather, is_dense=True), _tsp(True))
@@ -90,7 +90,7 @@ _SINGLE, _RING, _KVR = (STRATEGIES[name] for name in ("single", "ring", "kvr"))
 _PUBLISHED_RING = replace(
     _RING,
     make=_ring,
-    forecast=lambda costs, lengths, relay="cut-through": ring_seconds(costs, sum(lengths), len(lengths) // 2),
+    forecast=lambda costs, lengths: ring_seconds(costs, sum(lengths), len(lengths) // 2),
 )
 LENT: Mapping[str, Strategy] = {one.name: one for one in (_SINGLE, _DENSE, _LENT_CAUSAL, _RING, _KVR)}
 PUBLISHED: Mapping[str, Strategy] = {one.name: one for one in (_SINGLE, _DENSE, _CAUSAL, _PUBLISHED_RING, _KVR)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from kvr_mpi.costs.costmodel import chain_seconds, ring_seconds, single_seconds
 from kvr_mpi.errors import ModelError
@@ -19,7 +19,6 @@ from kvr_mpi.prefill.routes import relay, ring
 if TYPE_CHECKING:  # imported when strategies run, since forecasts need no torch
     from typing import Unpack
 
-    from kvr_mpi.costs.costmodel import RelayKind
     from kvr_mpi.costs.layer_costs import Costs
     from kvr_mpi.kv.route import MakeRoute, Route
     from kvr_mpi.model import LoadedModel
@@ -37,11 +36,8 @@ CHUNK_SIZES = (4096, 2048, 1024, 512, 256, 128)
 CHECKED_TOKENS, CHECKED_CHUNK = 12, 2
 
 
-class Forecast(Protocol):
-    """A forecast of the seconds to the first token, given the slice lengths in order."""
-
-    def __call__(self, costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
-        """Return the forecast; only a relay uses `relay`."""
+# Forecasts the seconds to the first token from costs and the slice lengths in order.
+Forecast = Callable[["Costs", Sequence[float]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +161,11 @@ class Strategy:
             raise ModelError(f"{loaded.shape.architecture}: on {tokens} tokens {why}; {remedy}")
 
 
-def _single(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
+def _single(costs: Costs, lengths: Sequence[float]) -> float:
     return single_seconds(costs, sum(lengths))
 
 
-def _ring(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
+def _ring(costs: Costs, lengths: Sequence[float]) -> float:
     return ring_seconds(costs, sum(lengths), len(lengths) // 2, saves_last_layer=True)
 
 

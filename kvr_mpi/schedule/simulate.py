@@ -12,6 +12,7 @@ from pathlib import Path
 from kvr_mpi.costs.costmodel import (
     RelayKind,
     best_split,
+    chain_seconds,
     lower_bound_seconds,
     ring_seconds,
     single_seconds,
@@ -158,7 +159,7 @@ def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: 
         tsp_seconds(costs, tokens, ranks),
         tsp_seconds(costs, tokens, ranks, dense=False),
         ring_seconds(costs, tokens, ranks),
-        KVR.forecast(of_chain, _evenly(tokens, ranks), relay),
+        chain_seconds(of_chain, _evenly(tokens, ranks), relay),
         searched_s,
     )
     ttft_s = dict(zip(NAMES, times_s, strict=True)) if ranks > 1 else {"single": single_s}
@@ -166,7 +167,7 @@ def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: 
         context_tokens=tokens,
         ranks=ranks,
         ttft_s=ttft_s,
-        auto=KVR.name if chunk_tokens else _choose(costs, tokens, ranks, relay, searched_s),  # others take no chunks
+        auto=KVR.name if chunk_tokens else _choose(costs, tokens, ranks, searched_s),  # others take no chunks
         slices=partition.bounds,
         efficiency=single_s / ranks / searched_s,
         bound_s=lower_bound_seconds(costs, tokens, ranks),
@@ -178,12 +179,11 @@ def _evenly(tokens: int, slices: int) -> list[float]:
     return [tokens / slices] * slices
 
 
-def _choose(costs: Costs, tokens: int, ranks: int, relay: RelayKind, searched_s: float) -> str:
+def _choose(costs: Costs, tokens: int, ranks: int, searched_s: float) -> str:
     """Name the strategy that a job would use."""
     choices = candidates(AUTO) if ranks > 1 else [KVR]
     seconds = [
-        searched_s if one.has_cuts else one.forecast(costs, _evenly(tokens, one.stretches * ranks), relay)
-        for one in choices
+        searched_s if one.has_cuts else one.forecast(costs, _evenly(tokens, one.stretches * ranks)) for one in choices
     ]
     return choices[fastest(seconds)].name
 
