@@ -42,7 +42,7 @@ class LayerBuffers:
         self._free: list[torch.Tensor] = []
         self._keeps = keeps
         self._all: torch.Tensor | None = None
-        self._pages: mmap.mmap | None = None  # the memory map of `_all` on a CPU
+        self._pages: mmap.mmap | None = None  # the map of the last allocation: with `keeps`, of all layers
         self._taken = 0  # elements of `_all` in use
 
     def take(self, shape: LayerShape) -> torch.Tensor:
@@ -50,15 +50,11 @@ class LayerBuffers:
         size = self._capacity * shape.elements
         if self._keeps:
             if self._all is None:
-                elements = sum(shape.elements for shape in self._shapes)
-                self._all, self._pages = _make_flat(self._capacity * elements, self._dtype, self._device)
+                self._all = self._make(sum(shape.elements for shape in self._shapes))
             self._taken += size
             flat = self._all[self._taken - size : self._taken]
-        elif self._free:
-            flat = self._free.pop()
         else:
-            elements = max(shape.elements for shape in self._shapes)
-            flat = make_flat(self._capacity * elements, self._dtype, self._device)
+            flat = self._free.pop() if self._free else self._make(max(shape.elements for shape in self._shapes))
         return flat[:size].view(self._capacity, shape.elements)
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -92,6 +88,10 @@ class LayerBuffers:
         last = (start + buffer.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last and hasattr(mmap, "MADV_DONTNEED"):
             self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def _make(self, elements: int) -> torch.Tensor:
+        flat, self._pages = _make_flat(self._capacity * elements, self._dtype, self._device)
+        return flat
 
 
 def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
