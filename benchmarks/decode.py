@@ -53,7 +53,7 @@ def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, arena: A
         if layer.buffer is None:
             layer.post()
         layer.update(torch.randn(1, heads, tokens, shape.key_dim), torch.randn(1, heads, tokens, shape.value_dim))
-        layer.attended = True
+        cache.current = None
         if arena is not None:
             cache.admit(layer, None, reserve_tokens)
     return Prefill(partition, cache, torch.randn(loaded.shape.vocab_size), 0.0)

@@ -12,6 +12,7 @@ from benchmarks.kept import Retained, choose_kept, keep_only
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
 from kvr_mpi.prefill.routes import relay
@@ -81,8 +82,9 @@ class PrefilledDocuments:
         self._prefills = [self._prefill(prompt, observing) for prompt in self.prompts]
 
     def _prefill(self, prompt: PromptText, observing: Compression) -> Prefill:
-        options: Any = {"window": observing.observed_of(prompt.tokens, prompt.text), "reserve_tokens": 0}
-        return prefill_kvr(self._loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
+        retain = observing.retain(prompt.tokens, prompt.text)
+        observed = None if retain is None else Retain(retain.window)
+        return prefill_kvr(self._loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), retain=observed)
 
     def copies(self, compression: Compression | None) -> list[Prefill]:
         """Make fresh ones, that keep what the method chooses, or everything."""

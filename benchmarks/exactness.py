@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.published import PUBLISHED
 from benchmarks.tiny import PAD
 from kvr_mpi.errors import DocumentError, KvrError
 from kvr_mpi.kv.decode_cache import DecodeCache
@@ -31,7 +32,6 @@ from kvr_mpi.prefill.one_prompt import (
     prefill_single,
 )
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -189,9 +189,8 @@ def _chain(ids: Sequence[int], cut: Partition, last: int, loaded: LoadedModel, r
 
 
 def _rival(name: str, ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:
-    strategy = STRATEGIES[name]
-    cut = strategy.cut_evenly(len(ids), rank.size)
-    return strategy.as_published.prefill(loaded, ids, cut, rank, reserve_tokens=NEW_TOKENS)
+    strategy = PUBLISHED[name]
+    return strategy.prefill(loaded, ids, strategy.cut_evenly(len(ids), rank.size), rank, reserve_tokens=NEW_TOKENS)
 
 
 def _with_prefix(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:

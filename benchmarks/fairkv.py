@@ -34,6 +34,7 @@ from benchmarks.options import (
     transport_option,
 )
 from benchmarks.pairs import Patience, Ratio, drift_of, ratio_of
+from benchmarks.placement import place_with_copies
 from benchmarks.tables import print_heads
 from kvr_mpi.cli.environment import is_offline, read_environment
 from kvr_mpi.cli.launch import guarded, quiet_libraries
@@ -76,7 +77,7 @@ def placements(copies: int) -> dict[str, Place]:
         SHA: place_statically,
         "best effort": place_best_effort,
         "equal copies": partial(place_with_equal_copies, copies=copies),
-        "in proportion": partial(place_in_proportion, copies=copies),
+        "in proportion": partial(place_with_copies, copies=copies),
     }
 
 
@@ -316,8 +317,7 @@ def bench_heads(
         together(ranks, lambda: _check_room(setup, prompts, ranks))
         held = PrefilledDocuments(setup, prompts, ranks, compressions[0])
         log.root(f"{held.number} prompts of {min(held.tokens)} to {max(held.tokens)} tokens, prefilled")
-        place = partial(place_in_proportion, copies=ranks.size - 1)
-        times = measure_decoding(setup.loaded, ranks, held.number, place)
+        times = measure_decoding(setup.loaded, ranks, held.number, place_in_proportion)
         began, rows = time.monotonic(), list[HeadsRow]()
         for number, compression in enumerate(compressions):
             contest = _Contest(setup, held, compression, ranks)

@@ -64,8 +64,8 @@ def _rows(profile: HeadProfile, ranks: int, copies: int) -> list[dict[str, Any]]
         "SHA": place.place_statically,
         "best effort": place.place_best_effort,
         "equal copies": partial(place.place_with_equal_copies, copies=copies),
-        "in proportion": partial(place.place_in_proportion, copies=copies),
-        "in proportion, exact": partial(research.place_best_in_proportion, copies=copies),
+        "in proportion": partial(research.place_with_copies, copies=copies),
+        "in proportion, exact": partial(research.place_best_with_copies, copies=copies),
     }
     placed, took_ms = {}, {}
     for name, way in {**ways, "eq. 4 alone": None}.items():

@@ -32,6 +32,7 @@ from benchmarks.options import (
     transport_option,
 )
 from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
+from benchmarks.published import LENT, PUBLISHED
 from benchmarks.rivals import Rival, exactness_of
 from benchmarks.roofline import measure_rooflines
 from benchmarks.tables import print_rooflines, print_strategies
@@ -44,7 +45,7 @@ from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
-from kvr_mpi.prefill.registry import STRATEGIES as REGISTRY
+from kvr_mpi.prefill.registry import STRATEGIES as IN_JOBS
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Log
@@ -57,8 +58,8 @@ from kvr_mpi.tuning.refit import refit
 
 # A strategy with cuts of its own runs with even, searched and interpolated slices.
 CUTS = ("-e", "-s", "-p")
-STRATEGIES = tuple(one.name + cut for one in REGISTRY.values() for cut in (CUTS if one.has_cuts else ("",)))
-OURS = tuple(name for name in STRATEGIES if name not in REGISTRY)
+STRATEGIES = tuple(one.name + cut for one in PUBLISHED.values() for cut in (CUTS if one.has_cuts else ("",)))
+OURS = tuple(name for name in STRATEGIES if name not in PUBLISHED)
 
 Say = Callable[[str], None]
 
@@ -87,7 +88,7 @@ class StrategyRow:
     runs: list[StrategyRun] = field(default_factory=list)
     ours: str = ""  # what it is compared with
     ratios: list[float] = field(default_factory=list)  # of its time to ours, pair by pair
-    exactness: str = ""  # of another engine, beside transformers; strategies here are proven by kvr verify
+    exactness: str = ""  # of another engine, beside transformers; strategies here are proven by tests
 
     @property
     def ttft_s(self) -> float:
@@ -194,7 +195,7 @@ def bench(
     )
     for name in strategies:
         if name not in OURS:
-            REGISTRY[name].check(loaded)
+            LENT[name].check(loaded)
     with pinned(world) as cores:
         ours = choose_ours(strategies)
         say(
@@ -283,7 +284,8 @@ class Trial:
     @property
     def registered(self) -> Strategy:
         """The strategy, however it is cut."""
-        return REGISTRY[self.strategy if self.strategy in REGISTRY else self.strategy[:-2]]
+        known = LENT if self.lends else PUBLISHED
+        return known[self.strategy if self.strategy in known else self.strategy[:-2]]
 
     @property
     def cut(self) -> Partition:
@@ -303,7 +305,7 @@ class Trial:
         if cold:
             reset_peak(loaded.device)
         predicted = 0
-        if self.registered.in_jobs and not self.registered.is_plain:
+        if self.registered.name in IN_JOBS and not self.registered.is_plain:
             route = self.registered.routes(self.cut)[world.rank]
             predicted = held_bytes(loaded.device) + self.footprint.route_bytes(route)
         began_cpu_s = time.process_time()
@@ -323,7 +325,7 @@ class Trial:
         return StrategyRun(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
 
     def exactness(self) -> str:
-        """Nothing to say: ``kvr verify`` proves it."""
+        """Nothing to say: tests prove it."""
         return ""
 
     def _prefill(self) -> Prefill | None:
@@ -332,8 +334,7 @@ class Trial:
         if self.registered.is_plain:
             return _single_with_all_cores(loaded, world, ids)
         with nullcontext() if lends or self.strategy in OURS else without_kernels(loaded.model):
-            strategy = self.registered if lends else self.registered.as_published
-            return strategy.prefill(loaded, ids, self.cut, world)
+            return self.registered.prefill(loaded, ids, self.cut, world)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,9 @@ Retained = list[Sequence[torch.Tensor] | None]
 def choose_kept(compression: Compression, cache: SliceCache, text: Range) -> Retained | None:
     """Choose what each KV head keeps of a whole cache that has observed the window; None: all of it."""
     retain = compression.retain(cache.length, text)
-    if retain is None:
+    if retain is None or retain.choose is None:
         return None
-    observed = {} if cache.observation is None else cache.observation.layers
-    return [retain(layer, observed.get(layer.layer_idx)) for layer in cache.layers]
+    return [retain.choose(layer) for layer in cache.layers]
 
 
 def keep_only(cache: SliceCache, retained: Sequence[Sequence[torch.Tensor] | None], slack: int) -> None:

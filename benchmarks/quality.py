@@ -80,7 +80,6 @@ class QualityBench:
         prompt, room = self._prompt, max(len(self._following), self._answers)
         options: Any = {"reserve_tokens": room, "prefix": self._prefix}
         if compression is not None:
-            options["window"] = compression.observed_of(prompt.tokens, prompt.text)
             options["retain"] = compression.retain(prompt.tokens, prompt.text)
         found = prefill_kvr(self._loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
         if compression is None or not found.cache.is_ragged:

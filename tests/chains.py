@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.published import LENT, PUBLISHED
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import follow
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
-from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
@@ -39,5 +39,5 @@ def rival(
     name: str, loaded: LoadedModel, ids: Sequence[int], ranks: Transport, *, lends: bool = False, **options: Any
 ) -> Prefill:
     """Prefill by a strategy with even slices, as published, or with what jobs have."""
-    strategy = STRATEGIES[name] if lends else STRATEGIES[name].as_published
+    strategy = (LENT if lends else PUBLISHED)[name]
     return strategy.prefill(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, **options)

@@ -22,7 +22,7 @@ from kvr_mpi.compress.planned_drop import PlannedDrop, compressed_layers, planne
 from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, counted
-from kvr_mpi.kv.observation import Retain, WindowQueries
+from kvr_mpi.kv.layer import Retain, SliceLayer
 from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tensor_parallel import Part
@@ -90,10 +90,6 @@ class Compression:
             return None
         return stop - self.settings.observed_tokens, stop
 
-    def observed_of(self, tokens: int, text: Range) -> Range | None:
-        """Return the tokens whose queries the prefill must keep (`window_of`); None if no queries are needed."""
-        return self.window_of(tokens, text) if self.settings.rule.observes else None
-
     def planned_drop(self, loaded: LoadedModel, tokens: int, text: Range) -> PlannedDrop | None:
         """Predict what this rank drops of a prompt, and the memory for choosing; None if all of it is kept."""
         if (window := self.window_of(tokens, text)) is None:
@@ -103,7 +99,7 @@ class Compression:
         return planned_drop(self.settings, loaded.shape, heads, tokens, window[1], group_ranks)
 
     def retain(self, tokens: int, text: Range) -> Retain | None:
-        """Return the function that chooses, layer by layer, what heads keep of a prompt; None if all of it is kept.
+        """Return what heads keep of a prompt, chosen layer by layer; None if all of it is kept.
 
         Parameters
         ----------
@@ -117,15 +113,16 @@ class Compression:
         each = self.settings.kept_of(window[1]) - self.settings.observed_tokens
         budget = Budget(each, window[0], len(self.layers), self.kv_heads)
         counts = self.settings.rule.share_out(budget, self.settings.window, self.profile)
-        return partial(self._choose, window, each, counts)
+        observed = window if self.settings.rule.observes else None
+        return Retain(observed, partial(self._choose, window, each, counts))
 
     def _choose(
-        self, window: Range, each: int, counts: TokenCounts, layer: Any, observed: WindowQueries | None
+        self, window: Range, each: int, counts: TokenCounts, layer: SliceLayer
     ) -> Sequence[torch.Tensor] | None:
         """Choose the tokens that each KV head of a layer keeps: candidates, the window and what follows it."""
         if layer.layer_idx not in self.layers:
             return None
-        scores = self._scores(layer, window, observed)
+        scores = self._scores(layer, window)
         shares = torch.from_numpy(counts[self.layers.index(layer.layer_idx)]).to(scores.device)
         if self.settings.rule.compete is not None:
             shares = self.settings.rule.compete(self._of_all_heads(scores), each)
@@ -145,13 +142,14 @@ class Compression:
         whole[slice(*self._own)] = scores
         return self.tp_group.all_reduce(whole)
 
-    def _scores(self, layer: Any, window: Range, observed: WindowQueries | None) -> torch.Tensor:
+    def _scores(self, layer: SliceLayer, window: Range) -> torch.Tensor:
         """Score the tokens before the window (this rank's heads, tokens)."""
         start, stop = window
         first, last = self._own
         keys, _ = layer.rows(0, stop)
         if not self.settings.rule.observes:
             return recency_scores(start, last - first, keys.device)
+        observed = layer.observed
         if observed is None or observed.query.shape[2] != stop - start:
             raise ValueError(f"layer {layer.layer_idx} has not observed tokens {start} to {stop}")
         return window_scores(observed.query, keys, observed.params, start=start)

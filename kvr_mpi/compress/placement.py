@@ -15,16 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvr_mpi.errors import ConfigError
-
 Loads = npt.NDArray[np.float64]
 # The rank of each (document, KV head) of a layer.
 Owners = npt.NDArray[np.int64]
-# The bisection for a proportional split ends within this share of the mean load.
-PRECISION = 1e-4
-# From (loads, ranks, copies, most pieces of one head, limit) to a placement of a layer's heads in which no rank exceeds
-# the limit; None if it finds none.
-Fit = Callable[[Sequence[float], int, int, int, float], "LayerPlacement | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +74,7 @@ def place_best_effort(loads: Sequence[float], ranks: int) -> LayerPlacement:
     return _lpt(split_evenly(loads, [1] * len(loads)), ranks)
 
 
-def place_with_equal_copies(
-    loads: Sequence[float], ranks: int, copies: int, max_replicas: int | None = None
-) -> LayerPlacement:
+def place_with_equal_copies(loads: Sequence[float], ranks: int, copies: int) -> LayerPlacement:
     """Copy heads, and split each evenly over its copies (fair-copying, sections 4.1 to 4.3).
 
     Copies are added one by one, each of the head with the heaviest pieces.
@@ -92,15 +83,11 @@ def place_with_equal_copies(
     ----------
     copies : int
         Largest number of pieces in addition to one per head (CH).
-    max_replicas : int or None
-        Largest number of pieces of one head (R_max, eq. 3); None: as many as ranks.
     """
-    most = min(max_replicas or ranks, ranks)
-    _check(copies, most)
     counts = [1] * len(loads)
     best = place_best_effort(loads, ranks)
     for _ in range(copies):
-        open_heads = [head for head, count in enumerate(counts) if count < most]
+        open_heads = [head for head, count in enumerate(counts) if count < ranks]
         if not open_heads:
             break
         counts[max(open_heads, key=lambda head: loads[head] / counts[head])] += 1
@@ -108,35 +95,14 @@ def place_with_equal_copies(
     return best
 
 
-def place_in_proportion(
-    loads: Sequence[float], ranks: int, copies: int, max_replicas: int | None = None, fits: Sequence[Fit] | None = None
-) -> LayerPlacement:
+def place_in_proportion(loads: Sequence[float], ranks: int) -> LayerPlacement:
     """Copy heads, and split each in any proportion: whole heads where they fit, the rest spills over.
 
-    The largest load is minimised by bisection, and is never larger than with even splits. With ``ranks - 1`` copies all
-    ranks have the same load.
-
-    Parameters
-    ----------
-    fits : sequence of callable, optional
-        Tried in order, each with a bisection; by default only `spill_over`.
+    With at most ``ranks - 1`` copies, all ranks have the same load (McNaughton).
     """
-    most = min(max_replicas or ranks, ranks)
-    _check(copies, most)
-    mean, best = float(sum(loads)) / ranks, place_with_equal_copies(loads, ranks, copies, max_replicas)
-    for fit in fits or (spill_over,):
-        found = fit(loads, ranks, copies, most, mean * (1 + 1e-9))
-        if found is not None:
-            return min(best, found, key=lambda one: one.heaviest)
-        low, high = mean, best.heaviest
-        while high - low > PRECISION * mean:
-            middle = (low + high) / 2
-            found = fit(loads, ranks, copies, most, middle)
-            if found is None:
-                low = middle
-            else:
-                best, high = min(best, found, key=lambda one: one.heaviest), middle
-    return best
+    found = spill_over(loads, ranks, ranks - 1, float(sum(loads)) / ranks * (1 + 1e-9))
+    assert found is not None, "each copy fills a rank"
+    return min(place_with_equal_copies(loads, ranks, ranks - 1), found, key=lambda one: one.heaviest)
 
 
 def place_layers(
@@ -170,11 +136,6 @@ def sync_efficiency(placed: Sequence[LayerPlacement]) -> float:
     return float(loads.mean(1).sum() / loads.max(1).sum())
 
 
-def _check(copies: int, most: int) -> None:
-    if copies < 0 or most < 1:
-        raise ConfigError(f"copies = {copies}, at most {most} of one head: expected at least 0 and 1")
-
-
 def split_evenly(loads: Sequence[float], counts: Sequence[int]) -> list[tuple[float, int]]:
     """Split each head into its count of equal pieces; return (load, head), the heaviest first."""
     pieces = [(load / count, head) for head, (load, count) in enumerate(zip(loads, counts, strict=True))]
@@ -193,7 +154,7 @@ def _lpt(items: Sequence[tuple[float, int]], ranks: int) -> LayerPlacement:
     return LayerPlacement(ranks, tuple(pieces))
 
 
-def spill_over(loads: Sequence[float], ranks: int, copies: int, most: int, limit: float) -> LayerPlacement | None:
+def spill_over(loads: Sequence[float], ranks: int, copies: int, limit: float) -> LayerPlacement | None:
     """Place heads so that no rank exceeds `limit`; None if that takes too many copies.
 
     Each head, the largest first, goes to the rank with the least room that fits; if none fits, it fills the emptiest.
@@ -204,7 +165,7 @@ def spill_over(loads: Sequence[float], ranks: int, copies: int, most: int, limit
         rest, used = float(loads[head]), set[int]()
         while rest > tiny or not used:
             open_ranks = [rank for rank in range(ranks) if rank not in used and (room[rank] > tiny or rest <= tiny)]
-            if not open_ranks or len(used) == most:
+            if not open_ranks:
                 return None
             fitting = [rank for rank in open_ranks if room[rank] >= rest - tiny]
             rank = min(fitting, key=room.__getitem__) if fitting else max(open_ranks, key=room.__getitem__)

@@ -34,16 +34,12 @@ class Method:
     """A method that chooses the tokens each KV head keeps.
 
     name : in jobs, records and tables.
-    about : in a few words.
-    paper : its arXiv id.
     share_out : distributes the budget over layers and heads.
     compete : distributes a layer's budget over its heads by the text's own scores instead; None: not used.
     reads : settings in addition to those that all methods read.
     """
 
     name: str
-    about: str
-    paper: str
     share_out: ShareOut
     reads: tuple[str, ...]
     compete: Compete | None = None
@@ -70,12 +66,16 @@ class Method:
 
 
 def evenly(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
-    """Give every head of every layer the same number, as StreamingLLM and SnapKV do."""
+    """Give every head of every layer the same number.
+
+    StreamingLLM (arXiv:2309.17453) fills it with the first tokens and the most recent ones, SnapKV (arXiv:2404.14469)
+    with the tokens that the window attends to most.
+    """
     return budget.evenly()
 
 
 def pyramidkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
-    """Give lower layers more, since attention narrows upwards (PyramidKV, section 4.2).
+    """Give lower layers more, since attention narrows upwards (PyramidKV, arXiv:2406.02069, section 4.2).
 
     Counts fall linearly from the first layer to the last, which keeps 1 / `PYRAMID_BETA` of the mean. If the first
     layer would keep more tokens than there are, the slope is reduced and the mean stays (as in the paper's code).
@@ -89,7 +89,7 @@ def pyramidkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -
 
 
 def headkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
-    """Give more to heads that were found to retrieve or reason (HeadKV).
+    """Give more to heads that were found to retrieve or reason (HeadKV, arXiv:2410.19258).
 
     Counts are the same for every prompt: those of a profile, beyond the window, scaled to the budget over all heads of
     the model (`head_profile` converts published scores to a profile). HeadKV's own code repeats keys before it caches
@@ -101,12 +101,12 @@ def headkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> T
 
 
 def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
-    """Let a layer's heads compete for its budget, token by token, by their scores (kv_heads, candidates) (Ada-SnapKV).
+    """Let a layer's heads compete for its budget, token by token, by their scores (kv_heads, candidates).
 
-    Heads whose attention is spread over many tokens keep more tokens than heads that attend to few. As in kvpress, each
-    head first keeps its own best tokens, the fraction `FLOOR` (the paper's alpha) of `each`, which is the mean count.
-    The rest of the budget goes to the best tokens of all heads together. The paper's code distributes the whole budget
-    by competition, and then moves each head's count towards the floor.
+    Ada-SnapKV (arXiv:2407.11550): heads whose attention is spread over many tokens keep more tokens than heads that
+    attend to few. As in kvpress, each head first keeps its own best tokens, the fraction `FLOOR` (the paper's alpha) of
+    `each`, which is the mean count. The rest of the budget goes to the best tokens of all heads together. The paper's
+    code distributes the whole budget by competition, and then moves each head's count towards the floor.
 
     Returns
     -------
@@ -123,41 +123,10 @@ def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method(
-            "streaming-llm",
-            "the first tokens and the most recent ones",
-            "arXiv:2309.17453",
-            evenly,
-            (),
-        ),
-        Method(
-            "snapkv",
-            "the tokens that the window attends to most, the same number in every head",
-            "arXiv:2404.14469",
-            evenly,
-            ("window",),
-        ),
-        Method(
-            "pyramidkv",
-            "as snapkv, but more in lower layers",
-            "arXiv:2406.02069",
-            pyramidkv_counts,
-            ("window",),
-        ),
-        Method(
-            "ada-snapkv",
-            "as snapkv, but the heads of a layer share one budget",
-            "arXiv:2407.11550",
-            evenly,
-            ("window",),
-            compete=adakv_counts,
-        ),
-        Method(
-            "headkv",
-            "as snapkv, but more in retrieval heads, according to a profile",
-            "arXiv:2410.19258",
-            headkv_counts,
-            ("window", "profile"),
-        ),
+        Method("streaming-llm", evenly, ()),
+        Method("snapkv", evenly, ("window",)),
+        Method("pyramidkv", pyramidkv_counts, ("window",)),
+        Method("ada-snapkv", evenly, ("window",), compete=adakv_counts),
+        Method("headkv", headkv_counts, ("window", "profile")),
     )
 }

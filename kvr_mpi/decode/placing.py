@@ -28,7 +28,7 @@ from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel, ModelShape
 
 # Ways to place heads that copy some of them.
-COPYING = {"equal": place_with_equal_copies, "proportional": place_in_proportion}
+COPYING = ("equal", "proportional")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,9 +51,13 @@ class HeadSharing:
 
     def placing(self, ranks: int) -> Place:
         """Return the function that places one layer's heads on `ranks` ranks."""
-        if self.settings.placement in COPYING:
-            return partial(COPYING[self.settings.placement], copies=ranks - 1)  # enough to balance the ranks
-        return place_statically if self.settings.placement == "static" else place_best_effort
+        ways: dict[str, Place] = {
+            "static": place_statically,
+            "best-effort": place_best_effort,
+            "equal": partial(place_with_equal_copies, copies=ranks - 1),
+            "proportional": place_in_proportion,
+        }
+        return ways[self.settings.placement]
 
     def efficiency(self, ranks: int) -> float:
         """Forecast the fraction of time in which ranks attend, from the profile or for heads of equal size."""

@@ -63,7 +63,5 @@ class Samples:
 
 
 def sample_seed(seed: int, place: int) -> int:
-    """Return the seed of a sample; the first sample has the prompt's."""
-    if place == 0:
-        return seed
+    """Return the seed of a sample after the first, which has the prompt's."""
     return int.from_bytes(hashlib.sha256(f"{seed} sample {place}".encode()).digest()[:7], "big")

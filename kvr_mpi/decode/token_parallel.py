@@ -14,7 +14,6 @@ import torch
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.group import Group, Running
 from kvr_mpi.kv.shares import Share
-from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
@@ -33,9 +32,6 @@ class TokenGroup(Group[K]):
     """
 
     ranks: Transport
-
-    def __init__(self, loaded: LoadedModel, ranks: Transport) -> None:
-        super().__init__(loaded, ranks)
 
     def is_home(self, prefill: Prefill) -> bool:
         """Whether this rank has a prompt's last shard."""

@@ -167,25 +167,6 @@ def attend_window(
     return _attend_bent(query, keys, values, params, offset=keys.shape[2] - query.shape[2], window=window)
 
 
-def attend_masked(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, offset: int
-) -> PartialAttention:
-    """Attend causally by masking; the first query is aligned with key `offset`.
-
-    All scores of queries x keys are computed, as in the paper's TSP. Use it only as a baseline.
-    """
-    if params.is_plain and keys.shape[-1] == values.shape[-1] and query.device.type in ("cpu", "meta"):
-        after = torch.arange(keys.shape[2], device=query.device) > torch.arange(
-            offset, offset + query.shape[2], device=query.device
-        ).unsqueeze(1)
-        mask = torch.zeros(after.shape, dtype=query.dtype, device=query.device).masked_fill_(after, float("-inf"))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, False, attn_mask=mask, scale=params.scale
-        )
-        return PartialAttention(out, lse.float())
-    return _attend_blocks(query, keys, values, params, offset=offset, window=None, dense=True)
-
-
 def takes_flash(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
     """Whether flash attention on GPUs supports these tensors."""
     head_dim = query.shape[-1]

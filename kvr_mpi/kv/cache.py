@@ -16,15 +16,13 @@ from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore, check_retained
-from kvr_mpi.kv.layer import LayersOwner, SliceLayer
-from kvr_mpi.kv.observation import Observation, Retain
+from kvr_mpi.kv.layer import LayersOwner, Retain, SliceLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.transport.base import LAYERS_AHEAD
 
 Chunks = Sequence[Sequence[Range]]
@@ -54,11 +52,9 @@ class SliceCache(LayersOwner):
         Leave the model after this many layers (for timing a few of them).
     is_spread : bool
         Sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
-    window : (int, int) or None
-        Bounds of the observation window, within the decode rank's last range of tokens; that rank keeps its queries.
     retain : Retain or None
-        Chooses what each KV head of a layer keeps, once the decode rank has attended in that layer. The rest is
-        dropped, so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
+        What compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped, so
+        this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
     arena : Arena or None
         Page pool, to which the rank that ends with all keys and values moves each complete layer, reordered by heads.
     write_layer : callable or None
@@ -66,8 +62,6 @@ class SliceCache(LayersOwner):
 
     Attributes
     ----------
-    observation : Observation or None
-        The queries of the window, on the decode rank.
     in_parts : bool
         Our attention attends to the prefix in parts; otherwise the model's own attention attends to all of it at once.
     cuts_last_layer : bool
@@ -90,7 +84,6 @@ class SliceCache(LayersOwner):
         prefix: SharedPrefix | None = None,
         stop_after: int | None = None,
         is_spread: bool = False,
-        window: Range | None = None,
         retain: Retain | None = None,
         arena: Arena | None = None,
         write_layer: WriteLayer | None = None,
@@ -99,13 +92,12 @@ class SliceCache(LayersOwner):
         self.route, self.transfers, self.prefix = route, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
         self.is_decode_rank = transfers is None or route.is_last
-        self.observation = Observation(window) if window is not None and self.is_decode_rank else None
-        if self.observation is not None:
-            self.observation.check_in(route.owned)
-        self._retain = retain if self.is_decode_rank else None
+        keep = retain if retain is not None and self.is_decode_rank else Retain(None)
+        self.window, self._choose = keep.window, keep.choose
+        if self.window is not None:
+            _check_window(self.window, route.owned[-1])
         self._reserve_tokens = reserve_tokens
         self.start, self.prompt_tokens = route.owned[0][0], route.partition.tokens
-        self._last_chunks: Chunks = route.chunks  # those of the last layer
         self.share = _make_share(loaded, route, prefix, reserve_tokens) if is_spread else None
         self.keeps_all = self.is_decode_rank and self.share is None
         self.capacity = route.capacity + (reserve_tokens if self.keeps_all else 0)
@@ -118,20 +110,22 @@ class SliceCache(LayersOwner):
         self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
         if self.is_alone:
             self._layers_ahead = 0
-        if self._retain is not None:
+        if self._choose is not None:
             self._layers_ahead = min(self._layers_ahead, COMPRESSED_AHEAD)
         layers = [
             StateLayer(self, idx, layer) if layer.states else SliceLayer(self, idx, layer)
             for idx, layer in enumerate(shape.layers)
         ]
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
-        self._last = kept[-1]  # the last layer that keeps anything; later layers work token by token
-        self._stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
-        self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
+        self.last = kept[-1]
+        stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
+        is_read = self.is_decode_rank or not route.saves_last_layer
+        self.left_after = self.last if stop is None and not is_read else stop
+        self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self.last].states
         super().__init__(layers)
-        filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        self.arena = arena if self.keeps_all and self._stop is None else None
-        self._admits = self._retain is not None or self.arena is not None
+        filled = [layer.shape for layer in layers[: None if stop is None else stop + 1 + LAYERS_AHEAD]]
+        self.arena = arena if self.keeps_all and stop is None else None
+        self._admits = self._choose is not None or self.arena is not None
         self.shared_tokens = prefix.shared_tokens(self.arena) if prefix is not None and self.in_parts else 0
         keeps = self.keeps_all and not self._admits
         self.buffers = LayerBuffers(
@@ -143,18 +137,14 @@ class SliceCache(LayersOwner):
     def begin(self) -> None:
         """Post the receives of the first layers before anything is computed."""
         if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:
-            self._last_chunks = _with_last_alone(self.route.chunks)
+            self.layers[self.last].chunks = _with_last_alone(self.route.chunks)
         if self.transfers is not None:
             self.transfers.begin()
         self._post_up_to(self._layers_ahead)
 
-    def chunks(self, layer_idx: int) -> Chunks:
-        """Return the route's chunks; in the last layer, the last token may be a separate chunk."""
-        return self._last_chunks if layer_idx == self._last else self.route.chunks
-
     def chunk_lengths(self, layer_idx: int) -> list[int]:
         """Tokens of each chunk of the slice."""
-        return [sum(last - first for first, last in chunk) for chunk in self.chunks(layer_idx)]
+        return [sum(last - first for first, last in chunk) for chunk in self.layers[layer_idx].chunks]
 
     @property
     def positions(self) -> torch.Tensor | None:
@@ -167,10 +157,6 @@ class SliceCache(LayersOwner):
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Return the tokens to run and the length of the whole prompt, including the slices of later ranks."""
         return [(tokens, self.prompt_tokens if self.prefilling else self.length + tokens)]
-
-    def reads_only_last(self, layer_idx: int) -> bool:
-        """Whether it is the last layer of a prefill."""
-        return self.prefilling and self.route.saves_last_layer and layer_idx == self._last
 
     def advance(self, layer_idx: int) -> None:
         """Begin a layer: finish those before it, release the ones that are sent, and post receives."""
@@ -185,16 +171,6 @@ class SliceCache(LayersOwner):
             self._held += through
             while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):
                 self._held.pop(0)
-
-    def leave_if_done(self, layer_idx: int) -> None:
-        """Leave the model by `UnreadError` if the rest of its output is not used."""
-        is_read = self.is_decode_rank or not self.route.saves_last_layer
-        layer = self.layers[layer_idx]
-        if layer_idx == self._stop or (layer_idx == self._last and not is_read):
-            is_made = layer.has_all_chunks and (not layer.shape.states or layer.is_sent)
-            if len(self.route.chunks) > 1 or is_made:
-                layer.attended = True  # its output is not used
-                raise UnreadError
 
     def settle(self) -> None:
         """Finish the layers that are still open after the model has returned."""
@@ -221,18 +197,31 @@ class SliceCache(LayersOwner):
 
     def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
         """Move the tokens that each head keeps (None: all) to the decode store, and release the layer's buffer."""
-        before, shape = layer.layout, layer.shape
+        before, shape, length, is_whole = layer.layout, layer.shape, layer.length, kept is None
         assert before is not None, "the buffer was filled"
-        shared = before.shared if kept is None else ()
+        shared = before.shared if is_whole else ()
         while True:
             beside = shared[0].owner.memory.extent if shared and shared[0].owner is not None else None
             known = shared[-1].stop if shared else 0
-            counts = [layer.length - known] * shape.num_kv_heads if kept is None else list(map(len, kept))
+            counts = [length - known] * shape.num_kv_heads if kept is None else list(map(len, kept))
             memory = make_rows(shape, counts, slack, self.dtype, self.device, self.arena, beside)
             if not shared or memory.extent is beside:
                 break
             shared = ()  # their extent is full: copy the shared rows
-        layer.keep_only(kept, counts, slack, memory, shared)
+        if layer.segments is not None:
+            layer.segments.wait_through()
+        keys, values = before.rows(known, length)
+        store = HeadStore.by_heads(memory, shape, counts, slack, length, is_whole=is_whole, shared=shared)
+        for head in range(shape.num_kv_heads):
+            places = store.own_rows(head, length)
+            for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):
+                if kept is None:
+                    place.copy_(rows)
+                else:
+                    torch.index_select(rows, 0, kept[head].to(rows.device), out=place)
+        if kept is not None:
+            store.positions = [positions.to("cpu", torch.int32) for positions in kept]
+        layer.layout, layer.segments = store, None  # the segments reference the buffer, too
         if before.buffer is not None:
             self.buffers.give_back(before.buffer)
 
@@ -267,8 +256,8 @@ class SliceCache(LayersOwner):
                 bounds = self.route.partition.bounds[self.route.position :][:2]
                 self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
             if self._admits and layer.shape.elements:
-                observed = None if self.observation is None else self.observation.layers.pop(layer.layer_idx)
-                kept = None if self._retain is None else self._retain(layer, observed)
+                kept = None if self._choose is None else self._choose(layer)
+                layer.observed = None
                 if kept is not None:
                     check_retained(kept, layer.shape, layer.length, layer.layer_idx)
                 self.admit(layer, kept, self._reserve_tokens)
@@ -286,6 +275,15 @@ def held_bytes(caches: Sequence[Any]) -> int:
     for layout in layouts:
         shared.pop(id(layout), None)
     return sum(shared.values(), sum(int(cache.held_bytes) for cache in caches))
+
+
+def _check_window(window: Range, owned: Range) -> None:
+    """Check that a rank computes the whole window: otherwise what compression keeps would depend on the partition."""
+    (first, last), (start, stop) = owned, window
+    if not first <= start < stop <= last:
+        raise ValueError(
+            f"the observation window, tokens {start} to {stop}, is not in the last slice, tokens {first} to {last}"
+        )
 
 
 def _with_last_alone(chunks: Chunks) -> Chunks:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.attention import PartialAttention
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.row import RowCache, RowLayer
@@ -100,11 +99,6 @@ class DecodeCache(RowCache):
             part = self.merge(part)
         return part.finish(params).to(query.dtype).reshape(*shape[:-1], layer.shape.value_dim)
 
-    @property
-    def capacity(self) -> int:
-        """Largest number of tokens that any of the documents has room for."""
-        return max(document.capacity for document in self.documents)
-
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """For each document, its tokens in this row (1) and its length with them."""
         return [(1, length + 1) for length in self.lengths]
@@ -174,11 +168,6 @@ class PagedRows(RowCache):
             raise ModelError(f"layer {layer.layer_idx} does not attend by pages, but document by document")
         part = self._pages.of_layers[layer.layer_idx].attend(query, params, seen.window)
         return part.finish(params).to(query.dtype).reshape(*shape[:-1], dim)
-
-    @property
-    def capacity(self) -> int:
-        """Largest number of tokens that a slot has pages for."""
-        return self._pages.layout.width * PAGE_ROWS
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """For each document, its tokens in this row (1) and a placeholder for its length."""

@@ -8,16 +8,16 @@ function (see ``attention_hook``). `SliceLayer.update` stores this rank's keys a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import Arena, RowMemory
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
+from kvr_mpi.kv.arena import Arena
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
-from kvr_mpi.kv.head_store import HeadStore, Pair, Run
-from kvr_mpi.kv.observation import Observation
+from kvr_mpi.kv.head_store import HeadStore, Pair
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route, in_two_groups
 from kvr_mpi.kv.row import RowCache, RowLayer
@@ -32,10 +32,17 @@ from kvr_mpi.partition import cut_range
 GROUPING = ("cuda",)
 
 
+class WindowQueries(NamedTuple):
+    """A layer's queries of the observation window (1, heads, window, head_dim), and its attention parameters."""
+
+    query: torch.Tensor
+    params: AttentionParams
+
+
 class LayersOwner(RowCache):
     """The attributes and methods of `cache.SliceCache` that its layers use."""
 
-    prefilling, capacity = True, 0
+    prefilling = True
     route: Route
     transfers: PromptTransfers | None
     prefix: SharedPrefix | None
@@ -43,37 +50,21 @@ class LayersOwner(RowCache):
     dtype: torch.dtype
     device: torch.device
     start: int
+    last: int  # index of the last layer that keeps anything; later layers work token by token
+    left_after: int | None  # index of the layer after whose keys and values this rank leaves the model
     shared_tokens: int
     keeps_all: bool
     is_alone: bool
     arena: Arena | None
-    observation: Observation | None
+    window: Range | None
 
     @property
     def length(self) -> int:
         """Tokens held in layers that keep keys and values; 0 if no layer does."""
         return next((layer.length for layer in self.layers if layer.shape.elements), 0)
 
-    def chunks(self, layer_idx: int) -> Sequence[Sequence[Range]]:
-        """Chunks of tokens that a layer processes, in order (`Route.chunks`)."""
-        raise NotImplementedError
-
-    def reads_only_last(self, layer_idx: int) -> bool:
-        """Whether only the last token's output of this layer is used, as for the last layer of a prefill."""
-        raise NotImplementedError
-
     def advance(self, layer_idx: int) -> None:
         """Begin a layer: finish those before it, and post receives as far ahead as the transport allows. Idempotent."""
-        raise NotImplementedError
-
-    def leave_if_done(self, layer_idx: int) -> None:
-        """Leave the model early if the rest of its output is not used.
-
-        Raises
-        ------
-        UnreadError
-            To leave this layer for the current chunk, or the model.
-        """
         raise NotImplementedError
 
 
@@ -86,15 +77,18 @@ class SliceLayer(RowLayer):
     """
 
     cache: LayersOwner
+    is_sent = True  # its states, if it has any
 
     def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
         super().__init__(cache, layer_idx, shape)
         self.length = cache.start
         self.fresh = 0  # tokens last appended
         self.fresh_ranges: Sequence[Range] = ()  # their positions
+        self.chunks: Sequence[Sequence[Range]] = cache.route.chunks  # of tokens that this layer processes, in order
         self.chunks_done = 0  # chunks of the slice that are appended
         self.layout: HeadStore | None = None
         self.is_over: bool = False  # released, after everything was sent
+        self.observed: WindowQueries | None = None  # on the decode rank, if compression scores keys with them
         self.segments: LayerTransfers | None = None
         if cache.transfers is not None and (shape.elements or shape.states):
             self.segments = LayerTransfers(cache.transfers, layer_idx, shape.visibility)
@@ -145,18 +139,32 @@ class SliceLayer(RowLayer):
             if self.segments is not None:
                 self.segments.share(cache.route, cache.route.owned if self.has_all_chunks else self.fresh_ranges)
             cache.advance(self.layer_idx)
-            cache.leave_if_done(self.layer_idx)
+            self.leave_if_done()
         if cache.in_parts:
             return key_states, value_states
-        self.attended = True
+        cache.current = None
         if self.segments is not None:
             self.segments.collect()
         return self.rows(0, self.length)
 
+    def leave_if_done(self) -> None:
+        """Leave the model if the rest of its output is not used.
+
+        Raises
+        ------
+        UnreadError
+            To leave this layer for the current chunk, or the model.
+        """
+        if self.layer_idx != self.cache.left_after:
+            return
+        if len(self.cache.route.chunks) > 1 or (self.has_all_chunks and self.is_sent):
+            self.cache.current = None  # the layer's output is not used
+            raise UnreadError
+
     @property
     def has_all_chunks(self) -> bool:
         """Whether all tokens of the slice are appended."""
-        return not self.shape.elements or self.chunks_done == len(self.cache.chunks(self.layer_idx))
+        return not self.shape.elements or self.chunks_done == len(self.chunks)
 
     def attend(
         self,
@@ -177,7 +185,7 @@ class SliceLayer(RowLayer):
         UnreadError
             To skip the last layer's attention for a chunk without the last token.
         """
-        self.attended, shape = True, query.shape
+        self.cache.current, shape = None, query.shape
         if self.fresh == 1:  # the token's heads may come folded into the query length (1, kv_heads, group, head_dim)
             query = query.reshape(1, -1, 1, shape[-1])
         if query.shape[2] != self.fresh:
@@ -188,20 +196,39 @@ class SliceLayer(RowLayer):
         if layout.buffer is None and (not layout.is_whole or is_shared):
             out = layout.attend(query, self.length, params).finish(params).to(query.dtype)
             return out.reshape(*shape[:-1], layout.shape.value_dim)
-        if self.cache.observation is not None and self.cache.prefilling:
-            self.cache.observation.keep(self.layer_idx, query, self.fresh_ranges, params)
-        reads_only_last = self.cache.reads_only_last(self.layer_idx)
+        if self.cache.window is not None and self.cache.prefilling:
+            self._observe(query, self.cache.window, params)
+        is_last = self.cache.prefilling and self.layer_idx == self.cache.last
+        reads_only_last = is_last and self.cache.route.saves_last_layer
         if reads_only_last and not self.has_all_chunks:
             raise UnreadError
         skipped = self.fresh - 1 if reads_only_last else 0
         query = query[:, :, skipped:]
         if self.cache.prefilling and not reads_only_last and seen.sees_all(self.length):
             part = self._attend_route(query, keys, values, params)
-        else:
-            part = self._attend_collected(query, params, skipped)
+        else:  # in decoding, for a last token alone, and with windows or chunks
+            if self.segments is not None:
+                self.segments.collect()
+            ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
+            part = attend_ranges(query, ranges, self.rows, seen, params)
         out = part.finish(params).to(query.dtype)
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
         return whole.reshape(*shape[:-1], self.shape.value_dim)
+
+    def _observe(self, query: torch.Tensor, window: Range, params: AttentionParams) -> None:
+        """Keep the queries (1, heads, tokens, head_dim) of window tokens, after those kept from earlier chunks.
+
+        The window lies in the last range that this rank computes (`cache.SliceCache`).
+        """
+        (start, stop), chunk = self.fresh_ranges[-1], query.shape[2]
+        first, last = max(start, window[0]), min(stop, window[1])
+        if first >= last:
+            return
+        at = chunk - (stop - first)
+        rows = query[:, :, at : at + last - first].clone()
+        if self.observed is not None:
+            rows = torch.cat([self.observed.query, rows], dim=2)
+        self.observed = WindowQueries(rows, params)
 
     def _attend_route(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
@@ -210,11 +237,11 @@ class SliceLayer(RowLayer):
         route, layout = self.cache.route, self.layout
         assert layout is not None, "this rank holds keys and values"
         start = route.owned[0][0]
-        if route.is_dense or self.fresh_ranges[0][0] > start:
+        if route.attend is not None or self.fresh_ranges[0][0] > start:
             if self.segments is not None:  # the first chunk has waited for them, unless its output is unused
                 self.segments.collect()
-            if route.is_dense:
-                return attend_masked(query, *layout.rows(0, route.capacity), params, start)
+            if route.attend is not None:
+                return route.attend(query, *layout.rows(0, route.capacity), params, start)
             *before, own = layout.pieces(0, self.length)
             part = attend_up_to(query, *own, params)
             for rows in before:
@@ -229,13 +256,6 @@ class SliceLayer(RowLayer):
             for rows in (piece for bounds in step.ranges for piece in layout.pieces(*bounds)):
                 part = part.merge_after(step.first_query, attend(some, *rows, params))
         return part
-
-    def _attend_collected(self, query: torch.Tensor, params: AttentionParams, skipped: int) -> PartialAttention:
-        """Attend after all segments have arrived: for decoding, for a last token alone, and for windows or chunks."""
-        if self.segments is not None:
-            self.segments.collect()
-        ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
-        return attend_ranges(query, ranges, self.rows, self.shape.visibility, params)
 
     @property
     def buffer(self) -> torch.Tensor | None:
@@ -298,31 +318,6 @@ class SliceLayer(RowLayer):
         if self.layout is not None and self.layout.buffer is not None:
             self.layout = self.layout.laid_by_heads(self.length)
 
-    def keep_only(
-        self,
-        retained: Sequence[torch.Tensor] | None,
-        counts: Sequence[int],
-        slack: int,
-        memory: RowMemory,
-        shared: Sequence[Run],
-    ) -> None:
-        """Copy the retained tokens, `counts` of each head, into `memory`; see `cache.SliceCache.admit`."""
-        if self.segments is not None:
-            self.segments.wait_through()
-        is_whole = retained is None
-        keys, values = self.rows(shared[-1].stop if shared else 0, self.length)
-        store = HeadStore.by_heads(memory, self.shape, counts, slack, self.length, is_whole=is_whole, shared=shared)
-        for head, places in enumerate(store.own_rows(head, self.length) for head in range(len(counts))):
-            for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):
-                if retained is None:
-                    place.copy_(rows)
-                else:
-                    torch.index_select(rows, 0, retained[head].to(rows.device), out=place)
-        if retained is not None:
-            store.positions = [positions.to("cpu", torch.int32) for positions in retained]
-        self.layout = store
-        self.segments = None  # they reference the buffer, too
-
     def release(self, *, wait: bool) -> bool:
         """Release the buffer if everything is sent, or after waiting for that; return whether it is released."""
         if self.segments is not None:
@@ -355,7 +350,7 @@ class SliceLayer(RowLayer):
             return [(self.length, self.length + self.fresh)]
         if self.has_all_chunks:
             raise ModelError(f"layer {self.layer_idx}: it was updated twice with the same tokens")
-        ranges = self.cache.chunks(self.layer_idx)[self.chunks_done]
+        ranges = self.chunks[self.chunks_done]
         self.chunks_done += 1
         expected = sum(last - first for first, last in ranges)
         if self.fresh != expected:
@@ -368,6 +363,20 @@ class SliceLayer(RowLayer):
         found = tuple((tensor.shape[0], tensor.shape[1], tensor.shape[3]) for tensor in (keys, values))
         if found != expected:
             raise ModelError(f"layer {self.layer_idx}: keys and values are {found}; expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Retain:
+    """What compression keeps of a prompt.
+
+    window : tokens that show what the answer will attend to (SnapKV, Li et al. 2024, section 4), in the decode rank's
+        last range of tokens; its layers keep their queries (`SliceLayer.observed`). None: no queries are needed.
+    choose : takes a complete layer; returns the positions that each KV head keeps, (tokens,) int64, ascending, or None
+        if the layer keeps everything. None: all layers do.
+    """
+
+    window: Range | None
+    choose: Callable[[SliceLayer], Sequence[torch.Tensor] | None] | None = None
 
 
 def attend_ranges(

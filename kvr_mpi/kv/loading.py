@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import overload
 
 import torch
 
@@ -15,7 +14,7 @@ LAYERS_AHEAD = 3
 LAYERS_KEPT = 8
 
 
-class LoadedLayers(Sequence["torch.Tensor | None"]):
+class LoadedLayers:
     """The layers of a `SharedPrefix`: read on demand, with the next ones read ahead, and dropped afterwards.
 
     When the next prompt asks for an earlier layer again, that layer is read again.
@@ -41,21 +40,8 @@ class LoadedLayers(Sequence["torch.Tensor | None"]):
         self._pool = ThreadPoolExecutor(1, "kvr-loading", initializer=_begin_thread, initargs=(gpu,))
         self._layers: dict[int, Future[torch.Tensor | None]] = {}
 
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, at: int) -> torch.Tensor | None: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[torch.Tensor | None]: ...
-
-    def __getitem__(self, at: int | slice) -> torch.Tensor | None | Sequence[torch.Tensor | None]:
+    def __getitem__(self, at: int) -> torch.Tensor | None:
         """Return a layer's rows, waiting for them if need be."""
-        if isinstance(at, slice):
-            return [self[layer] for layer in range(*at.indices(self._count))]
-        if not 0 <= at < self._count:
-            raise IndexError(at)
         for layer in range(at, min(at + 1 + LAYERS_AHEAD, self._count)):
             if layer not in self._layers:
                 self._layers[layer] = self._pool.submit(self._load, layer)

@@ -53,8 +53,8 @@ class PackedCache(RowCache):
         seen = layer.shape.visibility
         is_plain = all(document.prefix is None for document in self.documents) and seen.chunk is None
         if is_plain and takes_flash(query, values, params):
-            for one in own:
-                one.attended = True
+            for document in self.documents:
+                document.current = None
             part = attend_documents(query, keys, values, params, self.edges, self.longest, seen.window)
             return part.finish(params).to(query.dtype)
         outs = [
@@ -62,11 +62,6 @@ class PackedCache(RowCache):
             for one, (first, last) in zip(own, self.bounds, strict=True)
         ]
         return torch.cat(outs, dim=2)
-
-    @property
-    def capacity(self) -> int:
-        """Largest number of tokens that any of the buffers holds."""
-        return max(document.capacity for document in self.documents)
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """For each prompt, its tokens in the row and its length with them."""

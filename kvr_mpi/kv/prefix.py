@@ -10,6 +10,7 @@ import torch
 
 from kvr_mpi.kv.arena import PAGE_ROWS, Arena, make_rows
 from kvr_mpi.kv.head_store import HeadStore
+from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.model import LayerShape
 
 # Reads each KV head's keys and values (tokens, dim) of a layer; None if the layer has none.
@@ -24,7 +25,7 @@ class SharedPrefix:
     Parameters
     ----------
     ids : tuple of int
-    layers : sequence
+    layers : sequence or LoadedLayers
         For each layer its `HeadStore`; for a stored prefix its rows (tokens, elements of K and V of all heads), read
         on access; None for layers without keys and values.
     states : dict of int to Tensor
@@ -42,7 +43,7 @@ class SharedPrefix:
     """
 
     ids: tuple[int, ...]
-    layers: Sequence[HeadStore | torch.Tensor | None]
+    layers: Sequence[HeadStore | torch.Tensor | None] | LoadedLayers
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
     read: ReadRows | None = None
     heads: ReadHeads | None = None

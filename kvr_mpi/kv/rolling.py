@@ -129,7 +129,7 @@ class RollingLayer(RowLayer):
         UnreadError
             To leave the model if the rest of its output is not used.
         """
-        self.attended, fresh = True, keys.shape[2]
+        self.cache.current, fresh = None, keys.shape[2]
         if self.layer_idx == self.cache.left_after:
             raise UnreadError
         if query.shape[2] != fresh and fresh > 1:
@@ -187,10 +187,6 @@ class RollingLayer(RowLayer):
     def get_seq_length(self) -> int:
         """Tokens processed so far."""
         return self.length
-
-    def get_max_length(self) -> int:
-        """No limit: the oldest tokens are dropped."""
-        return -1
 
 
 class RollingCache(RowCache):

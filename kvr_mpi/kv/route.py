@@ -6,11 +6,12 @@ Tables of routes are made in ``prefill.routes``. One loop runs them: `LayerTrans
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from kvr_mpi.kv.attention import PartialAttention
     from kvr_mpi.model.masks import Visibility
     from kvr_mpi.partition import Partition
 
@@ -60,11 +61,13 @@ class Route:
     capacity : tokens a layer's buffer holds.
     hops : own segments in the order of sending, then the others in the order of arrival.
     steps : attention after that to this position's own tokens.
-    reads_from : the first token of this position that attends to received tokens; None: it receives everything.
+    reads_from : the first token of this position that attends to received tokens; None: it receives everything, also in
+        layers with a window or chunks.
     next_reads_from : the same for the next position.
     in_order : each position's tokens follow those of the position before; only such routes can use chunks.
     saves_last_layer : output of the last layer that is not used is not computed.
-    is_dense : the scores of own tokens x all tokens are computed, and masked.
+    attend : attends to all tokens at once, given a query (1, heads, tokens, head_dim), all keys and values, the layer's
+        parameters and the position of the first query; None: step by step. For baselines.
     slots : scratch buffers that a failed rank needs, so that the transfers cannot deadlock (``failure``).
     """
 
@@ -81,7 +84,7 @@ class Route:
     next_reads_from: int | None = None
     in_order: bool = False
     saves_last_layer: bool = True
-    is_dense: bool = False
+    attend: Callable[..., PartialAttention] | None = None
     slots: int = 1
 
     @property
@@ -128,7 +131,6 @@ class MakeRoute(Protocol):
         position: int,
         known: int = 0,
         *,
-        sends_all: bool = False,
         chunk_tokens: int | None = None,
     ) -> Route:
         """Make the route.
@@ -137,8 +139,6 @@ class MakeRoute(Protocol):
         ----------
         known : int
             Number of first tokens that every rank has already, all within the first slice.
-        sends_all : bool
-            Send all tokens also in layers with a window or chunks.
         chunk_tokens : int or None
             Ranks compute and send their tokens in chunks that end at multiples of this. Only strategies that are
             `in_order` support chunks, which `prefill.one_prompt` checks before.

@@ -19,13 +19,7 @@ from kvr_mpi.model.attention_hook import AttentionParams
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer of a row.
-
-    Attributes
-    ----------
-    attended : bool
-        Whether the tokens last appended have attended.
-    """
+    """One layer of a row."""
 
     is_sliding = False
     cache: RowCache
@@ -34,7 +28,7 @@ class RowLayer(CacheLayerMixin):
         super().__init__()
         # A strong reference would make a cycle, whose memory only Python's garbage collector frees.
         self.cache = cast("RowCache", weakref.proxy(cache))
-        self.layer_idx, self.shape, self.attended = layer_idx, shape, True
+        self.layer_idx, self.shape = layer_idx, shape
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -48,7 +42,7 @@ class RowLayer(CacheLayerMixin):
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Attend from the tokens last appended; (1, heads, tokens, value_dim) in the query's dtype."""
-        self.attended = True
+        self.cache.current = None
         return self.cache.attend(self, query, keys, values, params)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -63,17 +57,17 @@ class RowLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        """Largest number of tokens that any prompt of the row has room for."""
-        return self.cache.capacity
+        """No limit is announced: room is reserved before the model runs."""
+        return -1
 
 
 class RowCache(Cache):
-    """All layers of a row.
+    """All layers of a row; with `prefilling` and `whole_lengths`, each is a ``model.attention_hook.HookedCache``.
 
     Attributes
     ----------
     current : RowLayer or None
-        The layer that was updated last.
+        The layer that was updated and has not attended yet.
     """
 
     in_parts = True
@@ -84,14 +78,14 @@ class RowCache(Cache):
 
     @property
     def attending(self) -> Any:
-        """The layer that was updated and has not attended yet.
+        """The current layer.
 
         Raises
         ------
         ModelError
             If there is none: the model attends without updating its cache first.
         """
-        if self.current is None or self.current.attended:
+        if self.current is None:
             raise ModelError("a layer attends without having updated the cache")
         return self.current
 
@@ -103,9 +97,9 @@ class RowCache(Cache):
         ModelError
             If the layer before it has not attended.
         """
-        if self.current is not None and not self.current.attended:
+        if self.current is not None:
             raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
-        self.current, layer.attended, layer.is_initialized = layer, False, True
+        self.current, layer.is_initialized = layer, True
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append a layer's new tokens (1, kv_heads, tokens, head_dim)."""
@@ -127,20 +121,6 @@ class RowCache(Cache):
         raise NotImplementedError
 
     @property
-    def capacity(self) -> int:
-        """Largest number of tokens that any prompt of the row has room for."""
-        raise NotImplementedError
-
-    @property
     def positions(self) -> torch.Tensor | None:
         """Positions (1, tokens); None if the model counts them itself."""
         return None
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether prompt tokens are processed; otherwise answer tokens."""
-        raise NotImplementedError
-
-    def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """For each prompt, its tokens in a row of `tokens`, and its length with them."""
-        raise NotImplementedError

@@ -227,11 +227,6 @@ class SharesCache(RowCache):
         return out.reshape(*shape[:-1], layer.shape.value_dim)
 
     @property
-    def capacity(self) -> int:
-        """Largest number of tokens that any of the shares has room for."""
-        return max(share.longest for share in self.shares)
-
-    @property
     def prefilling(self) -> bool:
         """Whether prompt tokens after the stored prefix are processed."""
         return any(last - first > 1 for first, last in self.bounds)
@@ -292,14 +287,12 @@ class SharesCache(RowCache):
         store, fresh, seen = share.layers[layer.layer_idx], query.shape[2], layer.shape.visibility
         if store is None:  # what follows the document is on another rank
             return None
-        if seen.sees_all(share.length + fresh):
-            if share.is_last:
-                return store.attend(query, share.length + fresh, params, share.start)
-            return attend(query, *store.rows(share.start, share.stop), params)
+        sees_all = seen.sees_all(share.length + fresh)
         if not share.is_last:
-            return None
-        if fresh == 1:
-            return store.attend(query, share.length + 1, params, seen.first_key(share.length))
+            return attend(query, *store.rows(share.start, share.stop), params) if sees_all else None
+        if sees_all or fresh == 1:
+            first = share.start if sees_all else seen.first_key(share.length)
+            return store.attend(query, share.length + fresh, params, first)
         return attend_ranges(query, [(share.length, share.length + fresh)], store.rows, seen, params)
 
     def _nothing(self, layer: RowLayer, heads: int, tokens: int) -> PartialAttention:

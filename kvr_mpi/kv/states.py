@@ -171,7 +171,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         self._updated.add((kind, index))
         if self.cache.prefilling and self._updated >= {(state.kind, state.index) for state in self.shape.states}:
             self.send_states()
-            self.cache.leave_if_done(self.layer_idx)
+            self.leave_if_done()
 
 
 def _places(states: tuple[StateShape, ...], dtype: torch.dtype) -> Iterator[tuple[StateShape, int, int]]:

@@ -25,7 +25,7 @@ from kvr_mpi.model.shape import BUILDING
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
-HASHED_BYTES = 16 << 20
+HASHED_BYTES, SAMPLE_BYTES = 16 << 20, 1 << 20
 # Errors of transformers for files and configurations that it cannot read or build a model from.
 UNREADABLE = (
     OSError,
@@ -205,16 +205,16 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
-def _hash_files(files: list[Path], sample_bytes: int = 1 << 20) -> str:
+def _hash_files(files: list[Path]) -> str:
     """Hash each file's name, size, start and end; fast for large files, and different after re-training."""
     digest = hashlib.sha256()
     for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}:".encode())
         with file.open("rb") as stream:
-            digest.update(stream.read(sample_bytes))
-            stream.seek(max(0, size - sample_bytes))
-            digest.update(stream.read(sample_bytes))
+            digest.update(stream.read(SAMPLE_BYTES))
+            stream.seek(max(0, size - SAMPLE_BYTES))
+            digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 

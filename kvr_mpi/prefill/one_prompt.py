@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -20,10 +20,10 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache, WriteLayer
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.observation import Retain
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import MakeRoute, Range
+from kvr_mpi.kv.route import MakeRoute
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
@@ -94,7 +94,6 @@ class CacheOptions(TypedDict, total=False):
     stop_after: int | None
     prefix: SharedPrefix | None
     is_spread: bool
-    window: Range | None
     retain: Retain | None
     arena: Arena | None
     write_layer: WriteLayer | None
@@ -212,8 +211,13 @@ def prefill_kvr(
     partition.check_tokens(len(ids))
     loaded.shape.check_ids(ids)
     if chunk_tokens is not None:
-        _check_chunks(loaded, chunk_tokens, make(partition, 0).in_order, strategy)
-    make = partial(make, sends_all=keeps_all or not loaded.attends_in_parts, chunk_tokens=chunk_tokens)
+        if chunk_tokens < 1:
+            raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
+        if why := why_no_chunks(loaded):
+            raise ModelError(why)
+        if not make(partition, 0).in_order:
+            raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
+    make = partial(make, chunk_tokens=chunk_tokens)
     known, prefix = 0, of_cache.get("prefix")
     if prefix is not None:
         prefix.check(ids)
@@ -223,6 +227,8 @@ def prefill_kvr(
     if last is not None:
         rotation = Rotation.bringing(chain.size, make(partition, 0, known).decode_position, last)
     route = make(partition, rotation.place_of(chain.rank), known)
+    if keeps_all or not loaded.attends_in_parts:
+        route = replace(route, reads_from=None, next_reads_from=None)
     began = time.perf_counter()
     own = transfers = None
     if forwarder is None and chain.size > 1:
@@ -288,16 +294,6 @@ def why_no_chunks(loaded: LoadedModel) -> str | None:
     else:
         return None
     return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
-
-
-def _check_chunks(loaded: LoadedModel, chunk_tokens: int, in_order: bool, strategy: str) -> None:
-    """Refuse chunks that the model or the strategy cannot compute."""
-    if chunk_tokens < 1:
-        raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
-    if why := why_no_chunks(loaded):
-        raise ModelError(why)
-    if not in_order:
-        raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
 
 
 def _run_slice(loaded: LoadedModel, mine: Sequence[int], cache: SliceCache) -> torch.Tensor | None:

@@ -13,10 +13,9 @@ import torch
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache, PagedRows
-from kvr_mpi.kv.observation import Retain
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.tp_group import guarded
@@ -37,7 +36,6 @@ def prefill_packed(
     *,
     reserve_tokens: int | Sequence[int] = 0,
     prefix: SharedPrefix | None = None,
-    window: Range | None = None,
     retain: Retain | None = None,
     arena: Arena | None = None,
 ) -> list[Prefill]:
@@ -53,10 +51,8 @@ def prefill_packed(
         Room for decoded tokens, the same for all prompts or for each.
     prefix : SharedPrefix or None
         Prefix of all prompts, if it has been computed; the prompts still contain it.
-    window : (int, int) or None
-        For a single prompt: tokens whose queries are kept (`one_prompt.Options`).
     retain : Retain or None
-        For a single prompt: chooses what its heads keep.
+        For a single prompt: what its heads keep.
     arena : Arena or None
         See `SliceCache`.
 
@@ -65,7 +61,7 @@ def prefill_packed(
     list of Prefill
         In the prompts' order, each with its own cache. `seconds` are those of the whole forward pass.
     """
-    assert (window is None and retain is None) or len(prompts) == 1, "prompts that are compressed run one by one"
+    assert retain is None or len(prompts) == 1, "prompts that are compressed run one by one"
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
     if prefix is not None and prefix.heads is not None:
         pairs = zip(prompts, reserves, strict=True)
@@ -80,7 +76,6 @@ def prefill_packed(
                 reserve_tokens=reserve,
                 prefix=prefix,
                 spares_chain=True,
-                window=window,
                 retain=retain,
                 arena=arena,
             )

@@ -8,19 +8,17 @@ The prefill runs them, and the cost model forecasts them. Jobs, ``first-token``,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from kvr_mpi.costs.costmodel import chain_seconds, ring_seconds, single_seconds, tsp_seconds
+from kvr_mpi.costs.costmodel import chain_seconds, ring_seconds, single_seconds
 from kvr_mpi.errors import ModelError
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.routes import all_gather, relay, ring
+from kvr_mpi.prefill.routes import relay, ring
 
 if TYPE_CHECKING:  # imported when strategies run, since forecasts need no torch
     from typing import Unpack
 
-    from kvr_mpi.costs.costmodel import RelayKind
     from kvr_mpi.costs.layer_costs import Costs
     from kvr_mpi.kv.route import MakeRoute, Route
     from kvr_mpi.model import LoadedModel
@@ -38,11 +36,8 @@ CHUNK_SIZES = (4096, 2048, 1024, 512, 256, 128)
 CHECKED_TOKENS, CHECKED_CHUNK = 12, 2
 
 
-class Forecast(Protocol):
-    """A forecast of the seconds to the first token, given the slice lengths in order."""
-
-    def __call__(self, costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
-        """Return the forecast; only a relay uses `relay`."""
+# Forecasts the seconds to the first token from costs and the slice lengths in order.
+Forecast = Callable[["Costs", Sequence[float]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +45,19 @@ class Strategy:
     """A way to prefill a prompt.
 
     name : in jobs, records, tables and plots.
-    about : in a few words.
-    make : makes its routes, as it runs in jobs; None: plain transformers on one rank.
+    make : makes its routes; None: plain transformers on one rank.
     forecast : its time to the first token.
-    published : the strategy as its authors run it, without the cut of the last layer; None: the same.
     stretches : slices of each rank.
     has_cuts : whether its slices are tuned; otherwise they are even.
-    in_jobs : whether jobs can ask for it.
     needs_parts : whether it attends to a prefix in parts, in another order than the prompt's.
     takes_chunks : whether ranks can compute their slices in chunks.
     """
 
     name: str
-    about: str
     make: MakeRoute | None
     forecast: Forecast
-    published: Strategy | None = None
     stretches: int = 1
     has_cuts: bool = False
-    in_jobs: bool = False
     needs_parts: bool = True
     takes_chunks: bool = False
 
@@ -76,11 +65,6 @@ class Strategy:
     def is_plain(self) -> bool:
         """Whether one rank runs it alone, with plain transformers."""
         return self.make is None
-
-    @property
-    def as_published(self) -> Strategy:
-        """The strategy as published by its authors."""
-        return self.published or self
 
     def cut_evenly(self, tokens: int, ranks: int, known: int = 0) -> Partition:
         """Cut a prompt into slices of the same length, after the known tokens."""
@@ -177,64 +161,33 @@ class Strategy:
             raise ModelError(f"{loaded.shape.architecture}: on {tokens} tokens {why}; {remedy}")
 
 
-def _single(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
+def _single(costs: Costs, lengths: Sequence[float]) -> float:
     return single_seconds(costs, sum(lengths))
 
 
-def _tsp(dense: bool) -> Forecast:
-    return lambda costs, lengths, relay="cut-through": tsp_seconds(costs, sum(lengths), len(lengths), dense=dense)
+def _ring(costs: Costs, lengths: Sequence[float]) -> float:
+    return ring_seconds(costs, sum(lengths), len(lengths) // 2, saves_last_layer=True)
 
 
-def _ring(saves_last_layer: bool) -> Forecast:
-    return lambda costs, lengths, relay="cut-through": ring_seconds(
-        costs, sum(lengths), len(lengths) // 2, saves_last_layer=saves_last_layer
-    )
-
-
-_TSP_CAUSAL = Strategy(
-    "tsp-causal",
-    "even slices, an all-gather in every layer, without the masked half",
-    partial(all_gather, is_dense=False),
-    _tsp(False),
-)
-_RING = Strategy("ring", "zigzag ring attention", ring, _ring(False), stretches=2, in_jobs=True)
 STRATEGIES: Mapping[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("single", "plain transformers, one rank", None, _single, in_jobs=True, needs_parts=False),
-        Strategy(
-            "tsp-dense",
-            "even slices, an all-gather in every layer, the whole rectangle computed",
-            partial(all_gather, is_dense=True),
-            _tsp(True),
-        ),
-        replace(_TSP_CAUSAL, make=partial(all_gather, is_dense=False, saves_last_layer=True), published=_TSP_CAUSAL),
-        replace(_RING, make=partial(ring, saves_last_layer=True), forecast=_ring(True), published=_RING),
-        Strategy(
-            "kvr",
-            "KV-Runahead: uneven slices, keys and values passed down the chain",
-            relay,
-            chain_seconds,
-            has_cuts=True,
-            in_jobs=True,
-            needs_parts=False,
-            takes_chunks=True,
-        ),
+        Strategy("single", None, _single, needs_parts=False),
+        Strategy("ring", ring, _ring, stretches=2),
+        Strategy("kvr", relay, chain_seconds, has_cuts=True, needs_parts=False, takes_chunks=True),
     )
 }
 KVR = STRATEGIES["kvr"]
 # What a job can ask for.
-JOB_STRATEGIES = (AUTO, *(name for name, strategy in STRATEGIES.items() if strategy.in_jobs))
+JOB_STRATEGIES = (AUTO, *STRATEGIES)
 
 
-def candidates(name: str, loaded: LoadedModel | None = None) -> list[Strategy]:
-    """List the strategies that may run a job's prompts, chains first; given a model, those that it supports."""
+def candidates(name: str) -> list[Strategy]:
+    """List the strategies that may run a job's prompts, chains first."""
     if name != AUTO:
         return [STRATEGIES[name]]
-    found = sorted(
-        (one for one in STRATEGIES.values() if one.in_jobs and not one.is_plain), key=lambda one: one is not KVR
-    )
-    return [one for one in found if loaded is None or one.misfit(loaded) is None]
+    found = (one for one in STRATEGIES.values() if not one.is_plain)
+    return sorted(found, key=lambda one: one is not KVR)
 
 
 def choose_chunks(

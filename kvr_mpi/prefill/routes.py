@@ -1,4 +1,4 @@
-"""The routes of the strategies: KV-Runahead's relay, the zigzag ring, and the paper's baseline, an all-gather."""
+"""The routes of the strategies: KV-Runahead's relay, and the zigzag ring."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 from kvr_mpi.kv.route import Hop, Range, Route, Step
 from kvr_mpi.partition import Partition, cut_range
-from kvr_mpi.topology import following, others_after, others_before, preceding
+from kvr_mpi.topology import following, others_before, preceding
 
 
 def relay(
@@ -14,7 +14,6 @@ def relay(
     position: int,
     known: int = 0,
     *,
-    sends_all: bool = False,
     chunk_tokens: int | None = None,
 ) -> Route:
     """Relay segments down the chain, forwarded as they arrive (KV-Runahead, section 4.1, Fig. 5; cut-through is ours).
@@ -25,7 +24,7 @@ def relay(
     that attends waits for the whole prefix; later chunks need not wait.
     """
     last = partition.size - 1
-    slices = [_after(partition, each, known) for each in range(partition.size)]
+    slices = [slice_after(partition, each, known) for each in range(partition.size)]
     parts = [list(cut_range(*bounds, chunk_tokens)) for bounds in slices]
     numbers = itertools.count()
     segments = [[(next(numbers), part) for part in some] for some in parts]
@@ -43,8 +42,8 @@ def relay(
         capacity=partition.stop(position),
         hops=(*own, *(Hop(number, part, position - 1, dest) for number, part in before)),
         steps=(*_known_step(known), *(Step((number,), (part,)) for number, part in before)),
-        reads_from=None if sends_all or not position else slices[position][0],
-        next_reads_from=None if sends_all or dest is None else slices[dest][0],
+        reads_from=None if not position else slices[position][0],
+        next_reads_from=None if dest is None else slices[dest][0],
         in_order=True,
     )
 
@@ -54,22 +53,19 @@ def ring(
     position: int,
     known: int = 0,
     *,
-    sends_all: bool = True,
     chunk_tokens: int | None = None,
-    saves_last_layer: bool = False,
 ) -> Route:
     """Pass segments around a zigzag ring: rank r owns the r-th stretch from the front and the r-th from the back.
 
     All ranks compute equally much in every step, without tuning; every segment crosses all links but one. Segments are
     forwarded as they arrive. A rank attends to both stretches of another rank in one step, in the order of arrival: for
     an earlier rank, all queries attend to its near stretch; for a later rank, the far stretch's queries attend to both.
-    With `saves_last_layer`, output of the last layer that is not used is not computed.
 
     The ring does not support chunks: a rank's last tokens see those of all other ranks, so ranks would wait for each
     other's chunks, and compute one at a time.
     """
     size = partition.size // 2
-    halves = [_after(partition, each, known) for each in range(partition.size)]
+    halves = [slice_after(partition, each, known) for each in range(partition.size)]
 
     def stretches(rank: int) -> list[tuple[int, Range]]:
         return [(half, halves[half]) for half in (rank, 2 * size - 1 - rank)]
@@ -96,48 +92,12 @@ def ring(
         capacity=partition.tokens,
         hops=tuple(hops),
         steps=tuple(steps),
-        saves_last_layer=saves_last_layer,
         slots=4,  # both stretches of two ranks: then a receive waits only for earlier receives
     )
 
 
-def all_gather(
-    partition: Partition,
-    position: int,
-    known: int = 0,
-    *,
-    sends_all: bool = True,
-    chunk_tokens: int | None = None,
-    is_dense: bool,
-    saves_last_layer: bool = False,
-) -> Route:
-    """Send each slice to all ranks; a rank receives all keys and values before it attends (TSP, section 3, Fig. 4).
-
-    With `is_dense`, as in the paper, a rank computes its slice against the whole prompt, and masks the tokens after it.
-    Otherwise it does not compute these and, with `saves_last_layer`, no output of the last layer that is not used.
-    Chunks are not supported, since a rank attends only after it has received everything.
-    """
-    size = partition.size
-    own = _after(partition, position, known)
-    others = [Hop(rank, _after(partition, rank, known), rank, None) for rank in range(size) if rank != position]
-    before = ((0, own[0]),) if own[0] else ()
-    return Route(
-        partition,
-        position,
-        size - 1,
-        size,
-        owned=(own,),
-        chunks=((own,),),
-        capacity=partition.tokens,
-        hops=(*(Hop(position, own, None, dest) for dest in others_after(position, size)), *others),
-        steps=(Step(tuple(hop.segment for hop in others), before),),
-        saves_last_layer=saves_last_layer and not is_dense,
-        is_dense=is_dense,
-        slots=2 * (size - 1),
-    )
-
-
-def _after(partition: Partition, position: int, known: int) -> Range:
+def slice_after(partition: Partition, position: int, known: int) -> Range:
+    """Return a slice's tokens without the known ones."""
     return max(partition.start(position), known), partition.stop(position)
 
 

@@ -37,7 +37,7 @@ NEXT_TOKEN = 5
 Say = Callable[[str], None]
 
 
-def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None = None) -> LoadedModel:
+def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
     """Verify on a few tokens that chains give this model's logits, and prepare the model for chains.
 
     Three ranks test slices of one token at both ends, which use other code paths; two ranks test a last slice that the
@@ -45,8 +45,6 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
 
     Parameters
     ----------
-    tokens : int or None
-        Of the prompt; None: as many as are needed.
     say : callable or None
         Called with the reason, if the model's attention cannot be replaced.
 
@@ -62,7 +60,7 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
         If it cannot run as a chain, or the logits differ.
     """
     check_rotary(loaded.model, loaded.shape.max_tokens)
-    count = tokens or _tokens_for(loaded)
+    count = _tokens_for(loaded)
     ids = loaded.shape.sample_ids(count)
     prepare_model(loaded.model, chain=False)
     if loaded.shape.why_single is not None:

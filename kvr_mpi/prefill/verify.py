@@ -85,20 +85,19 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
 def _strategies(
     loaded: LoadedModel, size: int, tokens: int, draw: random.Random
 ) -> Iterator[tuple[str, Strategy, Partition, int | None]]:
-    """Yield each strategy, as in jobs or else as published, with its name in findings, slices and chunk size."""
+    """Yield each strategy with its name in findings, slices and chunk size."""
     for one in STRATEGIES.values():
         if one.is_plain or one.misfit(loaded) is not None:
             continue
-        strategy = one if one.in_jobs else one.as_published
         even = one.cut_evenly(tokens, size)
         if one.has_cuts:
             for how, partition in _cuts(tokens, size, draw).items():
-                yield f"{one.name} {how} {partition}", strategy, partition, None
+                yield f"{one.name} {how} {partition}", one, partition, None
         else:
-            yield one.name, strategy, even, None
+            yield one.name, one, even, None
         if one.takes_chunks and why_no_chunks(loaded) is None:
             length = draw.randrange(1, max(2, tokens // (2 * size)))
-            yield f"{one.name} in chunks of {length}", strategy, even, length
+            yield f"{one.name} in chunks of {length}", one, even, length
 
 
 def does_not_fit(loaded: LoadedModel) -> list[str]:

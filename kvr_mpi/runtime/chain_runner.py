@@ -14,6 +14,7 @@ from kvr_mpi.errors import AgreementError, DocumentError
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.route import Range
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
@@ -89,7 +90,7 @@ class ChainRunner:
 
     def _plan(self, prompt: Prompt, prefix: SharedPrefix | None, decode_rank: int) -> Plan:
         """Plan a prompt without a prefix that is computed for several prompts."""
-        known, window = prefix.tokens if prefix else 0, self._setup.window_of(prompt)
+        known, window = prefix.tokens if prefix else 0, self._window_of(prompt)
         is_compressed = prefix is not None and prefix.heads is not None  # one rank holds the rows that heads kept
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
             alone = Plan(self._alone, prompt, prefix, decode_rank)
@@ -223,10 +224,15 @@ class ChainRunner:
 
     def _prefix_of(self, prompt: Prompt) -> SharedPrefix | None:
         """Find a prefix of a prompt that has been computed; only on the leader. None if there is none."""
-        ids, window = prompt.ids, self._setup.window_of(prompt)
+        ids, window = prompt.ids, self._window_of(prompt)
         end = len(ids) if window is None else window[0]  # the window needs queries, which a prefix does not have
         fitting = (one for one in self._setup.prefixes if one.tokens <= end and ids[: one.tokens] == one.ids)
         return self._stored_prefix(prompt) or next(fitting, None)
+
+    def _window_of(self, prompt: Prompt) -> Range | None:
+        """Return the tokens whose queries compression needs; None if it needs none."""
+        retain = self._setup.retain_of(prompt)
+        return None if retain is None else retain.window
 
     def _stored_prefix(self, prompt: Prompt) -> SharedPrefix | None:
         """Open the stored prefix of a prompt, unless it is open already."""

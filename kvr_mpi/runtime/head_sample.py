@@ -117,6 +117,5 @@ def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compress
         retain = compression.retain(prompt.tokens, prompt.text)
         if retain is None:
             continue
-        options: Any = {"window": compression.observed_of(prompt.tokens, prompt.text), "retain": retain}
-        found = prefill_kvr(loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
+        found = prefill_kvr(loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), retain=retain)
         yield np.array([layer.head_counts for layer in found.cache.layers if layer.is_ragged], dtype=np.float64)

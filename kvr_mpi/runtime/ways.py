@@ -68,7 +68,6 @@ class Alone(Way):
             [plan.prompt.ids for plan in row],
             reserve_tokens=[plan.prompt.new_tokens for plan in row],
             prefix=prefix,
-            window=setup.window_of(first) if alone else None,
             retain=setup.retain_of(first) if alone else None,
             arena=setup.arena,
         )
@@ -233,7 +232,6 @@ class OverChain(Way):
             keeps_all=plan.is_beginning or (setup.spec.output.kv is True and not self.writes_own(plan)),
             write_layer=write,
             is_spread=setup.spec.is_spread,
-            window=setup.window_of(plan.prompt),
             retain=setup.retain_of(plan.prompt),
             chunk_tokens=plan.chunk_tokens,
             arena=setup.arena,

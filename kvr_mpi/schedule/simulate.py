@@ -9,22 +9,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvr_mpi.costs.costmodel import RelayKind, best_split, lower_bound_seconds, ttft_star
+from kvr_mpi.costs.costmodel import (
+    RelayKind,
+    best_split,
+    chain_seconds,
+    lower_bound_seconds,
+    ring_seconds,
+    single_seconds,
+    tsp_seconds,
+    ttft_star,
+)
 from kvr_mpi.costs.hardware import Hardware, load_hardware
 from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model
-from kvr_mpi.prefill.registry import AUTO, KVR, STRATEGIES, candidates, fastest
+from kvr_mpi.prefill.registry import AUTO, KVR, candidates, fastest
 
 HARDWARE = "h100-80gb"
-# Suffixes of a strategy that cuts its own slices: with even slices, and with the best that were found.
-EVEN, SEARCHED = "-e", "-s"
-NAMES = tuple(
-    name
-    for one in STRATEGIES.values()
-    for name in ([one.name + EVEN, one.name + SEARCHED] if one.has_cuts else [one.name])
-)
+# Strategies of a forecast; kvr-e has even slices, and kvr-s the best that were found.
+NAMES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +153,21 @@ def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: 
     chunks = 1 if chunk_tokens is None else -(-tokens // (ranks * chunk_tokens))  # for the mean slice
     of_chain = costs.in_chunks(chunks)
     partition, searched_s = best_split(of_chain, tokens, ranks, relay)
-    ttft_s: dict[str, float] = {}
-    for one in STRATEGIES.values():
-        if one.is_plain or ranks > 1:
-            of_its_own = of_chain if one.takes_chunks else costs
-            even_s = one.as_published.forecast(of_its_own, _evenly(tokens, one.stretches * ranks), relay)
-            ttft_s |= {one.name + EVEN: even_s, one.name + SEARCHED: searched_s} if one.has_cuts else {one.name: even_s}
-    single_s = ttft_s["single"]
+    single_s = single_seconds(costs, tokens)
+    times_s = (
+        single_s,
+        tsp_seconds(costs, tokens, ranks),
+        tsp_seconds(costs, tokens, ranks, dense=False),
+        ring_seconds(costs, tokens, ranks),
+        chain_seconds(of_chain, _evenly(tokens, ranks), relay),
+        searched_s,
+    )
+    ttft_s = dict(zip(NAMES, times_s, strict=True)) if ranks > 1 else {"single": single_s}
     return ForecastRow(
         context_tokens=tokens,
         ranks=ranks,
         ttft_s=ttft_s,
-        auto=KVR.name if chunk_tokens else _choose(costs, tokens, ranks, relay, searched_s),  # others take no chunks
+        auto=KVR.name if chunk_tokens else _choose(costs, tokens, ranks, searched_s),  # others take no chunks
         slices=partition.bounds,
         efficiency=single_s / ranks / searched_s,
         bound_s=lower_bound_seconds(costs, tokens, ranks),
@@ -172,12 +179,11 @@ def _evenly(tokens: int, slices: int) -> list[float]:
     return [tokens / slices] * slices
 
 
-def _choose(costs: Costs, tokens: int, ranks: int, relay: RelayKind, searched_s: float) -> str:
+def _choose(costs: Costs, tokens: int, ranks: int, searched_s: float) -> str:
     """Name the strategy that a job would use."""
     choices = candidates(AUTO) if ranks > 1 else [KVR]
     seconds = [
-        searched_s if one.has_cuts else one.forecast(costs, _evenly(tokens, one.stretches * ranks), relay)
-        for one in choices
+        searched_s if one.has_cuts else one.forecast(costs, _evenly(tokens, one.stretches * ranks)) for one in choices
     ]
     return choices[fastest(seconds)].name
 

@@ -22,10 +22,9 @@ from kvr_mpi.documents.prompts import Frame, PromptText, encode_text
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.attention import name_attention
-from kvr_mpi.kv.observation import Retain
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
@@ -149,12 +148,8 @@ class JobSetup:
             return pages_for(tokens) * self.arena.page_bytes
         return tokens * self.loaded.shape.kv_bytes_per_token
 
-    def window_of(self, prompt: PromptText) -> Range | None:
-        """Return the range of tokens whose queries compression needs; None if it needs none."""
-        return None if self.compression is None else self.compression.observed_of(prompt.tokens, prompt.text)
-
     def retain_of(self, prompt: PromptText) -> Retain | None:
-        """Return the function that chooses which tokens of a prompt are kept; None if all are."""
+        """Return what compression keeps of a prompt; None if all of it."""
         return None if self.compression is None else self.compression.retain(prompt.tokens, prompt.text)
 
     def chain_costs(self, ranks: slice) -> Costs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,10 @@ def prefill(compression: Compression, name: str, ranks: int, strategy: str = "kv
     """What the rank with the last slice has; the prompt is cut evenly, as far as the window allows."""
     loaded, ids, way = tiny(name), prompt(TOKENS), STRATEGIES[strategy]
     prepare_model(loaded.model, chain=True)
-    observed = compression.observed_of(TOKENS, TEXT)
-    partition = way.cut_evenly(TOKENS, ranks, known)
-    if observed is not None:
-        partition = partition.with_last_from(observed[0], known)
-    options: dict[str, Any] = {"window": observed, "retain": compression.retain(TOKENS, TEXT)}
-    options["prefix"] = compute_prefix(loaded, ids[:known]) if known else None
+    retain, partition = compression.retain(TOKENS, TEXT), way.cut_evenly(TOKENS, ranks, known)
+    if retain is not None and retain.window is not None:
+        partition = partition.with_last_from(retain.window[0], known)
+    options: dict[str, Any] = {"retain": retain, "prefix": compute_prefix(loaded, ids[:known]) if known else None}
     found = run_local(ranks, lambda rank: way.prefill(loaded, ids, partition, rank, **options))
     (cache,) = (one.cache for one in found if one.logits is not None)
     assert isinstance(cache, SliceCache)
@@ -128,12 +127,13 @@ def test_chosen_tokens_are_those_of_a_dense_attention() -> None:
 def test_a_window_that_is_cut_is_refused() -> None:
     compression, loaded = open_compression(settings_of("snapkv"), tiny("llama-gqa")), tiny("llama-gqa")
     prepare_model(loaded.model, chain=True)
-    window = compression.window_of(TOKENS, TEXT)
-    with pytest.raises(ValueError, match="observation window, tokens 78 to 90"):
-        run_local(2, lambda rank: prefill_kvr(loaded, prompt(TOKENS), Partition((0, 80, TOKENS)), rank, window=window))
     retain = compression.retain(TOKENS, TEXT)
+    assert retain is not None
+    with pytest.raises(ValueError, match="observation window, tokens 78 to 90"):
+        run_local(2, lambda rank: prefill_kvr(loaded, prompt(TOKENS), Partition((0, 80, TOKENS)), rank, retain=retain))
+    moved = replace(retain, window=(70, 77))
     with pytest.raises(ValueError, match="has not observed"):
-        prefill_kvr(loaded, prompt(TOKENS), Partition((0, TOKENS)), LocalTransport(), window=(70, 77), retain=retain)
+        prefill_kvr(loaded, prompt(TOKENS), Partition((0, TOKENS)), LocalTransport(), retain=moved)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -142,15 +142,14 @@ def test_what_is_dropped_is_dropped_before_the_next_layers(ranks: int) -> None:
     loaded = deep(16)
     compression, tokens, text = open_compression(settings_of("snapkv"), loaded), 400, (1, 400)
     retain, held = compression.retain(tokens, text), list[int]()
-    assert retain is not None
+    assert retain is not None and retain.choose is not None
 
-    def watched(layer: Any, observed: Any) -> Any:
+    def watched(layer: Any, choose: Any = retain.choose) -> Any:
         held.append(layer.cache.held_bytes)
-        return retain(layer, observed)
+        return choose(layer)
 
-    options: Any = {"window": compression.observed_of(tokens, text), "retain": watched}
-    cut = Partition.even(tokens, ranks)
-    cache = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), cut, rank, **options))[-1].cache
+    watching, cut = replace(retain, choose=watched), Partition.even(tokens, ranks)
+    cache = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), cut, rank, retain=watching))[-1].cache
     whole = tokens * loaded.shape.kv_bytes_per_token
     assert len(held) == 16 and cache.held_bytes == size_of(loaded, cache, "snapkv").kv_bytes < whole / 10
     assert max(held) <= cache.held_bytes + (1 + COMPRESSED_AHEAD) * whole / 16 < whole / 2
@@ -189,8 +188,7 @@ def test_heads_of_a_group_keep_what_those_of_one_process_keep(tmp_path: Path, me
 
     def keep(loaded: LoadedModel, chain: Transport) -> Any:
         compression, cut = open_compression(settings, loaded), Partition.even(TOKENS, chain.size)
-        options: Any = {"retain": compression.retain(TOKENS, TEXT), "window": compression.observed_of(TOKENS, TEXT)}
-        cache = prefill_kvr(loaded, prompt(TOKENS), cut, chain, **options).cache
+        cache = prefill_kvr(loaded, prompt(TOKENS), cut, chain, retain=compression.retain(TOKENS, TEXT)).cache
         return (chosen(cache), size_of(loaded, cache, method)) if cache.is_decode_rank else None
 
     wanted, size = keep(loaded, LocalTransport())

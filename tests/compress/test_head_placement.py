@@ -18,27 +18,22 @@ from kvr_mpi.compress.placement import (
     place_statically,
     place_with_equal_copies,
 )
-from kvr_mpi.errors import ConfigError
 
 LOADS = st.lists(st.floats(0, 10_000).map(lambda load: round(load, 2)), min_size=1, max_size=12)
 Place = Callable[..., LayerPlacement]
 
 
 @settings(max_examples=200)
-@given(loads=LOADS, ranks=st.integers(1, 8), copies=st.integers(0, 7), most=st.integers(1, 4))
-def test_every_placement_has_every_head(loads: list[float], ranks: int, copies: int, most: int) -> None:
+@given(loads=LOADS, ranks=st.integers(1, 8), copies=st.integers(0, 7))
+def test_every_placement_has_every_head(loads: list[float], ranks: int, copies: int) -> None:
     whole = place_best_effort(loads, ranks)
     even = place_with_equal_copies(loads, ranks, copies)
-    free = place_in_proportion(loads, ranks, copies)
+    free = place_in_proportion(loads, ranks)
     check(whole, loads, 0)
     check(even, loads, copies)
-    check(free, loads, copies)
-    limited = place_in_proportion(loads, ranks, copies, most)
-    check(limited, loads, copies)
-    assert max(sum(piece.head == head for piece in limited.pieces) for head in range(len(loads))) <= most
+    check(free, loads, ranks - 1)
     assert free.heaviest <= even.heaviest * (1 + 1e-9) <= whole.heaviest * (1 + 1e-8)
-    if copies >= ranks - 1:
-        assert free.heaviest == pytest.approx(sum(loads) / ranks, rel=1e-3, abs=1e-6), "all have exactly as much"
+    assert free.heaviest == pytest.approx(sum(loads) / ranks, rel=1e-8, abs=1e-6), "all have exactly as much"
     if len(loads) % ranks == 0:
         assert whole.heaviest <= 4 / 3 * place_statically(loads, ranks).heaviest * (1 + 1e-9), "Graham's bound"
 
@@ -56,5 +51,3 @@ def test_static_placement_is_tensor_parallelism() -> None:
     assert [piece.rank for piece in found.pieces] == [0, 0, 1, 1] and found.loads.tolist() == [3, 7]
     assert place_statically([1, 2, 3, 4], 3).loads.tolist() == [3, 3, 4], "the first ranks have one more"
     assert place_statically([5, 7], 3).loads.tolist() == [5, 7, 0], "a rank without a head"
-    with pytest.raises(ConfigError, match="copies = -1"):
-        place_in_proportion([1, 2], 2, -1)

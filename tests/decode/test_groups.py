@@ -54,7 +54,7 @@ class Asking:
         torch.set_num_threads(1)
         groups: dict[str, Callable[[], Group[int]]] = {
             "alone": lambda: Alone(loaded),
-            "heads": lambda: HeadGroup(loaded, chain, in_proportion),
+            "heads": lambda: HeadGroup(loaded, chain, place_in_proportion),
             "tokens": lambda: TokenGroup(loaded, chain),
         }
         batch = batch_of(loaded, NEW_TOKENS, groups[name](), **self.config)
@@ -67,10 +67,6 @@ class Asking:
                 found |= {one.key: one for one in batch.take_finished()}
         prefilled()
         return found | finish(batch)
-
-
-def in_proportion(loads: Sequence[float], ranks: int) -> Any:
-    return place_in_proportion(loads, ranks, ranks - 1)
 
 
 def spread(loaded: LoadedModel, ids: Sequence[int], chain: Transport, home: int) -> Prefill:
@@ -172,7 +168,7 @@ def test_ranks_that_have_met_do_not_meet_again_when_memory_for_what_they_found_r
 
     def work(chain: Transport) -> Answers:
         torch.set_num_threads(1)
-        batch = batch_of(loaded, NEW_TOKENS, HeadGroup(loaded, chain, in_proportion))
+        batch = batch_of(loaded, NEW_TOKENS, HeadGroup(loaded, chain, place_in_proportion))
         found: Answers = {}
         with RunOut(due if chain.rank == 1 else 0):
             for wave in ((0,), (1,), (0, 1)):  # those by themselves are divided by tokens

@@ -124,7 +124,7 @@ PLACES: dict[str, Any] = {
     "static": place_statically,  # of three heads on two and four ranks, too
     "best-effort": place_best_effort,
     "equal-copies": lambda loads, ranks: place_with_equal_copies(loads, ranks, ranks),
-    "in-proportion": lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1),
+    "in-proportion": place_in_proportion,
     "all-on-one": place_on_last,
 }
 
@@ -207,7 +207,7 @@ def test_ranks_hold_their_share_and_no_more() -> None:
 
 def test_rows_of_a_copied_head_come_near_its_pieces() -> None:
     counts = np.random.default_rng(3).integers(1, 400, (12, 4))
-    placed = place_in_proportion([float(load) for load in counts.sum(0)], 3, 2)
+    placed = place_in_proportion([float(load) for load in counts.sum(0)], 3)
     assert placed.copies
     owners = assign_rows(placed, counts)
     for head in range(4):

@@ -138,7 +138,7 @@ def test_verify_compares_on_the_host_what_ranks_computed_on_gpus(
         return list(verify(models[ranks.rank], ranks, [6]))
 
     findings, _ = run_on_gpus(2, network, work)
-    assert len(findings) > 6 and all(each.holds for each in findings), findings
+    assert len(findings) > 4 and all(each.holds for each in findings), findings
 
 
 def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network) -> None:

@@ -70,7 +70,6 @@ def test_layers_are_read_ahead_once_and_forgotten() -> None:
         return None if number == 5 else torch.full((2, 3), float(number))
 
     layers = LoadedLayers(40, load)
-    assert len(layers) == 40
     for number in range(40):
         if number == 20:
             with pytest.raises(OSError, match="damaged"):
@@ -82,8 +81,6 @@ def test_layers_are_read_ahead_once_and_forgotten() -> None:
     assert list(dict.fromkeys(read)) == list(range(40)), "in order"
     assert layers[0] is not None and len(layers._layers) <= LAYERS_AHEAD + LAYERS_KEPT + 1
     assert read[41] == 0, "another prompt begins anew"
-    with pytest.raises(IndexError):
-        layers[40]
 
 
 @pytest.mark.parametrize("device", [torch.device("cuda", 3), torch.device("cpu"), None])

@@ -20,6 +20,7 @@ from models import CONFIGS, VOCAB, prompt, random_model, tiny
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import layer
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.route import in_two_groups
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
@@ -63,21 +64,22 @@ def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
     prepare_model(loaded.model, chain=True)
     (after,) = chunked(loaded, ids, (0, 70), chunk_tokens=16, prefix=compute_prefix(loaded, ids[:21]))
     (whole,) = chunked(loaded, ids, (0, 70), chunk_tokens=16)
-    assert after.cache.chunks(0) == (((21, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
-    assert whole.cache.chunks(0)[1:] == (((16, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
+    assert after.cache.layers[0].chunks == (((21, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
+    assert whole.cache.layers[0].chunks[1:] == (((16, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
     torch.testing.assert_close(after.logits, whole.logits, atol=1e-4, rtol=0)
 
 
 def test_what_is_observed_and_what_stays_spread_are_the_same_in_chunks() -> None:
     """The window that compression observes is kept as a whole, in all layers, and so is each rank's share."""
     loaded, ids, cut = tiny("llama-gqa"), prompt(80), (0, 50, 80)
-    at_once, in_chunks = (chunked(loaded, ids, cut, window=(59, 78), chunk_tokens=size)[1] for size in (None, 8))
+    at_once, in_chunks = (
+        chunked(loaded, ids, cut, retain=Retain((59, 78)), chunk_tokens=size)[1] for size in (None, 8)
+    )
     torch.testing.assert_close(at_once.logits, in_chunks.logits, atol=1e-4, rtol=0)
-    found, observed = in_chunks.cache.observation.layers, at_once.cache.observation.layers
-    assert sorted(found) == sorted(observed) == [0, 1, 2]
-    for idx, kept in observed.items():
-        assert kept.query.shape[2] == 78 - 59
-        torch.testing.assert_close(found[idx].query, kept.query, atol=1e-4, rtol=0)
+    observed, found = ([layer.observed.query for layer in each.cache.layers] for each in (at_once, in_chunks))
+    assert [query.shape[2] for query in observed] == [78 - 59] * 3
+    for mine, theirs in zip(found, observed, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
     runs = [chunked(loaded, ids, cut, is_spread=True, chunk_tokens=size) for size in (None, 8)]
     for one, other in zip(*runs, strict=True):
         assert one.share is not None and other.share is not None and one.share.start == other.share.start

@@ -16,6 +16,7 @@ from made_tables import COSTS, a_table, an_entry, fitting
 from models import prompt, tiny
 from pipelines import Failing
 
+from benchmarks.published import LENT, PUBLISHED
 from kvr_mpi.cli.plan import plan
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.route import Route
@@ -25,14 +26,14 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix
-from kvr_mpi.prefill.registry import KVR, MARGIN, STRATEGIES, candidates, fastest
+from kvr_mpi.prefill.registry import JOB_STRATEGIES, KVR, MARGIN, STRATEGIES, candidates, fastest
 from kvr_mpi.prefill.routes import ring
 from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning.table import save_table
 
 RING = STRATEGIES["ring"]
-SHARING = [name for name, strategy in STRATEGIES.items() if not strategy.is_plain]
+SHARING = [name for name, strategy in LENT.items() if not strategy.is_plain]
 KVR_CUT = Partition((0, 20, 40, 50, 64))
 
 
@@ -76,6 +77,7 @@ def test_a_tie_is_the_chains() -> None:
     assert fastest([1.0, 1.0 - MARGIN / 2]) == 0 and fastest([1.0, 1.0 - 2 * MARGIN]) == 1
     assert [one.name for one in candidates("auto")] == ["kvr", "ring"]
     assert [one.name for one in candidates("single")] == ["single"]
+    assert JOB_STRATEGIES == ("auto", "single", "ring", "kvr")
 
 
 # A length that the ranks divide, and two that they do not.
@@ -88,7 +90,7 @@ def test_strategies_equal_one_process_behind_a_prefix(
     name: str, is_published: bool, size: int, tokens: int, known: int
 ) -> None:
     """As jobs run them, and as published: a baseline that computes something else would prove nothing."""
-    strategy = STRATEGIES[name].as_published if is_published else STRATEGIES[name]
+    strategy = (PUBLISHED if is_published else LENT)[name]
     cut = strategy.cut_evenly(tokens, size, known)
     owned = [stretch for one in strategy.routes(cut, known) for stretch in one.owned]
     assert sum(stop - start for start, stop in owned) == tokens - known
@@ -111,8 +113,8 @@ def test_what_crosses_the_links() -> None:
     ids, row = prompt(tokens), loaded.shape.kv_bytes_per_token
     prepare_model(loaded.model, chain=True)
     for name in SHARING:
-        cut = KVR_CUT if name == "kvr" else STRATEGIES[name].cut_evenly(tokens, size)
-        ranks = run_local(size, lambda rank: STRATEGIES[name].prefill(loaded, ids, cut, rank))  # noqa: B023
+        cut = KVR_CUT if name == "kvr" else LENT[name].cut_evenly(tokens, size)
+        ranks = run_local(size, lambda rank: LENT[name].prefill(loaded, ids, cut, rank))  # noqa: B023
         sent = [rank.sent_bytes // row for rank in ranks]
         assert sent == [20, 40, 50, 0] if name == "kvr" else sum(sent) == (size - 1) * tokens, name
 
@@ -125,7 +127,6 @@ def test_models_that_cannot_go_round_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"'ring': LlamaForCausalLM: .* cannot be computed in parts.*'kvr'"):
         RING.check(whole)
     KVR.check(whole)
-    assert [one.name for one in candidates("auto", whole)] == ["kvr"]
     recurrent = LayerShape(states=(StateShape("recurrent", 0, (1, 6, 8, 8)),))
     state = replace(loaded, shape=replace(loaded.shape, layers=(recurrent, *loaded.shape.layers[1:])))
     with pytest.raises(ModelError, match="its recurrent layers"):

@@ -88,8 +88,8 @@ def test_no_memory_to_compress_is_one_documents_error(run_job: Any, monkeypatch:
             np.empty(1 << 58)
         return torch.full((len(scores),), each, device=scores.device)
 
-    monkeypatch.setitem(METHODS, "demanding", Method("demanding", "", "", evenly, ("window",), compete=demanding))
-    monkeypatch.setitem(METHODS, "content", Method("content", "", "", evenly, ("window",)))
+    monkeypatch.setitem(METHODS, "demanding", Method("demanding", evenly, ("window",), compete=demanding))
+    monkeypatch.setitem(METHODS, "content", Method("content", evenly, ("window",)))
     more = (*SMALL[1:], f"decode.mode={mode}")
     found, content = (
         run_job(2, "compress.method=demanding", *more, code=65),

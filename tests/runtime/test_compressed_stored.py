@@ -21,6 +21,7 @@ from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.documents.prompts import make_frame
 from kvr_mpi.errors import ConfigError, DataError
+from kvr_mpi.kv.layer import Retain
 from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -66,7 +67,7 @@ def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tu
     compression = open_compression(CompressSettings.model_validate(SETTINGS), loaded)
     window = compression.window_of(len(ids), text)
     assert window is not None
-    prompt = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), window=window)
+    prompt = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), retain=Retain(window))
     retained = choose_kept(compression, prompt.cache, text)
     assert retained is not None
     chosen = [[head[head < text[1]] for head in heads or ()] for heads in retained]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,11 @@ def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None
     retain, held = compression.retain(tokens, text), list[int]()
     assert retain is not None and drop is not None
 
-    def watched(layer: Any, observed: Any) -> Any:
+    def watched(layer: Any, choose: Any = retain.choose) -> Any:
         held.append(layer.cache.held_bytes)
-        return retain(layer, observed)
+        return choose(layer)
 
-    options: Any = {"window": compression.observed_of(tokens, text), "retain": watched, "reserve_tokens": 8}
+    options: Any = {"retain": replace(retain, choose=watched), "reserve_tokens": 8}
     found = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), partition, rank, **options))
     cache, activations = found[-1].cache, footprint.activation_bytes(tokens - last.owned[0][0])
     choosing = int(footprint.heap_share * drop.choosing_bytes)
