@@ -1,4 +1,4 @@
-"""Finds the files that a job's paths name.
+"""Finds the files that a job's paths name, on disk or on the Hugging Face hub.
 
 Output folders of jobs are skipped below a folder and in the expansion of ``**``; their logs are never documents.
 """
@@ -9,6 +9,7 @@ import glob
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 from kvr_mpi.disk import LOG_NAME, is_output_folder, kind_of_file
@@ -16,10 +17,14 @@ from kvr_mpi.errors import CorpusError
 
 TEXT_SUFFIXES = (".txt", ".md")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
+# A dataset on the hub is named as pandas names it: hf://datasets/OWNER/NAME, @REVISION or /GLOB may follow.
+HUB = "hf://datasets/"
 
 
 def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """List the corpus files that folders, globs and file names match.
+    """List the corpus files that folders, globs, file names and datasets of the hub match.
+
+    A dataset's files are downloaded into the hub's cache unless they are there.
 
     Returns
     -------
@@ -64,6 +69,8 @@ def describe_types(files: Iterable[str]) -> str:
 
 def _match(pattern: str) -> list[tuple[str, str]]:
     """List the files that one folder, glob or file name matches, with the names of their documents."""
+    if pattern.startswith(HUB):
+        return _match_on_hub(pattern)
     base = Path(pattern).expanduser()
     if base.is_dir():
         if is_output_folder(base, os.listdir(base)):
@@ -93,6 +100,31 @@ def _match(pattern: str) -> list[tuple[str, str]]:
                 f"documents.path {pattern!r}: {file} has an unsupported type; expected one of {', '.join(SUFFIXES)}"
             )
     return [(str(file), file.name) for file in files]
+
+
+def _match_on_hub(pattern: str) -> list[tuple[str, str]]:
+    """List the files of a dataset on the hub, by default all but its Markdown files, such as its README."""
+    owner, name, inner = [*pattern.removeprefix(HUB).split("/", 2), "", ""][:3]
+    name, _, revision = name.partition("@")
+    if not (owner and name):
+        raise CorpusError(f"documents.path {pattern!r}: expected {HUB}OWNER/NAME, and @REVISION or /GLOB after it")
+    from huggingface_hub import snapshot_download
+
+    wanted = [inner] if inner else [f"*{suffix}" for suffix in SUFFIXES if suffix != ".md"]
+    try:
+        base = snapshot_download(
+            f"{owner}/{name}", repo_type="dataset", revision=revision or None, allow_patterns=wanted
+        )
+    except Exception as error:  # its library, its HTTP client and the file system each have errors of their own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise CorpusError(
+            f"documents.path {pattern!r}: {reason}. Without internet, first download it on a login node, with the same "
+            f"HF_HOME: hf download --repo-type dataset {owner}/{name}"
+        ) from error
+    names = [each for each in _names_in(base) if any(fnmatch(each, some) for some in wanted)]  # as the hub matches
+    if not names:
+        raise CorpusError(f"documents.path {pattern!r}: the dataset has no such {', '.join(SUFFIXES)} files")
+    return [(f"{base}/{name}", name) for name in names]
 
 
 def _is_log(file: Path) -> bool:

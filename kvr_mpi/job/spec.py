@@ -46,7 +46,8 @@ class DocumentsSection(Section):
     """The documents that the job reads."""
 
     path: list[Annotated[str, Field(min_length=1)]] = Field(
-        min_length=1, description="folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet"
+        min_length=1,
+        description="folders, globs, files (.txt .md .jsonl .jsonl.gz .parquet) or hf://datasets/OWNER/NAME",
     )
     format: Literal["text", "messages", "openai-batch"] = Field(
         "text", description="contents of a row: a text, a conversation, or a request in OpenAI's batch format"

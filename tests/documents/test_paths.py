@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,3 +201,26 @@ def test_a_file_that_cannot_be_read_is_an_error_and_the_others_go_on(tmp_path: P
     assert "No such file" in errors["gone.txt"] and "directory" in errors["x.txt"]
     assert "cannot be read" in errors_of(read(tmp_path / "gone.txt"))["gone.txt"], "named by itself, too"
     assert "a text file has no fields" in errors_of(read(tmp_path, columns=("title",)))["z.txt"]
+
+
+def test_datasets_of_the_hub_are_read_from_its_cache(tmp_path: Path) -> None:
+    """As the hub's library keeps them, without internet."""
+    dataset = tmp_path / "hub" / "datasets--org--minutes"
+    write_files(dataset, *(f"snapshots/{'a' * 40}/{name}" for name in ("README.md", "one/test.txt", "one/train.txt")))
+    (dataset / "refs").mkdir()
+    (dataset / "refs" / "main").write_text("a" * 40)
+    program = (
+        "import sys\nfrom kvr_mpi.documents import find_files\nfrom kvr_mpi.errors import CorpusError\n"
+        "try: print(*(name for _, name in find_files([sys.argv[1]])))\nexcept CorpusError as error: print(error)"
+    )
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    for path, expected in (
+        ("org/minutes", "one/test.txt one/train.txt"),
+        ("org/minutes@main/*/te*.txt", "one/test.txt"),
+        ("org/minutes/two/*", "no such .txt"),
+        ("org/minutes@v2", "hf download --repo-type dataset org/minutes"),
+        ("minutes", "expected hf://datasets/OWNER/NAME"),
+    ):
+        command = [sys.executable, "-c", program, f"hf://datasets/{path}"]
+        said = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True).stdout
+        assert expected in said and ("documents.path" in said or said.strip() == expected), path
