@@ -59,22 +59,32 @@ def environment() -> str:
     return "\n\n".join(parts)
 
 
+# Keys that most jobs never set, listed after the others.
+EXPERT = """
+model.kernels model.trust_remote_code documents.shard documents.reuse prompt.overlap_tokens prompt.reduce_template
+generation.min_p generation.min_new_tokens cache.tokens compress.observes compress.window compress.profile
+decode.placement decode.profile parallel.partition parallel.chunk_tokens parallel.memory_gib parallel.transport
+""".split()
+
+
 def job_keys() -> str:
-    """List every key of a job: its type, its default, and what it is."""
+    """List every key of a job: its type, its default, and what it is; those of experts last."""
     whole = JobSpec.model_json_schema()
-    parts = []
+    parts, rare = [], []
     for name, section in whole["properties"].items():
         kind = re.findall(r'"#/\$defs/(\w+)"', json.dumps(section))[0]
         table = whole["$defs"][kind]
         needed = table.get("required", ())
-        rows = [
-            (f"`{key}`", _type(about), _default(about, key in needed), about.get("description", ""))
-            for key, about in table["properties"].items()
-        ]
+        rows = []
+        for key, about in table["properties"].items():
+            is_rare = f"{name}.{key}" in EXPERT
+            told = _type(about), _default(about, key in needed), about.get("description", "")
+            (rare if is_rare else rows).append((f"`{name}.{key}`" if is_rare else f"`{key}`", *told))
         head = f"[[{name}]]" if section.get("type") == "array" else f"[{name}]"
         # A docstring names code for those who read code.
         what = re.sub(r" \(`[^`]*`\)", "", table["description"].splitlines()[0])
         parts += [f"### `{head}`", _filled(what), _table(("key", "type", "default", "meaning"), rows)]
+    parts += ["### Keys for experts", _table(("key", "type", "default", "meaning"), rare)]
     return "\n\n".join(parts)
 
 

@@ -43,7 +43,7 @@ GROUPS = {
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 # Commands that only the first rank runs if a launcher starts them on several ranks.
-ON_FIRST_RANK = ("demo", "init", "plan", "sbatch", "status", "inspect")
+ON_FIRST_RANK = ("demo", "init", "plan", "sbatch", "status", "inspect", "export", "merge", "report", "prune")
 
 
 class LazyGroup(click.Group):

@@ -56,6 +56,7 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     """
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import ConfigError, MissingError
+    from kvr_mpi.report.style import bytes_text
     from kvr_mpi.store.folder import index_run
     from kvr_mpi.store.lock import Lock
     from kvr_mpi.store.rewrite import choose_pruned, list_stored, prune_kv
@@ -85,6 +86,6 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     size, whole = (sum(index.places[name].kv_bytes for name in names) for names in (gone, stored))
     verb = "would be removed" if dry_run else "removed"
     click.echo(
-        f"{folder}: keys and values of {counted(len(gone), 'document')} {verb}, {size / 1e6:.1f} MB; "
-        f"{counted(len(stored) - len(gone), 'document')} keep theirs, {(whole - size) / 1e6:.1f} MB"
+        f"{folder}: keys and values of {counted(len(gone), 'document')} {verb}, {bytes_text(size)}; "
+        f"{counted(len(stored) - len(gone), 'document')} keep theirs, {bytes_text(whole - size)}"
     )

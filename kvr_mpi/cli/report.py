@@ -22,11 +22,12 @@ from kvr_mpi.cli.writing import writing
 def report(path: Path, output: Path | None, overwrite: bool) -> None:
     """Write a page about RUN, the output folder of a run or a result file, even while the job is running.
 
-    The page is one HTML file that needs no network: where the time went (if the job had output.trace = true), slices,
-    times, failures and memory, and all answers to browse and search. It notes in one line what the run did not record.
+    The page is one HTML file that needs no network: failures, all answers to browse and search, times and slices, and
+    where the time went, if the job had output.trace = true.
     """
     from kvr_mpi.disk import replacing
     from kvr_mpi.report.page import page_of
+    from kvr_mpi.report.style import bytes_text
     from kvr_mpi.store.shares import is_run
     from kvr_mpi.store.targets import check_file
 
@@ -39,4 +40,4 @@ def report(path: Path, output: Path | None, overwrite: bool) -> None:
             click.echo(f"warning: left out: {line}", err=True)
         with replacing(target) as stream:
             stream.write(page)
-        click.echo(f"{target}: {len(page) / 1e6:.2f} MB; open it in a browser")
+        click.echo(f"{target}: {bytes_text(len(page))}; open it in a browser")

@@ -49,6 +49,8 @@ class Chart:
     legend: tuple[tuple[str, str], ...] = ()
 
 
+# Prompts that are worth a chart.
+LEAST_DOTS = 3
 NO_TRACE = "no trace; set output.trace = true in the job to record one"
 
 
@@ -231,8 +233,8 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
     """Draw the time to the first token over the prompt's length."""
     name = "ttft"
     timed = [one for one in records if _is_comparable(one)]
-    if not timed:
-        return Chart(name, "Time to the first token: no document was prefilled whole, in one prompt.")
+    if len(timed) < LEAST_DOTS:
+        return Chart(name, f"Time to the first token: fewer than {LEAST_DOTS} prompts computed all of their tokens.")
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over prompt length")
     tokens, seconds = max(one.prompt_tokens for one in timed) * 1.04, max(one.ttft_s for one in timed) * 1.06
     x = drawing.x_axis(tokens, "prompt tokens", even_token_ticks(tokens), tokens_text)

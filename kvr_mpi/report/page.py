@@ -133,9 +133,13 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
         draw_memory(run),
     ]
     drawn = [_section(chart) for chart in charts if chart.drawing is not None]
-    missing = [f'<p class="missing">{escaped(chart.title)}</p>' for chart in charts if chart.drawing is None]
+    missing: dict[str, list[str]] = {}  # by the reason why it is not drawn
+    for chart in charts:
+        if chart.drawing is None:
+            what, _, why = chart.title.partition(": ")
+            missing.setdefault(why, []).append(what)
     warnings = [*(f"A rank's trace is left out: {why}" for why in facts.skipped), *_warnings(run)]
-    parts = [
+    head = [
         f"<h1>{escaped(facts.name)}</h1>",
         f'<p class="about">{escaped(facts.model)} · {escaped(facts.software)} · '
         f"page made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p>",
@@ -145,14 +149,15 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
             [f'<section class="warn">{"".join(f"<p>{escaped(line)}</p>" for line in warnings)}</section>']
             * bool(warnings)
         ),
-        *drawn,
         _failures(records),
     ]
     if missing:
-        parts.append(f"<section><h2>Not recorded in this run</h2>{''.join(missing)}</section>")
+        told = [f"{', '.join(what)}: {why}" for why, what in missing.items()]
+        lines = [f'<p class="missing">{escaped(line)}</p>' for line in told]
+        drawn.append(f"<section><h2>Not recorded in this run</h2>{''.join(lines)}</section>")
     script, style = _read("page.js"), _palette() + _read("page.css")
-    body = "".join(parts)
-    room = PAGE_BYTES - len(body.encode()) - len(script) - len(style) - 8_000
+    above, below = "".join(head), "".join(drawn)
+    room = PAGE_BYTES - len((above + below).encode()) - len(script) - len(style) - 8_000
     packed, note = pack_answers(records, room)
     table = _TABLE.format(note=escaped(note))
     policy = (
@@ -163,7 +168,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
         f'content="{policy}"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><title>{escaped(facts.name)}</title>'
         f"<style>{style}</style></head>"
-        f'<body><main>{body}{table}</main><script type="application/octet-stream" id="data">{packed}</script>'
+        f'<body><main>{above}{table}{below}</main><script type="application/octet-stream" id="data">{packed}</script>'
         f"<script>{script}</script></body></html>\n"
     )
     return page.encode()

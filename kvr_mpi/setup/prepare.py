@@ -42,6 +42,7 @@ from kvr_mpi.prefill.registry import AUTO, CHECKED_CHUNK, KVR, Strategy, candida
 from kvr_mpi.prefill.self_check import check_chain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail
+from kvr_mpi.report.style import bytes_text
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.arena import open_arena
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
@@ -213,7 +214,7 @@ def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transp
     if spec.planned:
         chains = f"{counted(lane.size, 'rank')} in chains as planned"
     copied = kernel_bytes(loaded.model)
-    weights = f", CPU kernels ({copied / 1e9:.2f} GB more)" if copied else ""
+    weights = f", CPU kernels ({bytes_text(copied)} more)" if copied else ""
     return (
         f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}{weights}; {chains}, "
