@@ -74,7 +74,7 @@ def in_proportion(loads: Sequence[float], ranks: int) -> Any:
 
 
 def spread(loaded: LoadedModel, ids: Sequence[int], chain: Transport, home: int) -> Prefill:
-    partition = Partition.even(len(ids), chain.size)
+    partition = Partition.by_ratio(len(ids), [len(ids) % 3 + 1, 1, 5][: chain.size])
     return prefill_kvr(loaded, ids, partition, chain, reserve_tokens=NEW_TOKENS, is_spread=True, last=home)
 
 
