@@ -26,7 +26,7 @@ def test_the_pages_become_a_site_that_needs_no_network(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     pages = {page.name: page.read_text() for page in tmp_path.glob("**/*.html")}
     assert {page.with_suffix(".html").name for page in (ROOT / "docs").glob("*.md")} <= pages.keys()
-    assert 'href="docs/index.html"' in pages["README.html"] and "--set" in pages["job-file.html"]
+    assert "--set" in pages["job-file.html"]
     fetched = [link for page in pages.values() for link in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page)]
     assert len(fetched) > 10 and not [link for link in fetched if "//" in link]
     styles = [style.read_text() for style in tmp_path.glob("_static/**/*.css")]

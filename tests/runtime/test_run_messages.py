@@ -15,6 +15,7 @@ from made_jobs import last_line, with_settings
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_USAGE
+from kvr_mpi.store.results import open_results
 
 
 def test_each_phase_has_its_line_before_it_begins(
@@ -53,6 +54,9 @@ def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_he
     assert last_line(stopped.stderr).startswith("exit code 75: stopped before the end")
     assert "not running and not finished; the same kvr-run command with --resume continues" in state()
     assert run_here(1, [job, "--resume"]).returncode == 65
+    before = list(open_results(tmp_path / "out"))
+    assert run_here(1, [job, "--resume"]).returncode == 65
+    assert list(open_results(tmp_path / "out")) == before, "nothing is repeated, nor what failed"
     assert "finished, 1 with an error record (--retry-failed tries them again)" in state()
 
 
