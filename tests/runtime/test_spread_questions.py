@@ -51,7 +51,7 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
     monkeypatch.setattr(StoredLayer, "read", watched_read)
     monkeypatch.setattr(Share, "prepare", watched_load)
     for memory in ((), (f"parallel.memory_gib={room / GIB:.9f}",)):
-        reads.clear(), most.append(0)
+        reads.clear(), held.clear(), most.append(0)
         ran = run_job(2, "parallel.ranks_per_chain=all", chosen, *memory, of=ask_about(run, *QUESTIONS))
         assert ran.tokens == whole.tokens and all(0 < record.computed_tokens < 40 for record in ran.records.values())
         once = Counter(tokens for tokens in reads.values() if tokens)  # of each document in all layers the same
