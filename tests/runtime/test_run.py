@@ -42,6 +42,8 @@ def test_an_answer_depends_on_its_document_alone(run_job: Any) -> None:
     for ranks, more in ((1, "parallel.strategy=kvr"), (3, "parallel.strategy=ring")):
         (name, tokens), *others = run_job(ranks, warm, more, f"documents.shard={ranks}/5").tokens.items()
         assert not others and tokens == together.tokens[name]
+    prompts = "prompt.template={p = '{text} p?', q = '{text} q?'}"  # which share what they begin with
+    assert run_job(1, prompts, "documents.shard=4/5").tokens.items() <= run_job(1, prompts).tokens.items()
     assert {record.kernels for record in together.records.values()} == {""}
     (record,) = run_job(1, "model.dtype=bfloat16", "documents.limit=1").records.values()
     assert record.kernels.startswith(f"CPU {torch.backends.cpu.get_cpu_capability()}, bfloat16; attention: ")
