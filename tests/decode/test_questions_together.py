@@ -104,10 +104,12 @@ def opened(name: str) -> tuple[StoredRows, list[list[int]], dict[int, list[int]]
     return store_rows(loaded, KNOWN), prompts, truths
 
 
-@pytest.mark.slow
+SLOWER = [("llama-gqa", 1), ("mistral-window", 6), ("gemma2-softcap", 3), ("llama4-chunks", 2)]
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),  # with six ranks a window reaches over several of their shares
-    [("llama-gqa", 1), ("gpt-oss-sinks", 2), ("mistral-window", 6), ("gemma2-softcap", 3), ("llama4-chunks", 2)],
+    [("gpt-oss-sinks", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWER)],
 )
 def test_each_layer_is_read_once_whatever_is_asked(name: str, ranks: int) -> None:
     """In two rows, and in one for each question: the answers of one rank, by rows that were read once."""
