@@ -48,7 +48,7 @@ help:
 	@echo "make lint      format, lint and types"
 	@echo "make test      lint, and the tests that show that this machine runs the program (installs first; five minutes)"
 	@echo "make test-all  all tests but those that take hours (about half an hour)"
-	@echo "make test-long  hours: all tests; property tests by 20 seeds, in 20 orders; jobs killed, starved and damaged at random (SEEDS=$(SEEDS)); a great many documents"
+	@echo "make test-long  hours: all tests; property tests by 20 seeds, in 20 orders; jobs killed, stopped and damaged at random (SEEDS=$(SEEDS)); a great many documents"
 	@echo "               (DOCUMENTS=$(DOCUMENTS)); damaged files (FILES=$(FILES)); jobs of every architecture (NAMES=bart,lfm2: of"
 	@echo "               some); torch's CUDA wheel, 5 GB; other versions of Python (VERSIONS=\"$(VERSIONS)\"). PARTS=\"$(PARTS)\""
 	@echo "make test-gpu  what only a GPU can show, on one or more of them; writes a report to send in (half an hour; ARGS=--help)"

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from warm import server
 
 # Modules that assert on behalf of tests, so that a failure shows what was compared there, too.
-pytest.register_assert_rewrite("jobs_together", "job_files", "made_corpora", "made_facts", "made_prompts", "untrusted")
+pytest.register_assert_rewrite("jobs_together", "made_jobs", "made_corpora", "made_facts", "pipelines", "promises")
 
 
 # Without it the tests run in the order of their files, and property tests take the same examples every time. With it

@@ -1,4 +1,4 @@
-"""The site is not built of pages with links that lead nowhere, and needs no network when it is read."""
+"""The pages become a site: no link leads nowhere, and none of it needs a network when it is read."""
 
 from __future__ import annotations
 
@@ -10,38 +10,36 @@ from pathlib import Path
 from constants import ROOT
 
 MAP = "root: README\nsubtrees:\n- entries:\n  - file: docs/one\n"
-HOME = (
-    "# Home\n\n[One](docs/one.md#a-heading), [its folder](docs), [a file](docs/_toc.yml), [below](#below)\n\n## Below\n"
-)
 
 
-def build(folder: Path, pages: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def build(source: Path, made: Path) -> subprocess.CompletedProcess[str]:
     """Build a site of these pages as `make docs` does."""
-    source, made = folder / "source", folder / "made"
-    for name, text in {"docs/_toc.yml": MAP, "README.md": HOME, **pages}.items():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text(text, encoding="utf-8")
     target = re.search(r"^\t.*sphinx-build (.*) --conf-dir docs \. ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert target is not None
     command = [sys.executable, "-m", "sphinx", *target[1].split(), "--conf-dir", ROOT / "docs", source, made]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_pages_become_a_site_that_needs_no_network(tmp_path: Path) -> None:
-    done = build(tmp_path, {"docs/one.md": "# One\n\n## A heading\n\n[Home](../README.md), `--option` -- {text}\n"})
+def test_the_pages_become_a_site_that_needs_no_network(tmp_path: Path) -> None:
+    """Also pages, headings, files and folders that links on them name are there."""
+    done = build(ROOT, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    pages = {page.name: page.read_text() for page in tmp_path.glob("made/**/*.html")}
-    assert 'href="docs/one.html#a-heading"' in pages["README.html"] and "README.html" in pages["index.html"]
-    assert "its folder" in pages["README.html"] and "--option" in pages["one.html"]
+    pages = {page.name: page.read_text() for page in tmp_path.glob("**/*.html")}
+    assert {page.with_suffix(".html").name for page in (ROOT / "docs").glob("*.md")} <= pages.keys()
+    assert "--set" in pages["job-file.html"]
     fetched = [link for page in pages.values() for link in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page)]
     assert len(fetched) > 10 and not [link for link in fetched if "//" in link]
-    styles = [style.read_text() for style in tmp_path.glob("made/_static/**/*.css")]
+    styles = [style.read_text() for style in tmp_path.glob("_static/**/*.css")]
     assert styles and not [style for style in styles if re.search(r"@import|url\(['\"]?(?:https?:)?//", style)]
 
 
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
     wrong = "# One\n\n[gone](gone.md)\n\n[no heading](../README.md#gone)\n\n[none here](#gone)\n\n![gone](gone.svg)\n"
-    done = build(tmp_path, {"docs/one.md": wrong, "docs/two.md": "# Of no kind\n"})
+    pages = {"docs/_toc.yml": MAP, "README.md": "# Home\n", "docs/one.md": wrong, "docs/two.md": "# Of no kind\n"}
+    for name, text in pages.items():
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "source" / name).write_text(text, encoding="utf-8")
+    done = build(tmp_path / "source", tmp_path / "made")
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if "WARNING" in line]
     for line, name in ((3, "gone.md"), (5, "gone"), (7, "gone"), (9, "gone.svg")):

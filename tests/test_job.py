@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_files import SECTIONS, load, write_job
+from made_jobs import SECTIONS, load, write_job
 
 from kvr_mpi.job import load_job, show_job
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from job_files import MINIMAL, SECTIONS, load, refusal, write_job
+from made_jobs import MINIMAL, SECTIONS, load, refusal, write_job
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job, show_job

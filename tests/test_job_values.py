@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from job_files import MINIMAL, load, refusal, write_job
+from made_jobs import MINIMAL, load, refusal, write_job
 
 from kvr_mpi.job import JobSpec
 

@@ -18,10 +18,7 @@ import kvr_mpi
 
 # Nothing of these is made by hand.
 MADE = ".git PKG-INFO setup.cfg .venv* runs build dist __pycache__ *.egg-info .*_cache .hypothesis .cache".split()
-
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 @pytest.fixture(scope="module")
@@ -80,26 +77,6 @@ def test_whoever_cites_it_names_this_version() -> None:
     assert f'version = "{kvr_mpi.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-def prose(page: Path) -> str:
-    """A page without its blocks of code."""
-    return FENCE.sub("", page.read_text(encoding="utf-8"))
-
-
-def anchors_of(page: Path) -> set[str]:
-    """The names of a page's headings, as forges make them: a second one of the same words gets a number."""
-    found: list[str] = []
-    for heading in re.findall(r"^#+ +(.+?) *$", prose(page), re.MULTILINE):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
-        found.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
-    return {f"{name}-{found[:idx].count(name)}" if name in found[:idx] else name for idx, name in enumerate(found)}
-
-
-def links_of(page: Path) -> list[str]:
-    """Where a page's links lead, those out of the project left out."""
-    text = re.sub(r"(`+)(?!`).+?\1", lambda code: "x" * len(code[0]), prose(page), flags=re.DOTALL)
-    return [link for link in LINK.findall(text) if not re.match(r"[a-z][a-z0-9+.-]*:", link)]
-
-
 def test_the_pages_are_short() -> None:
     readme, docs = ROOT / "README.md", list(ROOT.glob("docs/*.md"))
     texts = {page: page.read_text(encoding="utf-8") for page in [readme, *docs]}
@@ -107,23 +84,3 @@ def test_the_pages_are_short() -> None:
     assert words[readme] <= 750 and sum(words.values()) <= 25_000, words
     lines = [line for text in texts.values() for block in FENCE.findall(text) for line in block.splitlines()]
     assert not [line for line in lines if len(line) > 75], "a browser would scroll sideways"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_links_lead_somewhere(page: Path) -> None:
-    wrong = []
-    for link in links_of(page):
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        if not (target.is_relative_to(ROOT) and target.exists()):
-            wrong.append(f"{link}: no such file")
-        elif anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
-            wrong.append(f"{link}: no such heading")
-    assert not wrong
-
-
-def test_every_page_is_on_the_landing_page() -> None:
-    index = ROOT / "docs" / "index.md"
-    assert index in {(ROOT / link).resolve() for link in links_of(ROOT / "README.md")}
-    linked = {(index.parent / link.partition("#")[0]).resolve() for link in links_of(index)}
-    assert set(index.parent.glob("*.md")) - {index} <= linked

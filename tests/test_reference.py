@@ -54,10 +54,7 @@ def test_every_variable_of_ours_is_listed() -> None:
 def test_every_exit_code_has_a_meaning() -> None:
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert codes == set(errors.MEANINGS)
-    table = reference.exit_codes()
-    row = next(line for line in table.splitlines() if line.startswith("| 78 | the job cannot be run as written;"))
-    assert "| `MissingError`, `ConfigError`, `CorpusError`" in row
-    shown = set(re.findall(r"`(\w+)`", table))
+    shown = set(re.findall(r"`(\w+)`", reference.exit_codes()))
     kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     assert shown == {name for name, kind in kinds.items() if issubclass(kind, errors.KvrError)}
 

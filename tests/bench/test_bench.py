@@ -1,17 +1,14 @@
-"""`first-token` and `corpus` as a user runs them."""
+"""`first-token` as a user runs it."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks.first_token import STRATEGIES
-from benchmarks.first_token import main as first_token
 from kvr_mpi.errors import EXIT_CONFIG
 
 
@@ -46,47 +43,3 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, run
     assert run.stdout.count("products with weights") == 2 and "the best runs reach" in run.stdout
     wrong = run_bench(2, "first-token", *words, "--strategies", "kvr-x")
     assert wrong.returncode == EXIT_CONFIG and "'kvr-x': expected some of single" in wrong.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--json", "nowhere/rows"], "nowhere/rows cannot be written: there is no folder"),
-        (["--plot", "sealed/rows"], "sealed/rows cannot be written: permission denied"),
-    ],
-)
-def test_what_cannot_be_timed_is_refused_before_anything_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("sealed").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed")  # root may write anywhere
-    run = CliRunner().invoke(first_token, ["--model", "./nothing", *options], standalone_mode=False)
-    assert words in run.output and run.return_value == EXIT_CONFIG
-
-
-@pytest.mark.long
-def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, run_bench: Any) -> None:
-    rows = (json.dumps({"id": f"d{n}", "text": "The ferry left at seven. " * (1 + 9 * n)}) for n in range(5))
-    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
-    (tmp_path / "job.toml").write_text(
-        f"""
-        model.path = "{tiny_model_dir}"
-        model.dtype = "float32"
-        documents.path = "{tmp_path / "corpus.jsonl"}"
-        prompt.too_long = "keep-head"
-        generation.max_new_tokens = 9
-        output.path = "{tmp_path / "out"}"
-        """
-    )
-    command = ["corpus", tmp_path / "job.toml", "--repeats", "1", "--batch-size", "2"]
-    run = run_bench(2, *command, "--json", tmp_path / "rows.json")
-    assert run.returncode == 0, run.stderr
-    found = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert list(found) == ["auto", "chains", "data-parallel", "generate", "padded"]
-    # What one way answers is what the others do; left padding may tip a near tie in a model that knows nothing.
-    assert len({row["new_tokens"] for way, row in found.items() if way != "padded"}) == 1
-    for row in found.values():
-        assert row["documents"] == 5 and row["documents_per_hour"] > 0 and len(row["speedup"]) == 4
-        assert 0 < row["busy_in_prefill"] <= 1.05
-    assert "documents/h" in run.stdout and not list((tmp_path / "out").iterdir()), "nothing is left behind"

@@ -1,4 +1,4 @@
-"""``forecast`` and ``paper``: forecasts, and the paper's cells."""
+"""``forecast`` and ``paper``: forecasts, and the paper's cells, by 15 of which the A100 profile is fitted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from models import CONFIGS
 
+from benchmarks.calibrate import calibration_cells, fit
 from benchmarks.forecast import main as forecast
 from benchmarks.paper import main as paper
-from benchmarks.paper_cells import paper_cells
-from kvr_mpi.errors import ConfigError, ModelError
+from benchmarks.paper_cells import paper_cells, score
+from kvr_mpi.costs.hardware import load_hardware
 
 STRATEGIES = {"single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s"}
 
@@ -34,29 +34,17 @@ def test_a_table_and_rows_say_who_wins(tmp_path: Path) -> None:
     assert lines[-1].split()[-1] == "kvr-s"
     args = ("--model", "llama 7b", "--hardware", "a100-80gb", "--ranks", "1,4", "--contexts", "4k,16k")
     found = json.loads(run(*args, "--json"))
-    assert found["relay"] == "store-and-forward", "eager attention is that of the paper"
     assert [(row["context_tokens"], row["ranks"]) for row in found["rows"]] == list(
         itertools.product((4096, 16384), (1, 4))
     )
     for row in found["rows"]:
         assert set(row["ttft_s"]) == (STRATEGIES if row["ranks"] > 1 else {"single"})
         assert row["winner"] == min(row["ttft_s"], key=row["ttft_s"].get)
-        assert len(row["slices"]) == row["ranks"] + 1
         assert row["bound_s"] <= min(row["ttft_s"].values())
         if row["ranks"] > 1:
             assert row["efficiency"] == pytest.approx(row["ttft_s"]["single"] / row["ranks"] / row["ttft_s"]["kvr-s"])
     file = tmp_path / "rows.json"
     assert run(*args, "--json", file) == "" and json.loads(file.read_text()) == found
-
-
-def test_a_model_on_disk_and_a_plot(tmp_path: Path) -> None:
-    CONFIGS["llama-gqa"]().save_pretrained(tmp_path)
-    plot = tmp_path / "plot.svg"
-    found = json.loads(run("--model", tmp_path, "--ranks", "2", "--contexts", "512", "--plot", plot, "--json"))
-    assert found["model"] == str(tmp_path) and plot.read_text().lstrip().startswith("<?xml")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be read"):
-        run("--model", tmp_path, "--ranks", "2", "--contexts", "512")
 
 
 def test_the_papers_cells_beside_the_models() -> None:
@@ -70,18 +58,25 @@ def test_the_papers_cells_beside_the_models() -> None:
     assert [cell["ttft_s"] for cell in found["cells"]] == [cell.ttft_s for cell in paper_cells()]
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--hardware", "b300"], "'b300'.*h100-80gb"),
-        (["--model", "Llama 8B"], "'Llama 8B'.*Llama 3.1 8B"),
-        (["--contexts", "1m"], "1048576 tokens.*131072.*Llama 3.1 8B 1M"),
-        (["--contexts", "8", "--ranks", "9"], "9 ranks for 8 tokens.*at most 8"),
-        (["--plot", "plot.nonsense"], "--plot"),
-        (["--ranks", "two"], "--ranks 'two'"),
-        (["--link-gigabytes-per-s", "nan"], "above 0"),
-    ],
-)
-def test_what_cannot_be_simulated(args: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        run(*args)
+SHIPPED = load_hardware("a100-80gb")
+
+
+def test_the_shipped_profile_is_what_the_fit_gives() -> None:
+    fitted, shipped = fit(calibration_cells()).model_dump(), SHIPPED.model_dump()
+    for found in (fitted, shipped):  # one level, so that approx can compare it
+        found |= {
+            f"{model} {key}": rate for model, rates in found.pop("for_models").items() for key, rate in rates.items()
+        }
+    numbers = {key for key, value in shipped.items() if isinstance(value, float)}
+    assert {key: fitted[key] for key in numbers} == pytest.approx({key: shipped[key] for key in numbers}, rel=2e-3)
+    assert {key: fitted[key] for key in fitted.keys() - numbers} == {
+        key: shipped[key] for key in shipped.keys() - numbers
+    }
+
+
+def test_the_other_cells_are_forecast() -> None:
+    calibrating = set(calibration_cells())
+    others = score([cell for cell in paper_cells() if cell not in calibrating], SHIPPED)
+    assert len(others.cells) == 30
+    assert others.ttft.median is not None and others.ttft.median <= 0.03
+    assert others.ttft.p90 is not None and others.ttft.p90 <= 0.08

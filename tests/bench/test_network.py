@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from constants import ROOT, TESTS
 
-from benchmarks.hosts import hosts, run_mpi, shape, why_not
+from benchmarks.hosts import hosts, run_mpi, why_not
 from kvr_mpi.store.results import open_results
 
 pytestmark = pytest.mark.long
@@ -22,35 +19,6 @@ def able() -> None:
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-
-
-def test_noisy_hosts_are_compared_with_quiet_ones(tiny_model_dir: Path, tmp_path: Path) -> None:
-    found = tmp_path / "rows.json"
-    words = ["--context", "256", "--repeats", "1", "--json", found, "--cases", "4-1gbit-noisy"]
-    command = [sys.executable, "-m", "benchmarks", "network", "--model", tiny_model_dir, *words]
-    bench = subprocess.Popen([*command, "--strategies", "kvr-s,ring"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    output, _ = bench.communicate(timeout=300)
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert bench.returncode == 0 and f"kvr-{bench.pid}-" not in listed, output
-    quiet, noisy = (rows := json.loads(found.read_text()))[:2], rows[2:]
-    assert [row["strategy"] for row in quiet] == [row["strategy"] for row in noisy] == ["kvr-s", "ring"]
-    for before, after in zip(quiet, noisy, strict=True):
-        assert before["strategy"] in output and before["ttft_s"] > 0 and before["noise_loss"] is None
-        assert after["noise_loss"] == pytest.approx(after["ttft_s"] / before["ttft_s"] - 1)
-    assert noisy[1]["times_kvr_s"] == pytest.approx(noisy[1]["ttft_s"] / noisy[0]["ttft_s"])
-
-
-def test_links_are_slow_in_both_directions(tmp_path: Path) -> None:
-    found = tmp_path / "speed.json"
-    program = [sys.executable, TESTS / "programs" / "mpi_link_speed.py", found, str(2 * 10**6)]
-    with hosts(2) as group:
-        for rate, is_slow in ((None, False), (16_000_000, True), (None, False)):  # a second; one slow end is enough
-            shape(group[0], rate)
-            done = run_mpi(group, program, timeout_s=60)
-            assert done.returncode == 0, done.stdout
-            report = json.loads(found.read_text())
-            assert report["names"] == ["host1", "host2"] and report["on_this_host"] == 1
-            assert (min(report["seconds"]) > 0.8) == is_slow
 
 
 def test_a_job_runs_on_two_hosts(tiny_model_dir: Path, tmp_path: Path, kvr_run: Path) -> None:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from constants import ROOT
 
 from benchmarks.peers.batch_file import write_batch_file
 from benchmarks.peers.compare import try_peer
-from benchmarks.peers.killing import is_alive, live
+from benchmarks.peers.killing import is_alive
 from benchmarks.peers.peer_programs import Task
 
-# Answers a row at a time in a process of its own, and goes on with what it finds of an earlier life.
+# Answers in a process of its own and another session, keeps each answer at once or all in the end, and goes on with
+# what it finds of an earlier life.
 ANSWERS = """
-import json, pathlib, subprocess, sys, time
+import json, os, pathlib, sys, time
 requests, output, durable = sys.argv[1:]
-code = '''
-import json, pathlib, sys, time
-requests, output, durable = sys.argv[1:]
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+os.setsid()
+(pathlib.Path(output) / "pid").write_text(str(os.getpid()))
 kept = pathlib.Path(output) / "kept"
 kept.touch()
 done = kept.read_text().split()
-for line in open(requests):
-    name = json.loads(line)["custom_id"]
+for name in [json.loads(line)["custom_id"] for line in open(requests)]:
     if name not in done:
         if durable == "yes":
             kept.open("a").write(name + " ")
@@ -32,51 +35,26 @@ for line in open(requests):
         print("did", name, flush=True)
         time.sleep(0.02)
 kept.write_text(" ".join(done))
-'''
-sys.exit(subprocess.run([sys.executable, "-c", code, *sys.argv[1:]]).returncode)
 """
-
-LIMIT_S = 300.0
-
-
-class Toy:
-    """A peer that keeps each answer at once, or all of them at the end."""
-
-    name = "toy"
-
-    def __init__(self, durable: str) -> None:
-        self.durable = durable
-
-    def why_not(self) -> str | None:
-        return None
-
-    def command(self, task: Task, output: Path) -> list[str]:
-        return [sys.executable, "-c", ANSWERS, str(task.requests), str(output), self.durable]
-
-    def environment(self, task: Task) -> dict[str, str]:
-        return {}
-
-    def answered(self, said: str) -> int:
-        return said.count("did ")
-
-    def kept(self, output: Path) -> dict[str, str]:
-        file = output / "kept"
-        return {name: "it" for name in file.read_text().split()} if file.exists() else {}
 
 
 @pytest.mark.parametrize("durable", ["yes", "no"])
-def test_what_is_left_is_not_computed_again(tmp_path: Path, durable: str) -> None:
-    ids = write_batch_file(tmp_path / "requests.jsonl", ROOT / "jobs" / "demo", 20)
+def test_what_is_left_is_not_computed_again_and_nobody_lives_on(tmp_path: Path, durable: str) -> None:
+    ids, alive = write_batch_file(tmp_path / "requests.jsonl", ROOT / "jobs" / "demo", 20), list[bool]()
     task = Task(tmp_path / "requests.jsonl", tmp_path, 1)
-    found = try_peer(Toy(durable), task, ids, tmp_path, undisturbed=True, timeout_s=LIMIT_S)
+
+    def kept(output: Path) -> dict[str, str]:
+        alive.append(is_alive(int((output / "pid").read_text())))
+        return dict.fromkeys((output / "kept").read_text().split(), "it")
+
+    toy: Any = SimpleNamespace(
+        name="toy",
+        command=lambda task, output: [sys.executable, "-c", ANSWERS, str(task.requests), str(output), durable],
+        environment=lambda task: {},
+        answered=lambda said: said.count("did "),
+        kept=kept,
+    )
+    found = try_peer(toy, task, ids, tmp_path, undisturbed=True, timeout_s=300.0)
     assert found.rows == found.same == 20 and 10 <= found.computed < 20
     assert found.left == (found.computed if durable == "yes" else 0)
-    assert found.again == found.computed - found.left
-
-
-def test_a_killed_program_leaves_nobody_behind(tmp_path: Path) -> None:
-    own_session = "import os, time; os.setsid(); print(os.getpid(), 'x', flush=True); time.sleep(600)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {own_session!r}])"
-    log = tmp_path / "log"
-    live([sys.executable, "-c", code], {}, lambda said: said.count("x"), log, timeout_s=LIMIT_S, kill_at=1)
-    assert not is_alive(int(log.read_text().split()[0]))
+    assert found.again == found.computed - found.left and not any(alive)

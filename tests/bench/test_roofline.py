@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from models import tiny
 
 from benchmarks.roofline import (
     ATTENTION,
     PRODUCTS,
     REST,
-    attention_flop,
     measure_rooflines,
 )
 from kvr_mpi.model.attention_hook import prepare_model
@@ -39,13 +37,3 @@ def test_every_product_is_counted_once() -> None:
     assert found.seconds > found.least_s > 0
     weights = 4 * config.num_hidden_layers * (before + after)
     assert all(part.nbytes > 0 for part in found.parts) and products.nbytes > weights
-
-
-def test_keys_out_of_the_window_are_not_counted() -> None:
-    loaded = tiny("mistral-window")
-    window = loaded.model.config.sliding_window
-    assert window < TOKENS
-    pair = attention_flop(loaded, 1) / loaded.model.config.num_hidden_layers
-    layers = loaded.model.config.num_hidden_layers
-    seen = window * (window + 1) // 2 + (TOKENS - window) * window
-    assert attention_flop(loaded, TOKENS) == pytest.approx(pair * ((layers - 1) * seen + window))

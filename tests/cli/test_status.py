@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +18,7 @@ from kvr_mpi.store.status import read_status
 from kvr_mpi.store.writer import ResultWriter
 
 
-def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
+def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = take(tmp_path, mode="new")
     writers = [ResultWriter(tmp_path, rank, HEADER) for rank in (0, 1)]
     writers[0].write(Record("a", "done"))
@@ -43,11 +44,12 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
         CliRunner().invoke(group, ["merge", str(tmp_path)], catch_exceptions=False)
     for writer in writers:
         writer.close()
-    run.close()
+    monkeypatch.setattr("kvr_mpi.cli.status.time", SimpleNamespace(sleep=lambda seconds: run.close()))
+    watched = CliRunner().invoke(group, ["status", str(tmp_path), "--watch"]).output
+    assert watched.count("documents ") == 2, "watching goes on, and ends with the job"
+    assert watched.index("job       running") < watched.index("job       not running")
     ended = read_status(tmp_path)
     assert not ended.alive and ended.eta_s is None and ended.done == 1
-    again = CliRunner().invoke(group, ["status", str(tmp_path), "--watch"]).output
-    assert "not running" in again and again.count("documents ") == 1, "watching ends with the job"
 
 
 def test_damage_is_seen_and_left(tmp_path: Path) -> None:

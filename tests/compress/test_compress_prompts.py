@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from made_groups import make_folder, on_groups
-from models import deep, prompt, tiny
+from models import prompt, tiny
 
 from kvr_mpi.compress.compression import Compression, open_compression, size_of
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.kv.cache import COMPRESSED_AHEAD, SliceCache
+from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -122,37 +121,6 @@ def test_chosen_tokens_are_those_of_a_dense_attention() -> None:
         assert [head[:18] for head in layer] == best
     assert compression.window_of(30, (1, 30)) is None, "a short prompt is kept whole"
     assert compression.window_of(31, (1, 31)) == (31 - 12, 31)
-
-
-def test_a_window_that_is_cut_is_refused() -> None:
-    compression, loaded = open_compression(settings_of("snapkv"), tiny("llama-gqa")), tiny("llama-gqa")
-    prepare_model(loaded.model, chain=True)
-    retain = compression.retain(TOKENS, TEXT)
-    assert retain is not None
-    with pytest.raises(ValueError, match="observation window, tokens 78 to 90"):
-        run_local(2, lambda rank: prefill_kvr(loaded, prompt(TOKENS), Partition((0, 80, TOKENS)), rank, retain=retain))
-    moved = replace(retain, window=(70, 77))
-    with pytest.raises(ValueError, match="has not observed"):
-        prefill_kvr(loaded, prompt(TOKENS), Partition((0, TOKENS)), LocalTransport(), retain=moved)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_dropped_is_dropped_before_the_next_layers(ranks: int) -> None:
-    """Of sixteen layers a few are held as a whole at any time, and each of the others in the memory of what is kept."""
-    loaded = deep(16)
-    compression, tokens, text = open_compression(settings_of("snapkv"), loaded), 400, (1, 400)
-    retain, held = compression.retain(tokens, text), list[int]()
-    assert retain is not None and retain.choose is not None
-
-    def watched(layer: Any, choose: Any = retain.choose) -> Any:
-        held.append(layer.cache.held_bytes)
-        return choose(layer)
-
-    watching, cut = replace(retain, choose=watched), Partition.even(tokens, ranks)
-    cache = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), cut, rank, retain=watching))[-1].cache
-    whole = tokens * loaded.shape.kv_bytes_per_token
-    assert len(held) == 16 and cache.held_bytes == size_of(loaded, cache, "snapkv").kv_bytes < whole / 10
-    assert max(held) <= cache.held_bytes + (1 + COMPRESSED_AHEAD) * whole / 16 < whole / 2
 
 
 @pytest.mark.parametrize(

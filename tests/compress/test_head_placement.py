@@ -1,15 +1,22 @@
-"""Heads on ranks: every head whole, copies within bounds, and no rank with more than it must have."""
+"""Heads on ranks: every head whole, copies within bounds, no rank with more than it must have; gains of FairKV."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_placements import check
 
+from benchmarks.paper_profiles import TABLE_2, paper_profile
+from benchmarks.placement import (
+    load_ratio,
+    place_best_with_copies,
+    place_with_copies,
+    total_efficiency,
+)
 from kvr_mpi.compress.placement import (
     LayerPlacement,
     place_best_effort,
@@ -17,7 +24,20 @@ from kvr_mpi.compress.placement import (
     place_layers,
     place_statically,
     place_with_equal_copies,
+    sync_efficiency,
 )
+
+
+def check(found: LayerPlacement, loads: Sequence[float], copies: int) -> None:
+    """Every head is somewhere, whole, on a rank at most once; copies are within bounds."""
+    for head, load in enumerate(loads):
+        pieces = [piece for piece in found.pieces if piece.head == head]
+        assert pieces and sum(piece.load for piece in pieces) == pytest.approx(load, abs=1e-6 * (1 + sum(loads)))
+        assert len({piece.rank for piece in pieces}) == len(pieces)
+    assert all(0 <= piece.rank < found.ranks for piece in found.pieces)
+    assert 0 <= found.copies <= copies
+    assert found.heaviest >= sum(loads) / found.ranks * (1 - 1e-6)
+
 
 LOADS = st.lists(st.floats(0, 10_000).map(lambda load: round(load, 2)), min_size=1, max_size=12)
 Place = Callable[..., LayerPlacement]
@@ -51,3 +71,37 @@ def test_static_placement_is_tensor_parallelism() -> None:
     assert [piece.rank for piece in found.pieces] == [0, 0, 1, 1] and found.loads.tolist() == [3, 7]
     assert place_statically([1, 2, 3, 4], 3).loads.tolist() == [3, 3, 4], "the first ranks have one more"
     assert place_statically([5, 7], 3).loads.tolist() == [5, 7, 0], "a rank without a head"
+
+
+@settings(max_examples=60)
+@given(
+    loads=st.lists(st.integers(1, 1000), min_size=2, max_size=6),
+    ranks=st.integers(2, 5),
+    copies=st.integers(0, 4),
+)
+def test_searching_is_never_worse(loads: list[int], ranks: int, copies: int) -> None:
+    quick, exact = place_with_copies(loads, ranks, copies), place_best_with_copies(loads, ranks, copies)
+    for found in (quick, exact):
+        check(found, loads, copies)
+    assert (
+        exact.heaviest
+        <= quick.heaviest * (1 + 1e-9)
+        <= place_with_equal_copies(loads, ranks, copies).heaviest * (1 + 1e-8)
+    )
+
+
+@pytest.mark.parametrize("model", list(TABLE_2))
+def test_profiles_that_match_table_2_reach_what_the_paper_gains(model: str) -> None:
+    for budget in TABLE_2[model][1]:
+        found = paper_profile(model, budget)
+        assert np.abs(np.array(found.utilisation) - found.target).max() < 0.025, "of the table"
+        counts = found.profile.counts
+        static = place_layers(counts, 8, place_statically)
+        assert counts.mean() == pytest.approx(budget) and sync_efficiency(static) == pytest.approx(found.utilisation[2])
+        quick = place_layers(counts, 8, partial(place_with_copies, copies=4))
+        assert sync_efficiency(quick) >= 0.94
+        assert sync_efficiency(place_layers(counts, 8, place_in_proportion)) >= 0.999
+        if model.startswith("Llama-3.3") and budget > 128:
+            exact = place_layers(counts, 8, partial(place_best_with_copies, copies=4))
+            assert load_ratio(exact, static) >= 1.66
+        assert total_efficiency(quick) > 0.99

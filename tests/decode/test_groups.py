@@ -70,7 +70,7 @@ class Asking:
 
 
 def spread(loaded: LoadedModel, ids: Sequence[int], chain: Transport, home: int) -> Prefill:
-    partition = Partition.even(len(ids), chain.size)
+    partition = Partition.by_ratio(len(ids), [len(ids) % 3 + 1, 1, 5][: chain.size])
     return prefill_kvr(loaded, ids, partition, chain, reserve_tokens=NEW_TOKENS, is_spread=True, last=home)
 
 
@@ -104,6 +104,9 @@ def test_scores_and_log_probabilities_are_those_of_a_rank_alone(name: str, model
     truths, found = ask("alone", loaded, 1), ask(name, loaded, 3)
     assert written(found) == written(truths) == written(Asking([OwnGeneration()] * 3, {})("alone", loaded, 1))
     assert found[3].answer is None and "has no tokens" in str(found[3].error), "an error of one prompt"
+    if (share := found[1].prefill.share) is not None:  # what is stored has the answer, too, but its last token
+        held = share.own_kv(0)
+        assert held is not None and len(held[0]) == share.stop - share.start + NEW_TOKENS - 1
     for key, scored in ((0, 3), (1, 0), (2, 1)):
         mine, theirs = found[key].answer, truths[key].answer
         assert mine is not None and theirs is not None and len(mine.scores) == len(theirs.scores) == scored

@@ -151,6 +151,9 @@ def test_what_is_not_refused_is_right(name: str) -> None:
     assert name not in KIN
     with pytest.raises(ModelError, match=r"cannot be distributed over ranks; use decode.mode = 'data-parallel'"):
         together(loaded, 2, PLACES["best-effort"])
+    assert isinstance(open_sharing(DecodeSettings(mode="auto"), loaded, None), str), "so each rank decodes its own"
+    with pytest.raises(ConfigError, match=r"cannot be distributed over .*; choose mode = 'data-parallel'"):
+        open_sharing(DecodeSettings(mode="head-parallel"), loaded, None)
 
 
 @pytest.mark.parametrize(

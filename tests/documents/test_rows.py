@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from made_corpora import (
     write_lines,
     write_parquet,
 )
-from measured import run_and_measure
 
-from kvr_mpi.documents import MAX_ID_CHARS, Corpus, Document, RowFormat, scan_corpus
+from kvr_mpi.documents import MAX_ID_CHARS, Corpus, Document, RowFormat, read_corpus, scan_corpus
 
 # Any table
 
@@ -217,6 +215,11 @@ def test_a_parquet_file_that_inflates_is_read_a_few_rows_at_a_time(tmp_path: Pat
     pyarrow.parquet.write_table(rows, path, compression="zstd")
     assert path.stat().st_size < 1 << 20
     del rows
-    count = "import sys; from kvr_mpi.documents import read_corpus; print(sum(1 for _ in read_corpus(sys.argv[1:])))"
-    code, rss_bytes = run_and_measure([sys.executable, "-c", count, path])
-    assert code == 0 and rss_bytes < 700 << 20, f"{rss_bytes >> 20} MiB"
+    usual = pa.default_memory_pool()
+    watched = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(watched)
+    try:
+        assert sum(1 for _ in read_corpus([str(path)])) == 40
+    finally:
+        pa.set_memory_pool(usual)
+    assert 20 << 20 < watched.max_memory() < 300 << 20, f"{watched.max_memory() >> 20} MiB"

@@ -1,10 +1,10 @@
-"""Jobs that are killed, starved and damaged at random, resumed, and held against one that was left in peace.
+"""Jobs that are killed, stopped and damaged at random, resumed, and held against one that was left in peace.
 
 A case is a job on two ranks. At a random instant (as often as not while a volume is being written) a rank, the launcher
 or all are killed, stopped, or told to end, once or twice; or the folder is removed or swapped for another job's; or
-another job wants it; or the disk is full; and the clock may jump. Then files may be cut, flipped, removed, or dated to
-another century. Then it is resumed on one, two or three ranks, which may be disturbed again, until it ends. Then every
-document has to be there once, with the tokens, keys and values of the undisturbed job, in a file that opens.
+another job wants it; and the clock may jump. Then files may be cut, flipped, removed, or dated to another century. Then
+it is resumed on one, two or three ranks, which may be disturbed again, until it ends. Then every document has to be
+there once, with the tokens, keys and values of the undisturbed job, in a file that opens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +32,6 @@ LAUNCHER = Path(sys.executable).parent / "mpirun"
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 DOCUMENTS = 12
 LIMIT_S = 300.0
-SMALL_DISK = "size=900k"
 ENDED_WELL = (0, 65)
 DAMAGES = ("none", "none", "cut", "flip", "remove", "junk", "clock")
 # Name: signals, one after another, and what a job told so may end with (None: anything).
@@ -273,52 +271,36 @@ def run_case(
         With the whole story, if anything is lost, double, different or unreadable.
     """
     chance, case, word = random.Random(seed), Case(seed), "--resume" if begun is None else "--extend"
-    with place(scratch, begun is None and chance.random() < 0.08, case) as (output, make_room):
-        if begun is not None:
-            shutil.copytree(begun, output)
-        for attempt in range(chance.choice([1, 1, 2])):
-            ranks = 2 if attempt == 0 else chance.choice([1, 2, 3])
-            disturb(job, output, reference, ranks, chance, case, make_room, well, word)
-            make_room = None
-            if begun is None:
-                damage(output, chance, case)
-        for _ in range(3):  # damage found while merging ends a job, too: the next one mends it
-            ranks = chance.choice([1, 2, 3])
-            code, told = end(launch(job, output, ranks, chance.choice(CLOCKS), [word]), case)
-            case.story.append(f"resumed on {ranks}, ended with {code}")
-            assert "Traceback" not in told, _tell(case, told)
-            if code in ENDED_WELL and (output / "results.h5").exists():
-                break
-        assert code == well, _tell(case, told)
-        try:
-            compare(output, reference, has_more=begun is not None)
-        except Exception as error:
-            raise AssertionError(_tell(case, f"{error}\n{told}")) from error
+    output = scratch / "out"
+    if begun is not None:
+        shutil.copytree(begun, output)
+    for attempt in range(chance.choice([1, 1, 2])):
+        ranks = 2 if attempt == 0 else chance.choice([1, 2, 3])
+        disturb(job, output, reference, ranks, chance, case, well, word)
+        if begun is None:
+            damage(output, chance, case)
+    for _ in range(3):  # damage found while merging ends a job, too: the next one mends it
+        ranks = chance.choice([1, 2, 3])
+        code, told = end(launch(job, output, ranks, chance.choice(CLOCKS), [word]), case)
+        case.story.append(f"resumed on {ranks}, ended with {code}")
+        assert "Traceback" not in told, _tell(case, told)
+        if code in ENDED_WELL and (output / "results.h5").exists():
+            break
+    assert code == well, _tell(case, told)
+    try:
+        compare(output, reference, has_more=begun is not None)
+    except Exception as error:
+        raise AssertionError(_tell(case, f"{error}\n{told}")) from error
     return case
 
 
 def disturb(
-    job: Path,
-    output: Path,
-    decoy: Path,
-    ranks: int,
-    chance: random.Random,
-    case: Case,
-    make_room: Callable[[], None] | None,
-    well: int,
-    word: str,
+    job: Path, output: Path, decoy: Path, ranks: int, chance: random.Random, case: Case, well: int, word: str
 ) -> None:
-    """Run a job, and do to it what a seed says, or let its disk be full."""
+    """Run a job, and do to it what a seed says."""
     clock, action = chance.choice(CLOCKS), chance.choice(ACTIONS)
     case.story.append(f"run on {ranks}" + (f", clock {clock}" if clock else ""))
     process = launch(job, output, ranks, clock, [word])
-    if make_room is not None:
-        code, told = end(process, case)
-        case.story.append(f"ended with {code}")
-        # Answers alone may fit.
-        assert code == well or (code == 78 and "No space left" in told and "--resume" in told), _tell(case, told)
-        make_room()
-        return
     wait_for_moment(process, output, chance, case)
     if action in SIGNALS:
         send_signals(action, process, chance, case)
@@ -343,30 +325,6 @@ def compete(job: Path, output: Path, first: subprocess.Popen[str], case: Case) -
     code, told = end(launch(job, output, 1), case)
     case.story.append(f"another job wanted the folder: {code}")
     assert code == 78 or first.poll() is not None or code in ENDED_WELL, _tell(case, told)
-
-
-@contextmanager
-def place(scratch: Path, is_small: bool, case: Case) -> Iterator[tuple[Path, Callable[[], None] | None]]:
-    """An output folder, on a disk that is too small if wanted, and what makes it larger."""
-    folder = Path(tempfile.mkdtemp(dir=scratch))
-    made = (
-        is_small
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", SMALL_DISK, "tmpfs", folder], capture_output=True, check=False
-        ).returncode
-    )
-    if is_small:
-        case.story.append("a small disk" if made else "no small disk: only root can mount one")
-
-    def make_room() -> None:
-        subprocess.run(["mount", "-o", "remount,size=64m", folder], check=True)
-
-    try:
-        yield folder / "out", make_room if made else None
-    finally:
-        if made:
-            subprocess.run(["umount", "--lazy", folder], check=False)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def compare(output: Path, reference: Path, *, has_more: bool = False) -> None:

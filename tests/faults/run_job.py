@@ -17,14 +17,12 @@ from typing import Any
 
 import h5py
 
-import kvr_mpi.setup.stored_size as stored_size
 import kvr_mpi.store.lock as lock
 import kvr_mpi.store.writer as writer
 from kvr_mpi.cli import kvr_run
 
 faulthandler.register(signal.SIGUSR1)
 writer.VOLUME_S = 0.02
-stored_size.DOUBT = float("inf")  # a disk that is too small is to become full
 lock.WATCH_S = 2 * lock.BEAT_S
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 

@@ -84,8 +84,6 @@ def test_no_rank_grows_with_the_documents(tmp_path: Path, tiny_model_dir: Path) 
             seen.append((done(tmp_path / "out"), held))
         time.sleep(EVERY_S)
     assert running.returncode == 0, log.read_text()[-3000:]
-    tenths = [most(seen, part * DOCUMENTS // 10, (part + 1) * DOCUMENTS // 10) >> 20 for part in range(10)]
-    print(f"{DOCUMENTS:,} documents; MiB by rank, tenth by tenth: {' '.join(map(str, tenths))}")
     early, late = (most(seen, DOCUMENTS * part // 20, DOCUMENTS * (part + 2) // 20) for part in (1, 18))
     assert (late - early < MAY_GROW).all(), (early, late)
     again = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=True)

@@ -3,59 +3,14 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
-import h5py
 import pytest
 import torch
-from models import prompt, tiny
 
-from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LayerShape
-from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import allowed_error, error_share
-from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.store.kv import open_kv, write_kv
-from kvr_mpi.store.stored_kv import CachedTokens
-from kvr_mpi.transport.local import LocalTransport, run_local
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("llama-gqa", torch.bfloat16),
-        ("gemma2-softcap", torch.bfloat16),
-        ("gemma2-softcap", torch.float16),
-        ("mistral-window", torch.float32),
-    ],
-)
-def test_logits_after_a_loaded_prefix_are_those_of_a_fresh_prefill(
-    tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
-    """As near as rounding allows: greedy tokens of a random model in 16 bits are decided by the order of adding up."""
-    loaded, ids = tiny(name, dtype), prompt(120)
-    prepare_model(loaded.model, chain=True)
-    truth = prefill_kvr(loaded, ids, Partition((0, 120)), LocalTransport())
-    two = run_local(2, lambda rank: prefill_kvr(loaded, ids, Partition((0, 70, 120)), rank, keeps_all=True).cache)[1]
-    with h5py.File(tmp_path / "kv.h5", "w") as file:
-        layers = [layer_kv(two, layer) for layer in range(3)]
-        told = write_kv(file, "a", layers, CachedTokens(ids, (0, 100)))
-        stored = {layer.number: layer for layer in open_kv(file["a"], *told).layers}
-
-        def load(number: int) -> torch.Tensor:
-            keys, values = stored[number].read(0, 100)
-            return torch.cat([keys.flatten(1), values.flatten(1)], 1)
-
-        prefix = SharedPrefix(tuple(ids[:100]), LoadedLayers(3, load))
-        several = prefill_packed(loaded, [ids, ids[:110], ids], prefix=prefix)
-    assert several[0].known_tokens == 100 and truth.logits is not None
-    for found in (several[0], several[2]):
-        assert found.logits is not None and error_share(found.logits, truth.logits) <= allowed_error(dtype)
 
 
 def test_layers_are_read_ahead_once_and_forgotten() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from chains import chain, greedy, single
-from constants import TESTS
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, STATES, WHOLE, prompt, random_model, tiny
@@ -21,7 +19,7 @@ from transformers import masking_utils
 from benchmarks.tiny import shrink
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
-from kvr_mpi.errors import DocumentError, ModelError
+from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, Visibility, recognise
@@ -29,7 +27,7 @@ from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.local import run_local
 
 
 @given(st.integers(2, 40), st.integers(41, 5000), st.sampled_from(["full", "window", "chunk"]), st.integers(1, 300))
@@ -141,14 +139,6 @@ def test_a_rank_without_memory_spares_its_chain(name: str, failing: int) -> None
     torch.testing.assert_close(ranks[2][1].logits, truth, atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
-def test_states_and_whole_prefixes_over_real_ranks(mpirun: Any) -> None:
-    names = ",".join([*STATES, *WHOLE, "mistral-window", "llama4-chunks"])
-    run = mpirun(3, [sys.executable, TESTS / "programs" / "mpi_chain.py", 16, "mpi", names])
-    assert run.returncode == 0, run.stderr
-    assert '"size": 3' in run.stdout and float(run.stdout.split('"worst": ')[1].split(",")[0]) < 1e-4
-
-
 def test_an_answer_that_outgrows_its_frequencies_is_that_of_generate() -> None:
     """Phi-3 computes its cache anew when the answer passes the length at which its frequencies change."""
     loaded = replace(long_rope(), tokenizer=Numbers())
@@ -190,10 +180,3 @@ def test_a_rotary_embedding_of_an_unknown_kind_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(rotary, "forward", by_length)
     with pytest.raises(ModelError, match="rotary embedding of tokens .* depends on the other tokens"):
         check_chain(loaded)
-
-
-def test_tokens_that_the_model_has_not_are_refused() -> None:
-    loaded = tiny("llama-gqa")
-    prepare_model(loaded.model, chain=True)
-    with pytest.raises(DocumentError, match="token 199, and LlamaForCausalLM has 199 tokens"):
-        prefill_kvr(loaded, [3, 199], Partition((0, 2)), LocalTransport())

@@ -18,15 +18,11 @@ from chains import chain, greedy, single
 from models import COMMON, prompt, random_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.kept import keep_only
-from kvr_mpi.kv.attention import attend
-from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel, probe_shape
-from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary, attention_kernel
 from kvr_mpi.model.kernels import PLAIN, always, forget_kernels, give_kernel, without_kernels
 from kvr_mpi.model.unit_table import Unit, UnitTable
-from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
 
@@ -182,15 +178,6 @@ def test_what_it_cannot_read_goes_to_torch(kernel: CpuAttention, change: Any) ->
     assert not slower.takes_units(query[:, :, :1], UnitTable(1, 2, [Unit(0, 0, keys[0, 0], values[0, 0])]))
 
 
-@pytest.mark.parametrize(("dtype", "softcap"), [(torch.bfloat16, None), (torch.float32, 5.0)])
-def test_attention_that_it_does_not_take_is_that_of_torch(
-    kernel: CpuAttention, dtype: torch.dtype, softcap: float | None
-) -> None:
-    tensors = [each.to(dtype) for each in draw(6, 2, 40, 90, 64)]
-    with_it, plain = AttentionParams(0.2, softcap, kernel=kernel), AttentionParams(0.2, softcap)
-    torch.testing.assert_close(attend(*tensors, with_it).out, attend(*tensors, plain).out)
-
-
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 128, "num_attention_heads": 4}
 CONFIGS: dict[str, Any] = {
     "llama": tf.LlamaConfig(**WIDE, num_key_value_heads=2),
@@ -241,29 +228,6 @@ def test_chains_with_it_equal_plain_transformers(
     with without_kernels(loaded.model):
         assert attention_kernel(loaded.model) is None
     assert attention_kernel(loaded.model) is kernel
-
-
-@pytest.mark.parametrize("kept", [None, 20])
-def test_documents_together_and_compressed_ones(
-    loaded: LoadedModel, kernel: CpuAttention, calls: list[str], kept: int | None
-) -> None:
-    give_kernel(loaded.model, kernel)
-
-    def steps() -> torch.Tensor:
-        caches = [chain(loaded, prompt(tokens), (0, tokens), reserve=4).cache for tokens in (90, 41, 60)]
-        for cache in caches if kept is not None else ():
-            shapes = [layer.shape for layer in cache.layers]
-            heads = [[torch.arange(kept + head) for head in range(shape.num_kv_heads)] for shape in shapes]
-            keep_only(
-                cache, [None if one.visibility.size else each for one, each in zip(shapes, heads, strict=True)], 4
-            )
-        packed = DecodeCache(caches)
-        return torch.stack([decode_packed(loaded, packed, [token] * 3) for token in (7, 100, 3)])
-
-    with_it = steps()
-    assert "attend_units" in calls
-    forget_kernels(loaded.model)
-    torch.testing.assert_close(with_it, steps(), atol=1e-4, rtol=0)
 
 
 def test_a_kernel_that_is_wrong_is_found_before_it_is_used(

@@ -1,21 +1,26 @@
-"""Models that transformers would load and run wrongly, or end in a traceback over, are refused by name."""
+"""Models that transformers would load and run wrongly are refused by name; weights go to where they are used."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import random_model
+from models import random_model, tiny
 
+from benchmarks.options import default_dtype
 from benchmarks.tiny import shrink
 from kvr_mpi.errors import DocumentError, ModelError
-from kvr_mpi.model import load_model, load_outline, probe_shape
+from kvr_mpi.model import LoadedModel, load, load_model, load_outline, probe_shape
 from kvr_mpi.model.shared_heads import why_not_shared
+from kvr_mpi.model.source import ModelSource
+from kvr_mpi.setup import loading
+from kvr_mpi.transport.local import run_local
 
 
 @pytest.fixture
@@ -97,3 +102,48 @@ def test_tokens_without_an_embedding_in_each_layer_are_refused() -> None:
 
 def test_heads_of_a_model_for_more_than_text_are_not_shared_out() -> None:
     assert why_not_shared(random_model(shrink("moss_transcribe_diarize"))) == "it is not only a language model"
+
+
+# Weights
+
+
+def test_only_gpus_are_loaded_to_directly_and_timed_in_the_models_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 1)
+    assert load.placement(gpu) == {"device_map": {"": gpu}} and load.placement(torch.device("cpu")) == {}
+    assert default_dtype("cpu") == default_dtype("auto") == "float32" and default_dtype("cuda") == "auto"
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert load.placement(gpu) == {}
+    assert default_dtype("auto") == "auto" and default_dtype("cpu") == "float32"
+
+
+def test_the_same_weights_come_either_way(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = load_model(str(tiny_model_dir), device="cpu", cache_dir=tmp_path)
+    monkeypatch.setattr(load, "placement", lambda device: {"device_map": {"": device}})
+    found = load_model(str(tiny_model_dir), device="cpu", cache_dir=tmp_path)
+    mine, theirs = found.model.state_dict(), truth.model.state_dict()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert found.fingerprint == truth.fingerprint and not found.model.training
+    assert not any(hasattr(module, "_hf_hook") for module in found.model.modules()), "nothing runs between its layers"
+
+
+def test_ranks_load_at_once_what_one_of_a_host_has_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that loaded one after another would start as many times later as there are ranks on a host."""
+    told, all_here, truth = list[str](), threading.Barrier(3, timeout=60), tiny("llama-gqa")
+
+    def convert(*_: Any) -> tuple[ModelSource, dict[str, Any]]:
+        told.append(threading.current_thread().name)
+        return ModelSource("model"), {}
+
+    def load(path: str, **arguments: Any) -> LoadedModel:
+        assert len(set(told)) == 3, "its files are there before any rank reads them"
+        all_here.wait()
+        return truth
+
+    monkeypatch.setattr(loading, "locate", convert)
+    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(loading, "keep_heap", lambda: None)
+    found = run_local(3, lambda rank: loading.load_on_all(rank, "model", kernels="plain", cache_dir=tmp_path))
+    assert found == [truth] * 3 and told[0] == "rank 0"

@@ -8,16 +8,14 @@ import pytest
 import torch
 from chains import chain, greedy, single
 from models import CONFIGS, prompt, tiny
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from benchmarks.first_token import Trial
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model import products as weights
-from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import PLAIN, always, forget_kernels, kernel_bytes, use_kernels, without_kernels
+from kvr_mpi.model.norms import FusedNorm, fuse_norms
 from kvr_mpi.model.products import PREPACKED, Product, find_products, give_products
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.memory_budget import footprint_of
-from kvr_mpi.transport.local import LocalTransport
 
 ALWAYS = always(PREPACKED)
 
@@ -70,23 +68,6 @@ def test_a_chain_with_packed_weights_equals_plain_transformers(name: str, bounds
     assert greedy(loaded.model, found, 8) == answer
 
 
-@pytest.mark.parametrize(
-    ("strategy", "lends", "expected"),
-    [("ring", False, False), ("tsp-dense", False, False), ("ring", True, True), ("kvr-e", False, True)],
-)
-def test_rivals_have_them_if_they_are_lent(
-    monkeypatch: pytest.MonkeyPatch, strategy: str, lends: bool, expected: bool
-) -> None:
-    loaded, calls, right = packed("llama-gqa"), [], Product.__call__
-    monkeypatch.setattr(Product, "__call__", lambda self, rows: calls.append(1) or right(self, rows))
-    prepare_model(loaded.model, chain=True)
-    partition = Partition((0, 64)) if strategy == "kvr-e" else None
-    footprint = footprint_of(loaded.model.config, loaded.dtype)
-    Trial(loaded, LocalTransport(), strategy, 64, partition, footprint, lends).measure()
-    assert bool(calls) == expected
-    assert forwards(loaded.model) == linears(loaded.model)
-
-
 def test_copies_are_made_and_read_where_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.__wrapped__("llama-gqa").model
     shape, layers = next(iter(find_products(model).items()))
@@ -114,3 +95,38 @@ def test_other_types_and_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch
     assert kernel_bytes(plain) == 0 and use_kernels(plain, True)
     rows = torch.randn(3, 8)
     assert torch.equal(plain(rows), torch.nn.functional.linear(rows, plain[0].weight, plain[0].bias))
+
+
+# Norms that torch computes in one pass, in the place of those of models
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm])
+def test_a_norm_gives_what_it_gave(kind: type[torch.nn.Module], dtype: torch.dtype) -> None:
+    norm = kind(48, eps=1e-5).to(dtype)
+    norm.weight.data.uniform_(-1, 1)
+    model, rows = torch.nn.Sequential(norm), 3 * torch.randn(5, 48, dtype=dtype)
+    truth = model(rows)
+    assert fuse_norms(model) == 1 and use_kernels(model, True)
+    assert isinstance(norm.forward, FusedNorm)
+    torch.testing.assert_close(model(rows), truth, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_another_norm_is_left_alone() -> None:
+    class ShiftedRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows) + 0.1  # type: ignore[no-any-return]
+
+    class GatedRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
+        def forward(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows) * gate  # type: ignore[no-any-return]
+
+    class OtherEpsRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(rows, self.weight.shape, self.weight, 3 * self.variance_epsilon)
+
+    loaded = tiny("llama-gqa")
+    assert fuse_norms(copy.deepcopy(loaded.model)) == 2 * len(loaded.shape.layers) + 1
+    others = ShiftedRMSNorm(48), GatedRMSNorm(48), OtherEpsRMSNorm(48), torch.nn.LayerNorm(48)
+    assert not fuse_norms(torch.nn.Sequential(*others))
+    assert not fuse_norms(torch.nn.Sequential(torch.nn.Linear(48, 48), LlamaRMSNorm(48).bfloat16()))

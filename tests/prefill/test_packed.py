@@ -9,7 +9,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, prompt, random_model, tiny
-from paged_rows import pages_read
 from rows import alone, long_rope, other_prompt, ready
 
 from benchmarks.tiny import shrink
@@ -107,18 +106,6 @@ def test_a_row_that_does_not_fit_is_halved() -> None:
         else:
             assert prefill.error is None
             check_equal(loaded, prefill, alone(loaded, ids))
-
-
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt-oss-sinks", "opt"])
-def test_the_way_of_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All documents in one call a layer, by what varlen_attn is documented to do."""
-    loaded, prompts = ready(name), [other_prompt(tokens) for tokens in LENGTHS]
-    truths = [alone(loaded, ids) for ids in prompts]
-    with pages_read(monkeypatch) as watched:
-        found = prefill_packed(loaded, prompts)
-    assert watched.calls == 3
-    for mine, truth in zip(found, truths, strict=True):
-        check_equal(loaded, mine, truth)
 
 
 def test_a_failed_row_leaves_no_trace() -> None:

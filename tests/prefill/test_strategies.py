@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from chains import NEW_TOKENS, single
-from click.testing import CliRunner
 from made_jobs import TEXT, answers, with_settings
 from made_tables import COSTS, a_table, an_entry, fitting
 from models import prompt, tiny
 from pipelines import Failing
 
 from benchmarks.published import LENT, PUBLISHED
-from kvr_mpi.cli.plan import plan
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.route import Route
 from kvr_mpi.model import LayerShape, StateShape
@@ -159,25 +156,6 @@ def test_a_rings_memory_is_that_of_whole_buffers() -> None:
         DocumentError, match=r"1000 tokens does not fit: rank 1 of 2 needs .*; [0-9]+ ranks would be enough"
     ):
         check_fits(footprint, cut, [decode_rank, other - 1], 24, make)
-
-
-@pytest.mark.slow
-def test_plans_name_the_strategy(job: Path, tmp_path: Path) -> None:
-    slow = {"name": "slow", "source": "invented", "attention": "flash", "gemm_flop_per_s": 1e9, "memory_bytes": 1e9}
-    slow |= {"attention_flop_per_s": 1e9, "link_bytes_per_s": 1e9, "link_latency_s": 1e-5, "memory_bytes_per_s": 1e10}
-    (tmp_path / "slow.json").write_text(json.dumps(slow))
-    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "only", "text": f"Document 0. {TEXT * 15}"}))
-    for settings, name in (
-        (("parallel.strategy=ring",), "ring"),
-        (("parallel.strategy=auto", "parallel.partition=even"), "ring"),
-        (("parallel.strategy=auto", "parallel.partition=equal_time"), "kvr"),
-        ((), "kvr"),
-        (("parallel.strategy=single",), "single"),
-    ):
-        options = with_settings(*settings)
-        command = [str(job), "--ranks", "2", "--hardware", str(tmp_path / "slow.json"), "--json", *options]
-        (row,) = json.loads(CliRunner().invoke(plan, command, catch_exceptions=False).stdout)["documents"]
-        assert (row["strategy"], len(row["slices"])) == (name, {"ring": 5, "kvr": 3, "single": 2}[name])
 
 
 class Rendezvous(LocalTransport):

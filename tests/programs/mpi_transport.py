@@ -1,6 +1,6 @@
 """Run under mpirun with 2 ranks or more: what every transport promises. Prints one JSON line, or fails.
 
-python mpi_transport.py auto|mpi|staged|gloo
+python mpi_transport.py auto|mpi|staged
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from open_ranks import open_ranks
 from promises import keep_promises
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport import mpi, on_root
+from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
 
 WORK_S = 0.4
 mpi.CHUNK_BYTES = 1000  # so that small messages travel in pieces, as large ones do
-world = open_ranks(connect(), sys.argv[1])
+world, _ = open_transport(connect(), sys.argv[1], torch.device("cpu"), every_pair=True)
 keep_promises(world)
 # Those that wait leave their cores to the one that works: an engine beside them may have it (`bench.rivals`).
 began_s = time.process_time()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,22 +54,3 @@ def test_a_plot_says_lengths_seconds_and_its_finding(tmp_path: Path) -> None:
     assert all(f">{label}<" in drawn for label in ("4k", "8k", "5", "10", "20"))
     assert "kvr is fastest at 8k tokens on 2 ranks: 50 % ahead of ring" in drawn
     assert drawn.index(">ring<") < drawn.index(">kvr<"), "ours in front, and last in the legend"
-
-
-def rows_in_pairs(low: float, *, told: bool) -> list[dict[str, Any]]:
-    """Rows of ours and a rival at one length, which took 1.2 times as long."""
-    both = {"size": 2, "context_tokens": 4096, "ours": "kvr-s", "ttft_min_s": 4.0, "ttft_max_s": 9.0}
-    ratio = {"times_ours": 1.2, "times_ours_low": low, "times_ours_high": 1.4, "is_told_apart": told}
-    alone = {"times_ours": 1.0, "times_ours_low": 1.0, "times_ours_high": 1.0, "is_told_apart": False}
-    ours = {**both, **alone, "strategy": "kvr-s", "ttft_s": 5.0}
-    return [ours, {**both, **ratio, "strategy": "ring", "ttft_s": 7.0}]
-
-
-def test_a_title_goes_by_pairs_and_not_by_the_spread(tmp_path: Path) -> None:
-    for low, told, title in (
-        (1.1, True, "kvr-s is fastest at 4k tokens on 2 ranks: 20 % ahead of ring"),
-        (0.9, False, "kvr-s and ring do not differ significantly at 4k tokens on 2 ranks"),
-    ):
-        plot_bench(rows_in_pairs(low, told=told), tmp_path / "plot.svg", about="rows of today")
-        drawn = (tmp_path / "plot.svg").read_text()
-        assert title in drawn and ">time as a multiple of kvr-s<" in drawn and "rows of today" in drawn

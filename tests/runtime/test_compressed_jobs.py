@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from constants import Kvr
 from made_tables import a_table, an_entry, fitting
 
-from kvr_mpi.compress.registry import METHODS, Method, evenly
 from kvr_mpi.tuning.table import save_table
 
 SMALL = ("compress.method=ada-snapkv", "compress.budget=64", "compress.window=16")
@@ -74,29 +71,3 @@ def test_another_way_to_compress_is_another_run(tmp_path: Path, run_job: Any, ru
     run_job(1, *settings, to="profile")
     profile.write_text(json.dumps({"counts": [[60, 20], [30, 40], [90, 16]]}))
     assert "compress was" in run_job(1, *settings, to="profile", words=["--resume"], code=78).log
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["data-parallel", pytest.param("head-parallel", marks=pytest.mark.long)])
-def test_no_memory_to_compress_is_one_documents_error(run_job: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """A method that asks for more than any machine has, of torch or of numpy, for two of the documents."""
-
-    def demanding(scores: torch.Tensor, each: int) -> torch.Tensor:
-        if scores.shape[1] > 250:
-            torch.empty(1 << 58)
-        elif scores.shape[1] > 180:
-            np.empty(1 << 58)
-        return torch.full((len(scores),), each, device=scores.device)
-
-    monkeypatch.setitem(METHODS, "demanding", Method("demanding", evenly, ("window",), compete=demanding))
-    monkeypatch.setitem(METHODS, "content", Method("content", evenly, ("window",)))
-    more = (*SMALL[1:], f"decode.mode={mode}")
-    found, content = (
-        run_job(2, "compress.method=demanding", *more, code=65),
-        run_job(2, "compress.method=content", *more),
-    )
-    failed = {name: record for name, record in found.records.items() if record.status == "error"}
-    assert failed.keys() == {"doc-3.txt", "doc-4.txt"}
-    for record in failed.values():
-        assert "out of memory" in record.error and "allocate" in record.error and not record.answer
-    assert {**found.tokens, **{name: content.tokens[name] for name in failed}} == content.tokens

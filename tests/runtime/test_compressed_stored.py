@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
 import pytest
 import torch
 from constants import Kvr
-from made_runs import kv_in
 from transformers import GenerationConfig
 
 from benchmarks.kept import choose_kept, keep_only
@@ -20,7 +17,7 @@ from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.documents.prompts import make_frame
-from kvr_mpi.errors import ConfigError, DataError
+from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import prepare_model
@@ -100,51 +97,6 @@ def test_a_stored_cache_answers_as_the_one_in_memory_did(stored: Path, ask: Any,
         assert (asked.computed_tokens, asked.token_ids) == fresh_answer(tiny_model_dir, kv, record.prompt_tokens)
     assert found["doc-0.txt"].compression == "" and open_document(stored, "doc-0.txt")[1].compression == ""
     assert ask(stored, ranks=3).tokens == done.tokens
-
-
-def damage_positions(kv: Any) -> None:
-    positions = kv["layer_001/positions"]
-    at = int(np.flatnonzero(np.diff(positions[()]) > 1)[0])
-    positions[at] += 1  # still ascending
-
-
-def damage_counts(kv: Any) -> None:
-    kv["layer_001/head_rows"][...] += np.array([1, -1])
-
-
-def truncate_positions(kv: Any) -> None:
-    rows = kv["layer_001/positions"][:-1]
-    del kv["layer_001/positions"]
-    kv["layer_001/positions"] = rows
-
-
-DAMAGES: dict[str, Callable[[Any], None]] = {
-    "keys": lambda kv: kv["layer_001/keys"].write_direct(kv["layer_001/keys"][()] + 1),
-    "positions": damage_positions,
-    "counts": damage_counts,
-    "truncated": truncate_positions,
-    "nothing-said": lambda kv: [kv["layer_001"].pop(name) for name in ("positions", "head_rows")],
-    "another-method": lambda kv: kv.attrs.modify("compression", kv.attrs["compression"].replace(b"64", b"32")),
-    "no-method": lambda kv: kv.attrs.pop("compression"),
-}
-
-
-@pytest.mark.slow
-def test_damage_is_named_and_never_answered_from(stored: Path, ask: Any) -> None:
-    """Each in a document of its own, where there is one; the whole one is answered."""
-    pristine = (stored / "results.h5").read_bytes()
-    for name, damage in DAMAGES.items():
-        (stored / "results.h5").write_bytes(pristine)
-        with h5py.File(stored / "results.h5", "r+") as file:
-            damage(kv_in(file, "doc-4.txt"))
-        with pytest.raises(DataError, match=r"doc-4.txt|layer_001"):
-            open_document(stored, "doc-4.txt")
-        assert open_document(stored, "doc-3.txt")[0].status == "done"
-        if name in ("keys", "positions"):
-            done = ask(stored, "questions.documents=['doc-3.txt', 'doc-4.txt']")
-            good, bad = sorted(done.records.values(), key=lambda record: record.document)
-            assert (good.status, bad.status) == ("done", "error")
-            assert "damaged" in bad.error and bad.answer == ""
 
 
 @pytest.mark.slow

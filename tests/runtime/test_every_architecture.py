@@ -36,6 +36,7 @@ EXACT = {
     "chunks": ("parallel.chunk_tokens=48",),
     "sharded": ("output.kv=sharded",),
     "heads": ("decode.mode=head-parallel",),
+    "groups": ("parallel.tensor_parallel=2",),
 }
 OTHER = {
     "compressed": ("compress.method=snapkv", "compress.budget=96", "compress.window=16"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,24 +9,8 @@ from typing import Any
 
 import pytest
 from constants import TESTS
-from made_jobs import last_line
 
 SMALL_VOCABULARY = True
-
-
-def test_alone_under_slurm_with_several_tasks(job: Path, kvr_run: Path, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [kvr_run, job],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "SLURM_NTASKS": "4"},
-        check=False,
-        timeout=300,
-    )
-    assert run.returncode == 69
-    assert last_line(run.stderr) == "exit code 69: the ranks cannot communicate"
-    assert "4 ranks were intended" in run.stderr and "srun --mpi=pmi2" in run.stderr
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

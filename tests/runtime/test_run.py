@@ -1,4 +1,4 @@
-"""The main job as a user runs it: real processes under mpirun, real files, the same answers on any ranks."""
+"""The main job: the same answers on any ranks and in any company, and no run goes on as another."""
 
 from __future__ import annotations
 
@@ -6,34 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_jobs import answers
+import torch
 
-from kvr_mpi.store.results import open_results
+from kvr_mpi.store.states import StateWriter
+from kvr_mpi.store.status import read_status
 
-
-@pytest.mark.slow
-def test_existing_results_are_refused_resumed_or_deleted(
-    job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
-) -> None:
-    first = mpirun(2, [kvr_run, job, "--set", "documents.shard=0/2"])
-    assert first.returncode == 0, first.stderr
-    before = {record.id: record for record in open_results(tmp_path / "out")}
-
-    refused = run_here(2, [job])
-    assert refused.returncode == 78
-    assert "--resume" in refused.stderr and "--overwrite" in refused.stderr
-    assert {record.id: record for record in open_results(tmp_path / "out")} == before
-
-    resumed = mpirun(1, [kvr_run, job, "--resume"])  # on another number of ranks
-    assert resumed.returncode == 0, resumed.stderr
-    assert "3 of them already done" in resumed.stderr
-    after = {record.id: record for record in open_results(tmp_path / "out")}
-    assert len(after) == 5
-    assert all(after[name] == record for name, record in before.items())
-
-    again = run_here(2, [job, "--overwrite", "--set", "documents.limit=1"])
-    assert again.returncode == 0, again.stderr
-    assert len(answers(tmp_path / "out")) == 1
+SMALL_VOCABULARY = True
 
 
 def test_another_job_is_not_resumed_and_says_so_before_the_model_is_loaded(run_job: Any) -> None:
@@ -55,3 +33,36 @@ def test_prompts_shorter_than_the_chain(tmp_path: Path, run_job: Any) -> None:
     settings = ["prompt.template={text}", "prompt.chat_template=false", f"documents.path={tmp_path / 'two.txt'}"]
     (record,) = run_job(4, *settings).records.values()
     assert record.prompt_tokens < 4 and record.slices == (0, record.prompt_tokens) and record.new_tokens == 8
+
+
+def test_an_answer_depends_on_its_document_alone(run_job: Any) -> None:
+    """Not on the others or the ranks: so in float32 on CPUs. Elsewhere records name what it was computed with."""
+    warm = "generation.temperature=1.3"
+    together = run_job(2, warm)
+    for ranks, more in ((1, "parallel.strategy=kvr"), (3, "parallel.strategy=ring")):
+        (name, tokens), *others = run_job(ranks, warm, more, f"documents.shard={ranks}/5").tokens.items()
+        assert not others and tokens == together.tokens[name]
+    prompts = "prompt.template={p = '{text} p?', q = '{text} q?'}"  # which share what they begin with
+    assert run_job(1, prompts, "documents.shard=4/5").tokens.items() <= run_job(1, prompts).tokens.items()
+    assert {record.kernels for record in together.records.values()} == {""}
+    (record,) = run_job(1, "model.dtype=bfloat16", "documents.limit=1").records.values()
+    assert record.kernels.startswith(f"CPU {torch.backends.cpu.get_cpu_capability()}, bfloat16; attention: ")
+    assert "products: " in record.kernels
+
+
+def test_every_rank_says_what_it_is_at(tmp_path: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, seen, tell = set[tuple[int, str]](), list[tuple[int, ...]](), StateWriter.tell
+
+    def spied(self: StateWriter, doing: str, what: str = "") -> None:
+        tell(self, doing, what)
+        told.add((self._state.rank, doing))
+        if doing == "decoding":
+            assert "answer" in what
+            seen.append(tuple(state.rank for state in read_status(tmp_path / "out").ranks))
+
+    monkeypatch.setattr(StateWriter, "tell", spied)
+    run_job(2, to="out")
+    words = ("prefilling", "decoding", "waiting", "ended")
+    assert told == {(rank, word) for rank in range(2) for word in words} | {(0, "reading")}, "only the leader reads"
+    assert (0, 1) in seen, "both can be seen from outside while it runs"
+    assert not (tmp_path / "out" / "states").exists(), "nothing is left of it"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,7 @@ from made_jobs import last_line, with_settings
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_USAGE
-
-
-@pytest.mark.slow
-def test_log_lines_are_whole_and_say_who_and_how_long(job: Path, mpirun: Any, kvr_run: Path) -> None:
-    end = str(int(time.time()) + 36_000)
-    run = mpirun(2, [kvr_run, job], env={"SLURM_JOB_END_TIME": end})
-    assert run.returncode == 0, run.stderr
-    assert "\r" not in run.stderr
-    lines = [line for line in run.stderr.splitlines() if "first token" in line]
-    assert sorted(re.findall(r"doc-\d", line)[0] for line in lines) == [f"doc-{number}" for number in range(5)]
-    for line in lines:
-        assert line.startswith("[20") and ("rank 1" not in line or f"rank 1 {os.uname().nodename}]" in line)
-        assert "/5 doc-" in line and re.search(r"elapsed \d.*, wall time left \d", line)
-    (last,) = (line for line in lines if " 5/5 doc-" in line)
-    assert last.split("|")[1].count("done") == 1
+from kvr_mpi.store.results import open_results
 
 
 def test_each_phase_has_its_line_before_it_begins(
@@ -69,6 +54,9 @@ def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_he
     assert last_line(stopped.stderr).startswith("exit code 75: stopped before the end")
     assert "not running and not finished; the same kvr-run command with --resume continues" in state()
     assert run_here(1, [job, "--resume"]).returncode == 65
+    before = list(open_results(tmp_path / "out"))
+    assert run_here(1, [job, "--resume"]).returncode == 65
+    assert list(open_results(tmp_path / "out")) == before, "nothing is repeated, nor what failed"
     assert "finished, 1 with an error record (--retry-failed tries them again)" in state()
 
 

@@ -55,18 +55,6 @@ def check_same(folder: Path, truth: Path) -> None:
         torch.testing.assert_close(here.layers, there.layers, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "more", "slices"), [(3, "parallel.partition=equal_time", 3), (4, "parallel.ranks_per_chain=2", 2)]
-)
-def test_the_answers_and_keys_of_one_rank(truth: Path, run_job: Any, ranks: int, more: str, slices: int) -> None:
-    """And what is put together says nothing of how it was cut."""
-    ran = run_job(ranks, *SHARDED, more)
-    check_same(ran.folder, truth)
-    assert not list(ran.folder.glob("kv-*.h5"))
-    assert {len(record.slices) for record in ran.records.values()} == {slices + 1}
-
-
 @pytest.mark.usefixtures("unmerged")
 @pytest.mark.parametrize("kv", ["true", pytest.param("sharded", marks=pytest.mark.long)])
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -75,38 +74,6 @@ def test_prefills_have_their_place_in_time(run_job: Any, ask_about: Any) -> None
         ends = [span.ended_s for span in of_kind(trace, "write")]
         assert len(spans) > 2 and all(0.0 <= span.began_s < span.ended_s <= max(ends) for span in spans)
         assert all(before.ended_s <= after.began_s + 2e-6 for before, after in pairwise(spans))
-
-
-def test_spans_nest_and_nothing_is_received_before_it_is_sent(run_job: Any) -> None:
-    folder = run_job(3, "output.trace=true").folder
-    begun: dict[Any, float] = {}
-    arrived: dict[Any, float] = {}
-    for trace in read_traces(folder):
-        for span in of_kind(trace, "send", "forward", "receive"):
-            document = trace.prompts[span.prompt].document
-            here, there = trace.header.rank, span.peer
-            if span.layer < 0:
-                continue
-            if span.kind == "receive":
-                key = document, span.layer, there, here
-                arrived[key] = max(arrived.get(key, 0.0), span.ended_s)
-            else:
-                key = document, span.layer, here, there
-                begun[key] = min(begun.get(key, 1e18), span.began_s)
-    assert arrived.keys() == begun.keys() != set()
-    assert all(begun[key] <= when + 1e-5 for key, when in arrived.items())
-    rows = defaultdict(list)
-    for event in events_of(folder):
-        if event["ph"] == "X":
-            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert len(rows) > 6
-    for spans in rows.values():
-        open_until: list[float] = []
-        for began, ended in sorted(spans, key=lambda span: (span[0], -span[1])):
-            while open_until and open_until[-1] <= began + 2:
-                open_until.pop()
-            assert not open_until or ended <= open_until[-1] + 5, "microseconds, rounded"
-            open_until.append(ended)
 
 
 @pytest.mark.slow

@@ -154,21 +154,3 @@ def test_what_fits_nowhere_is_reported_with_what_would_do() -> None:
     for wrong in (math.nan, math.inf, -1.0):
         with pytest.raises(ConfigError, match="predicted time of 5 tokens on 1"):
             schedule([("a", 5)], 2, lambda tokens, ranks, wrong=wrong: wrong, anything_fits)
-
-
-@pytest.mark.parametrize(
-    ("documents", "ranks", "chains", "reason"),
-    [
-        ([200_000], 8, {(0, 8)}, "% efficient"),
-        ([8000] * 16, 2, {(0, 1), (1, 1)}, "a longer chain would not end the batch sooner"),
-        ([100_000] * 4, 8, {(0, 2), (2, 2), (4, 2), (6, 2)}, "% efficient"),
-        ([0] * 8, 4, {(0, 1), (1, 1), (2, 1), (3, 1)}, "it only gets an error record"),
-        ([], 4, set(), ""),
-    ],
-)
-def test_documents_take_the_ranks_that_help(
-    documents: list[int], ranks: int, chains: set[tuple[int, int]], reason: str
-) -> None:
-    plan = schedule(numbered(documents), ranks, seconds, anything_fits)
-    assert set(chains_of(plan).values()) == chains and all(reason in place.reason for place in plan.placements)
-    assert plan.makespan_s == plan.lower_bound_s

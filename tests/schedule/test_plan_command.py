@@ -1,8 +1,7 @@
-"""What ``kvr plan`` shows without MPI, and what it cannot plan."""
+"""What ``kvr plan`` shows without MPI, what it cannot plan, and jobs that follow a plan."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -19,7 +18,9 @@ from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import load_outline
+from kvr_mpi.runtime import outcome
 from kvr_mpi.schedule.history import History, PastJob, file_of, keep
+from kvr_mpi.store.results import open_results
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import ModelIdentity, save_table
 
@@ -64,6 +65,7 @@ def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> N
     options = ("--ranks", "2", "--hardware", "h200")
     words = shown(other, *options)
     assert "2 prompts about each document: prefilling it once saves" in words and "with 'auto'" not in words
+    assert set(re.findall(r"^ *doc-\d\d.txt +\d+ +(\d+) ", words, re.MULTILINE)) == {"0", "1"}, "each on a rank"
     two, one = (planned(each, *options)["makespan_s"] for each in (other, job))
     assert one < two < 3 * one
     # How ranks would decode, by a job's cost model; and what cannot be combined is no choice.
@@ -178,10 +180,27 @@ def test_what_cannot_be_planned(
         shown(job, *arguments)
 
 
-def test_prompts_are_forecast_without_a_job() -> None:
-    words = ["--tokens", "8k,64k", "--model", "Llama 3.1 8B", "--hardware", "h200", "--ranks", "6"]
-    rows = planned(*words)["rows"]
-    assert [(row["context_tokens"], row["ranks"]) for row in rows] == [*itertools.product((8192, 65536), (1, 2, 4, 6))]
-    assert all(row["slices"][-1] == row["context_tokens"] and 0 < row["efficiency"] < 1.1 for row in rows)
-    lines = [line.split()[:2] for line in shown(*words).splitlines() if line.startswith(("8192", "65536"))]
-    assert lines == [[str(row["context_tokens"]), str(row["ranks"])] for row in rows]
+@pytest.mark.slow
+def test_documents_without_room_are_refused_and_the_rest_is_done(job: Path, tmp_path: Path, run_here: Any) -> None:
+    run = run_here(2, [job, *with_settings("documents.limit=10", "parallel.memory_gib=0.00093")])
+    assert run.returncode == 65 and "9 done, 1 failed" in run.stdout, run.stderr
+    (failed,) = (record for record in open_results(tmp_path / "out") if record.status == "error")
+    assert failed.id == "doc-08.txt"
+    assert "tokens do not fit into the memory of a chain of up to 2 ranks" in failed.error
+
+
+@pytest.mark.slow
+def test_the_second_job_is_forecast_by_the_first_and_a_part_of_one_says_nothing(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcome, "LEAST_S", 0.0)  # these are too short
+    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))
+    for limit, option, jobs, is_forecast in ((9, "--overwrite", 1, False), (3, "--overwrite", 2, True)):
+        run = run_here(2, [job, *with_settings(f"documents.limit={limit}"), option])
+        (history,) = (tmp_path / "cache" / "jobs").glob("*.json")
+        assert run.returncode == 0 and len(json.loads(history.read_text())["jobs"]) == jobs, run.stderr
+        told = open_results(tmp_path / "out").cost.describe_outcome()
+        assert ("in 80 % of cases); it took" in told and told in run.stderr) == is_forecast
+    resumed = run_here(2, [job, *with_settings("documents.limit=5"), "--extend"])
+    assert resumed.returncode == 0 and "forecast:" not in resumed.stderr
+    assert len(json.loads(history.read_text())["jobs"]) == 2

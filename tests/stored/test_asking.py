@@ -13,8 +13,6 @@ import torch
 from made_jobs import TEXT, last_line, with_settings
 from made_runs import kv_in
 
-from kvr_mpi.errors import counted
-from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import CachedTokens
@@ -146,12 +144,6 @@ def test_the_answer_may_be_asked_about_again_and_one_too_long_is_an_error_record
     assert second["doc-2.txt#who#json"].token_ids == first["doc-2.txt#json"].token_ids
 
 
-def documents_in(folder: Path, volume: Path) -> list[str]:
-    """Ids of the documents whose keys and values are in a volume."""
-    places = index_run(folder).places.items()
-    return sorted(name for name, place in places if any(piece.path == str(volume) for piece in place.pieces))
-
-
 def damage(path: Path, name: str = "doc-2.txt", layer: str = "layer_001") -> None:
     """Flip a bit of stored values, as a disk does."""
     with h5py.File(path) as file:
@@ -177,33 +169,6 @@ def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(
     (run / "results.h5").write_bytes((run / "results.h5").read_bytes()[:-5000])
     cut = run_here(1, [ask_job(tmp_path, tiny_model_dir, run, name="cut")])
     assert cut.returncode == 65 and "results.h5" in cut.stderr and "Traceback" not in cut.stderr
-
-
-@pytest.mark.slow
-def test_documents_in_a_damaged_file_are_named_and_those_that_are_lost_are_not_passed_over(
-    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a run of many gigabytes, which is not merged: a file or more of each rank."""
-    monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
-    run, asking = tmp_path / "out", ask_job(tmp_path, tiny_model_dir, tmp_path / "out")
-    assert run_here(2, [job, *with_settings("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
-    first, *others, last = sorted(run.glob("kv-*.h5"))
-    gone, left = documents_in(run, last), documents_in(run, first)
-    assert gone and left
-    last.write_bytes(last.read_bytes()[:-5000])
-    asked = run_here(2, [asking])
-    assert asked.returncode == 65, asked.stderr
-    found = records(tmp_path / "asked")
-    assert len(found) == 10
-    for record in found.values():
-        assert (record.status == "error") == (record.document in gone), record.id
-        assert record.status == "done" or f"{last} is damaged (it has" in record.error
-    for file in (*others, last):
-        file.unlink()
-    asked = run_here(1, [asking, "--overwrite"])
-    assert asked.returncode == 65 and f"lost keys and values of {counted(5 - len(left), 'document')}" in asked.stderr
-    asked = run_here(1, [asking, "--overwrite", *with_settings(f"questions.documents={json.dumps(left)}")])
-    assert asked.returncode == 0 and {record.document for record in records(tmp_path / "asked").values()} == set(left)
 
 
 def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_or_error_records_if_allowed(

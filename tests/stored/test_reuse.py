@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from made_jobs import TEXT, with_settings
-from test_asking import damage, records
+from test_asking import records
 
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.prompt import StoredPrefix
@@ -53,19 +53,6 @@ def test_answers_are_the_same_and_only_the_rest_is_computed(
         assert record.prompt_tokens == truth[name].prompt_tokens == truth[name].computed_tokens
     known = {name: record.prompt_tokens - record.computed_tokens for name, record in found.items()}
     assert known == {"doc-0.txt": 0, "doc-1.txt": 0, "doc-2.txt": 0, "doc-3.txt": 256, "doc-4.txt": 256, "new.txt": 256}
-
-
-@pytest.mark.slow
-def test_a_damaged_beginning_is_an_error_record_and_the_chain_goes_on(
-    job: Path, tmp_path: Path, run_here: Any, grown: Path
-) -> None:
-    damage(grown / "results.h5", "doc-3.txt", "layer_002")
-    reused = run_here(3, [job, *with_settings(f"documents.reuse={grown}", "parallel.partition=even")])
-    assert reused.returncode == 65, reused.stderr
-    found = records(tmp_path / "out")
-    assert {name for name, record in found.items() if record.status == "error"} == {"doc-3.txt"}
-    assert "cannot be used" in found["doc-3.txt"].error and "layer_002/values is damaged" in found["doc-3.txt"].error
-    assert found["doc-4.txt"].status == "done" and found["doc-4.txt"].computed_tokens < found["doc-4.txt"].prompt_tokens
 
 
 def test_the_longest_stored_beginning_that_leaves_a_token_is_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from dataclasses import replace
@@ -16,6 +17,7 @@ from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import named_workload
 from kvr_mpi.errors import DataError
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.tuning.grid import best_of, grid_search
 from kvr_mpi.tuning.measure import Observation
 from kvr_mpi.tuning.refit import MAX_RUNS, busy_seconds, fit, refit, steady
 
@@ -105,3 +107,31 @@ def test_times_that_are_none_end_it_and_what_is_slow_again_and_again_is_believed
         )
         assert (seen[0].ttft_s, seen[1]) == (kept, runs)
     assert any("consistently slow" in line for line in said)
+
+
+# The paper's grid search
+
+
+def test_the_grid_finds_the_papers_optimum() -> None:
+    # Fig. 6 (a): 16k on two GPUs, [0, 9728, 16384].
+    start = Partition.even(16384, 2)
+    tried = grid_search(start, lambda split: abs(split.bounds[1] - 9728), stride=2048, quantum=256)
+    assert best_of(tried).bounds == (0, 9728, 16384)
+    assert len(tried) <= 5 + 2 * 3, "a binary search: two new splits for each halving"
+
+
+def test_the_grid_is_scanned_level_by_level() -> None:
+    # Fig. 6 (b-d): 96 over three, strides 8, 4, 2, 1 and so on, to [0, 28, 70, 96].
+    order: list[Partition] = []
+
+    def measure(split: Partition) -> float:
+        order.append(split)
+        one, other = split.bounds[1] - 28, split.bounds[2] - 70
+        return one * one + other * other + one * other  # a valley across: one bound at a time goes astray more easily
+
+    tried = grid_search(Partition((0, 32, 64, 96)), measure, stride=8, quantum=1, max_runs=200)
+    assert best_of(tried).bounds == (0, 28, 70, 96)
+    assert order == list(tried), "nothing is measured twice"
+    coarse = list(itertools.takewhile(lambda split: all(bound % 8 == 0 for bound in split.bounds), order))
+    assert len(coarse) == 24, "the first level is a grid of 5 x 5, less the one in which a slice is empty"
+    assert len(order) <= 24 + 3 * 8
