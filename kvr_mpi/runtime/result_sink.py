@@ -106,9 +106,7 @@ class ResultSink:
     def _tell(self, record: Record, work: int) -> None:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
-        tokens = record.computed_tokens + record.new_tokens
-        tokens += self._counters.add(Slot.TOKENS, tokens)
-        self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED], tokens)
+        self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED])
 
 
 def _forget(layer: KeysValues | None) -> None:
