@@ -14,7 +14,7 @@ from kvr_mpi.cli.launch import quiet_libraries
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents.document import AS_THE_JOB
 from kvr_mpi.documents.prompts import encode_text
-from kvr_mpi.errors import ConfigError, DocumentError
+from kvr_mpi.errors import ConfigError, DocumentError, Say
 from kvr_mpi.job import JobSpec, make_job
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.preflight.checks import check_table
@@ -89,7 +89,7 @@ class Chain:
         *,
         generation: Mapping[str, Any] | None = None,
         parallel: Mapping[str, Any] | None = None,
-        say: Callable[[str], None] | None = None,
+        say: Say | None = None,
     ) -> None:
         quiet_libraries()
         machine = read_environment().machine

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
+from kvr_mpi.errors import Say
 from kvr_mpi.kv.route import Route
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks, fastest
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import Rotation
 
 # Shorter slices are not worth a rank.

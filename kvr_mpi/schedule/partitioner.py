@@ -5,10 +5,11 @@ Sits between the job, with its measured rates or lookup table, and the strategie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.errors import Say
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.topology import Rotation
 from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
@@ -28,7 +29,7 @@ class Partitioner:
     size: int
     rates: Sequence[Rates]
     table: Table | None
-    say: Callable[[str], None]
+    say: Say
     _has_warned: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:

@@ -15,21 +15,18 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvr_mpi.disk import LOCK_NAME, LOG_NAME, create, read_regular
-from kvr_mpi.errors import OutputError
+from kvr_mpi.errors import OutputError, Say
 from kvr_mpi.store.log import TIMES_S
 
 BEAT_S = 2.0
 # An owner whose number has not changed for this long counts as dead.
 WATCH_S = 20.0
 LOCK_BYTES = 1024  # always rewritten in place at full length, which needs no space on a full disk
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

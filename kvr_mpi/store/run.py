@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 from kvr_mpi.disk import LOG_NAME, PART, RUN_FILE, read_regular, replacing
 from kvr_mpi.documents import Corpus, numbers_of
-from kvr_mpi.errors import DataError, ForeignError, OutputError, counted
+from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, counted
 from kvr_mpi.store.folder import (
     DAMAGED,
     Survey,
@@ -28,7 +28,7 @@ from kvr_mpi.store.folder import (
     survey,
     take_lines,
 )
-from kvr_mpi.store.lock import Lock, Owner, Say
+from kvr_mpi.store.lock import Lock, Owner
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, sync, unseal
 from kvr_mpi.store.traces import remove_traces
 from kvr_mpi.store.volumes import RESULTS, is_ours, open_source, open_volume

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kvr_mpi.disk import create, rank_file, rank_files, read_regular
+from kvr_mpi.errors import Say
 from kvr_mpi.store.log import TIMES_S
 from kvr_mpi.topology import place_in_group, rank_name
 
@@ -103,7 +104,7 @@ class StateWriter:
         size: int,
         session: int,
         deadline_s: float | None,
-        say: Callable[[str], None],
+        say: Say,
         tensor_parallel: int = 1,
     ) -> None:
         self._say, now = say, time.time()

@@ -22,7 +22,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from kvr_mpi.disk import create, rank_file, rank_files, read_regular
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, Say
 from kvr_mpi.store.log import write_all
 from kvr_mpi.topology import in_lane_of, rank_name
 from kvr_mpi.trace import Kind, Recorder, Span
@@ -152,7 +152,7 @@ class TraceWriter:
         *,
         offset_s: float,
         limit_bytes: int,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self._header, self._recorder, self._offset_s, self._say = header, recorder, offset_s, say
         self._limit = self._left = limit_bytes
@@ -304,7 +304,7 @@ def remove_traces(folder: Path) -> None:
             (folder / TRACES).rmdir()
 
 
-def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> Iterator[RankTrace]:
+def read_traces(folder: Path, skipped: Say | None = None) -> Iterator[RankTrace]:
     """Read every rank's trace of every job of a run; damaged lines are counted.
 
     Parameters

@@ -8,7 +8,7 @@ up among them, longest first. The match's keys and values are loaded, after its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, Say
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import REUSE, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
@@ -101,7 +101,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
 
 
 def find_beginnings(
-    spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Callable[[str], None]
+    spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Say
 ) -> StoredBeginnings | None:
     """List the beginnings of the prompts in `documents.reuse`, if this model can continue them; every rank calls this.
 
