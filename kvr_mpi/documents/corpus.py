@@ -28,6 +28,7 @@ from kvr_mpi.documents.paths import find_files, suffix_of
 from kvr_mpi.documents.questions import answer_id, check_length
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
 from kvr_mpi.errors import CorpusError
+from kvr_mpi.plain import from_plain
 
 SHA256_CHARS = 64
 # The first prompt about a document is this many times the work of a later one, which reuses the prefilled text.
@@ -154,7 +155,7 @@ class Corpus:
                 Entry(name, chars, digests[n * SHA256_CHARS : (n + 1) * SHA256_CHARS], file, place, errors.get(n))
                 for n, (name, chars, file, place) in enumerate(columns)
             ),
-            RowFormat.from_json(stored["rows"]),
+            from_plain(RowFormat, stored["rows"]),
             stored["limit"],
             tuple(stored["prompts"]),
         )

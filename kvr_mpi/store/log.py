@@ -53,8 +53,6 @@ SEAL_BYTES = len(b', "seal": "01234567"}')
 READ_BYTES = 4 << 20
 LINE_BYTES = 1 << 28  # maximum length of a line, written or read
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Unix times that `datetime` can represent.
-TIMES_S = (-6e10, 2.5e11)
 HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
 
 

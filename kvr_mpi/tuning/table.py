@@ -21,6 +21,7 @@ from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import ConfigError, DataError, OutputError, PartitionError
 from kvr_mpi.partition import Partition
+from kvr_mpi.plain import explain
 
 MAX_FILE_BYTES = 8 << 20
 MAX_TOKENS, MAX_RANKS = 1 << 28, 1 << 16
@@ -158,8 +159,7 @@ def load_table(path: Path) -> Table:
     except OSError as error:
         raise DataError(f"table {str(path)!r} cannot be read: {error}; {hint}") from error
     except ValidationError as error:
-        found = [_explain(dict(item)) for item in error.errors()[:5]]
-        raise DataError(f"table {str(path)!r} is damaged or not a table: {'; '.join(found)}; {hint}") from error
+        raise DataError(f"table {str(path)!r} is damaged or not a table: {explain(error)}; {hint}") from error
     except PartitionError as error:
         raise DataError(f"table {str(path)!r} is damaged or not a table: {error}; {hint}") from error
 
@@ -211,11 +211,3 @@ def load_tables(path: Path) -> dict[Path, Table]:
 def _short(values: Iterable[int]) -> str:
     shown = [str(value) for value in values]
     return "[" + ", ".join(shown if len(shown) <= 12 else [*shown[:6], "...", *shown[-3:]]) + "]"
-
-
-def _explain(item: dict[str, object]) -> str:
-    """Format one of pydantic's errors: location, expected and actual value."""
-    place = ".".join(map(str, item["loc"])) if isinstance(item["loc"], tuple) else ""
-    message = str(item["msg"]).removeprefix("Value error, ")
-    plain = item["type"] in ("missing", "value_error", "json_invalid")
-    return f"{place or 'file'}: {message[:300]}" + ("" if plain else f" (found {repr(item['input'])[:100]})")
