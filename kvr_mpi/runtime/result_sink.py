@@ -69,12 +69,12 @@ class ResultSink:
             self._writer.write(record, layers, tokens)
             self._tell(record, work)
         elif tokens is not None:  # the group's first rank stores the answer
-            self._writer.write_piece(record, layers, tokens)
+            self._writer.write(record, layers, tokens, has_record=False)
 
     def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
         """Store this rank's shard of a prompt in the background; another rank stores the answer."""
         if self._keeps_kv:
-            self._writer.write_piece(record, *_stored_share(share, record, prompt, self._heads))
+            self._writer.write(record, *_stored_share(share, record, prompt, self._heads), has_record=False)
 
     @contextmanager
     def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: PromptText) -> Iterator[LayersWriter]:
