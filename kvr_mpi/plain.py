@@ -1,6 +1,6 @@
-"""Dataclasses as plain JSON values: read strictly from files, which may be damaged, or received from other ranks.
+"""Objects as plain JSON values: read strictly from files, which may be damaged, or received from other ranks.
 
-``dataclasses.asdict`` makes the plain values. The types of the fields decide which values are accepted.
+The types of the fields decide which values are accepted. ``dataclasses.asdict`` makes plain values of a dataclass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
@@ -18,6 +18,12 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # Unix times that `datetime` can represent.
 UnixTime = Annotated[float, Field(gt=-6e10, lt=2.5e11)]
+
+
+class Strict(BaseModel):
+    """Base of objects that people or other programs write: unknown keys are errors, and no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def read_plain(kind: type[T], given: bytes | Mapping[str, Any]) -> T:
