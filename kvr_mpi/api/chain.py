@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents.document import AS_THE_JOB
 from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import ConfigError, DocumentError, Say
-from kvr_mpi.job import JobSpec, make_job
+from kvr_mpi.job import JobSpec, make_job, show_job
 from kvr_mpi.plain import from_plain
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.preflight.checks import check_table
@@ -25,7 +25,7 @@ from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.plan import Plan, share_message
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
-from kvr_mpi.transport import Transport, on_root, share_json, together
+from kvr_mpi.transport import check_alike, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import release
 
@@ -98,13 +98,8 @@ class Chain:
         self._world, self._owns = join_ranks(comm), comm is not None
         with ending_all(self._world):
             spec = together(self._world, lambda: _spec(model, generation, parallel))
-            _check_same(
-                self._world,
-                spec.model_dump_json(),
-                lambda roots: (
-                    f"rank {self._world.rank} was given other settings than rank 0; expected the same on all ranks"
-                ),
-            )
+            given = {f"setting {key}": value for key, value, _ in show_job(spec, {})}
+            check_alike(self._world, given, "create the chain with the same settings on every rank")
             together(self._world, lambda: check_table(spec, self._world.size))
             device = own_device(self._world, spec.model.device)
             self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
@@ -215,14 +210,8 @@ class Chain:
 
     def _check_call(self, method: str) -> None:
         """Refuse ranks that call different methods."""
-        _check_same(
-            self._ranks,
-            method,
-            lambda roots: (
-                f"rank {self.rank} called {method} while rank 0 called {roots}: every rank of a chain has to call the "
-                f"same methods in the same order"
-            ),
-        )
+        remedy = "every rank of a chain has to call the same methods in the same order"
+        check_alike(self._ranks, {"the method called": method}, remedy)
 
     def _agree_on_plan(self, given: PromptLike | None, method: str) -> Plan:
         """Share rank 0's prompt and its plan, after checking that ranks call the same method; refuse other prompts."""
@@ -285,17 +274,6 @@ class Chain:
         if finished[0].answer is None:
             raise DocumentError(str(finished[0].error))
         return finished[0].answer
-
-
-def _check_same(ranks: Transport, mine: str, wrong: Callable[[str], str]) -> None:
-    """Refuse a value that differs from rank 0's; `wrong` makes the message from rank 0's. Every rank calls this."""
-    roots = share_json(ranks, mine)
-
-    def check() -> None:
-        if mine != roots:
-            raise ConfigError(wrong(roots))
-
-    together(ranks, check)
 
 
 def _spec(
