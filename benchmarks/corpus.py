@@ -262,7 +262,7 @@ def _ours(
         began = time.perf_counter()
         shares = share_out(prepared, corpus, numbers, JobRanks(ranks, ranks), Log(1))
         counters = open_counters(control, FIRST_LIST + shares.slots)
-        quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
+        quiet = Progress(Log(control.rank, "quiet"), len(numbers), shares.work)
         with closing(ResultWriter(folder, control.rank, prepared.header())) as writer:
             source, stop = open_source(prepared, corpus), Stop()
             stop.join(counters)

@@ -16,7 +16,7 @@ from benchmarks.options import make_parser
 from kvr_mpi.cli.launch import guarded, load_everywhere, open_links
 from kvr_mpi.cli.options import DEFAULT_MODEL, parse_numbers
 from kvr_mpi.costs.costmodel import chain_seconds
-from kvr_mpi.errors import counted
+from kvr_mpi.errors import Say, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Log
@@ -26,7 +26,6 @@ from kvr_mpi.tuning.cores import pinned
 from kvr_mpi.tuning.identity import key_of
 from kvr_mpi.tuning.lookup import choose_slices, find_table, interpolate
 from kvr_mpi.tuning.measure import Run, follow, leading
-from kvr_mpi.tuning.refit import Say
 from kvr_mpi.tuning.table import Table
 
 STEP_TOKENS, REACH = 64, 4

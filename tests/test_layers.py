@@ -18,6 +18,7 @@ ROOMS = [
     "disk",
     "duration",
     "partition",
+    "plain",
     "topology",
     "trace",
     "model",

@@ -16,7 +16,6 @@ sys.path.insert(0, str(ROOT / "docs"))
 import reference
 
 from kvr_mpi import errors
-from kvr_mpi.cli.environment import VARIABLES
 from kvr_mpi.job import JobSpec
 from kvr_mpi.store import head_rows, kv, log, volumes
 from kvr_mpi.store.record import Record
@@ -47,7 +46,7 @@ def keys_of_a_job() -> Iterator[str]:
 def test_every_variable_of_ours_is_listed() -> None:
     sources = [*ROOT.glob("kvr_mpi/**/*.py"), *ROOT.glob("slurm/*")]
     used = {name for path in sources for name in re.findall(r"\bKVR_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8"))}
-    ours = {name for names in VARIABLES.values() for name in names if name.startswith("KVR_")}
+    ours = {name for names in reference.VARIABLES.values() for name in names if name.startswith("KVR_")}
     assert {name for name in used if "__" not in name} == ours - {"KVR_SECTION__KEY"}
 
 

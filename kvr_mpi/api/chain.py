@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,16 +15,17 @@ from kvr_mpi.cli.launch import quiet_libraries
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents.document import AS_THE_JOB
 from kvr_mpi.documents.prompts import encode_text
-from kvr_mpi.errors import ConfigError, DocumentError
-from kvr_mpi.job import JobSpec, make_job
+from kvr_mpi.errors import ConfigError, DocumentError, Say
+from kvr_mpi.job import JobSpec, make_job, show_job
+from kvr_mpi.plain import from_plain
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.preflight.checks import check_table
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner
-from kvr_mpi.runtime.plan import Plan
+from kvr_mpi.runtime.plan import Plan, share_message
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
-from kvr_mpi.transport import Transport, share_json, together
+from kvr_mpi.transport import check_alike, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import release
 
@@ -89,20 +91,15 @@ class Chain:
         *,
         generation: Mapping[str, Any] | None = None,
         parallel: Mapping[str, Any] | None = None,
-        say: Callable[[str], None] | None = None,
+        say: Say | None = None,
     ) -> None:
         quiet_libraries()
         machine = read_environment().machine
         self._world, self._owns = join_ranks(comm), comm is not None
         with ending_all(self._world):
             spec = together(self._world, lambda: _spec(model, generation, parallel))
-            _check_same(
-                self._world,
-                spec.model_dump_json(),
-                lambda roots: (
-                    f"rank {self._world.rank} has different settings from rank 0; expected the same on all ranks"
-                ),
-            )
+            given = {f"setting {key}": value for key, value, _ in show_job(spec, {})}
+            check_alike(self._world, given, "create the chain with the same settings on every rank")
             together(self._world, lambda: check_table(spec, self._world.size))
             device = own_device(self._world, spec.model.device)
             self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
@@ -152,11 +149,7 @@ class Chain:
     def _prefill(self, prompt: PromptLike | None, method: str) -> ChainPrefill:
         """Prefill a prompt for the public method that all ranks call."""
         with ending_all(self._ranks):
-            ids = self._agree_on(prompt, method)
-            self._prompts += 1
-            name = f"prompt {self._prompts}"
-            prompt_of = Prompt(ids=ids, key=name, document_id=name, new_tokens=self._runner.new_tokens)
-            plan = self._agree_on_plan(prompt_of)
+            plan = self._agree_on_plan(prompt, method)
             together(self._ranks, lambda: self._runner.check_fits(plan))
             done = self._run(plan)
 
@@ -165,10 +158,11 @@ class Chain:
                     raise DocumentError(done.error)
 
             together(self._ranks, check_done)
+        ids = plan.prompt.ids
         bounds = (0, len(ids)) if plan.partition is None else plan.partition.bounds
         if done is None:
-            return ChainPrefill(ids, bounds, self.decode_rank, None, 0.0, prompt_of, None)
-        return ChainPrefill(ids, bounds, self.decode_rank, done.logits, done.seconds, prompt_of, done)
+            return ChainPrefill(ids, bounds, self.decode_rank, None, 0.0, plan.prompt, None)
+        return ChainPrefill(ids, bounds, self.decode_rank, done.logits, done.seconds, plan.prompt, done)
 
     def generate(self, prompt: PromptLike | ChainPrefill | None = None) -> Answer:
         """Answer a prompt, or continue its prefill; every rank gets the answer.
@@ -198,7 +192,7 @@ class Chain:
         with ending_all(self._ranks):
             answer = together(self._ranks, lambda: None if prefill is None else self._decode(found._prompt, prefill))
             told = share_json(self._ranks, None if answer is None else asdict(answer), root=self.decode_rank)
-        return Answer(**{**told, "token_ids": tuple(told["token_ids"])})
+        return from_plain(Answer, told)
 
     def close(self) -> None:
         """Finish all sends, and release the ranks; every rank calls this."""
@@ -218,39 +212,38 @@ class Chain:
 
     def _check_call(self, method: str) -> None:
         """Refuse ranks that call different methods."""
-        _check_same(
-            self._ranks,
-            method,
-            lambda roots: (
-                f"rank {self.rank} called {method} while rank 0 called {roots}: every rank of a chain must call "
-                "the same methods in the same order"
-            ),
-        )
+        remedy = "every rank of a chain has to call the same methods in the same order"
+        check_alike(self._ranks, {"the method called": method}, remedy)
 
-    def _agree_on(self, prompt: PromptLike | None, method: str) -> tuple[int, ...]:
-        """Return rank 0's prompt, after checking that no rank passes another."""
+    def _agree_on_plan(self, given: PromptLike | None, method: str) -> Plan:
+        """Share rank 0's prompt and its plan, after checking that ranks call the same method; refuse other prompts."""
 
-        def encode() -> list[int] | None:
-            if prompt is None:
+        def encode() -> tuple[int, ...] | None:
+            if given is None:
                 return None
-            return list(self.encode(prompt) if isinstance(prompt, str) else self._checked(tuple(map(int, prompt))))
+            return self.encode(given) if isinstance(given, str) else self._checked(tuple(map(int, given)))
 
-        self._check_call(method)
-        mine = together(self._ranks, encode)
-        ids: list[int] | None = share_json(self._ranks, mine)
-
-        def check() -> None:
-            if ids is None:
+        def make_plan() -> Plan:
+            if mine is None:
                 raise ConfigError("rank 0 was given no prompt; only other ranks may leave it out")
-            if mine is not None and mine != ids:
+            name = f"prompt {self._prompts}"
+            prompt = Prompt(ids=mine, key=name, document_id=name, new_tokens=self._runner.new_tokens)
+            return self._runner.plan(prompt, self.decode_rank)
+
+        def check(plan: Plan) -> None:
+            if mine is not None and mine != plan.prompt.ids:
                 raise ConfigError(
                     f"rank {self.rank} was given a different prompt from rank 0: give every rank of a chain the "
                     "same prompt, or None"
                 )
 
-        together(self._ranks, check)
-        assert ids is not None, "checked"
-        return tuple(ids)
+        self._check_call(method)
+        mine = together(self._ranks, encode)
+        self._prompts += 1
+        plan = share_message(self._ranks, on_root(self._ranks, make_plan), self._runner.read_plan)
+        assert isinstance(plan, Plan), "no wave ends here"
+        together(self._ranks, partial(check, plan))
+        return plan
 
     def _checked(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Refuse an empty prompt, or one that leaves no room for the answer."""
@@ -261,11 +254,6 @@ class Chain:
             )
         self._setup.loaded.shape.check_ids(ids)
         return ids
-
-    def _agree_on_plan(self, prompt: Prompt) -> Plan:
-        """Plan the prompt on the first rank."""
-        word = self._runner.plan(prompt, self.decode_rank).to_wire() if self.rank == 0 else None
-        return self._runner.read_plan(prompt, share_json(self._ranks, word))
 
     def _run(self, plan: Plan) -> Prefill | None:
         """Prefill over the chain; a short prompt runs on the decode rank only."""
@@ -288,17 +276,6 @@ class Chain:
         if finished[0].answer is None:
             raise DocumentError(str(finished[0].error))
         return finished[0].answer
-
-
-def _check_same(ranks: Transport, mine: str, wrong: Callable[[str], str]) -> None:
-    """Refuse a value that differs from rank 0's; `wrong` makes the message from rank 0's. Every rank calls this."""
-    roots = share_json(ranks, mine)
-
-    def check() -> None:
-        if mine != roots:
-            raise ConfigError(wrong(roots))
-
-    together(ranks, check)
 
 
 def _spec(

@@ -1,4 +1,4 @@
-"""Reads all environment variables except ``KVR_SECTION__KEY`` (`job`), lists them, and sets some for libraries."""
+"""Reads all environment variables except ``KVR_SECTION__KEY`` (`job`), and sets some for libraries."""
 
 from __future__ import annotations
 
@@ -13,52 +13,11 @@ if TYPE_CHECKING:
     from kvr_mpi.store.lock import Owner
 
 
-# Variables that users set, by reader, with their meanings; docs/reference.py makes a page of them. Variables in which
-# launchers and SLURM describe a process are not included.
-VARIABLES: dict[str, dict[str, str]] = {
-    "commands": {
-        "KVR_SECTION__KEY": "a setting of the job, such as `KVR_GENERATION__SEED=7`; overrides the job file, but not "
-        "`--set`",
-        "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
-        "`XDG_CACHE_HOME` or in `~/.cache`",
-        "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "
-        "or `clang++`",
-        "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores",
-        "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM; 0: ask the hub",
-        "SLURM_JOB_END_TIME": "time when the job must end (Unix time), unless `--time-limit` is given; set by "
-        "SLURM or the job script",
-        "CUDA_MODULE_LOADING": "`EAGER` unless set otherwise, so that no kernel is loaded while a transfer waits",
-        "TORCH_CPP_LOG_LEVEL": "`ERROR` unless set otherwise: torch warns about each pair of ranks that NCCL connects",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64 unless set otherwise: with 1024, memory use grows over prompts of many "
-        "lengths",
-    },
-    "job scripts": {
-        "KVR_SITE": "the site file; default: `site.sh` next to the scripts",
-        "KVR_VENV": "the virtual environment to activate; default: the checkout's `.venv`, if `kvr` is not found",
-        "KVR_CONTAINER": "prefix of every command, such as `apptainer exec --nv kvr.sif`",
-        "KVR_MPI_TYPE": "value for `srun --mpi=`; default: the one that fits the MPI that mpi4py loads",
-        "KVR_LAUNCHER": "launcher to use instead of `srun`, with its options, such as `mpirun`",
-        "KVR_SHARES": "number of shares into which `kvr_array.sh` splits the corpus; default: one per task",
-        "KVR_CTAS": "thread blocks per NCCL transfer that `kvr_gpu.sh` tries; default: `1 2 4 8 16`",
-        "KVR_MAX_REQUEUES": "how often a job that was stopped early is requeued; default: 20",
-        "KVR_LOCAL": "local folder on each node for what ranks compile and convert; default: `SLURM_TMPDIR`, `TMPDIR` "
-        "or `/tmp`",
-        "KVR_SLURM_DIR": "folder of the scripts; default: from SLURM",
-    },
-    "libraries": {
-        "HF_HOME": "cache for models from the hub; download them on a login node",
-        "CUDA_VISIBLE_DEVICES": "GPUs that a process can see; each rank uses the one that the fewest lower ranks use",
-        "MPICH_GPU_SUPPORT_ENABLED": "1: Cray MPICH accepts GPU memory",
-        "NCCL_MAX_CTAS": "thread blocks on the GPU for an NCCL transfer; default here: 4",
-    },
-}
-
-
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Read cores, threads, cache folder and the batch system's deadline.
 
     ``KVR_CACHE`` (default: ``kvr-mpi`` in ``XDG_CACHE_HOME`` or ``~/.cache``) is the folder of converted models and
-    kernels. `VARIABLES` describes the others.
+    kernels. The page of environment variables (``docs/reference.py``) describes the others.
     """
     from kvr_mpi.setup.job_setup import Machine
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from kvr_mpi.plain import Strict
 
 
-class DecodeSettings(BaseModel):
+class DecodeSettings(Strict):
     """How the ranks of a chain decode the prompts they have prefilled."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
         "data-parallel",

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvr_mpi.compress.registry import METHODS, SINKS, Method
+from kvr_mpi.plain import Strict
 
 # Settings that only some methods read (`Method.reads`); other methods would ignore them, so they are refused.
 OWN_SETTINGS = ("window", "profile")
 
 
-class CompressSettings(BaseModel):
+class CompressSettings(Strict):
     """How a prompt's keys and values are compressed before its answer is decoded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     method: str = Field(description=f"one of {', '.join(METHODS)}")
     budget: float = Field(

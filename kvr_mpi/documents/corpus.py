@@ -7,7 +7,6 @@ before a resume.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.files import (
-    MAX_ID_CHARS,
     Row,
     check_document,
     document_of,
@@ -25,9 +23,10 @@ from kvr_mpi.documents.files import (
     stream_rows,
 )
 from kvr_mpi.documents.paths import find_files, suffix_of
-from kvr_mpi.documents.questions import answer_id, check_length
+from kvr_mpi.documents.questions import answer_id
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
 from kvr_mpi.errors import CorpusError
+from kvr_mpi.plain import from_plain
 
 SHA256_CHARS = 64
 # The first prompt about a document is this many times the work of a later one, which reuses the prefilled text.
@@ -154,7 +153,7 @@ class Corpus:
                 Entry(name, chars, digests[n * SHA256_CHARS : (n + 1) * SHA256_CHARS], file, place, errors.get(n))
                 for n, (name, chars, file, place) in enumerate(columns)
             ),
-            RowFormat.from_json(stored["rows"]),
+            from_plain(RowFormat, stored["rows"]),
             stored["limit"],
             tuple(stored["prompts"]),
         )
@@ -262,11 +261,8 @@ def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) 
         yield entry
     for number, name in enumerate(prompts):
         work = entry.chars if number == 0 else entry.chars // SHARED_WORK
-        answer, error = answer_id(entry.id, name), entry.error
-        if too_long := check_length(answer):
-            digest = hashlib.sha256(entry.id.encode()).hexdigest()[:16]
-            answer, error = answer_id(f"{entry.id[: MAX_ID_CHARS // 2]}-{digest}", name), error or too_long
-        yield replace(entry, id=answer, chars=work, error=error)
+        answer, too_long = answer_id(entry.id, name)
+        yield replace(entry, id=answer, chars=work, error=entry.error or too_long)
 
 
 def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.json_schema import read_schema
+from kvr_mpi.plain import Strict
 
 # The maxima of OpenAI's format.
 MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128
@@ -18,10 +19,8 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 OURS = frozenset({"max_new_tokens", "stop", "seed", "logprobs", "score", "n", "json_schema"})
 
 
-class GenerationSection(BaseModel):
+class GenerationSection(Strict):
     """How the answer is decoded; fields before `max_new_tokens` are transformers' GenerationConfig."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     temperature: float | None = Field(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -79,22 +80,24 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
     return questions
 
 
-def answer_id(document_id: str, name: str) -> str:
-    """Return the id of the answer to a question about a document."""
-    return f"{document_id}#{name}"
+def answer_id(document_id: str, name: str) -> tuple[str, str | None]:
+    """Return the id of the answer to a question about a document, and what is wrong with its length, if anything.
+
+    An id that is too long is shortened, and stays unique.
+    """
+    answer = f"{document_id}#{name}"
+    if len(answer) <= MAX_ID_CHARS:
+        return answer, None
+    digest = hashlib.sha256(document_id.encode()).hexdigest()[:16]
+    return f"{document_id[: MAX_ID_CHARS // 2]}-{digest}#{name}", (
+        f"the id {answer[:40]!r}... of this answer has {len(answer)} characters; {MAX_ID_CHARS} are allowed"
+    )
 
 
 def parse_answer_id(answer: str) -> tuple[str, str]:
     """Split an answer's id into the document's id and the question's name."""
     document_id, _, name = answer.rpartition("#")
     return document_id, name
-
-
-def check_length(answer: str) -> str | None:
-    """Return what is wrong with the length of an answer's id; None if it is fine."""
-    if len(answer) <= MAX_ID_CHARS:
-        return None
-    return f"the id {answer[:40]!r}... of this answer has {len(answer)} characters; at most {MAX_ID_CHARS} are allowed"
 
 
 def words_after(template: str, question: str) -> str:

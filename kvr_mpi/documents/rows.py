@@ -54,12 +54,6 @@ class RowFormat:
         """Whether any field of a row is copied to its record."""
         return self.kind == "openai-batch" or self.passed != ()
 
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> RowFormat:
-        """Convert fields from JSON."""
-        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in stored.items()}
-        return cls(**values)
-
     def document(self, row: Mapping[str, Any], place: str) -> Document:
         """Convert a row to a document; `place` becomes the id of a row without one."""
         passed = {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import codecs
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.kv.settings import CacheSettings
+from kvr_mpi.plain import Strict
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import Name
@@ -19,13 +20,7 @@ EQUAL_TIME, EVEN = "equal_time", "even"
 ChunkTokens = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are never coerced silently."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class ModelSection(Section):
+class ModelSection(Strict):
     """Which model, and how to load it."""
 
     path: str = Field(min_length=1, description="folder, .gguf file, package:NAME/FILE, or id on the Hugging Face hub")
@@ -42,7 +37,7 @@ class ModelSection(Section):
     )
 
 
-class DocumentsSection(Section):
+class DocumentsSection(Strict):
     """The documents that the job reads."""
 
     path: list[Annotated[str, Field(min_length=1)]] = Field(
@@ -106,7 +101,7 @@ class DocumentsSection(Section):
         return slice(int(number), None, int(count))
 
 
-class PromptSection(Section):
+class PromptSection(Strict):
     """The prompt for each document."""
 
     template: str | Annotated[dict[str, str], Field(min_length=1)] = Field(
@@ -153,7 +148,7 @@ class PromptSection(Section):
         return kept.get(self.too_long)
 
 
-class ParallelSection(Section):
+class ParallelSection(Strict):
     """How the ranks share the work."""
 
     strategy: str = Field(
@@ -208,7 +203,7 @@ class ParallelSection(Section):
         return None if self.partition in (EQUAL_TIME, EVEN) else self.partition
 
 
-class QuestionsSection(Section):
+class QuestionsSection(Strict):
     """Questions about the documents of an earlier run with stored keys and values; `documents.path` is that run."""
 
     ask: list[str] | dict[str, str] | str = Field(
@@ -218,7 +213,7 @@ class QuestionsSection(Section):
     documents: list[str] | None = Field(None, description="ids of the documents to ask about; default: all in the run")
 
 
-class JobSpec(Section):
+class JobSpec(Strict):
     """A whole job."""
 
     model: ModelSection

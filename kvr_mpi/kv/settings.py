@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from kvr_mpi.plain import Strict
 
 
-class CacheSettings(BaseModel):
+class CacheSettings(Strict):
     """Which keys and values of a prompt a rank holds during prefill and decoding (`kv.rolling`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     kind: Literal["whole", "rolling", "streaming-llm"] = Field(
         "whole",

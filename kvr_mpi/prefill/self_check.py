@@ -7,12 +7,12 @@ at every prefill).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import ConfigError, ModelError, Say
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
@@ -34,7 +34,6 @@ MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}
 RUNS = 7
 # Decoded after the prompt.
 NEXT_TOKEN = 5
-Say = Callable[[str], None]
 
 
 def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:

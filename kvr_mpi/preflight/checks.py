@@ -25,7 +25,7 @@ from kvr_mpi.preflight.inputs import check_prompts, check_schema, templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides
-from kvr_mpi.tuning.table import load_tables
+from kvr_mpi.tuning.lookup import find_tables
 
 # Number of files in which to look for the text field before it is reported as missing.
 SAMPLED_FILES = 8
@@ -140,17 +140,8 @@ def check_table(spec: JobSpec, ranks: int) -> None:
     parallel = spec.parallel
     if parallel.table is None:
         return
-    path = Path(parallel.table)
-    tables = load_tables(path)
     size = ranks if spec.ranks_per_chain == "all" else spec.ranks_per_chain
-    if parallel.strategy == "single" or any(table.key.ranks == size for table in tables.values()):
-        return
-    found = " | ".join(f"{file.name} is for {table.key.ranks} ranks" for file, table in list(tables.items())[:8])
-    raise ConfigError(
-        f"parallel.partition = {str(path)!r} has no table for chains of {size} ranks: {found}. Start as many "
-        f"ranks as a "
-        f"table is for, or create one with kvr search"
-    )
+    find_tables(Path(parallel.table), {} if parallel.strategy == "single" else {"ranks": size})
 
 
 def _check_profiles(spec: JobSpec) -> None:

@@ -39,10 +39,8 @@ class Progress:
         Documents of the whole job, and their work.
     deadline_s : float or None
         Unix time at which the batch system ends the job.
-    silent : bool
-        Log nothing.
     bar : bool
-        Draw a progress bar, with the documents' lines above it; otherwise log only those lines.
+        Draw a progress bar, with the documents' lines above it; otherwise log only those lines. For jobs of one rank.
     """
 
     def __init__(
@@ -53,14 +51,13 @@ class Progress:
         *,
         deadline_s: float | None = None,
         bar: bool = False,
-        silent: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._log, self._documents, self._work = log, documents, work
         self._deadline_s, self._clock = deadline_s, clock
         self._began = clock()
-        self._told, self._silent, self._worked = 0.0, silent, 0
-        self._tokens = 0
+        self._told, self._worked = 0.0, 0
+        self._tokens = 0  # computed, of the prompts and answers of this rank's finished documents
         self._bar: rich.progress.Progress | None = None
         if bar:
             self._bar = rich.progress.Progress(
@@ -94,7 +91,7 @@ class Progress:
         """Seconds since the first document began."""
         return self._clock() - self._began
 
-    def document(self, record: Record, done: int, work: int, prefilled: int = 0, tokens: int = 0) -> None:
+    def document(self, record: Record, done: int, work: int, prefilled: int = 0) -> None:
         """Report a finished document.
 
         Parameters
@@ -103,10 +100,8 @@ class Progress:
             Finished documents of the whole job including this one, and their work.
         prefilled : int
             Prefilled work of the whole job, finished or not.
-        tokens : int
-            Computed tokens of the prompts and answers of all finished documents.
         """
-        self._tokens = tokens
+        self._tokens += record.computed_tokens + record.new_tokens
         left = self._left(done, work, prefilled)
         if record.status == "error":
             what = f"error: {printable(record.error)}"
@@ -138,7 +133,7 @@ class Progress:
     def _tell(self, what: str, times: str) -> None:
         if self._bar is not None:
             self._bar.console.print(printable(what), markup=False, highlight=False)
-        elif not self._silent:
+        else:
             self._log.line(f"{what} | {times}")
 
     def _left(self, done: int, work: int, prefilled: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvr_mpi.decode.scoring import Score
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.partition import Partition
+from kvr_mpi.plain import from_plain
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.store.record import Record
 from kvr_mpi.stored.prompt import StoredPrefix
@@ -74,20 +75,13 @@ class Prompt(PromptText):
 
     def to_wire(self) -> tuple[dict[str, Any], bytes]:
         """Return plain values for JSON, and the token ids as little-endian 32-bit integers."""
-        plain = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "ids"}
-        plain["generation"] = asdict(self.generation)
-        plain["stored"] = None if self.stored is None else asdict(self.stored)
+        plain = asdict(replace(self, ids=()))
         return plain, np.asarray(self.ids, "<i4").tobytes()
 
     @classmethod
     def from_wire(cls, plain: Mapping[str, Any], ids: bytes) -> Prompt:
         """Reconstruct the prompt from the result of `to_wire`."""
-        own: dict[str, Any] = {
-            name: tuple(one) if isinstance(one, list) else one for name, one in plain["generation"].items()
-        }
-        stored = plain["stored"] and StoredPrefix.from_json(plain["stored"])
-        more = {"text": tuple(plain["text"]), "generation": OwnGeneration(**own), "stored": stored}
-        return cls(ids=tuple(np.frombuffer(ids, "<i4").tolist()), **{**plain, **more})
+        return from_plain(cls, {**plain, "ids": np.frombuffer(ids, "<i4").tolist()})
 
     def error_record(self, reason: str) -> Record:
         """Make the record of a document that failed."""

@@ -24,6 +24,7 @@ from kvr_mpi.errors import (
     ConfigError,
     CorpusError,
     OutputError,
+    Say,
     counted,
     exit_line,
 )
@@ -55,7 +56,6 @@ from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.setup.job_setup import JobSetup, identity_of
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
-from kvr_mpi.setup.rates import Say
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
 from kvr_mpi.store.folder import check_writable, read_records, survey

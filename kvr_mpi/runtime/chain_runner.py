@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from kvr_mpi.errors import AgreementError, DocumentError
+from kvr_mpi.errors import AgreementError, DocumentError, Say
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -24,7 +24,6 @@ from kvr_mpi.runtime.plan import Plan, Way, planned_drop
 from kvr_mpi.runtime.slice_planner import SlicePlanner
 from kvr_mpi.runtime.ways import AfterShared, AfterStored, Alone, InSteps, OverChain
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.setup.rates import Say
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder

@@ -15,12 +15,12 @@ from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.decode.token_parallel import TokenGroup
+from kvr_mpi.errors import Say
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.rounds import Round
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.setup.rates import Say
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.tuning.decode_probe import measure_decoding
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.head_profile import Counts, similarities
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, counted
+from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, Say, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
@@ -23,7 +23,6 @@ from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.runtime.batch import open_source, scan_documents
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.prepare import prepare
-from kvr_mpi.setup.rates import Say
 from kvr_mpi.store.log import software
 from kvr_mpi.transport.local import LocalTransport
 

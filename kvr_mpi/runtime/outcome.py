@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvr_mpi.costs.layer_costs import Costs
+from kvr_mpi.errors import Say
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.report.log import Detail
 from kvr_mpi.runtime.tally import Tally
@@ -27,7 +28,6 @@ from kvr_mpi.schedule.history import (
 )
 from kvr_mpi.schedule.plan import two_parts
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.setup.rates import Say
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.identity import devices_of

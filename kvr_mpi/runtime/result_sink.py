@@ -69,12 +69,12 @@ class ResultSink:
             self._writer.write(record, layers, tokens)
             self._tell(record, work)
         elif tokens is not None:  # the group's first rank stores the answer
-            self._writer.write_piece(record, layers, tokens)
+            self._writer.write(record, layers, tokens, has_record=False)
 
     def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
         """Store this rank's shard of a prompt in the background; another rank stores the answer."""
         if self._keeps_kv:
-            self._writer.write_piece(record, *_stored_share(share, record, prompt, self._heads))
+            self._writer.write(record, *_stored_share(share, record, prompt, self._heads), has_record=False)
 
     @contextmanager
     def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: PromptText) -> Iterator[LayersWriter]:
@@ -106,9 +106,7 @@ class ResultSink:
     def _tell(self, record: Record, work: int) -> None:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
-        tokens = record.computed_tokens + record.new_tokens
-        tokens += self._counters.add(Slot.TOKENS, tokens)
-        self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED], tokens)
+        self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED])
 
 
 def _forget(layer: KeysValues | None) -> None:

@@ -7,10 +7,11 @@ for each other in a cycle.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvr_mpi.documents import Corpus
+from kvr_mpi.plain import from_plain
 from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.report.log import Log
 from kvr_mpi.schedule.placement import deal
@@ -33,18 +34,6 @@ class Round:
     topology: Topology
     lists: list[list[int]]
     works: dict[int, int]
-
-    def to_json(self) -> list[Any]:
-        """Return plain values for `from_json`."""
-        topology = self.topology
-        sizes = [topology.ranks, topology.ranks_per_chain, topology.tensor_parallel]
-        return [sizes, self.lists, list(self.works.items())]
-
-    @classmethod
-    def from_json(cls, plain: list[Any]) -> Round:
-        """Reconstruct a round from the result of `to_json`."""
-        sizes, lists, works = plain
-        return cls(Topology(*sizes), lists, dict(works))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +71,15 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
         mine = (corpus.read(number) for number in todo[world.rank :: world.size])
         tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
 
-    def decide() -> list[Any]:
+    def decide() -> dict[str, Any]:
         if tokens is not None:
             shares = _planned(prepared, corpus, todo, tokens, lanes, log)
         else:
             each = prepared.spec.parallel.tensor_parallel
             shares = Shares([_round(corpus, todo, lay_out(prepared.spec, lanes * each).by_group)])
-        rounds = [part.to_json() for part in shares.rounds]
-        return [rounds, list(shares.does_not_fit.items()), shares.predicted_s]
+        return asdict(shares)
 
-    rounds, does_not_fit, predicted_s = share_json(world, on_root(world, decide))
-    return Shares([Round.from_json(part) for part in rounds], dict(does_not_fit), predicted_s)
+    return from_plain(Shares, share_json(world, on_root(world, decide)))
 
 
 def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
+from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.errors import Say
 from kvr_mpi.kv.route import Route
-from kvr_mpi.partition import Partition
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks, fastest
-from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import Rotation
+from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
+from kvr_mpi.tuning.table import Table
 
 # Shorter slices are not worth a rank.
 LEAST_SLICE_TOKENS = 64
@@ -38,7 +40,7 @@ class SlicePlanner:
     def __init__(self, setup: JobSetup, size: int, ranks: slice, say: Say) -> None:
         self._setup, self._spec, self._size, self._ranks = setup, setup.spec, size, ranks
         self._free_bytes = setup.free_bytes[ranks]
-        self._partitioner = Partitioner(size, setup.rates[ranks], setup.table, say)
+        self._rates, self._say, self._has_warned = setup.rates[ranks], say, False
         # On one rank, all strategies but plain transformers do the same.
         alone = setup.strategies[0] if setup.strategies[0].is_plain else KVR
         self._strategies = setup.strategies if size > 1 else (alone,)
@@ -103,10 +105,38 @@ class SlicePlanner:
         return self._forecasts[near, known]
 
     def cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
-        """Cut a prompt so that `decode_rank` has the last slice; the first `known` tokens are not computed again."""
+        """Cut a prompt by the job's table, into slices of equal time by the ranks' rates, or evenly.
+
+        Parameters
+        ----------
+        known : int
+            Number of first tokens that are not computed again; the first slice includes them.
+        decode_rank : int
+            The rank of the chain that has the last slice; the next rank, cyclically, has the first.
+        """
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, self._size, known)
-        return self._partitioner.cut(tokens - known, decode_rank, known).after(known)
+        table, new = self._setup.table, tokens - known
+        if table is not None:
+            self._warn_outside(table, new)
+            return choose_slices(table, new, self._size).after(known)
+        if not self._rates:
+            return Partition.even(new, self._size).after(known)
+        first = Rotation.ending_at(self._size, decode_rank).first
+        # Every token also attends to the known ones, which adds the same cost to each.
+        rates = [Rates(rate.token_s + rate.pair_s * known, rate.pair_s) for rate in self._rates]
+        lengths = equal_time(new, [*rates[first:], *rates[:first]])
+        return Partition.by_ratio(new, lengths, QUANTUM_TOKENS).after(known)
+
+    def _warn_outside(self, table: Table, tokens: int) -> None:
+        """Log once that prompts are outside the range of the table."""
+        if not self._has_warned and is_outside(table, tokens, self._size):
+            self._has_warned = True
+            self._say(
+                f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
+                f"{self._size} ranks is outside this range: slices of such prompts come from the fitted rates of "
+                "the table"
+            )
 
     def chunk_tokens(
         self, strategy: Strategy, partition: Partition, known: int, new_tokens: int, drop: PlannedDrop | None = None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from kvr_mpi.errors import Say
 from kvr_mpi.runtime.work_queue import Slot
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.counters import Counters
@@ -102,7 +103,7 @@ class Stop:
 
 
 @contextmanager
-def listening(stop: Stop, tell: Callable[[str], None], end: Callable[[str], None]) -> Iterator[None]:
+def listening(stop: Stop, tell: Say, end: Say) -> Iterator[None]:
     """Request to stop at the first of `STOP_SIGNALS`, and call `end` at the second.
 
     Parameters

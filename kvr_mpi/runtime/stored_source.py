@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvr_mpi.documents import MAX_ID_CHARS, Asked, Corpus, CorpusFile, Document, Entry
-from kvr_mpi.documents.questions import answer_id, check_length, parse_answer_id
+from kvr_mpi.documents import Asked, Corpus, CorpusFile, Document, Entry
+from kvr_mpi.documents.questions import answer_id, parse_answer_id
 from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
@@ -259,13 +259,10 @@ def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str]) -> Corp
     entries = []
     for place, document in enumerate(documents):
         for name, question in ask.items():
-            answer = answer_id(document.id, name)
+            answer, too_long = answer_id(document.id, name)
             work = 1 + int(document.tokens * LOADED_WORK) + len(question)
-            error = document.error or check_length(answer)
             sha256 = _seal(document.sha256, question)
-            if error is not None and len(answer) > MAX_ID_CHARS:
-                answer = answer_id(document.id[: MAX_ID_CHARS - 80], name)
-            entries.append(Entry(answer, work, sha256, numbers[document.file], place, error))
+            entries.append(Entry(answer, work, sha256, numbers[document.file], place, document.error or too_long))
     stats = [file.stat() for file in files]
     found = (
         CorpusFile(str(file), file.name, one.st_size, one.st_mtime_ns) for file, one in zip(files, stats, strict=True)

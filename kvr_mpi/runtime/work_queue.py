@@ -20,7 +20,6 @@ class Slot(IntEnum):
     WORK = 1  # work of documents that are done
     STOP = 2  # ranks that received a signal
     PREFILLED = 3  # work of prefilled prompts
-    TOKENS = 4  # tokens of finished prompts and answers
 
 
 FIRST_LIST = len(Slot)

@@ -32,8 +32,9 @@ from kvr_mpi.prefill.registry import KVR, Strategy, candidates, choose_chunks, f
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.schedule.history import LEAST_S, History, expected_tokens
 from kvr_mpi.schedule.placement import Seconds
-from kvr_mpi.tuning.lookup import choose_slices
-from kvr_mpi.tuning.table import Table, holds_tables, load_tables
+from kvr_mpi.tuning.identity import model_identity
+from kvr_mpi.tuning.lookup import choose_slices, find_tables
+from kvr_mpi.tuning.table import Table, holds_tables
 
 # Usable share of free memory by device type; the rest is lost to libraries and fragmentation. GPU libraries allocate
 # memory at their first call, and the GPU allocator cannot move allocations between two prompts.
@@ -236,12 +237,8 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
         rolling=rolling_of(spec.cache, spec.parallel.chunk_tokens),
         frame=frame,
         new_tokens=spec.generation.max_new_tokens,
-        cut=_cut_evenly if spec.parallel.partition == EVEN else None,
+        cut=Partition.even if spec.parallel.partition == EVEN else None,
     )
-
-
-def _cut_evenly(tokens: int, ranks: int) -> Partition:
-    return Partition.by_ratio(tokens, [1.0] * ranks, QUANTUM_TOKENS)
 
 
 def forecast_of(
@@ -363,19 +360,9 @@ def _tables(place: Path, outline: Outline, tensor_parallel: int) -> list[Table]:
             f"lookup table {str(place)!r}: it was measured on ranks that hold the whole model, but the job has "
             f"parallel.tensor_parallel = {tensor_parallel}; give a profile: {', '.join(profiles())}"
         )
-    tables = load_tables(place)
     dtype = str(outline.dtype).removeprefix("torch.")
-    fitting = {
-        file: table
-        for file, table in tables.items()
-        if table.key.model.fingerprint == outline.fingerprint and table.key.dtype == dtype
-    }
-    if not fitting:
-        found = " | ".join(f"{file.name}: {table.key.model.name}, {table.key.dtype}" for file, table in tables.items())
-        raise ConfigError(
-            f"lookup table {str(place)!r}: expected one for {outline.name} in {dtype}, found {found or 'none'}; "
-            f"measure it with kvr search, or give a profile: {', '.join(profiles())}"
-        )
+    remedy = f"Measure one with kvr search, or give a profile: {', '.join(profiles())}"
+    fitting = find_tables(place, {"model": model_identity(outline), "dtype": dtype}, remedy)
     if len({table.key.hardware for table in fitting.values()}) > 1:
         found = ", ".join(f"{file} ({table.key.hardware})" for file, table in fitting.items())
         raise ConfigError(f"lookup tables {str(place)!r} are from several machines: choose one file of {found}")

@@ -23,7 +23,8 @@ from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.duration import duration_text, expected_text
 from kvr_mpi.errors import PartitionError, counted
 from kvr_mpi.job import JobSpec
-from kvr_mpi.tuning.table import MAX_RANKS, Part, Seconds, Text
+from kvr_mpi.plain import Strict
+from kvr_mpi.tuning.table import MAX_RANKS, Seconds, Text
 
 FOLDER, MAX_FILE_BYTES = "jobs", 1 << 20
 # Number of latest jobs that are kept, and minimum duration of a job.
@@ -42,7 +43,7 @@ DATE = "%Y-%m-%dT%H:%M:%SZ"
 Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
 
 
-class PastJob(Part):
+class PastJob(Strict):
     """The duration of one job, and its forecast.
 
     prefill_s, decode_s : the cost model's forecast for the answers that the job gave.
@@ -60,7 +61,7 @@ class PastJob(Part):
     limit_tokens: Annotated[int, Field(ge=0, le=10**7)]
 
 
-class History(Part):
+class History(Strict):
     """Jobs of one model on a number of ranks with the same processor or GPU, the latest last."""
 
     fingerprint: Text

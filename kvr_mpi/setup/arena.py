@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kvr_mpi.errors import Say
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.self_check import why_not_packed
-from kvr_mpi.setup.rates import Say
 
 # Share of the prompt memory that is allocated at once as an extent of pages. A layer as long as an extent has its own
 # attention call, whose launch takes little of its time; shorter layers share a call.

@@ -14,12 +14,11 @@ from statistics import median
 
 import torch
 
-from kvr_mpi.errors import counted
+from kvr_mpi.errors import Say, counted
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import wait_for_compute
-from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import Topology, place_in_group
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.choose import warm_up

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from kvr_mpi.errors import Say
 from kvr_mpi.model import LoadedModel, choose_device, load_model, visible_gpus
 from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.source import locate
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
-from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.kernels import choose_kernels

@@ -21,7 +21,7 @@ from kvr_mpi.decode.placing import HeadSharing, open_sharing
 from kvr_mpi.decode.sampling import ends_of, make_generation_config
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
-from kvr_mpi.errors import ConfigError, ModelError, counted
+from kvr_mpi.errors import ConfigError, ModelError, Say, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import PROMPTS, check_model_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
@@ -49,7 +49,7 @@ from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_ranks import JobRanks, describe_groups
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all, silent
-from kvr_mpi.setup.rates import Say, costs_of, describe_rates, rates_of, table_of
+from kvr_mpi.setup.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.store.log import software
 from kvr_mpi.stored.asking import frame_questions
 from kvr_mpi.stored.reuse import find_beginnings

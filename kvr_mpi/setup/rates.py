@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.errors import Say
 from kvr_mpi.job import EQUAL_TIME, JobSpec
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
@@ -17,7 +18,6 @@ from kvr_mpi.tuning.lookup import describe_range, find_table
 from kvr_mpi.tuning.measure import measure_costs, measure_rates
 from kvr_mpi.tuning.table import Table
 
-Say = Callable[[str], None]
 # Rates that differ by a larger factor come from another machine or other software.
 SAME_RATES_WITHIN = 1.5
 # Slices that take longer than the best ones by this fraction are worth another search.

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.hdf5 import attribute_names, dataset_in
+from kvr_mpi.store.hdf5 import attribute_names, dataset_in, where
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +100,3 @@ def digest_of(array: Bits) -> int:
     if array.size:
         digest.update(array.data.cast("B"))
     return int.from_bytes(digest.digest(), "big", signed=True)
-
-
-def where(item: Any) -> str:
-    """Name a file and an item in it, for messages."""
-    return f"{item.file.filename}:{item.name}"

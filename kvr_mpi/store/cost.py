@@ -5,13 +5,12 @@ Each rank writes its total cost so far to its log, once a minute and at its end:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from math import isfinite
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvr_mpi.duration import duration_text, expected_text
-from kvr_mpi.errors import DataError
+from kvr_mpi.plain import Amount
 
 NOT_READABLE = "energy is not readable here"
 
@@ -30,14 +29,14 @@ class Cost:
     """
 
     key: str
-    node_s: float = 0.0
-    gpu_s: float = 0.0
-    core_s: float = 0.0
-    rank_s: float = 0.0
-    joules: float | None = None
+    node_s: Amount = 0.0
+    gpu_s: Amount = 0.0
+    core_s: Amount = 0.0
+    rank_s: Amount = 0.0
+    joules: Amount | None = None
     meters: str = NOT_READABLE
-    expected_s: tuple[float, ...] = ()
-    took_s: float = 0.0
+    expected_s: tuple[()] | tuple[Amount, Amount, Amount] = ()
+    took_s: Amount = 0.0
 
     def as_line(self) -> dict[str, Any]:
         """Return the line of a log."""
@@ -67,31 +66,7 @@ class Cost:
 
 
 COST = "cost"
-# Not in logs of earlier versions.
-OUTCOME = ("expected_s", "took_s")
 NUMBERS = ("node_s", "gpu_s", "core_s", "rank_s")
-
-
-def read_cost(values: Mapping[str, Any]) -> Cost:
-    """Parse a line of a log.
-
-    Raises
-    ------
-    DataError
-        If a value has another type or range.
-    """
-    found = {spec.name: values[spec.name] for spec in fields(Cost) if spec.name not in OUTCOME}
-    found |= {"expected_s": tuple(values.get("expected_s", ())), "took_s": values.get("took_s", 0.0)}
-    known = Cost(**found)
-    numbers = [*(getattr(known, name) for name in NUMBERS), known.took_s, *known.expected_s]
-    numbers.append(0.0 if known.joules is None else known.joules)
-    if len(known.expected_s) not in (0, 3):
-        raise DataError(f"a cost of {str(found)[:100]}; expected none or three numbers for expected_s")
-    if any(type(one) not in (int, float) or not isfinite(one) or one < 0 for one in numbers):
-        raise DataError(f"a cost of {str(found)[:100]}; expected numbers of at least 0")
-    if not isinstance(known.key, str) or not isinstance(known.meters, str):
-        raise DataError(f"a cost of {str(found)[:100]}; expected texts for key and meters")
-    return known
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:

@@ -17,7 +17,8 @@ from typing import Any
 
 from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, create
 from kvr_mpi.errors import DataError, ForeignError, MissingError, OutputError, counted
-from kvr_mpi.store.cost import COST, Cost, read_cost, total_cost
+from kvr_mpi.plain import read_plain
+from kvr_mpi.store.cost import COST, Cost, total_cost
 from kvr_mpi.store.hdf5 import explained, group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, Header, is_sealed, parse, read_header, strings, unseal
@@ -298,7 +299,7 @@ def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
             if name in found.records:
                 found.records[name] = [replace(place, needs=()) for place in found.records[name]]
     elif kind == COST:
-        cost = read_cost(values)
+        cost = read_plain(Cost, values)
         found.costs[cost.key] = cost
     else:
         raise DataError(f"{str(kind)[:60]!r} is not a kind of line")

@@ -73,7 +73,7 @@ def write_attribute(item: Any, name: str, value: str | int) -> None:
     else:
         data = np.array(value, np.int64)
     if data.nbytes > LARGEST_BYTES:
-        raise DataError(f"{_name(item)}: {name} has {data.nbytes} bytes; no more than {LARGEST_BYTES} can be stored")
+        raise DataError(f"{where(item)}: {name} has {data.nbytes} bytes; no more than {LARGEST_BYTES} can be stored")
     kind = h5py.h5t.py_create(data.dtype, logical=True)
     h5py.h5a.create(item.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR)).write(data)
 
@@ -101,7 +101,7 @@ def read_attribute(item: Any, name: str, kind: type[T]) -> T:
         If it is missing or of another type.
     """
     if not h5py.h5a.exists(item.id, name.encode()):
-        raise DataError(f"{_name(item)}: attribute {name!r} is missing")
+        raise DataError(f"{where(item)}: attribute {name!r} is missing")
     stored = h5py.h5a.open(item.id, name.encode())
     wanted, dtype = CLASSES[kind]
     found = stored.get_type()
@@ -112,7 +112,7 @@ def read_attribute(item: Any, name: str, kind: type[T]) -> T:
     elif fits and kind is int:
         fits = found.get_sign() == h5py.h5t.SGN_2
     if not fits:
-        raise DataError(f"{_name(item)}: attribute {name!r} has another type or size; expected one {kind.__name__}")
+        raise DataError(f"{where(item)}: attribute {name!r} has another type or size; expected one {kind.__name__}")
     value: Any = np.empty((), dtype)
     stored.read(value, mtype=found if kind is str else None)
     return kind(value[()].decode()) if kind is str else kind(value[()])
@@ -171,35 +171,34 @@ def size_bytes(dataset: h5py.Dataset) -> int:
     return int(math.prod(dataset.shape)) * int(dataset.id.get_type().get_size())
 
 
-def _check_data(dataset: Any, where: str) -> None:
+def _check_data(dataset: Any, name: str) -> None:
     """Refuse external data, missing data (which read as zeros), and datasets that would exhaust the memory."""
     plist, space = dataset.get_create_plist(), dataset.get_space()
     layout, item_bytes = plist.get_layout(), dataset.get_type().get_size()
     if layout == h5py.h5d.VIRTUAL or plist.get_external_count():
-        raise DataError(f"{where} takes its data from other files (virtual or external); expected a plain dataset")
+        raise DataError(f"{name} takes its data from other files (virtual or external); expected a plain dataset")
     if space.get_simple_extent_type() == h5py.h5s.NULL:
-        raise DataError(f"{where} is empty; expected data")
+        raise DataError(f"{name} is empty; expected data")
     shape, stored_bytes = space.get_simple_extent_dims(), dataset.get_storage_size()
     if layout == h5py.h5d.CHUNKED:
         chunk = plist.get_chunk()
         if math.prod(chunk) * item_bytes > LARGEST_BYTES:
-            raise DataError(
-                f"{where} has chunks of {math.prod(chunk) * item_bytes} bytes; no more than {LARGEST_BYTES}"
-            )
+            raise DataError(f"{name} has chunks of {math.prod(chunk) * item_bytes} bytes; no more than {LARGEST_BYTES}")
         filters = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
         if strange := sorted({*filters} - {h5py.h5z.FILTER_FLETCHER32}):
-            raise DataError(f"{where} uses the HDF5 filter {strange[0]}, which kvr-mpi never writes")
+            raise DataError(f"{name} uses the HDF5 filter {strange[0]}, which kvr-mpi never writes")
         expected = math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
         complete = dataset.get_num_chunks() == expected
     else:
         complete = stored_bytes >= math.prod(shape) * item_bytes
     if not complete:
-        raise DataError(f"{where} is incomplete: only {stored_bytes} bytes are stored; copy the file again")
+        raise DataError(f"{name} is incomplete: only {stored_bytes} bytes are stored; copy the file again")
 
 
-def _name(item: Any) -> str:
+def where(item: Any) -> str:
+    """Name a file and an item in it, for messages."""
     return f"{item.file.filename}:{item.name}"
 
 
 def _path(group: h5py.Group, name: str) -> str:
-    return f"{_name(group).rstrip('/')}/{name}"
+    return f"{where(group).rstrip('/')}/{name}"

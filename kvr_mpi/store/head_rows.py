@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvr_mpi.errors import ConfigError, DataError
-from kvr_mpi.store.arrays import digest_of, where
-from kvr_mpi.store.hdf5 import dataset_in, write_dataset
+from kvr_mpi.store.arrays import digest_of
+from kvr_mpi.store.hdf5 import dataset_in, where, write_dataset
 
 Positions = npt.NDArray[np.int32]
 NAMES = ("head_rows", "positions")

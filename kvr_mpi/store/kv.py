@@ -31,12 +31,13 @@ import h5py
 import numpy as np
 
 from kvr_mpi.errors import DataError, counted
-from kvr_mpi.store.arrays import digest_of, open_array, where, write_array
+from kvr_mpi.store.arrays import digest_of, open_array, write_array
 from kvr_mpi.store.hdf5 import (
     attribute_names,
     dataset_in,
     group_in,
     read_attribute,
+    where,
     write_attribute,
     write_dataset,
 )

@@ -15,21 +15,29 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from kvr_mpi.disk import LOCK_NAME, LOG_NAME, create, read_regular
-from kvr_mpi.errors import OutputError
-from kvr_mpi.store.log import TIMES_S
+from kvr_mpi.errors import OutputError, Say
+from kvr_mpi.plain import Count, UnixTime, read_plain
 
 BEAT_S = 2.0
 # An owner whose number has not changed for this long counts as dead.
 WATCH_S = 20.0
 LOCK_BYTES = 1024  # always rewritten in place at full length, which needs no space on a full disk
 
-Say = Callable[[str], None]
+
+def _check_printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("expected printable characters")
+    return text
+
+
+Printable = Annotated[str, AfterValidator(_check_printable)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +50,12 @@ class Owner:
     job, restart : the batch system's job id ("" without one), and how often the job was restarted.
     """
 
-    host: str
-    space: str
-    pid: int
-    started: int
-    job: str = ""
-    restart: int = 0
+    host: Printable
+    space: Printable
+    pid: Count
+    started: Count
+    job: Printable = ""
+    restart: Count = 0
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
@@ -64,11 +72,11 @@ def this_process(job: str = "", restart: int = 0) -> Owner:
 class LockState:
     """The contents of a lock file; `owner` is None if it cannot be read."""
 
-    number: int
-    owner: Owner | None
-    beats: int = 0
+    owner: Owner | None = None
+    number: Count = 0  # from its name
+    beats: Count = 0
     released: bool = False
-    since_s: float = 0.0  # Unix time at which it was taken, by the owner's clock
+    since_s: UnixTime = 0.0  # Unix time at which it was taken, by the owner's clock
 
 
 def read_lock(folder: Path) -> LockState | None:
@@ -76,23 +84,10 @@ def read_lock(folder: Path) -> LockState | None:
     number = session_of(folder)
     if number == 0:
         return None
-    try:
-        stored = json.loads(read_regular(_path(folder, number), LOCK_BYTES))
-        owner, beats, since_s = Owner(**stored["owner"]), int(stored["beats"]), float(stored["since_s"])
-        released = stored["released"]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return LockState(number, None)
-    if not _is_plausible(owner) or not TIMES_S[0] < since_s < TIMES_S[1] or not isinstance(released, bool):
-        return LockState(number, None)
-    return LockState(number, owner, beats, released, since_s)
-
-
-def _is_plausible(owner: Owner) -> bool:
-    """Whether the owner read from a file is plausible; it will be printed, and looked up as a process."""
-    texts, numbers = (owner.host, owner.space, owner.job), (owner.pid, owner.started, owner.restart)
-    return all(isinstance(text, str) and text.isprintable() for text in texts) and all(
-        type(number) is int and number >= 0 for number in numbers
-    )
+    state = LockState()
+    with contextlib.suppress(OSError, ValueError):
+        state = read_plain(LockState, read_regular(_path(folder, number), LOCK_BYTES))
+    return LockState(number=number) if state.owner is None else replace(state, number=number)
 
 
 def session_of(folder: Path) -> int:

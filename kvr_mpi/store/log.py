@@ -47,14 +47,13 @@ import h5py
 from kvr_mpi import __version__
 from kvr_mpi.disk import create
 from kvr_mpi.errors import DataError
+from kvr_mpi.plain import read_plain
 
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
 SEAL_BYTES = len(b', "seal": "01234567"}')
 READ_BYTES = 4 << 20
 LINE_BYTES = 1 << 28  # maximum length of a line, written or read
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Unix times that `datetime` can represent.
-TIMES_S = (-6e10, 2.5e11)
 HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
 
 
@@ -103,14 +102,12 @@ def read_header(values: Mapping[str, Any]) -> Header:
     ValueError
         If it is not a header.
     """
-    found = [values.get(name) for name in ("identity", "model", "software")]
-    if values.get("line") != HEADER or not all(isinstance(one, dict) for one in found):
-        raise ValueError("expected a header: identity, model and software")
-    identity, model, versions = found
-    assert isinstance(identity, dict) and isinstance(model, dict) and isinstance(versions, dict)
-    if not all(isinstance(model.get(name), str) for name in ("name", "architecture", "dtype")):
-        raise ValueError("expected the name, architecture and dtype of the model")
-    return Header(identity, model, {str(name): str(version) for name, version in versions.items()})
+    header = read_plain(Header, values)
+    if values.get("line") != HEADER or not all(
+        isinstance(header.model.get(name), str) for name in ("name", "architecture", "dtype")
+    ):
+        raise ValueError("expected a header with the name, architecture and dtype of the model")
+    return header
 
 
 def seal(value: Mapping[str, Any]) -> bytes:

@@ -20,7 +20,7 @@ from tempfile import TemporaryFile
 import h5py
 
 from kvr_mpi.disk import PART, VOLUME_NAME, truncate
-from kvr_mpi.errors import DataError, OutputError, counted
+from kvr_mpi.errors import DataError, OutputError, Say, counted
 from kvr_mpi.store.folder import Index, Place, index_run, list_logs, read_records, survey
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_kv, write_kv
@@ -58,9 +58,7 @@ class _StoppedError(Exception):
     """The job ends before the new file is complete."""
 
 
-def finish_run(
-    folder: Path, should_stop: Callable[[], bool] = lambda: False, say: Callable[[str], None] = lambda line: None
-) -> Path:
+def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, say: Say = lambda line: None) -> Path:
     """Write ``results.h5`` at the end of a run; it replaces the logs, and the volumes if they are small enough.
 
     Parameters

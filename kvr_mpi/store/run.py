@@ -12,14 +12,14 @@ import json
 import operator
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from kvr_mpi.disk import LOG_NAME, PART, RUN_FILE, read_regular, replacing
 from kvr_mpi.documents import Corpus, numbers_of
-from kvr_mpi.errors import DataError, ForeignError, OutputError, counted
+from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, counted
 from kvr_mpi.store.folder import (
     DAMAGED,
     Survey,
@@ -28,7 +28,7 @@ from kvr_mpi.store.folder import (
     survey,
     take_lines,
 )
-from kvr_mpi.store.lock import Lock, Owner, Say
+from kvr_mpi.store.lock import Lock, Owner
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, sync, unseal
 from kvr_mpi.store.traces import remove_traces
 from kvr_mpi.store.volumes import RESULTS, is_ours, open_source, open_volume
@@ -37,6 +37,7 @@ RUN_FILE_BYTES = 1 << 30
 # Bytes of the newest keys and values that are verified when a run is resumed; `merge_run` verifies all of them.
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # maximum number of examples in a message
+VALUE_CHARS = 1000  # maximum length of a differing setting in a message
 ALL = slice(0, None, 1)
 # Keys of a run's identity that are known only once the model is loaded.
 OF_MODEL = {"model", "dtype", "frame", "compress", "cache"}
@@ -381,16 +382,24 @@ def _share_text(share: slice) -> str:
 
 def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(wanted))  # as it was stored: without tuples
-    changed = [
-        f"{key} was {stored.get(key)!r}, is {wanted.get(key)!r}"
-        for key in sorted({*stored, *wanted})
-        if stored.get(key) != wanted.get(key)
-    ]
-    if changed:
+    if changed := [f"{key} was {was}, is {now}" for key, was, now in differing_settings(stored, wanted)]:
         raise OutputError(
             f"cannot resume {file}: it was written with other settings ({'; '.join(changed)}); restore them, or choose "
             f"another output.path"
         )
+
+
+def differing_settings(
+    one: Mapping[str, Any], other: Mapping[str, Any], above: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the settings that differ between two runs: the key, and both values as text."""
+    for key in sorted({*one, *other}):
+        mine, theirs = one.get(key), other.get(key)
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            yield from differing_settings(mine, theirs, f"{above}{key}.")
+        elif mine != theirs:
+            first, second = (f"{repr(value):.{VALUE_CHARS}}" for value in (mine, theirs))
+            yield f"{above}{key}", first, second
 
 
 def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:

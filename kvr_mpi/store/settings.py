@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from kvr_mpi.plain import Strict
 
 
-class OutputSettings(BaseModel):
+class OutputSettings(Strict):
     """Where results go, and what they include."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     path: str = Field(min_length=1, description="folder for the results; created if missing")
     kv: bool | Literal["sharded"] = Field(

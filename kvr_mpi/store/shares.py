@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvr_mpi.disk import LOCK_NAME, LOG_NAME, RUN_FILE, VOLUME_NAME
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, counted
 from kvr_mpi.store.folder import Index, has_results, index_run, join_indexes, read_run_header
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.run import begun_with, differing_documents, read_run_file
+from kvr_mpi.store.run import begun_with, differing_documents, differing_settings, read_run_file
 from kvr_mpi.store.volumes import RESULTS
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)
 MAX_SHARES = 1_000_000  # larger numbers in folder names are ignored
 NAMED = 8  # maximum number of missing items in a message
-VALUE_CHARS = 60  # maximum length of a differing setting in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +104,13 @@ def read_header_of(paths: Sequence[Path]) -> Header:
         header = read_run_header(path)
         if header is None:
             continue
-        if found is not None and (differing := list(_differing(found[1].identity, header.identity))):
-            raise DataError(
-                f"{found[0]} and {path} are of different jobs ({'; '.join(differing[:NAMED])}); expected shares of one "
-                f"job"
-            )
+        if found is not None and (differing := list(differing_settings(found[1].identity, header.identity))):
+            told = "; ".join(f"{key}: {mine} and {theirs}" for key, mine, theirs in differing[:NAMED])
+            raise DataError(f"{found[0]} and {path} are of different jobs ({told}); expected shares of one job")
         found = found or (path, header)
     if found is None:
         raise DataError(f"no result file (*.h5) in {', '.join(map(str, paths[:NAMED]))}; expected the output of a run")
     return found[1]
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """List the settings that differ between two runs, with both values."""
-    for key in sorted({*one, *other}):
-        mine, theirs = one.get(key), other.get(key)
-        if isinstance(mine, dict) and isinstance(theirs, dict):
-            yield from _differing(mine, theirs, f"{above}{key}.")
-        elif mine != theirs:
-            values = (
-                text if len(text) <= VALUE_CHARS else f"{text[:VALUE_CHARS]}..." for text in map(repr, (mine, theirs))
-            )
-            yield f"{above}{key}: {' and '.join(values)}"
 
 
 def _check_corpus(path: Path, corpus: Corpus, share: slice, first: dict[int, tuple[Path, Corpus]]) -> None:

@@ -18,9 +18,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from kvr_mpi.disk import create, rank_file, rank_files, read_regular
-from kvr_mpi.store.log import TIMES_S
+from kvr_mpi.errors import Say
+from kvr_mpi.plain import Count, UnixTime, read_plain
 from kvr_mpi.topology import place_in_group, rank_name
 
 STATES = "states"
@@ -46,20 +50,20 @@ class RankState:
     tensor_parallel : of the job; see `topology.rank_name`.
     """
 
-    rank: int
-    size: int
-    session: int
+    rank: Count
+    size: Annotated[int, Field(ge=1, le=1 << 20)]
+    session: Count
     host: str
-    began_s: float
+    began_s: UnixTime
     doing: str
     what: str
-    since_s: float
-    prompt_tokens: int
-    new_tokens: int
-    deadline_s: float | None
-    every_s: float
-    written_at_s: float
-    tensor_parallel: int = 1
+    since_s: UnixTime
+    prompt_tokens: Count
+    new_tokens: Count
+    deadline_s: UnixTime | None
+    every_s: Annotated[float, Field(gt=0, lt=1e6)]
+    written_at_s: UnixTime
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
 
     @property
     def name(self) -> str:
@@ -103,7 +107,7 @@ class StateWriter:
         size: int,
         session: int,
         deadline_s: float | None,
-        say: Callable[[str], None],
+        say: Say,
         tensor_parallel: int = 1,
     ) -> None:
         self._say, now = say, time.time()
@@ -216,19 +220,8 @@ def remove_states(folder: Path, but_of: int | None = None) -> None:
 def _read_state(path: Path, session: int) -> RankState | None:
     """Read a rank's state if it belongs to this job; otherwise None."""
     try:
-        state = RankState(**json.loads(read_regular(path, STATE_BYTES)))
-    except (OSError, ValueError, TypeError, RecursionError):
+        state = read_plain(RankState, read_regular(path, STATE_BYTES))
+    except (OSError, ValueError):
         return None
-    numbers = (state.rank, state.size, state.session, state.prompt_tokens, state.new_tokens)
-    if not all(type(number) is int and 0 <= number < 1 << 53 for number in numbers) or state.session != session:
-        return None
-    if type(state.tensor_parallel) is not int or not 1 <= state.tensor_parallel <= state.size:
-        return None
-    if path != rank_file(path.parent, state.session, state.rank) or not state.rank < state.size <= 1 << 20:
-        return None
-    times = (state.began_s, state.since_s, state.written_at_s, state.deadline_s or state.written_at_s)
-    if not all(isinstance(at, float) and TIMES_S[0] < at < TIMES_S[1] for at in times):
-        return None
-    if not (isinstance(state.every_s, float) and 0 < state.every_s < 1e6):
-        return None
-    return state if all(isinstance(text, str) for text in (state.host, state.doing, state.what)) else None
+    is_its_own = state.session == session and path == rank_file(path.parent, session, state.rank)
+    return state if is_its_own and state.rank < state.size and state.tensor_parallel <= state.size else None

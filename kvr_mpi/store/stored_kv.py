@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import Bits, as_tensor, digest_of, read_bits, type_name, where
-from kvr_mpi.store.hdf5 import explained, size_bytes
+from kvr_mpi.store.arrays import Bits, as_tensor, digest_of, read_bits, type_name
+from kvr_mpi.store.hdf5 import explained, size_bytes, where
 from kvr_mpi.store.head_rows import HeadRows
 from kvr_mpi.topology import KVHeads
 

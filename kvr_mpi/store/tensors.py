@@ -19,6 +19,7 @@ from kvr_mpi.errors import OutputError
 from kvr_mpi.store.folder import Index, open_document
 from kvr_mpi.store.head_rows import refuse_compressed
 from kvr_mpi.store.log import Header
+from kvr_mpi.store.rewrite import replaced
 from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.store.volumes import key_of
 
@@ -62,15 +63,9 @@ def export_kv(
         file = folder / file_name(key_of(name))
         if file.exists() and not overwrite:
             raise OutputError(f"{file} exists; add --overwrite, or choose another folder")
-        part = file.with_name(file.name + PART)
-        try:
-            part.unlink(missing_ok=True)
+        with replaced(file) as part:
             os.close(create(part))  # created exclusively: safetensors would follow a symbolic link
             save_file(tensors, part, metadata={ABOUT: json.dumps(about)})
-            os.replace(part, file)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise OutputError(f"{file} cannot be written: {error}") from error
         yield name, file
 
 

@@ -22,15 +22,17 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from kvr_mpi.disk import create, rank_file, rank_files, read_regular
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, Say
+from kvr_mpi.plain import Amount, Count, read_plain
 from kvr_mpi.store.log import write_all
 from kvr_mpi.topology import in_lane_of, rank_name
 from kvr_mpi.trace import Kind, Recorder, Span
@@ -69,15 +71,15 @@ class TraceHeader:
     tensor_parallel : of the job.
     """
 
-    rank: int
-    size: int
-    session: int
+    rank: Count
+    size: Count
+    session: Count
     host: str
     device: str
-    layers: int
-    token_s: float = 0.0
-    pair_s: float = 0.0
-    tensor_parallel: int = 1
+    layers: Count
+    token_s: Amount = 0.0
+    pair_s: Amount = 0.0
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
 
     @property
     def name(self) -> str:
@@ -98,16 +100,16 @@ class TracedPrompt:
     """
 
     document: str
-    part: int
+    part: Count
     what: str
-    tokens: int
+    tokens: Count
     strategy: str
-    start: int
-    stop: int
-    first_rank: int
-    ranks: int
-    decode_rank: int
-    predicted_s: float = 0.0
+    start: Count
+    stop: Count
+    first_rank: Count
+    ranks: Count
+    decode_rank: Count
+    predicted_s: Amount = 0.0
 
 
 @dataclass(slots=True)
@@ -152,7 +154,7 @@ class TraceWriter:
         *,
         offset_s: float,
         limit_bytes: int,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self._header, self._recorder, self._offset_s, self._say = header, recorder, offset_s, say
         self._limit = self._left = limit_bytes
@@ -304,7 +306,7 @@ def remove_traces(folder: Path) -> None:
             (folder / TRACES).rmdir()
 
 
-def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> Iterator[RankTrace]:
+def read_traces(folder: Path, skipped: Say | None = None) -> Iterator[RankTrace]:
     """Read every rank's trace of every job of a run; damaged lines are counted.
 
     Parameters
@@ -358,18 +360,11 @@ def _read_header(path: Path, opening: bytes, line: bytes = b"") -> TraceHeader:
             raise ValueError(opening)
         if found != VERSION:
             raise DataError(f"{path} is a trace of version {found}; this kvr-mpi reads version {VERSION} only")
-        header = TraceHeader(**values)
-        for each in (header.rank, header.size, header.session, header.layers, header.tensor_parallel):
-            _whole(each)
-        for value in (header.token_s, header.pair_s):
-            _finite(value)
-        if header.tensor_parallel < 1 or not (isinstance(header.host, str) and isinstance(header.device, str)):
-            raise ValueError(header)
+        return read_plain(TraceHeader, values)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{path} is not a trace of a kvr-mpi run, or is damaged: it begins with {(opening + line)[:60]!r}"
         ) from error
-    return header
 
 
 def _add_event(trace: RankTrace, clocks: list[tuple[float, float, float]], event: dict[str, Any]) -> None:
@@ -385,14 +380,7 @@ def _add_event(trace: RankTrace, clocks: list[tuple[float, float, float]], event
     elif event["ph"] == "C":
         trace.memory.append((at_s, _whole(values["resident bytes"])))
     elif name == "prompt":
-        number = _whole(values.pop("number"))
-        told = TracedPrompt(**values)
-        for text in (told.document, told.what, told.strategy):
-            text.encode()
-        for each in (told.part, told.tokens, told.start, told.stop, told.first_rank, told.ranks, told.decode_rank):
-            _whole(each)
-        _finite(told.predicted_s)
-        trace.prompts[number] = told
+        trace.prompts[_whole(values["number"])] = read_plain(TracedPrompt, values)
     elif name == "clock":
         clocks.append((at_s, _finite(values["ahead_s"]), _finite(values["error_s"])))
     else:

@@ -157,7 +157,12 @@ class ResultWriter:
         self._thread.start()
 
     def write(
-        self, record: Record, layers: Iterable[KeysValues | None] = (), tokens: CachedTokens | None = None
+        self,
+        record: Record,
+        layers: Iterable[KeysValues | None] = (),
+        tokens: CachedTokens | None = None,
+        *,
+        has_record: bool = True,
     ) -> None:
         """Add a record, and this rank's keys and values of the document.
 
@@ -168,20 +173,16 @@ class ResultWriter:
             Each layer's (tokens, kv_heads, head_dim), on any device; copied, so they may change afterwards.
         tokens : CachedTokens or None
             Their tokens.
+        has_record : bool
+            False: another rank writes the record.
         """
-        with self._writing(_Document(record, tokens, has_record=True)) as document:
-            for layer in layers:
-                document.add_layer(layer)
-
-    def write_piece(self, record: Record, layers: Iterable[KeysValues | None], tokens: CachedTokens) -> None:
-        """Add keys and values of a document whose record another rank writes."""
-        with self.writing_piece(record, tokens) as document:
+        with self._writing(_Document(record, tokens, has_record)) as document:
             for layer in layers:
                 document.add_layer(layer)
 
     @contextlib.contextmanager
     def writing_piece(self, record: Record, tokens: CachedTokens) -> Iterator[LayersWriter]:
-        """Add layers one by one, as for `write_piece`; nothing else may be written meanwhile.
+        """Add keys and values of a document whose record another rank writes; nothing else may be written meanwhile.
 
         If the block raises, or the document is dropped, its layers are discarded.
         """

@@ -5,11 +5,10 @@ The leader of a chain finds a stored prompt and sends its `StoredPrefix`; each r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,11 +34,6 @@ class StoredPrefix:
     pieces: tuple[Piece, ...]
     tokens: int
     compression: str = ""
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> StoredPrefix:
-        """Reconstruct it from the result of `asdict`, sent as JSON."""
-        return cls(**{**plain, "pieces": tuple(Piece(**each) for each in plain["pieces"])})
 
     def open(self, ids: Sequence[int], loaded: LoadedModel) -> SharedPrefix:
         """Return the prefix of a prompt with these ids; layers are read on demand.

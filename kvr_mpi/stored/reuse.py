@@ -8,20 +8,20 @@ up among them, longest first. The match's keys and values are loaded, after its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, Say
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import REUSE, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.plain import from_plain
 from kvr_mpi.store.folder import open_document
 from kvr_mpi.store.shares import find_runs, index_runs
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS
@@ -42,15 +42,6 @@ class StoredBeginnings:
     documents: list[StoredPrefix]
     hashes: dict[str, int]
     passed_over: int = 0
-
-    def to_json(self) -> list[Any]:
-        """Return plain values for `from_json`."""
-        return [list(map(asdict, self.documents)), self.hashes, self.passed_over]
-
-    @classmethod
-    def from_json(cls, documents: list[Any], hashes: dict[str, int], passed_over: int) -> StoredBeginnings:
-        """Reconstruct it from the result of `to_json`."""
-        return cls(list(map(StoredPrefix.from_json, documents)), hashes, passed_over)
 
     def find(self, ids: Sequence[int]) -> StoredPrefix | None:
         """Find the longest stored prefix of a prompt that leaves at least one token; None if there is none."""
@@ -101,7 +92,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
 
 
 def find_beginnings(
-    spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Callable[[str], None]
+    spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Say
 ) -> StoredBeginnings | None:
     """List the prefixes of the prompts in `documents.reuse`, if this model can continue them; every rank calls this.
 
@@ -118,7 +109,7 @@ def find_beginnings(
     if why := why_no_effect(REUSE, spec, kinds_of(loaded)):
         say(f"documents.reuse: nothing is reused: {why}")
         return None
-    found = StoredBeginnings.from_json(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))
+    found = from_plain(StoredBeginnings, share_json(world, on_root(world, lambda: asdict(scan_beginnings(path)))))
     count = len(found.documents)
     say(f"documents.reuse: prompts start from the longest prefix they share with one of {count} stored prompts")
     if found.passed_over:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SAME_FILES = "check that all nodes see the same files and the same installation"
 # Number of layers whose receives are posted in advance, where a pending receive costs no compute resources.
 LAYERS_AHEAD = 2
 
@@ -173,8 +174,13 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
     return result
 
 
-def check_alike(transport: Transport, values: Mapping[str, str]) -> None:
+def check_alike(transport: Transport, values: Mapping[str, str], remedy: str = SAME_FILES) -> None:
     """Fail on all ranks if a value differs between ranks; every rank calls this. The error contains the value's name.
+
+    Parameters
+    ----------
+    remedy : str
+        What to do if a value differs.
 
     Raises
     ------
@@ -185,7 +191,7 @@ def check_alike(transport: Transport, values: Mapping[str, str]) -> None:
     first = everyone[0] if everyone else {}
     different = (
         f"{name} is {theirs.get(name, '')[:80]!r} on rank {rank} and {mine[:80]!r} on rank 0; expected the same on all "
-        f"ranks: check that all nodes see the same files and the same installation"
+        f"ranks: {remedy}"
         for rank, theirs in enumerate(everyone)
         for name, mine in first.items()
         if theirs.get(name) != mine

@@ -13,7 +13,7 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from kvr_mpi.disk import read_regular, replacing
+from kvr_mpi.errors import Say
 from kvr_mpi.model.cpu_attention import HEADERS, SOURCES, KernelLibrary
 from kvr_mpi.model.narrow_product import BLOCK, NarrowWeights
 from kvr_mpi.tuning.identity import processor_key
@@ -41,8 +42,6 @@ ALLOWED_ERROR = 1e-5
 TRIED = ((6, 2, 45, 45), (2, 1, 131, 580), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
 # Test cases of products: a number of outputs that is no multiple of a tile, and full and partial tiles of rows.
 TRIED_OUTS, TRIED_ROWS = 71, (1, 2, 3, 8, 13)
-
-Say = Callable[[str], None]
 
 
 def open_attention(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.model import LoadedModel, Outline
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.tuning.table import Key, ModelIdentity, Provenance
 
@@ -27,14 +27,17 @@ def key_of(loaded: LoadedModel, chain: Transport) -> Key:
     """Return the key of a table measured on these ranks; every rank calls this and gets the same key."""
     device = devices_of(loaded, chain)
     return Key(
-        model=ModelIdentity(
-            name=loaded.name[-1000:], fingerprint=loaded.fingerprint, architecture=loaded.shape.architecture
-        ),
+        model=model_identity(loaded),
         dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         hardware=re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.")[:60].strip("-.") or "unknown",
         device=device,
         ranks=chain.size,
     )
+
+
+def model_identity(model: LoadedModel | Outline) -> ModelIdentity:
+    """Return how tables identify a model."""
+    return ModelIdentity(name=model.name[-1000:], fingerprint=model.fingerprint, architecture=model.shape.architecture)
 
 
 def devices_of(loaded: LoadedModel, ranks: Transport) -> str:

@@ -22,7 +22,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvr_mpi.disk import read_regular, replacing
-from kvr_mpi.errors import counted
+from kvr_mpi.errors import Say, counted
 from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import CpuAttention, KernelLibrary
@@ -32,7 +32,7 @@ from kvr_mpi.model.norms import fuse_norms
 from kvr_mpi.model.products import PREPACKED, find_products, give_products, narrow_weights
 from kvr_mpi.report.log import Detail
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
-from kvr_mpi.tuning.compiled_attention import DTYPES, Say, open_attention
+from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
 from kvr_mpi.tuning.identity import processor_key
 from kvr_mpi.tuning.pieces import (
     TURNS_ROWS,

@@ -13,7 +13,9 @@ from pathlib import Path
 from kvr_mpi.costs.costmodel import best_split
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.tuning.table import Key, Table, load_tables
+from kvr_mpi.tuning.table import Key, ModelIdentity, Table, load_tables
+
+REMEDY = "Start as many ranks as a table is for, or name one that kvr search has made here in parallel.partition"
 
 
 def choose_slices(table: Table, tokens: int, ranks: int) -> Partition:
@@ -51,43 +53,63 @@ def describe_range(table: Table) -> str:
     return f"{counted(len(lengths), 'length')} from {lengths[0]} to {lengths[-1]} tokens on {table.key.ranks} ranks"
 
 
-def find_table(path: Path, here: Key) -> Table:
-    """Load the table that fits these ranks.
+def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) -> dict[Path, Table]:
+    """Load the tables that fit what is known about these ranks.
 
     Parameters
     ----------
     path : Path
-        A table, or a folder of tables; exactly one must fit.
-    here : Key
-        Key of these ranks. Machines are compared by `device`; the `hardware` name is ignored.
+        A table, or a folder of tables.
+    here : mapping
+        Some fields of a `Key`, by name. Models are compared by their fingerprints. Machines are compared by `device`,
+        not by the name `hardware`.
+    remedy : str
+        What to do if no table fits.
 
     Raises
     ------
     ConfigError
-        If no table fits (the message lists the differences), or several fit.
+        If no table fits; the message lists the differences.
     """
-    found = load_tables(path)
-    fitting = [(file, table) for file, table in found.items() if not _differences(table.key, here)]
-    if len(fitting) == 1:
-        return fitting[0][1]
-    if fitting:
-        names = ", ".join(file.name for file, _ in fitting)
+    found = {file: (table, _differences(table.key, here)) for file, table in load_tables(path).items()}
+    fitting = {file: table for file, (table, differences) in found.items() if not differences}
+    if not fitting:
+        reasons = [f"{file.name}: {'; '.join(differences)}" for file, (_, differences) in found.items()]
+        raise ConfigError(f"lookup table {str(path)!r} does not fit: {' | '.join(reasons[:8])}. {remedy}")
+    return fitting
+
+
+def find_table(path: Path, here: Key) -> Table:
+    """Load the only table that fits these ranks.
+
+    Raises
+    ------
+    ConfigError
+        If no table fits, or several do.
+    """
+    fitting = find_tables(path, {name: getattr(here, name) for name in ("model", "dtype", "device", "ranks")})
+    if len(fitting) > 1:
+        names = ", ".join(file.name for file in fitting)
         raise ConfigError(
             f"parallel.partition = {str(path)!r}: several tables fit ({names}); choose one of these files"
         )
-    reasons = [f"{file.name}: {'; '.join(_differences(table.key, here))}" for file, table in found.items()]
-    raise ConfigError(
-        f"parallel.partition = {str(path)!r} does not fit: {' | '.join(reasons[:8])}. Create one here with kvr search"
-    )
+    return next(iter(fitting.values()))
 
 
-def _differences(table: Key, here: Key) -> list[str]:
-    """Describe how two keys differ; models are compared by their weights."""
-    pairs = [(name, getattr(table, name), getattr(here, name)) for name in ("dtype", "device", "ranks")]
-    if table.model.fingerprint != here.model.fingerprint:
-        pairs.insert(0, ("model", _model(table), _model(here)))
-    return [f"{name} is {theirs!r}, here it is {ours!r}" for name, theirs, ours in pairs if theirs != ours]
+def _differences(table: Key, here: Mapping[str, object]) -> list[str]:
+    """Describe how a table's key differs from what is known here."""
+    return [
+        f"{name} is {_shown(getattr(table, name))}, here it is {_shown(ours)}"
+        for name, ours in here.items()
+        if _compared(getattr(table, name)) != _compared(ours)
+    ]
 
 
-def _model(key: Key) -> str:
-    return f"{key.model.name} ({key.model.architecture}, {key.model.fingerprint[:12]})"
+def _compared(value: object) -> object:
+    return value.fingerprint if isinstance(value, ModelIdentity) else value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, ModelIdentity):
+        value = f"{value.name} ({value.architecture}, {value.fingerprint[:12]})"
+    return repr(value)

@@ -9,7 +9,7 @@ mostly differ by noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds, equal_time_lengths
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.errors import DataError, counted
+from kvr_mpi.errors import DataError, Say, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.measure import Observation, Run
 
@@ -41,8 +41,6 @@ MODEL_SD = 0.02
 # The fit ends when a step improves it by less than this ratio.
 FIT_TOLERANCE = 1e-6
 RATES = 5  # parameters before those of ranks and runs
-
-Say = Callable[[str], None]
 
 
 @dataclass(slots=True)

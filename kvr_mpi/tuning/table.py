@@ -15,12 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import ConfigError, DataError, OutputError, PartitionError
 from kvr_mpi.partition import Partition
+from kvr_mpi.plain import Strict, explain
 
 MAX_FILE_BYTES = 8 << 20
 MAX_TOKENS, MAX_RANKS = 1 << 28, 1 << 16
@@ -33,13 +34,7 @@ Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Method = Literal["refit", "grid"]
 
 
-class Part(BaseModel):
-    """Base of all parts of a table: unknown keys are errors, and values are not coerced."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class ModelIdentity(Part):
+class ModelIdentity(Strict):
     """The model; the fingerprint identifies the weights, the other fields are informative."""
 
     name: Text
@@ -47,7 +42,7 @@ class ModelIdentity(Part):
     architecture: Text
 
 
-class Key(Part):
+class Key(Strict):
     """The model, dtype, hardware and number of ranks that a table applies to."""
 
     model: ModelIdentity
@@ -57,7 +52,7 @@ class Key(Part):
     ranks: Annotated[int, Field(ge=2, le=MAX_RANKS)]
 
 
-class Provenance(Part):
+class Provenance(Strict):
     """The origin of an entry."""
 
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
@@ -67,7 +62,7 @@ class Provenance(Part):
     versions: dict[Text, Text]
 
 
-class Entry(Part):
+class Entry(Strict):
     """The slices for one length.
 
     A rank's slice lies between two adjacent bounds. `ttft_s` is the median over the runs of the chosen slices,
@@ -109,7 +104,7 @@ class Entry(Part):
         return tuple(length / self.context_tokens for length in self.partition.lengths)
 
 
-class Table(Part):
+class Table(Strict):
     """All entries for one model, dtype, machine and number of ranks, shortest first."""
 
     schema_name: Literal["kvr-mpi-table"] = "kvr-mpi-table"
@@ -158,8 +153,7 @@ def load_table(path: Path) -> Table:
     except OSError as error:
         raise DataError(f"table {str(path)!r} cannot be read: {error}; {hint}") from error
     except ValidationError as error:
-        found = [_explain(dict(item)) for item in error.errors()[:5]]
-        raise DataError(f"table {str(path)!r} is damaged or not a table: {'; '.join(found)}; {hint}") from error
+        raise DataError(f"table {str(path)!r} is damaged or not a table: {explain(error)}; {hint}") from error
     except PartitionError as error:
         raise DataError(f"table {str(path)!r} is damaged or not a table: {error}; {hint}") from error
 
@@ -211,11 +205,3 @@ def load_tables(path: Path) -> dict[Path, Table]:
 def _short(values: Iterable[int]) -> str:
     shown = [str(value) for value in values]
     return "[" + ", ".join(shown if len(shown) <= 12 else [*shown[:6], "...", *shown[-3:]]) + "]"
-
-
-def _explain(item: dict[str, object]) -> str:
-    """Format one of pydantic's errors: location, expected and actual value."""
-    place = ".".join(map(str, item["loc"])) if isinstance(item["loc"], tuple) else ""
-    message = str(item["msg"]).removeprefix("Value error, ")
-    plain = item["type"] in ("missing", "value_error", "json_invalid")
-    return f"{place or 'file'}: {message[:300]}" + ("" if plain else f" (found {repr(item['input'])[:100]})")

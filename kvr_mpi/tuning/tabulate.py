@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 
 from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.errors import ConfigError, counted
+from kvr_mpi.errors import ConfigError, Say, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.grid import best_of, grid_search
 from kvr_mpi.tuning.measure import Observation, Run
-from kvr_mpi.tuning.refit import Refit, Say, fit, refit
+from kvr_mpi.tuning.refit import Refit, fit, refit
 from kvr_mpi.tuning.table import Entry, Key, Method, Provenance, Table
 
 # Maximum number of runs of the paper's grid search, more than it usually needs.

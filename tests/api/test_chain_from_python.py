@@ -109,4 +109,15 @@ def test_settings_that_make_no_chain_are_refused(tiny_model_dir: Path) -> None:
             Chain(str(tiny_model_dir), world, generation={"max_new_tokens": 4 + world.rank}, parallel=EVEN)
         return str(caught.value)
 
-    assert run_local(2, rank)[1] == "rank 1 has different settings from rank 0; expected the same on all ranks"
+    told = "setting generation.max_new_tokens is '5' on rank 1 and '4' on rank 0; expected the same on all ranks: "
+    assert run_local(2, rank)[0].startswith(told)
+
+
+def test_ranks_that_call_other_methods_are_refused_on_all(tiny_model_dir: Path) -> None:
+    def work(chain: Chain) -> Answer:
+        with pytest.raises(KvrError, match="method called is 'generate' on rank 1 and 'prefill'|another rank failed"):
+            chain.generate(TEXT) if chain.rank else chain.prefill(TEXT)
+        return chain.generate(TEXT)
+
+    first, second = on_ranks(2, tiny_model_dir, work)
+    assert first.token_ids == second.token_ids

@@ -26,6 +26,7 @@ from made_corpora import (
 )
 
 from kvr_mpi.documents import MAX_ID_CHARS, Corpus, Document, RowFormat, read_corpus, scan_corpus
+from kvr_mpi.documents.questions import answer_id
 
 # Any table
 
@@ -58,6 +59,15 @@ def test_ids_are_numbers_or_any_text(tmp_path: Path, suffix: str) -> None:
     for names in ([0, -3], [2.5], texts):
         file = WRITERS[suffix](tmp_path / f"a{suffix}", [{"id": name, "text": "words"} for name in names])
         assert read(file) == [Document(str(name), "words") for name in names]
+
+
+def test_answers_whose_ids_are_too_long_have_names_of_their_own() -> None:
+    """Answers about two documents whose ids differ at the end only were once one document to a run."""
+    ids = ["x" * (MAX_ID_CHARS - 1) + last for last in "ab"]
+    found = [answer_id(name, "who") for name in ids]
+    assert all(error is not None and "512 are allowed" in error for _, error in found)
+    assert len({answer for answer, _ in found}) == 2 and all(len(answer) <= MAX_ID_CHARS for answer, _ in found)
+    assert answer_id("x" * (MAX_ID_CHARS - 4), "who") == ("x" * (MAX_ID_CHARS - 4) + "#who", None)
 
 
 LONG = f"expected 1 to {MAX_ID_CHARS} characters"

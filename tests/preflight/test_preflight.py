@@ -66,8 +66,8 @@ HEADKV = ("compress.method=headkv", "compress.budget=512", "compress.profile=now
     [
         (("parallel.partition={}/table.json",), 2, None),
         (("parallel.partition={}/table.json", "parallel.ranks_per_chain=2"), 4, None),
-        (("parallel.partition={}/table.json",), 1, "chains of 1 ranks: table.json is for 2 ranks"),
-        (("parallel.partition={}/table.json",), 3, "chains of 3 ranks: table.json is for 2 ranks"),
+        (("parallel.partition={}/table.json",), 1, "table.json: ranks is 2, here it is 1"),
+        (("parallel.partition={}/table.json",), 3, "table.json: ranks is 2, here it is 3"),
         (HEADKV, 2, "compress.profile = 'nowhere.json': no such file"),
         (("decode.mode=auto", "decode.profile=nowhere.json"), 2, "decode.profile = 'nowhere.json': no such file"),
         (("model.path={}/page.gguf",), 2, "is not a GGUF file"),

@@ -86,7 +86,6 @@ def test_a_line_for_every_document_with_all_that_matters() -> None:
     fast = report_lines([(done(f"d{n}"), 1) for n in range(40)], 0.001, deadline_s=START_S)
     assert [line.split("/40")[0].rsplit(" ", 1)[1] for line in fast] == [f"{n}" for n in range(1, 41)]
     assert fast[-1].endswith("done, wall time left 0 s\n")
-    assert not report_lines(records, 60, silent=True)
 
 
 def test_a_split_document_has_no_sum_of_times_that_ran_side_by_side() -> None:
@@ -156,8 +155,8 @@ def test_a_bar_draws_any_name_and_tells_errors(
     with Progress(Log(stream=io.StringIO()), 2, 1000, **options) as bar:  # type: ignore[arg-type]
         clock.now += 10
         bar.prefilled(name, 900, 1.5, 500)
-        bar.document(Record(name, "error", error="the file is [/not] UTF-8"), 1, 10)
-        bar.document(done(name), 2, 20, tokens=500)
+        bar.document(Record(name, "error", error="the file is [/not] UTF-8", computed_tokens=200), 1, 10)
+        bar.document(done(name, computed_tokens=270, new_tokens=30), 2, 20)
     out, err = capsys.readouterr()
     shown = " ".join(err.split())
     assert out == "" and "2/2" in shown and "the file is [/not] UTF-8" in shown

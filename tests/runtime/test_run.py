@@ -18,8 +18,8 @@ def test_another_job_is_not_resumed_and_says_so_before_the_model_is_loaded(run_j
     begun, again = ("documents.limit=2", "generation.max_new_tokens=1"), {"to": "out", "words": ["--resume"]}
     run_job(1, *begun, to="out")
     for setting, words in (
-        ("prompt.template=Read: {text}", "prompt was"),
-        ("generation.max_new_tokens=9", "generation was"),
+        ("prompt.template=Read: {text}", "prompt.template was"),
+        ("generation.max_new_tokens=9", "generation.max_new_tokens was 1, is 9"),
         ("documents.limit=1", "documents have changed since it began"),
     ):
         log = run_job(1, *begun, setting, **again, code=78).log

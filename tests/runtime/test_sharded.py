@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import pytest
 import torch
 from made_jobs import last_line
-from made_runs import kv_in
+from made_runs import kv_in, new_writer, record
 
 from kvr_mpi import open_results
+from kvr_mpi.runtime.result_sink import ResultSink
+from kvr_mpi.store.folder import survey
 from kvr_mpi.store.volumes import key_of
 
 LONGER = "prompt.max_tokens=400"
@@ -30,6 +33,19 @@ def truth(run_job: Any) -> Path:
 def unmerged(monkeypatch: pytest.MonkeyPatch, truth: Path) -> None:
     """From now on runs are too large to be put together at their end."""
     monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
+
+
+def test_a_rank_that_stores_its_shard_leaves_the_record_to_another(tmp_path: Path) -> None:
+    """A record of its own would be an error record, which a resumed job would keep if the answer is lost."""
+    rows = torch.ones(3, 1, 4)
+    share: Any = SimpleNamespace(start=1, held_until=4, layers=[None], own_kv=lambda layer: (rows, rows))
+    prompt: Any = SimpleNamespace(ids=(7, 8, 9, 5), text=(0, 4))
+    writer = new_writer(tmp_path)
+    nothing: Any = None
+    ResultSink(writer, nothing, nothing, keeps_kv=True).write_share(record("a"), share, prompt)
+    writer.close()
+    found = survey(tmp_path)
+    assert not found.records and [list(pieces) for _, pieces in found.volumes.values()] != []
 
 
 def check_only_own(folder: Path) -> None:

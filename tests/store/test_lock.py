@@ -120,11 +120,12 @@ def test_a_restarted_job_takes_over_from_itself(tmp_path: Path, restart: int, at
 def test_a_lock_may_say_anything_and_is_then_watched(tmp_path: Path) -> None:
     """See tests/fuzz for more of them."""
     path = plant(tmp_path, ELSEWHERE, since_s=1.7e9)
-    assert read_lock(tmp_path) == LockState(1, ELSEWHERE, 7, False, 1.7e9)
+    assert read_lock(tmp_path) == LockState(ELSEWHERE, 1, 7, False, 1.7e9)
     stored = json.loads(path.read_text())
-    for change in ({"owner": None}, {"beats": float("inf")}, {"released": "no"}, {"since_s": 1e99}):
+    named = {"owner": {**stored["owner"], "host": "a\x1b[2J"}}
+    for change in (named, {"owner": None}, {"beats": float("inf")}, {"released": "no"}, {"since_s": 1e99}):
         path.write_text(json.dumps({**stored, **change}))
-        assert read_lock(tmp_path) == LockState(1, None)
+        assert read_lock(tmp_path) == LockState(number=1)
     path.write_bytes(b'{"owner":' * 100_000)
     lock = Lock(tmp_path, this_process())
     assert lock.number == 2

@@ -55,7 +55,7 @@ def write_piece(
     if is_last and (heads is None or heads.first == 0):
         writer.write(of, [layer, None, layer], tokens)
     else:
-        writer.write_piece(of, [layer, None, layer], tokens)
+        writer.write(of, [layer, None, layer], tokens, has_record=False)
     writer.close()
 
 

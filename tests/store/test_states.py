@@ -89,7 +89,8 @@ def test_stamps_are_held_against_each_other() -> None:
     "change",
     [
         {"rank": 1}, {"rank": -1}, {"size": 0}, {"size": 1 << 40}, {"session": 2}, {"host": 5}, {"every_s": 0.0},
-        {"deadline_s": "soon"}, {"every_s": float("inf")}, {"new_tokens": 1.5}, "", "{}", "[" * 3000, "{",
+        {"deadline_s": "soon"}, {"every_s": float("inf")}, {"new_tokens": 1.5}, {"prompt_tokens": -1},
+        {"since_s": 1e12}, {"tensor_parallel": 5}, "", "{}", "[" * 3000, "{",
     ],
 )  # fmt: skip
 def test_what_is_no_state_is_left_out(tmp_path: Path, change: dict[str, Any] | str) -> None:

@@ -118,9 +118,9 @@ def test_a_document_whose_layers_cannot_be_had_is_forgotten(tmp_path: Path) -> N
 def test_what_is_written_again_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
     """An attempt of which nothing came, of the same prompt; and one that is forgotten leaves nothing of either."""
     writer = new_writer(tmp_path)
-    writer.write_piece(record("a"), [(LAYER[1], LAYER[1])], TOKENS)
+    writer.write(record("a"), [(LAYER[1], LAYER[1])], TOKENS, has_record=False)
     writer.write(record("a"), [LAYER], TOKENS)
-    writer.write_piece(record("b"), [LAYER], TOKENS)
+    writer.write(record("b"), [LAYER], TOKENS, has_record=False)
     with writer.writing_piece(record("b"), TOKENS) as document:
         document.add_layer(LAYER)
         document.drop()

@@ -73,4 +73,4 @@ def test_search_writes_a_table_by_which_a_job_is_cut(
         assert record.slices == Partition.by_ratio(record.prompt_tokens, [1, 3], 16).bounds
     assert run.stderr.count("from the fitted rates of the table") == 1, "the longer prompts are warned about once"
     refused = run_here(3, [job, "--overwrite"])
-    assert refused.returncode == 78 and "is for 2 ranks" in refused.stderr
+    assert refused.returncode == 78 and "ranks is 2, here it is 3" in refused.stderr

@@ -1,0 +1,65 @@
+"""Objects as plain JSON values: read strictly from files, which may be damaged, or received from other ranks.
+
+The types of the fields decide which values are accepted. ``dataclasses.asdict`` makes plain values of a dataclass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Unix times that `datetime` can represent.
+UnixTime = Annotated[float, Field(gt=-6e10, lt=2.5e11)]
+
+
+class Strict(BaseModel):
+    """Base of objects that people or other programs write: unknown keys are errors, and no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def read_plain(kind: type[T], given: bytes | Mapping[str, Any]) -> T:
+    """Read an object from JSON, parsed or not; no value is converted, and unknown keys are ignored.
+
+    Raises
+    ------
+    ValueError
+        If it is not JSON, a field is missing, or a value has another type or range; the message names them.
+    """
+    text = given if isinstance(given, bytes) else json.dumps(given).encode()
+    try:
+        found: T = _adapter(kind).validate_json(text, strict=True)  # type: ignore[arg-type]  # classes are hashable
+    except ValidationError as error:
+        raise ValueError(explain(error)) from error
+    return found
+
+
+def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Make an object of what another rank has made of it with ``asdict``, and sent as JSON."""
+    found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
+    return found
+
+
+def explain(error: ValidationError) -> str:
+    """Describe pydantic's first errors: place, expected value, and value found."""
+    return "; ".join(map(_describe, map(dict, error.errors()[:5])))
+
+
+def _describe(item: dict[str, Any]) -> str:
+    message = str(item["msg"]).removeprefix("Value error, ")
+    is_plain = item["type"] in ("missing", "value_error", "json_invalid")
+    found = "" if is_plain else f" (found {repr(item['input'])[:100]})"
+    return f"{'.'.join(map(str, item['loc'])) or 'file'}: {message[:300]}{found}"
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
