@@ -17,6 +17,7 @@ from kvr_mpi.errors import TransportError
 from kvr_mpi.transport import Request, Transport
 from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.choose import open_transport, warm_up
+from kvr_mpi.transport.collectives import all_reduce
 from kvr_mpi.transport.nccl import TIMEOUT, NcclTransport, meet
 
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ class _Groups:
         self.waiters: dict[tuple[str, int], ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1))
         self.end = weakref.finalize(self, _end, [self.up, self.down], self.waiters)
 
-    def send(self, data: torch.Tensor, dest: int, *, passed_on: bool) -> Request:
+    def send(self, data: torch.Tensor, dest: int, received: Request | None) -> Request:
         group, length = self.up if dest > self.rank else self.down, torch.tensor([data.numel()])
         works = [group.send([part], dest, 0) for part in (length, data)]
         return _Work(self.waiters["to", dest].submit(_wait_for, works, length, data, f"rank {dest}"))
@@ -83,6 +84,10 @@ class GlooTransport(NcclTransport):
     """Messages keep the order in which they are received, as NCCL's."""
 
     layers_ahead = LAYERS_AHEAD
+    in_streams = False
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        all_reduce(self, tensor)
 
 
 def open_ranks(world: Transport, name: Any) -> Transport:

@@ -209,6 +209,7 @@ class MpiTransport:
 
     has_tags = True
     layers_ahead = LAYERS_AHEAD
+    in_streams = False
 
     def __init__(self, comm: Any, handing: Handing = "host") -> None:
         from mpi4py import MPI

@@ -75,7 +75,7 @@ def test_every_strategy_over_nccl(size: int, gpus: PretendedCuda, network: Netwo
     assert gpus.faults == [] and gpus.syncs_of_devices == []
     assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
     gc.collect()
-    assert [group.ended for group in network.groups] == ["shut down"] * (2 * size)
+    assert [group.ended for group in network.groups] == ["shut down"] * (3 * size)
 
 
 def test_more_pairs_than_torch_has_streams_are_refused() -> None:
@@ -144,7 +144,7 @@ def test_verify_compares_on_the_host_what_ranks_computed_on_gpus(
 def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network) -> None:
     def work(ranks: NcclTransport) -> None:
         warm_up(ranks, gpu_of(ranks))
-        ranks._groups.send(torch.zeros(8), 1 - ranks.rank, passed_on=False)
+        ranks._groups.send(torch.zeros(8), 1 - ranks.rank, None)
 
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         run_on_gpus(2, network, work)
@@ -181,7 +181,8 @@ def test_an_all_gather_leaves_the_computation_its_room(gpus: PretendedCuda, netw
     run_on_gpus(8, network, work)
     assert 0 < max(network.most_held.values()) <= 14 * MAX_BLOCKS < MULTIPROCESSORS // 2
     for group in network.groups:
-        assert group.options.is_high_priority_stream and group.options._timeout.days == 7
+        is_sum = group.name.startswith("sum")  # which the computation waits for in any case
+        assert group.options.is_high_priority_stream != is_sum and group.options._timeout.days == 7
 
 
 def test_groups_are_aborted_with_transfers_under_way(gpus: PretendedCuda, network: Network) -> None:

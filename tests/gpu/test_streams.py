@@ -68,7 +68,7 @@ def test_a_chain_waits_for_what_it_needs_and_no_more_and_a_missing_wait_is_found
         assert any("possible data race" in each for each in gpus.faults)
         return
     assert gpus.faults == [] and gpus.syncs_of_devices == [], "a device also waits for what NCCL still sends"
-    beside = {group.rank: sum(group.forwards) for group in network.groups if group.number == 0}
+    beside = {group.rank: sum(group.forwards) for group in network.groups if group.name == "up"}
     assert beside == {0: 0, 1: 3, 2: 0}, "the second rank passes on a segment of each of three layers"
 
 
