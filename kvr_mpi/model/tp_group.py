@@ -4,9 +4,9 @@ All ranks of a group run the same tokens at the same time, each with its heads a
 meet in every sum over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails between sums would
 leave the others waiting. So before each sum, all ranks exchange a status word; a failed rank sends its failure instead,
 and the others fail at the same point. With NCCL, GPUs sum without their hosts: words are exchanged once, at the end of
-a prefill or a step, and a failure that arrives before aborts the sums. If a rank runs out of memory or cannot read stored
-data, the others raise the corresponding error, so that all ranks of the group handle it in the same way: they split the
-work, or continue with the next prompt.
+a prefill or a step, and a failure that arrives before aborts the sums. If a rank runs out of memory or cannot read
+stored data, the others raise the corresponding error, so that all ranks of the group handle it in the same way: they
+split the work, or continue with the next prompt.
 """
 
 from __future__ import annotations
