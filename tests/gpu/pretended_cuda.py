@@ -231,8 +231,8 @@ class PretendedCuda:
         Of attention kernels, by form; of flash attention's variable-length form also those of pages.
     waits : Counter
         What made the host wait for a GPU, or copied between their memories.
-    cudnn_fault : callable
-        Applied to what cuDNN gives.
+    cudnn_fault, flash_fault : callable
+        Applied to what cuDNN gives, and flash attention.
     kernel_s, launch_s : float
         Seconds of a kernel, and of its launch.
     """
@@ -250,6 +250,7 @@ class PretendedCuda:
         self.syncs_of_devices: list[torch.device] = []
         self.calls, self.waits = Counter[str](), Counter[str]()
         self.cudnn_fault: Callable[[Any], Any] = lambda found: found
+        self.flash_fault: Callable[[Any], Any] = lambda found: found
         self._lock, self._local = threading.RLock(), threading.local()
         self._defaults: dict[int, Stream] = {}
 
@@ -357,7 +358,7 @@ class PretendedCuda:
         if func is not CUDNN:
             check_flash(func, told)
         found = attend_as(func, arguments_of(func, *on_cpu))
-        return self.cudnn_fault(found) if func is CUDNN else found
+        return self.cudnn_fault(found) if func is CUDNN else self.flash_fault(found)
 
     def access(self, stream: Stream, reads: set[int], writes: set[int], what: str) -> None:
         """Tell the sanitizer that a kernel on a stream reads and writes these grains."""
