@@ -158,7 +158,9 @@ class NcclTransport:
 
     has_tags = False
     tag_ub = 2**31 - 1
-    layers_ahead = 1  # a pending receive occupies part of the GPU
+    # A pending receive occupies part of the GPU. With more, what waits for the whole GPU (cudaFree) could wait for ranks
+    # that wait for this one.
+    layers_ahead = 1
     in_streams = True
 
     def __init__(self, control: Transport, groups: _Groups, members: Sequence[int]) -> None:
