@@ -14,6 +14,7 @@ from pretended_cuda import Event, OnDevices, PretendedCuda
 from test_nccl import on_gpus
 from test_one_gpu import model_of
 
+from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport.choose import warm_up
@@ -71,6 +72,24 @@ def test_a_chain_waits_for_what_it_needs_and_no_more_and_a_missing_wait_is_found
     assert gpus.faults == [] and gpus.syncs_of_devices == [], "a device also waits for what NCCL still sends"
     beside = {group.rank: sum(group.forwards) for group in network.groups if group.name == "up"}
     assert beside == {0: 0, 1: 3, 2: 0}, "the second rank passes on a segment of each of three layers"
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_receive_waits_for_the_last_use_of_its_buffer(
+    is_stale: bool, gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three ranks uses few buffers for six layers; with an event from before its layers a race is found."""
+    monkeypatch.setattr("kvr_mpi.kv.cache.LAYERS_HELD", 1)
+    models, now = on_gpus(gpus, model_of("llama-gqa", 6, torch.float32), 3), LayerBuffers._now
+    if is_stale:
+        monkeypatch.setattr(LayerBuffers, "_now", lambda self: vars(self).setdefault("stale", now(self)))
+
+    def work(ranks: NcclTransport) -> None:
+        warm_up(ranks, models[ranks.rank].device)
+        prefill_kvr(models[ranks.rank], prompt(48), Partition.even(48, 3), ranks)
+
+    run_on_gpus(3, network, work)
+    assert any("possible data race" in each for each in gpus.faults) == is_stale, gpus.faults
 
 
 class HostWaits:
