@@ -45,7 +45,7 @@ MAX_BLOCKS = 4
 class _GpuWork:
     """A transfer on NCCL's stream, and its tensor.
 
-    groups : whose transfer it is; they are aborted if it fails, so that no rank waits for their streams.
+    end : aborts all groups if it fails, so that this rank does not wait for their streams.
     """
 
     def __init__(self, work: Any, tensor: torch.Tensor, end: Callable[[], object]) -> None:
@@ -94,8 +94,7 @@ class _Groups:
         self.under_way: deque[_GpuWork] = deque()
         self._sums: dict[tuple[int, ...], Any] = {}  # by the ranks that sum
         self._made: dict[tuple[int, ...], int] = {}  # how many groups, for names that no two of them share
-        self._all = [self.up, self.down]
-        self.end = weakref.finalize(self, _end, self._all, self.under_way)
+        self.end = weakref.finalize(self, _end, [self.up, self.down], self._sums, self.under_way)
 
     def send(self, data: torch.Tensor, dest: int, received: Request | None) -> Request:
         import torch
@@ -114,14 +113,13 @@ class _Groups:
         """Sum over some ranks, all of which call this with their own tensors; the current stream waits for it."""
         if members not in self._sums:
             self.renew_sums(members)
-        self._begin(self._sums[members].allreduce([tensor]), tensor).wait()
+        self._sums[members].allreduce([tensor]).wait()
 
     def renew_sums(self, members: tuple[int, ...]) -> None:
         """Make a new group for the sums of some ranks, all of which call this."""
         number = self._made[members] = self._made.get(members, 0) + 1
         name, place = f"sum {number} over {members}", members.index(self.rank)
         self._sums[members] = _make(self._store, name, place, len(members), sums=True)
-        self._all.append(self._sums[members])
 
     def abort_sums(self, members: tuple[int, ...]) -> None:
         """End this rank's part in sums that the other ranks do not all join; later ones raise an error."""
@@ -135,8 +133,8 @@ class _Groups:
         return self.under_way[-1]
 
 
-def _end(groups: list[Any], under_way: deque[_GpuWork]) -> None:
-    """Shut the groups down, or abort them if their transfers fail or do not end."""
+def _end(groups: list[Any], sums: dict[tuple[int, ...], Any], under_way: deque[_GpuWork]) -> None:
+    """Shut the groups down, or abort them if their transfers fail or do not end; of sums, hosts have read the results."""
     until_s = time.monotonic() + END_S
     try:
         while not (is_over := all(one.test() for one in list(under_way))) and time.monotonic() < until_s:
@@ -148,6 +146,8 @@ def _end(groups: list[Any], under_way: deque[_GpuWork]) -> None:
             group.shutdown()
         else:
             group.abort()
+    for group in sums.values():
+        group.abort()
 
 
 class NcclTransport:
