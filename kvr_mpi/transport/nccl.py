@@ -134,7 +134,7 @@ class _Groups:
 
 
 def _end(groups: list[Any], sums: dict[tuple[int, ...], Any], under_way: deque[_GpuWork]) -> None:
-    """Shut the groups down, or abort them if their transfers fail or do not end; of sums, hosts have read the results."""
+    """Shut the groups down, or abort them if transfers fail or do not end; hosts have read the results of sums."""
     until_s = time.monotonic() + END_S
     try:
         while not (is_over := all(one.test() for one in list(under_way))) and time.monotonic() < until_s:
