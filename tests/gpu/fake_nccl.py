@@ -74,14 +74,15 @@ class Transfer:
         """The current stream waits, not the host; but what is computed here is computed at once, and has to wait."""
         gpus = self.network.gpus
         current = gpus.current_stream(self.tensor.device)
-        if current is not gpus._defaults.get(self.tensor.device.index):
-            current.after = [each for each in (*current.after, self) if not each.has_ended]
+        if current is not gpus._defaults.get(self.tensor.device.index) and not self.has_ended:
+            current.after.append(self)
+            gpus.handle(current.device, "event_wait", self.end.id, current.id)
         else:
             with self.network.lock:
                 self.network.lock.wait_for(lambda: self.has_ended or self.network.failure, TIMEOUT_S)
             if not (self.has_ended or self.network.failure):
                 raise TimeoutError(f"rank {self.group.rank} waits for a transfer that nobody joins")
-        self.end.wait(current)
+            self.end.wait(current)
 
     def finish(self, end_s: float) -> None:
         """Leave its stream, at a time."""
