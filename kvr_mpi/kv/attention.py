@@ -286,10 +286,10 @@ def name_attention(device: torch.device) -> str:
     """Name the attention kernels that a GPU uses for 16-bit tensors."""
     if not _has_flash(device):
         return "FlexAttention, plain"
-    if (why := why_no_flash3(device, torch.bfloat16)) is None:
+    if why_no_flash3(device, torch.bfloat16) is None:
         return "FlashAttention 3, FlexAttention, plain"
     cudnn = "cuDNN, " if _has_cudnn(device, torch.bfloat16) else ""
-    return f"{cudnn}flash (not FlashAttention 3: {why}), FlexAttention, plain"
+    return f"{cudnn}flash, FlexAttention, plain"
 
 
 def _attend_flash(

@@ -239,13 +239,12 @@ def test_flash_attention_3_is_used_if_it_is_installed_unless_it_fails_or_differs
 
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", restore)
-    assert "flash_attn_interface is not installed" in attention.name_attention(GPU) and not used
+    assert "is not installed" in str(attention.why_no_flash3(GPU, torch.bfloat16)) and not used
     for known in ANSWERED:
         known.cache_clear()
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
-    name = attention.name_attention(GPU)
-    assert used == (["FA3"] if why is None else [])
-    assert name.startswith("FlashAttention 3, ") if why is None else why in name
+    assert attention.why_no_flash3(GPU, torch.bfloat16) == why and used == (["FA3"] if why is None else [])
+    assert attention.name_attention(GPU).startswith("FlashAttention 3, ") == (why is None)
     check_on(gpu, 20, causal=True)
 
 
