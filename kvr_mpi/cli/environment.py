@@ -52,7 +52,7 @@ def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set defaults for CUDA, torch and oneDNN that the user has not set; call it before torch computes anything.
+    """Set defaults for CUDA, torch and oneDNN that the user has not set; call it before MPI starts: some open a GPU.
 
     CUDA loads all kernels when it starts. Loading a kernel at its first use, which is torch's default, waits for all
     work on the GPU, including NCCL transfers whose peer may be waiting for this rank.

@@ -17,12 +17,10 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
 
     The last log lines describe the error and the meaning of the exit code, also after Ctrl-C.
     """
-    from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, KvrError, exit_line
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import FailedTogetherError
 
-    tell_libraries()
     _show_stacks_when_asked()
     log = Log(world.rank)
 

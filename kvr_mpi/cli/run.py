@@ -102,6 +102,7 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
         Takes settings; returns the job and the origin of each of its settings. Called on one rank.
     """
     shows_config, settings = given.pop("show_config"), given.pop("settings")
+    from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.errors import KvrError, exit_line
     from kvr_mpi.report.log import Log
@@ -114,6 +115,7 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     bar = level == "normal" and launched_size(os.environ) is None and sys.stderr.isatty()
     options = RunOptions(**given, level=level, bar=bar)
     check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume or options.extend)
+    tell_libraries()
     try:
         world = connect()
     except KvrError as error:

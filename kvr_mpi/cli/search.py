@@ -78,9 +78,11 @@ def search(
             raise click.UsageError("--heads FILE needs a JOB, whose documents are sampled")
         measure_heads(job, settings, heads, overwrite=overwrite)
         return 0
+    from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
+    tell_libraries()
     world = connect()
     size = world.size
 

@@ -36,9 +36,11 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     JOB names the model and the transport; without it, a small model in float32 is used.
     The exit code is 0 only if all of them agree.
     """  # noqa: D301
+    from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
+    tell_libraries()
     world = connect()
 
     def work() -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -182,6 +183,51 @@ def _has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+@functools.cache
+def why_no_flash3(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Have torch use FlashAttention 3 if it is installed and agrees with torch's own; return why not, or None if so."""
+    import torch.nn.attention as torchs
+
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "it needs compute capability 9.0"
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "the package flash_attn_interface is not installed"
+
+    def outputs() -> list[torch.Tensor]:
+        how: Any = ({"window": None, "causal": False}, {"window": 100, "causal": True})
+        parts = [_attend_flash(query, keys, values, params, **each) for each in how]
+        parts.append(_attend_flash(query, keys[:, :, :256], values[:, :, :256], params, window=None, causal=True))
+        return [each.float() for part in parts for each in (part.out, part.lse)]
+
+    query, keys, values, params = _trial(device, dtype)
+    before = outputs()
+    try:
+        torchs.activate_flash_attention_impl("FA3")
+        pairs = zip(outputs(), before, strict=True)
+        why = None if all(_agree(mine, theirs) for mine, theirs in pairs) else "its outputs differ"
+    except Exception as error:  # whatever another package raises
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if why is not None:
+        torchs.restore_flash_attention_impl(_raise_warn=False)
+    return why
+
+
+def _trial(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams]:
+    """Draw queries, and keys and values for them and for earlier tokens."""
+    draw = torch.Generator(device).manual_seed(0)
+    query, keys, values = (
+        torch.randn(1, count, heads, 128, generator=draw, dtype=dtype, device=device).transpose(1, 2)
+        for count, heads in ((256, 8), (768, 2), (768, 2))
+    )
+    return query, keys, values, AttentionParams(128**-0.5)
+
+
+def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.allclose(mine.float(), theirs.float(), atol=TRIAL_ERROR, rtol=TRIAL_ERROR)
+
+
 def _suits_cudnn(query: torch.Tensor, keys: torch.Tensor, *, causal: bool) -> bool:
     """Whether cuDNN's attention is faster than flash attention here, including the time for its plan."""
     scores = query.shape[1] * query.shape[2] * keys.shape[2] // (2 if causal else 1)
@@ -198,24 +244,19 @@ def _cudnn_failures(device: torch.device) -> list[str]:
 
 @functools.cache
 def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether cuDNN's attention is fast on this GPU (Hopper) and agrees with flash attention in a trial."""
-    if torch.cuda.get_device_capability(device) < (9, 0):
+    """Whether cuDNN's attention is fast on this GPU (Hopper) and agrees with flash attention in a trial.
+
+    FlashAttention 3 is as fast, and makes no plans.
+    """
+    if torch.cuda.get_device_capability(device) < (9, 0) or why_no_flash3(device, dtype) is None:
         return False
-    draw = torch.Generator(device).manual_seed(0)
-    query, keys, values = (
-        torch.randn(1, count, heads, 128, generator=draw, dtype=dtype, device=device).transpose(1, 2)
-        for count, heads in ((256, 8), (768, 2), (768, 2))
-    )
-    params = AttentionParams(128**-0.5)
+    query, keys, values, params = _trial(device, dtype)
     try:
         for last in (256, 768):  # causal over as many keys as queries; then over more keys
             given = query, keys[:, :, :last], values[:, :, :last], params
             mine = _attend_cudnn(*given, causal=last == 256)
             flash = _attend_flash(*given, window=None, causal=last == 256)
-            if not all(
-                torch.allclose(one.float(), other.float(), atol=TRIAL_ERROR, rtol=TRIAL_ERROR)
-                for one, other in ((mine.out, flash.out), (mine.lse, flash.lse))
-            ):
+            if not (_agree(mine.out, flash.out) and _agree(mine.lse, flash.lse)):
                 return False
     except (RuntimeError, AttributeError):  # cuDNN is missing, or not the version that torch was built for
         return False
@@ -223,9 +264,11 @@ def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def name_attention(device: torch.device) -> str:
-    """Name the attention kernel that a GPU uses for 16-bit tensors."""
+    """Name the attention kernels that a GPU uses for 16-bit tensors."""
     if not _has_flash(device):
         return "FlexAttention, plain"
+    if why_no_flash3(device, torch.bfloat16) is None:
+        return "FlashAttention 3, FlexAttention, plain"
     cudnn = "cuDNN, " if _has_cudnn(device, torch.bfloat16) else ""
     return f"{cudnn}flash, FlexAttention, plain"
 

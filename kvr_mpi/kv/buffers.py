@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,34 +40,37 @@ class LayerBuffers:
         device: torch.device,
     ) -> None:
         self._shapes, self._capacity, self._dtype, self._device = shapes, capacity, dtype, device
-        self._free: list[torch.Tensor] = []
+        self._free: list[tuple[torch.Tensor, Any]] = []  # with the event after which each is free
         self._keeps = keeps
         self._all: torch.Tensor | None = None
         self._pages: mmap.mmap | None = None  # the map of the last allocation: with `keeps`, of all layers
+        self._whole_free: Any = None  # the event after which `_all` is free
         self._taken = 0  # elements of `_all` in use
 
-    def take(self, shape: LayerShape) -> torch.Tensor:
-        """Return an uninitialised buffer for a layer."""
+    def take(self, shape: LayerShape) -> tuple[torch.Tensor, Any]:
+        """Return an uninitialised buffer for a layer; on a GPU also the event after which no earlier work uses it."""
         size = self._capacity * shape.elements
         if self._keeps:
             if self._all is None:
-                self._all = self._make(sum(shape.elements for shape in self._shapes))
+                self._all, self._whole_free = self._make(sum(shape.elements for shape in self._shapes)), self._now()
             self._taken += size
-            flat = self._all[self._taken - size : self._taken]
+            flat, free = self._all[self._taken - size : self._taken], self._whole_free
+        elif self._free:
+            flat, free = self._free.pop()
         else:
-            flat = self._free.pop() if self._free else self._make(max(shape.elements for shape in self._shapes))
-        return flat[:size].view(self._capacity, shape.elements)
+            flat, free = self._make(max(shape.elements for shape in self._shapes)), self._now()
+        return flat[:size].view(self._capacity, shape.elements), free
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Mark a buffer as free for reuse; on a CPU rank that keeps all layers, return its pages to the system.
 
-        The contents of the buffer are undefined afterwards.
+        The contents of the buffer are undefined afterwards. On a GPU it is free when the work queued so far is done.
         """
         if self._keeps:
             self._discard(buffer)
             return
         whole = self._capacity * max(shape.elements for shape in self._shapes)
-        self._free.append(torch.as_strided(buffer, (whole,), (1,)))
+        self._free.append((torch.as_strided(buffer, (whole,), (1,)), self._now()))
 
     def scratch(self, rows: int, count: int) -> list[torch.Tensor]:
         """Allocate `count` buffers of `rows` rows of any layer, after freeing everything else."""
@@ -78,6 +82,10 @@ class LayerBuffers:
         """Drop all buffers; memory that no layer references goes back to the system."""
         self._all = self._pages = None
         self._free.clear()
+
+    def _now(self) -> Any:
+        """Record an event after the work queued so far; None on a CPU."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
     def _discard(self, buffer: torch.Tensor) -> None:
         """Return the pages of one kept layer to the system before the whole allocation is freed."""

@@ -98,9 +98,10 @@ class SliceLayer(RowLayer):
         cache = self.cache
         if self.layout is not None or not self.shape.elements:
             return
-        self.layout = layout = HeadStore.by_tokens(cache.buffers.take(self.shape), self.shape, cache.shared_tokens)
+        buffer, free = cache.buffers.take(self.shape)
+        self.layout = layout = HeadStore.by_tokens(buffer, self.shape, cache.shared_tokens)
         if self.segments is not None:
-            self.segments.buffer, self.segments.start = layout.buffer, layout.start
+            self.segments.buffer, self.segments.start, self.segments.free = buffer, layout.start, free
             self.segments.post(cache.route)
         if cache.prefix is None or not cache.prefilling:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -91,6 +92,7 @@ class LayerTransfers:
         self.prompt, self.layer_idx, self.visibility = prompt, layer_idx, visibility
         self.buffer: torch.Tensor | None = None  # (tokens, elements)
         self.start = 0  # position of its first row
+        self.free: Any = None  # event after which no earlier work of the GPU uses it
         self._slots: list[torch.Tensor] = []  # scratch buffers that replace `buffer` after a failure; used in turn
         self._elements = 0
         self._arriving: dict[int, Transfer] = {}  # by segment, in the order they were posted
@@ -151,7 +153,9 @@ class LayerTransfers:
         skipped = 0 if forward_from is None or isinstance(what, torch.Tensor) else forward_from - what[0]
         if self._slots:
             skipped *= self._elements
-        transfer = prompt.forwarder.receive(rows, prompt.rank_of(source), tag, onward, skipped, layer=self.layer_idx)
+        free = None if isinstance(what, torch.Tensor) or self._slots else self.free
+        more: Any = {"layer": self.layer_idx, "free": free}
+        transfer = prompt.forwarder.receive(rows, prompt.rank_of(source), tag, onward, skipped, **more)
         self._asked.add(("receive", source, segment))
         prompt.sent_bytes += 0 if onward is None else rows[skipped:].nbytes
         self._arriving[segment] = transfer

@@ -3,7 +3,9 @@
 All ranks of a group run the same tokens at the same time, each with its heads and its share of the other weights, and
 communicate in every all-reduce over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails between
 two all-reduces would leave the others waiting. So before each all-reduce, all ranks exchange a status word; a failed
-rank sends its failure instead, and the others fail at the same point. If a rank runs out of memory or cannot read
+rank sends its failure instead, and the others fail at the same point. With NCCL, GPUs all-reduce without their hosts:
+the status is exchanged once, at the end of a prefill or a step, and a failure that arrives earlier aborts the
+all-reduces. If a rank runs out of memory or cannot read
 stored data, the others raise the corresponding error, so that all ranks of the group handle it in the same way: they
 split the work, or continue with the next prompt.
 """
@@ -43,6 +45,8 @@ class TensorParallelGroup:
 
     reduce : sums a contiguous tensor over the group's ranks, in place, bitwise equal on all of them.
     tell : sends a status word to all ranks, and returns every rank's, in rank order.
+    hears : returns whether another rank has sent a failure, so that sums are aborted; None: words are exchanged before
+        every sum.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class TensorParallelGroup:
         reduce: Callable[[torch.Tensor], None],
         tell: Callable[[int], Sequence[int]],
         is_memory_error: Callable[[BaseException], bool],
+        hears: Callable[[], bool] | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._reduce, self._tell, self._is_memory_error = reduce, tell, is_memory_error
+        self._hears = hears
         self.is_alone = False
         self._has_told = False
         self._thread = threading.get_ident()
@@ -76,10 +82,13 @@ class TensorParallelGroup:
                 "an all-reduce of a tensor-parallel group was called from a second thread; expected the thread "
                 "that made the group"
             )
-        self._meet(GOES_ON)
+        if self._hears is None or self._hears():
+            self._meet(GOES_ON)
         try:
             self._reduce(total)
         except Exception as error:  # the other ranks wait for data, so the failure cannot be announced
+            if self._hears is not None and self._hears():
+                self._meet(GOES_ON)
             raise TensorParallelError(
                 f"an all-reduce over the {self.size} ranks of a tensor-parallel group failed: {error}"
             ) from error

@@ -151,6 +151,7 @@ def agree(
         return [place] if has_failed else []
     for receive in receives:
         forwarder.wait(receive)
+    forwarder.wait_for_compute()
     found = {source: int(word) for source, word in words}
     for source, other in found.items():
         if digest is not None and other not in (FAILED, digest):

@@ -254,7 +254,10 @@ def prefill_kvr(
     if spares_chain:
         digest = None if failure is not None else digest_of(ids, partition.bounds, strategy)
         failed = agree(transfers, route.position, route.decode_position, cache.device, digest)
-    wait_for_compute(loaded.device)
+    if transfers is None:
+        wait_for_compute(loaded.device)
+    else:
+        transfers.forwarder.wait_for_compute()
     seconds = time.perf_counter() - began
     cache.finish()
     if own is not None:

@@ -126,7 +126,12 @@ class ChainRunner:
         size = self.chain.size
         if before_window is not None and before_window < 2 * size:  # every slice before the last needs a token
             return True
-        return self._slices.is_too_short(tokens) or (size == 1 and 2 * tokens <= PACK_TOKENS)
+        return self._slices.is_too_short(tokens) or (size == 1 and 2 * tokens <= self.pack_tokens)
+
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of a packed row."""
+        return PACK_TOKENS[self._setup.loaded.device.type]
 
     def _check_shareable(self, tokens: int) -> None:
         """Refuse a prompt that has too few tokens for a shard on every rank."""

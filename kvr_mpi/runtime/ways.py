@@ -46,7 +46,7 @@ class Alone(Way):
             route = relay(Partition((0, prompt.tokens)), 0)
             own = self.footprint.route_bytes(route, reserve_tokens=prompt.new_tokens, drop=drop)
         else:
-            own = self.own_bytes(plan) + self.footprint.activation_bytes(PACK_TOKENS)
+            own = self.own_bytes(plan) + self.footprint.activation_bytes(PACK_TOKENS[self.setup.loaded.device.type])
         return self.on(plan.decode_rank, own)
 
     def kept(self, plan: Plan) -> list[int]:
@@ -275,7 +275,8 @@ class AfterStored(Way):
 
     def needs(self, plan: Plan) -> list[int]:
         """Bytes of shards that are not loaded yet, of new tokens, and of a row of questions."""
-        row_bytes = self.footprint.activation_bytes(max(plan.row_tokens, PACK_TOKENS))
+        pack_tokens = PACK_TOKENS[self.setup.loaded.device.type]
+        row_bytes = self.footprint.activation_bytes(max(plan.row_tokens, pack_tokens))
         return [each + row_bytes for each in self.kept(plan)]
 
     def kept(self, plan: Plan) -> list[int]:

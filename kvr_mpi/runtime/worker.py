@@ -16,7 +16,6 @@ from dataclasses import asdict
 
 from kvr_mpi.errors import DataError, counted
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.leader import Leader, WorkerContext
 from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
@@ -134,7 +133,7 @@ class ChainWorker:
     def _prefill_rows(self) -> None:
         """Prefill the waiting prompts, row by row."""
         waiting, self._rows, self._put_off = self._rows, [], 0
-        for row in _rows(waiting):
+        for row in _rows(waiting, self._runner.pack_tokens):
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
             began = time.monotonic()
             try:
@@ -180,14 +179,14 @@ class ChainWorker:
             self._leader.begin_wave([Held(**each) for each, _ in ranks], known)
 
 
-def _rows(waiting: Sequence[Plan]) -> list[list[Plan]]:
-    """Group prompts into rows of at most `PACK_TOKENS` (or one longer prompt) that continue the same prefix."""
+def _rows(waiting: Sequence[Plan], pack_tokens: int) -> list[list[Plan]]:
+    """Group prompts into rows of at most `pack_tokens` (or one longer prompt) that continue the same prefix."""
     rows: list[list[Plan]] = []
     left = 0
     for plan in waiting:
         left -= plan.row_tokens
         if left < 0 or not rows or not plan.goes_with(rows[-1][0]):
             rows.append([])
-            left = PACK_TOKENS - plan.row_tokens
+            left = pack_tokens - plan.row_tokens
         rows[-1].append(plan)
     return rows

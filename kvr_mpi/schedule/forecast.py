@@ -120,7 +120,7 @@ class Forecast:
         strategy = self.strategy(tokens, ranks)
         if self.rolling is not None:
             return None
-        if not strategy.takes_chunks or (ranks == 1 and 2 * tokens <= PACK_TOKENS):  # packed with others
+        if not strategy.takes_chunks or (ranks == 1 and 2 * tokens <= PACK_TOKENS["cpu"]):  # packed with others
             return None
         if self.chunk_tokens != "auto":
             return self.chunk_tokens if self.chunk_tokens < max(self.slices(tokens, ranks).lengths) else None

@@ -8,7 +8,9 @@ of a group logs.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from dataclasses import dataclass
 from statistics import median
 
@@ -19,13 +21,17 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import wait_for_compute
-from kvr_mpi.topology import Topology, place_in_group
+from kvr_mpi.topology import Topology, others_after, others_before, place_in_group
 from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport.base import FixedTag, Request
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.collectives import all_gather
+from kvr_mpi.transport.nccl import NcclTransport
 
 # Sums are timed for one token and for TIMED_TOKENS; each is repeated TIMED_SUMS times.
 TIMED_TOKENS, TIMED_SUMS = 1024, 5
+# Pause between two looks for a failure of another rank.
+LOOK_S = 5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +79,75 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
     def tell(word: int) -> list[int]:
         return [int(each) for each in all_gather(words, torch.tensor([word], dtype=torch.int64))]
 
-    tp_group = TensorParallelGroup(peers.rank, peers.size, peers.all_reduce, tell, is_out_of_memory)
+    watch = _Watch(words, peers) if isinstance(peers, NcclTransport) and peers.in_streams else None
+    how = (tell, is_out_of_memory) if watch is None else (watch.tell, is_out_of_memory, watch.hears)
+    tp_group = TensorParallelGroup(peers.rank, peers.size, peers.all_reduce, *how)
     firsts: list[bool] = share_json(words, gather_json(words, words.local_rank == 0))
     return JobRanks(world, lane, peers, tp_group, hosts=max(1, sum(firsts)))
+
+
+class _Watch:
+    """The status words of a tensor-parallel group whose GPUs sum without their hosts.
+
+    A rank that has failed joins no more sums, so the other ranks' GPUs would wait for it, and their hosts for them. A
+    thread therefore looks for the next word of each rank, and aborts the sums if it is a failure.
+    """
+
+    def __init__(self, words: Transport, sums: NcclTransport) -> None:
+        self._words, self._sums = words, sums
+        self._coming: dict[int, tuple[torch.Tensor, Request]] = {}
+        self._has_heard, self._lock, ended = False, threading.Lock(), threading.Event()
+        self._failure: BaseException | None = None  # of the thread
+        threading.Thread(target=_look, args=(weakref.ref(self), ended), daemon=True, name="watch").start()
+        weakref.finalize(self, ended.set)
+
+    def hears(self) -> bool:
+        """Return whether another rank has failed, and begin to listen for that."""
+        with self._lock:
+            self._listen()
+        if self._failure is not None:
+            raise self._failure
+        return self._has_heard
+
+    def look(self) -> None:
+        """Abort the sums if another rank has failed; an error is raised by `hears`."""
+        try:
+            with self._lock, torch.inference_mode():  # the words are inference tensors
+                if not self._has_heard and any(request.test() and int(word) for word, request in self._coming.values()):
+                    self._has_heard = True
+                    self._sums.abort_sums()
+        except BaseException as error:
+            self._failure = error
+
+    def tell(self, word: int) -> list[int]:
+        """Exchange status words; after a failure prepare for new sums."""
+        with self._lock:
+            self._listen()
+            coming, self._coming = self._coming, {}
+        mine, rank = torch.tensor([word], dtype=torch.int64), self._words.rank
+        sends = [self._words.isend(mine, dest, FixedTag.GATHER) for dest in others_after(rank, self._words.size)]
+        for request in [*sends, *(request for _, request in coming.values())]:
+            request.wait()
+        found = {rank: word} | {source: int(theirs) for source, (theirs, _) in coming.items()}
+        if any(found.values()):
+            if not self._has_heard:
+                self._sums.abort_sums()
+            self._sums.renew_sums()
+            self._has_heard = False
+        return [found[each] for each in sorted(found)]
+
+    def _listen(self) -> None:
+        """Post the receives of the other ranks' next words."""
+        if not self._coming:
+            for source in others_before(self._words.rank, self._words.size):
+                word = torch.zeros(1, dtype=torch.int64)
+                self._coming[source] = word, self._words.irecv(word, source, FixedTag.GATHER)
+
+
+def _look(watch: weakref.ref[_Watch], ended: threading.Event) -> None:
+    while not ended.wait(LOOK_S) and (it := watch()) is not None:
+        it.look()
+        del it
 
 
 def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:

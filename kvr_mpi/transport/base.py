@@ -44,7 +44,7 @@ class Request(Protocol):
         """Progress the transfer, and return whether it is complete."""
 
     def wait(self) -> None:
-        """Wait until the transfer is complete."""
+        """Wait until the transfer is complete; on a transport with `in_streams`, only the current stream waits."""
 
 
 class Ended:
@@ -68,6 +68,7 @@ class Transport(Protocol):
     has_tags : messages are matched by tag, otherwise only by order.
     tag_ub : the largest tag; MPI guarantees 32,767.
     layers_ahead : number of layers whose receives are posted in advance, at most `LAYERS_AHEAD`.
+    in_streams : transfers are work in streams of the GPU, which wait for each other without the host.
     rank : from 0 to ``size - 1``.
     local_rank, local_size : this rank's index among those on its host, and their number.
     """
@@ -75,6 +76,7 @@ class Transport(Protocol):
     has_tags: bool
     tag_ub: int
     layers_ahead: int
+    in_streams: bool
     rank: int
     size: int
     local_rank: int
@@ -86,8 +88,8 @@ class Transport(Protocol):
         Parameters
         ----------
         received : Request or None
-            For a forwarded tensor: the completed receive of it, or of a longer one that ends with it. The send then
-            does not wait for this rank's computation.
+            For a forwarded tensor: the receive of it, or of a longer one that ends with it; it is complete, unless the
+            transport is `in_streams`. The send does not wait for this rank's computation.
         """
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:

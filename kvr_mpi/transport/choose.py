@@ -148,6 +148,8 @@ def _need_nccl(views: Sequence[_View]) -> None:
 def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = False) -> None:
     """Send a message over every link and verify it, so that connections exist before the first prompt.
 
+    NCCL makes a connection while both ranks wait, and may wait for transfers that are under way.
+
     Links connect neighbours in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
     rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks.
     All ranks process the links in the same order, one by one, since NCCL connects each direction of a pair while both
@@ -171,6 +173,8 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
     if not every_pair:
         pairs = [(one, other) for one, other in pairs if other in (following(one, size), preceding(one, size))]
     sent = (torch.arange(WARM_UP_BYTES if pairs else 0) % 251).to(torch.uint8).to(device)
+    if every_pair and transport.in_streams:  # these ranks also sum
+        transport.all_reduce(torch.zeros(1, device=device))
     for one, other in pairs:
         if transport.rank == one:
             transport.isend(sent, other, 0).wait()

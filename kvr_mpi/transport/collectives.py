@@ -1,4 +1,4 @@
-"""All-reduce and all-gather built from point-to-point messages, for every transport.
+"""All-reduce and all-gather built from point-to-point messages; NCCL has an all-reduce of its own.
 
 Small tensors are sent from every rank to every other, which takes the time of one message; each rank sums them in rank
 order. Larger tensors use a ring: a reduce-scatter followed by an all-gather (Patarasuk and Yuan, "Bandwidth optimal
@@ -9,6 +9,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,22 @@ def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]
 
 
 def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
-    """Replace a contiguous tensor by its sum over all ranks; every rank calls this.
+    """Replace a contiguous tensor by its sum over all ranks; every rank calls this (`in_float32`)."""
 
-    Half precision is summed in float32.
+    def reduce(total: torch.Tensor) -> None:
+        if transport.size == 1:
+            return
+        if total.nbytes <= SMALL_BYTES:
+            everyone = all_gather(transport, total)
+            total.copy_(sum(everyone[1:], start=everyone[0].clone()))
+        else:
+            _sum_round_a_ring(transport, total)
+
+    in_float32(tensor, reduce)
+
+
+def in_float32(tensor: torch.Tensor, reduce: Callable[[torch.Tensor], None]) -> None:
+    """Sum a contiguous tensor with `reduce`, which gets its elements (elements,), half precision in float32.
 
     Raises
     ------
@@ -54,15 +68,11 @@ def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
         raise TransportError(
             f"a tensor of shape {tuple(tensor.shape)} is not contiguous and cannot be reduced in place"
         )
-    if transport.size == 1 or not tensor.numel():
+    if not tensor.numel():
         return
     is_half = tensor.dtype in (torch.float16, torch.bfloat16)
     total = (tensor.float() if is_half else tensor).view(-1)
-    if total.nbytes <= SMALL_BYTES:
-        everyone = all_gather(transport, total)
-        total.copy_(sum(everyone[1:], start=everyone[0].clone()))
-    else:
-        _sum_round_a_ring(transport, total)
+    reduce(total)
     if is_half:
         tensor.copy_(total.view(tensor.shape))
 

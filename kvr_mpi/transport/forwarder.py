@@ -4,6 +4,9 @@ MPI makes no progress by itself: without further MPI calls, a transfer posted be
 after it. A `Forwarder` calls MPI from a thread every millisecond, and forwards a received segment to the next rank
 before the computation needs it (cut-through).
 
+Over NCCL the GPU's streams do all that: when a receive is posted, its onward send is posted, too, in a stream that
+waits for the receive. Waits then hold up the computing stream, not the host.
+
 Prompts follow each other over the same ranks without a barrier: the remaining transfers of one prompt run during the
 next. At most two prompts are in progress on a rank. Their messages have different tags and cannot be mixed up; on
 transports without tags, messages keep the order of the prompts.
@@ -14,9 +17,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.trace import Recorder, Span
 from kvr_mpi.transport.base import Request, Transport
@@ -44,7 +48,7 @@ class Transfer:
     dest: int | None = None
     onward_from: int = 0
     request: Request | None = None  # None: not started yet, or completed
-    received: Request | None = None  # for an onward transfer: the receive that filled its tensor
+    received: Request | None = None  # for an onward transfer: the receive that fills its tensor
     arrived: bool = False
     onward: Transfer | None = None
 
@@ -73,6 +77,11 @@ class Forwarder:
         self.transport, self.device = transport, device
         self.recorder = Recorder() if recorder is None else recorder
         self._gpu = device if device is not None and device.type == "cuda" else None
+        self._receiving: Any = None  # stream that receives are posted from
+        if self._gpu is not None:
+            import torch
+
+            self._receiving = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
         self._prompt = 0  # number of the prompt that began last
         self._pending: list[Transfer] = []
         # Without tags: tags of announced messages by destination, in its receive order, and sends before their turn.
@@ -115,15 +124,22 @@ class Forwarder:
         forward_from: int = 0,
         *,
         layer: int = -1,
+        free: Any = None,
     ) -> Transfer:
-        """Start to receive in place; on arrival, forward the rows from `forward_from` on to `forward_to`."""
+        """Start to receive in place; on arrival, forward the rows from `forward_from` on to `forward_to`.
+
+        `free` is the event on a GPU after which no earlier work uses the tensor; None: all work queued so far.
+        """
         with self._lock:
             span = Span("receive", time.perf_counter(), 0.0, self.recorder.prompt, layer, source, tensor.nbytes)
             transfer = Transfer(tensor, tag, self._prompt, span, forward_to, forward_from)
-            transfer.request = self.transport.irecv(tensor, source, tag)
+            with self._after(free):
+                transfer.request = self.transport.irecv(tensor, source, tag)
             if forward_to is not None and not self.transport.has_tags:
                 self._turns[forward_to].append(tag)
             self._pending.append(transfer)
+            if self.transport.in_streams:
+                self._forward(transfer)
             return transfer
 
     def is_through(self, transfer: Transfer) -> bool:
@@ -134,11 +150,31 @@ class Forwarder:
 
     def wait(self, transfer: Transfer) -> None:
         """Wait until a transfer has arrived."""
-        self._until(lambda: transfer.arrived)
+        if not self.transport.in_streams:
+            self._until(lambda: transfer.arrived)
+            return
+        self._until(lambda: transfer.arrived or transfer.request is not None)
+        if (request := transfer.request) is not None:  # this or another thread may see it end meanwhile
+            request.wait()
 
     def wait_through(self, transfer: Transfer) -> None:
         """Wait until a transfer's buffer can be reused."""
-        self._until(lambda: transfer.through)
+        if not self.transport.in_streams:
+            self._until(lambda: transfer.through)
+            return
+        self.wait(transfer)
+        if transfer.onward is not None:
+            self.wait(transfer.onward)
+
+    def wait_for_compute(self) -> None:
+        """Wait until a GPU has done what is queued, and with it the transfers that it waits for.
+
+        Unlike torch's own wait, this one ends with the error of a failed transfer.
+        """
+        if self._gpu is not None:
+            import torch
+
+            self._until(torch.cuda.current_stream(self._gpu).record_event().query)
 
     def settle(self) -> None:
         """Wait until everything is received and forwarded."""
@@ -172,6 +208,26 @@ class Forwarder:
             self._poll()
             looks += 1
 
+    @contextmanager
+    def _after(self, free: Any) -> Iterator[None]:
+        """Post what follows in a stream that waits for one event only, not for all queued work."""
+        if free is None:
+            yield
+            return
+        import torch
+
+        self._receiving.wait_event(free)
+        with torch.cuda.stream(self._receiving):
+            yield
+
+    def _forward(self, transfer: Transfer) -> None:
+        """Send a received tensor on, in its turn, if it is to be forwarded."""
+        if transfer.dest is not None:
+            rows = transfer.tensor[transfer.onward_from :]
+            span = transfer.span._replace(kind="forward", peer=transfer.dest, amount=rows.nbytes)
+            transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, span, received=transfer.request)
+            self._send(transfer.onward, transfer.dest)
+
     def _send(self, transfer: Transfer, dest: int) -> Transfer:
         if self.transport.has_tags:
             self._hand_over(transfer, dest)
@@ -196,11 +252,8 @@ class Forwarder:
                 transfer for transfer in self._pending if transfer.request is not None and transfer.request.test()
             ]:
                 self._pending.remove(transfer)
-                if transfer.dest is not None:
-                    rows = transfer.tensor[transfer.onward_from :]
-                    span = transfer.span._replace(kind="forward", peer=transfer.dest, amount=rows.nbytes)
-                    transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, span, received=transfer.request)
-                    self._send(transfer.onward, transfer.dest)
+                if not self.transport.in_streams:
+                    self._forward(transfer)
                 transfer.request, transfer.arrived = None, True
                 self.recorder.add(transfer.span._replace(ended_s=time.perf_counter()))
 

@@ -27,6 +27,13 @@ Wait = Callable[[Request, str], None]
 Clock = Callable[[], float]
 
 
+def wait_on_host(request: Request, who: str) -> None:
+    """Wait until a transfer is complete, also where `Request.wait` makes a stream wait."""
+    request.wait()
+    while not request.test():
+        time.sleep(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Effort:
     """Messages that measure a link: `rounds` short ones and `repeats` of each long one; the fastest counts.
@@ -54,7 +61,7 @@ def measure_links(
     transport: Transport,
     device: torch.device,
     effort: Effort = Effort(),
-    wait: Wait = lambda request, who: request.wait(),
+    wait: Wait = wait_on_host,
 ) -> Link | None:
     """Measure this rank's two links with tensors on `device`; every rank calls this.
 

@@ -72,6 +72,7 @@ class LocalTransport:
     has_tags = True
     tag_ub = 2**31 - 1
     layers_ahead = LAYERS_AHEAD
+    in_streams = False
 
     def __init__(self, hub: _Hub | None = None, rank: int = 0) -> None:
         self._hub = hub or _Hub(1)

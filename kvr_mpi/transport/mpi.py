@@ -6,6 +6,8 @@ or passed to a CUDA-aware MPI directly (``staging``).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Mapping
@@ -55,6 +57,17 @@ LAUNCHER_RANKS = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
+
+# Variables with this process's number on its host.
+LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "SLURM_LOCALID",
+)
+# Variables by which Cray MPICH and MVAPICH open the current GPU in MPI_Init: without a choice, GPU 0 for all ranks.
+OPEN_GPU = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA")
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
@@ -107,6 +120,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
             "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI",
         )
     if not MPI.Is_initialized():
+        _choose_gpu(environ)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     world = MPI.COMM_WORLD
     if world.size == 1 and meant > 1:
@@ -119,6 +133,20 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     if world.size > 1:
         _need_threads()
     return MpiTransport(world)
+
+
+def _choose_gpu(environ: Mapping[str, str]) -> None:
+    """Make this rank's GPU the current one before an MPI opens it, as `choose_device` does if a rank sees all GPUs."""
+    number = next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), None)
+    if number is None or not any(environ.get(name) == "1" for name in OPEN_GPU):
+        return
+    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    with contextlib.suppress(OSError):  # there is no driver
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value:
+            driver.cuDeviceGet(ctypes.byref(device), number % count.value)
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+            driver.cuCtxSetCurrent(context)
 
 
 def adopt(comm: Any) -> MpiTransport:
@@ -209,6 +237,7 @@ class MpiTransport:
 
     has_tags = True
     layers_ahead = LAYERS_AHEAD
+    in_streams = False
 
     def __init__(self, comm: Any, handing: Handing = "host") -> None:
         from mpi4py import MPI

@@ -7,9 +7,10 @@ NCCL has no tags: a message matches the receive that was posted first. NCCL uses
 pair, so a receive posted early would block a send to the same rank. Therefore messages to higher ranks and messages to
 lower ranks have separate groups.
 
-An NCCL transfer is a kernel that occupies part of the GPU until its peer joins. So transfers use few thread blocks, and
-receives are posted only when their layer begins. Groups are shut down when their transports are garbage-collected, or
-at exit. If transfers are still in progress then, after a failure, groups are aborted, since the peers may never join.
+An NCCL transfer is a kernel that starts after the work queued in the current stream, and occupies part of the GPU until
+its peer joins. So transfers use few thread blocks, and receives are posted one layer ahead. Waiting for a transfer
+makes the current stream wait, not the host. Groups are shut down when their transports are garbage-collected, or at
+exit. If transfers are still in progress then, after a failure, groups are aborted, since the peers may never join.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import contextlib
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import Request, Transport, as_bytes, gather_json, share_json, together
-from kvr_mpi.transport.collectives import all_reduce
+from kvr_mpi.transport.collectives import in_float32
 
 if TYPE_CHECKING:
     import torch
@@ -33,77 +35,119 @@ if TYPE_CHECKING:
 TIMEOUT = timedelta(days=7)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 PAUSE_S = 5e-5
+# How long transfers may take to end after the last rank has joined them.
+END_S = 1.0
 # Thread blocks per transfer, and so the multiprocessors that it takes from computation; NCCL rounds to a power of two.
 # 7 peers in both directions take 56 of an H100's 132. NCCL_MAX_CTAS overrides it.
 MAX_BLOCKS = 4
 
 
 class _GpuWork:
-    """A transfer on NCCL's stream.
+    """A transfer on NCCL's stream, and its tensor.
 
-    ``under_way`` is the set of the groups' incomplete transfers; `test` removes this one once it is complete.
+    end : aborts all groups if it fails, so that this rank does not wait for their streams.
     """
 
-    def __init__(self, work: Any, held: torch.Tensor, under_way: set[Any]) -> None:
-        self._work, self._held, self._under_way = work, held, under_way
-        under_way.add(work)
+    def __init__(self, work: Any, tensor: torch.Tensor, end: Callable[[], object]) -> None:
+        self._work: Any = work
+        self._tensor: torch.Tensor | None = tensor
+        self._end = end
 
     def test(self) -> bool:
-        if self._work is not None and self._work.is_completed():
-            self._check()
-            self._work.wait()  # does not block: it releases the tensors
-            self._under_way.discard(self._work)
-            self._work = None
+        work = self._work
+        if work is not None and work.is_completed():
+            self._check(work)
+            work.wait()  # it releases the tensors
+            self._work = self._tensor = None
         return self._work is None
 
-    def _check(self) -> None:
+    def _check(self, work: Any) -> None:
         """Raise the error of a failed transfer, which NCCL counts as completed."""
         try:
-            failure = self._work.exception()
+            failure = work.exception()
         except Exception as error:
             failure = error
         if failure is not None:
+            self._end()
             raise TransportError(
                 f"NCCL: {failure}; the rank at the other end, or its link, has failed: check the last lines of its log"
             )
 
     def wait(self) -> None:
-        while not self.test():
-            time.sleep(PAUSE_S)
+        if (work := self._work) is not None:  # another thread may see it end meanwhile
+            work.wait()
 
 
 class _Groups:
-    """The process groups of all ranks of the job: one for messages to higher ranks, one for lower ranks."""
+    """The process groups of all ranks of the job: one for messages to higher ranks, one for lower ranks, and for sums.
+
+    under_way : transfers that the host has not seen complete.
+    """
 
     def __init__(self, control: Transport, device: torch.device) -> None:
         import torch
 
-        self.rank, self.device_type, store = control.rank, device.type, meet(control)
-        self.up, self.down = (_make(store, name, control.rank, control.size) for name in ("up", "down"))
+        self.rank, self.device_type, self._store = control.rank, device.type, meet(control)
+        self.up, self.down = (_make(self._store, name, control.rank, control.size) for name in ("up", "down"))
         # Forwarded tensors are sent from this stream: NCCL makes a send wait for the current stream.
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.under_way: set[Any] = set()
-        self.end = weakref.finalize(self, _end, [self.up, self.down], self.under_way)
+        self.under_way: deque[_GpuWork] = deque()
+        self._sums: dict[tuple[int, ...], Any] = {}  # by the ranks that sum
+        self._made: dict[tuple[int, ...], int] = {}  # how many groups, for names that no two of them share
+        self.end = weakref.finalize(self, _end, [self.up, self.down], self._sums, self.under_way)
 
-    def send(self, data: torch.Tensor, dest: int, *, passed_on: bool) -> Request:
+    def send(self, data: torch.Tensor, dest: int, received: Request | None) -> Request:
         import torch
 
         group = self.up if dest > self.rank else self.down
-        with torch.cuda.stream(self.side) if passed_on else contextlib.nullcontext():
-            return _GpuWork(group.send([data], dest, 0), data, self.under_way)
+        with torch.cuda.stream(self.side) if received is not None else contextlib.nullcontext():
+            if received is not None:
+                received.wait()
+            return self._begin(group.send([data], dest, 0), data)
 
     def receive(self, data: torch.Tensor, source: int) -> Request:
         group = self.up if source < self.rank else self.down
-        return _GpuWork(group.recv([data], source, 0), data, self.under_way)
+        return self._begin(group.recv([data], source, 0), data)
+
+    def sum(self, tensor: torch.Tensor, members: tuple[int, ...]) -> None:
+        """Sum over some ranks, all of which call this with their own tensors; the current stream waits for it."""
+        if members not in self._sums:
+            self.renew_sums(members)
+        self._sums[members].allreduce([tensor]).wait()
+
+    def renew_sums(self, members: tuple[int, ...]) -> None:
+        """Make a new group for the sums of some ranks, all of which call this."""
+        number = self._made[members] = self._made.get(members, 0) + 1
+        name, place = f"sum {number} over {members}", members.index(self.rank)
+        self._sums[members] = _make(self._store, name, place, len(members), sums=True)
+
+    def abort_sums(self, members: tuple[int, ...]) -> None:
+        """End this rank's part in sums that the other ranks do not all join; later ones raise an error."""
+        self._sums[members].abort()
+
+    def _begin(self, work: Any, tensor: torch.Tensor) -> Request:
+        for _ in range(min(2, len(self.under_way))):  # more than one, so that they do not add up
+            if not (earlier := self.under_way.popleft()).test():
+                self.under_way.append(earlier)
+        self.under_way.append(_GpuWork(work, tensor, self.end))
+        return self.under_way[-1]
 
 
-def _end(groups: list[Any], under_way: set[Any]) -> None:
-    """Shut the groups down, or abort them if transfers are in progress."""
+def _end(groups: list[Any], sums: dict[tuple[int, ...], Any], under_way: deque[_GpuWork]) -> None:
+    """Shut the groups down, or abort them if transfers fail or do not end; hosts have read the results of sums."""
+    until_s = time.monotonic() + END_S
+    try:
+        while not (is_over := all(one.test() for one in list(under_way))) and time.monotonic() < until_s:
+            time.sleep(PAUSE_S)
+    except TransportError:
+        is_over = False
     for group in groups:
-        if under_way:
-            group.abort()
-        else:
+        if is_over:
             group.shutdown()
+        else:
+            group.abort()
+    for group in sums.values():
+        group.abort()
 
 
 class NcclTransport:
@@ -114,10 +158,13 @@ class NcclTransport:
 
     has_tags = False
     tag_ub = 2**31 - 1
-    layers_ahead = 0  # a pending receive occupies part of the GPU
+    # A pending receive occupies part of the GPU. With more, what waits for the whole GPU (cudaFree) could wait for
+    # ranks that wait for this one.
+    layers_ahead = 1
+    in_streams = True
 
     def __init__(self, control: Transport, groups: _Groups, members: Sequence[int]) -> None:
-        self._control, self._groups, self._members = control, groups, members
+        self._control, self._groups, self._members = control, groups, tuple(members)
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
 
@@ -129,7 +176,7 @@ class NcclTransport:
         """Start to send a contiguous tensor's bytes; host memory goes over the control transport."""
         if tensor.device.type != self._groups.device_type:
             return self._control.isend(tensor, dest, tag)
-        return self._groups.send(as_bytes(tensor), self._members[dest], passed_on=received is not None)
+        return self._groups.send(as_bytes(tensor), self._members[dest], received)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Start to receive into a contiguous tensor; host memory is received over the control transport."""
@@ -138,8 +185,19 @@ class NcclTransport:
         return self._groups.receive(as_bytes(tensor), self._members[source])
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its sum over all ranks."""
-        all_reduce(self, tensor)
+        """Replace a tensor by its sum over all ranks, by NCCL; it sums in one order, whose result all ranks receive."""
+        if tensor.device.type != self._groups.device_type:
+            self._control.all_reduce(tensor)
+        elif self.size > 1:
+            in_float32(tensor, lambda total: self._groups.sum(total, self._members))
+
+    def abort_sums(self) -> None:
+        """End this rank's part in sums that other ranks do not join; the next ones raise an error."""
+        self._groups.abort_sums(self._members)
+
+    def renew_sums(self) -> None:
+        """Prepare for sums after `abort_sums`; every rank calls this."""
+        self._groups.renew_sums(self._members)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -194,11 +252,13 @@ def meet(control: Transport) -> Any:
     return together(control, lambda: _explained(join, f"joining rank 0 at {address[0]}:{address[1]}"))
 
 
-def _make(store: Any, name: str, rank: int, size: int) -> Any:
+def _make(store: Any, name: str, rank: int, size: int, *, sums: bool = False) -> Any:
+    """Make a process group; nothing else runs during sums, which therefore get all blocks and usual streams."""
     dist = _distributed()
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # run ahead of large kernels
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=not sums)  # run ahead of large kernels
     options._timeout = TIMEOUT
-    options.config.max_ctas = MAX_BLOCKS
+    if not sums:
+        options.config.max_ctas = MAX_BLOCKS
     return _explained(
         lambda: dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options), "starting NCCL"
     )

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import Say, counted
-from kvr_mpi.kv.attention import name_attention
+from kvr_mpi.kv.attention import name_attention, why_no_flash3
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
@@ -86,6 +86,8 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         if loaded.device.type == "cuda":
             norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
             say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
+            if (why := why_no_flash3(loaded.device, torch.bfloat16)) is not None:
+                say(Detail(f"FlashAttention 3 is not used: {why}"))
         return
     attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
     with torch.inference_mode():

@@ -42,7 +42,9 @@ def missing_names() -> Iterator[str]:
         return
     group: Any = dist.ProcessGroupNCCL
     yield from (
-        f"ProcessGroupNCCL.{name}" for name in ("send", "recv", "shutdown", "abort") if not hasattr(group, name)
+        f"ProcessGroupNCCL.{name}"
+        for name in ("send", "recv", "allreduce", "shutdown", "abort")
+        if not hasattr(group, name)
     )
     options = group.Options(is_high_priority_stream=True)
     options.config.max_ctas = 4
@@ -50,6 +52,12 @@ def missing_names() -> Iterator[str]:
         yield "ProcessGroupNCCL.Options.config.max_ctas"
     work: Any = dist.Work
     yield from (f"Work.{name}" for name in ("is_completed", "exception", "wait") if not hasattr(work, name))
+    from torch.nn import attention
+
+    wanted = ("activate_flash_attention_impl", "restore_flash_attention_impl", "list_flash_attention_impls")
+    yield from (f"torch.nn.attention.{name}" for name in wanted if not hasattr(attention, name))
+    if "FA3" not in attention.list_flash_attention_impls():
+        yield "FA3 among list_flash_attention_impls()"
     about: Any = torch._C._CudaDeviceProperties
     yield from (f"device properties: {name}" for name in PROPERTIES if not hasattr(about, name))
 

@@ -1,8 +1,9 @@
 """What NCCL is like to those that use it through torch's process groups, among threads on pretended GPUs.
 
-Messages of a pair go by order, on a stream of the pair's own. The first call over a pair makes a connection, and blocks
-until the other side calls, too. Host memory is refused. A transfer is a kernel: it begins when it is the first of its
-stream and its GPU has room for its blocks, holds them until the other side has begun, too, and only then ends.
+Messages of a pair go by order, on a stream of the pair's own, and so do the sums of a group. The first call over a pair
+makes a connection, and blocks until the other side calls, too. Host memory is refused. A transfer is a kernel: it
+begins when it is the first of its stream, what the stream it was posted from waits for has ended, and its GPU has room
+for its blocks, holds them until the other side has begun, too, and only then ends.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ T = TypeVar("T")
 MULTIPROCESSORS, BLOCKS = 132, 16
 TIMEOUT_S = 20.0
 NOT_SET = -(1 << 31)  # of an option of NCCL's
+QUERY_S = 2e-6  # of a host's look at a transfer, where streams have clocks
+ALL = -1  # in the place of a peer: the whole group
 
 
 class Options(SimpleNamespace):
@@ -37,30 +40,59 @@ class Options(SimpleNamespace):
 
 
 class Transfer:
-    """One side of a transfer: torch's Work."""
+    """One side of a transfer, or of a sum: torch's Work."""
 
-    def __init__(self, network: Network, rank: int, tensor: GpuTensor, stream: Stream, blocks: int) -> None:
-        self.network, self.rank, self.tensor, self.stream, self.blocks = network, rank, tensor, stream, blocks
-        self.has_begun = self.has_ended = False
-        self.end: Any = None
+    def __init__(self, group: Group, tensor: GpuTensor, stream: Stream) -> None:
+        self.group, self.network, self.tensor, self.stream = group, group.network, tensor, stream
+        limit = group.options.config.max_ctas
+        self.blocks = BLOCKS if limit == NOT_SET else min(BLOCKS, limit)
+        gpus = self.network.gpus
+        current = gpus.current_stream(tensor.device)
+        self.after = list(current.after)
+        self.ready_s = max(gpus._state.now_s, current.until_s)
+        self.has_begun = self.has_ended = self.is_seen = False
+        self.end = stream.record_event()
+        self.end.until_s = float("inf")
 
     def is_completed(self) -> bool:
         if self.network.failure is not None:
             return True  # as torch's: it says so by its exception only
-        if self.has_ended and self.end is None:
-            self.end = self.stream.record_event()
-            self.end.synchronize()  # the host has seen it
+        if self.network.transfer_s:
+            host = self.network.gpus._state
+            host.now_s += QUERY_S * (host.now_s > 0)  # a thread that launches nothing has no clock, and sees no end
+            if self.end.until_s > host.now_s:
+                return False
+        if self.has_ended and not self.is_seen:
+            self.is_seen = True
+            self.network.gpus.handle(self.tensor.device, "event_synchronization", self.end.id)
         return self.has_ended
 
     def exception(self) -> Exception | None:
         return None if self.network.failure is None else RuntimeError(self.network.failure)
 
     def wait(self) -> None:
-        """The current stream waits: without a host in between only for what has ended."""
-        if not self.has_ended:
-            self.network.gpus.faults.append(f"rank {self.rank} lets its stream wait for NCCL's")
-        if self.end is not None:
-            self.end.wait(self.network.gpus.current_stream(self.tensor.device))
+        """The current stream waits, not the host; but what is computed here is computed at once, and has to wait."""
+        gpus = self.network.gpus
+        current = gpus.current_stream(self.tensor.device)
+        if current is not gpus._defaults.get(self.tensor.device.index) and not self.has_ended:
+            current.after.append(self)
+            gpus.handle(current.device, "event_wait", self.end.id, current.id)
+        else:
+            with self.network.lock:
+                self.network.lock.wait_for(lambda: self.has_ended or self.network.failure, TIMEOUT_S)
+            if not (self.has_ended or self.network.failure):
+                raise TimeoutError(f"rank {self.group.rank} waits for a transfer that nobody joins")
+            self.end.wait(current)
+
+    def finish(self, end_s: float) -> None:
+        """Leave its stream, at a time."""
+        self.has_ended, self.end.until_s, self.stream.until_s = True, end_s, end_s
+        self.network.held[self.tensor.device.index] -= self.blocks * self.has_begun
+
+    @property
+    def begins_s(self) -> float:
+        """When its own side can begin."""
+        return max(self.ready_s, self.stream.until_s, *(each.end.until_s for each in self.after), 0.0)
 
 
 class Network:
@@ -70,60 +102,79 @@ class Network:
     ----------
     pauses : callable
         Seconds that a rank rests before each of its transfers, so that runs differ in who is where when.
+
+    Attributes
+    ----------
+    transfer_s : float
+        Seconds of a transfer on the clocks of the streams.
     """
+
+    transfer_s = 0.0
 
     def __init__(self, gpus: PretendedCuda, *, pauses: Callable[[], float] | None = None) -> None:
         self.gpus = gpus
         self.pauses = pauses
-        self.lock = threading.Lock()
-        self.connections: dict[tuple[int, int, int], threading.Barrier] = {}
-        self.queues: dict[tuple[int, int, int, str], deque[Transfer]] = defaultdict(deque)
+        self.lock = threading.Condition()
+        self.connections: dict[tuple[Any, ...], threading.Barrier] = {}
+        # By the group's name, source, destination and side; of a sum, both are the rank's own.
+        self.queues: dict[tuple[str, int, int, str], deque[Transfer]] = defaultdict(deque)
         self.held: dict[int, int] = defaultdict(int)
         self.most_held: dict[int, int] = defaultdict(int)
         # Bytes of all messages, as they were begun: by group, source, destination and side.
-        self.orders: dict[tuple[int, int, int, str], list[int]] = defaultdict(list)
+        self.orders: dict[tuple[str, int, int, str], list[int]] = defaultdict(list)
         self.groups: list[Group] = []
         self.failure: str | None = None
 
-    def group(self, store: Any, rank: int, size: int, options: Options) -> Group:
+    def group(self, name: str, rank: int, size: int, options: Options) -> Group:
         """Stand in for ``ProcessGroupNCCL(...)``."""
         with self.lock:
-            number = sum(group.rank == rank for group in self.groups)
-            self.groups.append(Group(self, number, rank, size, options))
+            self.groups.append(Group(self, name, rank, size, options))
             return self.groups[-1]
 
     def progress(self) -> None:
-        """Begin what can begin, and end what both sides have begun, as long as anything moves."""
+        """Begin what can begin, and end what all sides have begun, as long as anything moves."""
         moved = self.failure is None
         while moved:
             moved = False
             for queue in self.queues.values():
                 first = queue[0] if queue else None
-                if first and not first.has_begun and self.held[first.rank] + first.blocks <= MULTIPROCESSORS:
-                    first.has_begun = moved = True
-                    self.held[first.rank] += first.blocks
-                    self.most_held[first.rank] = max(self.most_held[first.rank], self.held[first.rank])
-            for link in [key[:3] for key in self.queues if key[3] == "send"]:
-                sends, receives = self.queues[(*link, "send")], self.queues[(*link, "receive")]
-                if sends and receives and sends[0].has_begun and receives[0].has_begun:
-                    moved = self._move(sends.popleft(), receives.popleft())
+                if first and not first.has_begun and all(each.has_ended for each in first.after):
+                    at = first.tensor.device.index
+                    if self.held[at] + first.blocks <= MULTIPROCESSORS:
+                        first.has_begun = moved = True
+                        self.held[at] += first.blocks
+                        self.most_held[at] = max(self.most_held[at], self.held[at])
+            for name, source, dest, side in list(self.queues):
+                if side == "send":
+                    sides = [self.queues[name, source, dest, each] for each in ("send", "receive")]
+                elif side == "sum" and source == 0:
+                    size = self.queues[name, 0, 0, "sum"][0].group.size if self.queues[name, 0, 0, "sum"] else 1
+                    sides = [self.queues[name, rank, rank, "sum"] for rank in range(size)]
+                else:
+                    continue
+                if all(each and each[0].has_begun for each in sides):
+                    moved |= self._move(*(each.popleft() for each in sides), is_sum=side == "sum")
+        self.lock.notify_all()
 
-    def _move(self, sent: Transfer, received: Transfer) -> bool:
-        if sent.tensor.nbytes != received.tensor.nbytes:
-            self.failure = f"{sent.tensor.nbytes} bytes are sent and {received.tensor.nbytes} received"
-            return False
-        received.tensor.on_cpu.copy_(sent.tensor.on_cpu)
-        for one in (sent, received):
-            self.held[one.rank] -= one.blocks
-            one.has_ended = True
+    def _move(self, first: Transfer, *others: Transfer, is_sum: bool) -> bool:
+        for other in others:
+            if first.tensor.nbytes != other.tensor.nbytes:
+                self.failure = f"{first.tensor.nbytes} bytes are sent and {other.tensor.nbytes} received"
+                return False
+        held = [each.tensor.on_cpu for each in (first, *others)]
+        found = sum(held[1:], start=held[0].clone()) if is_sum else held[0]
+        end_s = max(each.begins_s for each in (first, *others)) + self.transfer_s
+        for one in (first, *others):
+            one.tensor.on_cpu.copy_(found)
+            one.finish(end_s)
         return True
 
 
 class Group:
     """A rank's end of a process group."""
 
-    def __init__(self, network: Network, number: int, rank: int, size: int, options: Options) -> None:
-        self.network, self.number, self.rank, self.size, self.options = network, number, rank, size, options
+    def __init__(self, network: Network, name: str, rank: int, size: int, options: Options) -> None:
+        self.network, self.name, self.rank, self.size, self.options = network, name, rank, size, options
         self.ended = ""
         self.forwards: list[bool] = []  # of each send, whether it was begun beside the computation
         self._streams: dict[int, Stream] = {}
@@ -139,15 +190,29 @@ class Group:
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Transfer:
         return self._begin(tensors, source, "receive", source, self.rank)
 
+    def allreduce(self, tensors: list[torch.Tensor]) -> Transfer:
+        return self._begin(tensors, ALL, "sum", self.rank, self.rank)
+
     def shutdown(self) -> None:
-        self.ended = "shut down"
+        self.ended = self.ended or "shut down"
 
     def abort(self) -> None:
-        self.ended = "aborted"
+        """End this rank's transfers, which fill their tensors with anything."""
+        network = self.network
+        with network.lock:
+            self.ended = "aborted"
+            for (name, source, dest, side), queue in network.queues.items():
+                if name == self.name and self.rank == (source if side == "send" else dest):
+                    for transfer in queue:
+                        transfer.finish(transfer.begins_s)
+                    queue.clear()
+            network.progress()
 
     def _begin(self, tensors: list[torch.Tensor], peer: int, what: str, source: int, dest: int) -> Transfer:
         network, gpus = self.network, self.network.gpus
         (tensor,) = tensors
+        if self.ended:
+            raise RuntimeError("NCCL communicator was aborted")
         if not isinstance(tensor, GpuTensor):
             raise RuntimeError("No backend type associated with device type cpu")
         if not tensor.is_contiguous():
@@ -159,25 +224,24 @@ class Group:
         if stream is None:
             stream = self._streams[peer] = Stream(gpus, tensor.device)
             stream.is_nccl = True
-        event = gpus.current_stream(tensor.device).record_event()
-        event.wait(stream)
-        there = grains(tensor.on_cpu)
-        gpus.access(stream, there if what == "send" else set(), there if what == "receive" else set(), f"nccl {what}")
-        limit = self.options.config.max_ctas
-        blocks = BLOCKS if limit == NOT_SET else min(BLOCKS, limit)
-        transfer = Transfer(network, self.rank, tensor, stream, blocks)
+        current = gpus.current_stream(tensor.device)
+        current.record_event().wait(stream)
+        there: set[int] = grains(tensor.on_cpu)
+        gpus.access(stream, there if what == "send" else set(), set() if what == "send" else there, f"nccl {what}")
         with network.lock:
-            network.queues[self.number, source, dest, what].append(transfer)
-            network.orders[self.number, source, dest, what].append(tensor.nbytes)
+            transfer = Transfer(self, tensor, stream)
+            network.queues[self.name, source, dest, what].append(transfer)
+            network.orders[self.name, source, dest, what].append(tensor.nbytes)
             network.progress()
         return transfer
 
     def _connect(self, peer: int) -> None:
         if peer in self._connected:
             return
-        low, high = sorted((self.rank, peer))
+        low, high = sorted((self.rank, peer)) if peer != ALL else (ALL, ALL)
         with self.network.lock:
-            barrier = self.network.connections.setdefault((self.number, low, high), threading.Barrier(2))
+            size = self.size if peer == ALL else 2
+            barrier = self.network.connections.setdefault((self.name, low, high), threading.Barrier(size))
         try:
             barrier.wait(TIMEOUT_S)
         except threading.BrokenBarrierError:
@@ -220,7 +284,7 @@ def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T])
 def installed(monkeypatch: pytest.MonkeyPatch, network: Network) -> Network:
     """Let torch.distributed make this network's groups where it is asked for NCCL's."""
 
-    def make(store: Any, rank: int, size: int, options: Options) -> Group:
+    def make(store: str, rank: int, size: int, options: Options) -> Group:
         return network.group(store, rank, size, options)
 
     for module in ("nccl", "forwarder"):  # many ranks that look often take the processor from each other
@@ -228,4 +292,5 @@ def installed(monkeypatch: pytest.MonkeyPatch, network: Network) -> Network:
     monkeypatch.setattr("kvr_mpi.transport.forwarder.SPINS", 2)
     make.Options = Options  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", make, raising=False)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: name)
     return network

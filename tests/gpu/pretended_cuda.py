@@ -4,6 +4,9 @@ What is computed is computed at once, on the CPU; attention kernels refuse what 
 torch's CUDA sanitizer would have been told on a GPU it is told here: every access to a tensor's memory, on which
 stream, and what waits for what. A tensor's memory is told in pieces of `GRAIN` bytes, so that rows of one buffer can be
 in use by several streams.
+
+Streams and hosts have clocks of their own beside that: a kernel takes `kernel_s`, and begins when its stream is through
+with what is before it, with the events it waits for, and the host has launched it, which takes the host `launch_s`.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ class GpuTensor(torch.Tensor):
         return self.on_cpu.tolist()
 
     def _wait(self) -> None:
-        self.gpus.handle(self.device, "stream_synchronization", self.gpus.current_stream(self.device).id)
+        self.gpus.read(self.gpus.current_stream(self.device))
         self.gpus.waits["read back"] += 1
 
     def __dlpack_device__(self) -> tuple[Any, int]:
@@ -126,6 +129,8 @@ class Stream:
         self.gpus, self.device, self.id = gpus, device, next(gpus.ids)
         self.cuda_stream = self.id
         self.is_nccl = False
+        self.after: list[Any] = []  # NCCL's transfers that whatever is launched here next waits for
+        self.until_s = self.busy_s = 0.0  # when it is through with what was launched, and how long it worked
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -141,7 +146,7 @@ class Stream:
 
     def synchronize(self) -> None:
         assert not self.is_nccl, "waits for NCCL's own stream, which waits for other ranks"
-        self.gpus.handle(self.device, "stream_synchronization", self.id)
+        self.gpus.read(self)
 
 
 class Event:
@@ -150,14 +155,14 @@ class Event:
     def __init__(self, gpus: PretendedCuda, enable_timing: bool = False) -> None:
         self.gpus, self.id, self.has_time = gpus, next(gpus.ids), enable_timing
         self.device: torch.device | None = None
-        self.at_s = 0.0
+        self.at_s = self.until_s = 0.0
         self.number = 0  # of the events of its device with time, in the order they were recorded
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.gpus.current_stream()
         if self.device not in (None, stream.device):
             raise RuntimeError(f"an event of {self.device} is recorded on a stream of {stream.device}")
-        self.device, self.at_s = stream.device, time.perf_counter()
+        self.device, self.at_s, self.until_s = stream.device, time.perf_counter(), stream.until_s
         if self.has_time:
             self.number = next(self.gpus.timed[stream.device])
         self.gpus.handle(stream.device, "event_record", self.id, stream.id)
@@ -166,6 +171,8 @@ class Event:
         stream = stream or self.gpus.current_stream()
         assert self.device is not None, "waits for an event that nobody has recorded"
         self.gpus.handle(self.device, "event_wait", self.id, stream.id)
+        if not stream.is_nccl:  # each of its transfers has a time of its own
+            stream.until_s = max(stream.until_s, self.until_s)
 
     def query(self) -> bool:
         self.synchronize()
@@ -174,6 +181,7 @@ class Event:
     def synchronize(self) -> None:
         if self.device is not None:
             self.gpus.handle(self.device, "event_synchronization", self.id)
+            self.gpus.host_waits(self.until_s)
 
     def elapsed_time(self, later: Event) -> float:
         assert self.has_time and later.has_time, "an event without time is asked for it"
@@ -207,6 +215,7 @@ class _NoStack(list[Any]):
 class _ThreadState:
     device: int = 0
     streams: dict[int, Stream] | None = None
+    now_s: float = 0.0  # of the host
     makes_tensors: bool = False
     records: bool = False  # a graph
 
@@ -222,9 +231,13 @@ class PretendedCuda:
         Of attention kernels, by form; of flash attention's variable-length form also those of pages.
     waits : Counter
         What made the host wait for a GPU, or copied between their memories.
-    cudnn_fault : callable
-        Applied to what cuDNN gives.
+    cudnn_fault, flash_fault : callable
+        Applied to what cuDNN gives, and flash attention.
+    kernel_s, launch_s : float
+        Seconds of a kernel, and of its launch.
     """
+
+    kernel_s = launch_s = 0.0
 
     def __init__(self) -> None:
         self.ids = itertools.count(1)
@@ -237,6 +250,7 @@ class PretendedCuda:
         self.syncs_of_devices: list[torch.device] = []
         self.calls, self.waits = Counter[str](), Counter[str]()
         self.cudnn_fault: Callable[[Any], Any] = lambda found: found
+        self.flash_fault: Callable[[Any], Any] = lambda found: found
         self._lock, self._local = threading.RLock(), threading.local()
         self._defaults: dict[int, Stream] = {}
 
@@ -284,6 +298,14 @@ class PretendedCuda:
         index = self.current_device() if device is None else self._index(device)
         self.syncs_of_devices.append(torch.device("cuda", index))
 
+    def read(self, stream: Stream) -> None:
+        """Let the host wait for a stream."""
+        self.handle(stream.device, "stream_synchronization", stream.id)
+        self.host_waits(stream.until_s)
+
+    def host_waits(self, until_s: float) -> None:
+        self._state.now_s = max(self._state.now_s, until_s)
+
     # -- tensors
 
     def put(self, real: torch.Tensor, device: torch.device) -> GpuTensor:
@@ -314,9 +336,14 @@ class PretendedCuda:
         found = self._attend(func, args, kwargs, given) if func in KERNELS else func(*given[0], **given[1])
         if self.watches:
             self._tell(func, device, args, kwargs, found)
+        if any(each.alias_info is None or each.alias_info.is_write for each in func._schema.returns):  # no view
+            stream = self.current_stream(device)
+            stream.until_s = max(stream.until_s, self._state.now_s) + self.kernel_s
+            stream.busy_s += self.kernel_s
+            self._state.now_s += self.launch_s
         is_copy = target.type == "cpu" and not func._schema.name.endswith("copy_")
         if is_copy or not isinstance(found, (torch.Tensor, tuple, list, type(None))) or _is_sized(func, args):
-            self.handle(device, "stream_synchronization", self.current_stream(device).id)  # the host has it
+            self.read(self.current_stream(device))  # the host has it
             self.waits[func._schema.name] += 1
         if is_copy:
             return found
@@ -331,7 +358,7 @@ class PretendedCuda:
         if func is not CUDNN:
             check_flash(func, told)
         found = attend_as(func, arguments_of(func, *on_cpu))
-        return self.cudnn_fault(found) if func is CUDNN else found
+        return self.cudnn_fault(found) if func is CUDNN else self.flash_fault(found)
 
     def access(self, stream: Stream, reads: set[int], writes: set[int], what: str) -> None:
         """Tell the sanitizer that a kernel on a stream reads and writes these grains."""

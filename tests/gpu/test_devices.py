@@ -17,7 +17,7 @@ from kvr_mpi.model import choose_device, devices
 from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.setup import loading
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
-from kvr_mpi.transport import choose
+from kvr_mpi.transport import choose, mpi
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 CPU, CUDA_0 = torch.device("cpu"), torch.device("cuda", 0)
@@ -114,6 +114,48 @@ def test_partitions_of_one_gpu_are_one_gpu_to_nccl_and_gpus_of_two_hosts_are_two
     name, why = choose.choose("auto", views, in_processes=True)
     assert name == "staged" and "ranks [0, 1] share one GPU, or have partitions (MIG) of one" in why
     assert "0000:1b:00" in why
+
+
+class Driver:
+    """NVIDIA's, with four GPUs."""
+
+    def __init__(self) -> None:
+        self.current: list[int] = []
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 4
+        return 0
+
+    def cuDeviceGet(self, device: Any, number: int) -> None:  # noqa: N802
+        device._obj.value = number
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> None:  # noqa: N802
+        context._obj.value = 100 + device.value
+
+    def cuCtxSetCurrent(self, context: Any) -> None:  # noqa: N802
+        self.current.append(context.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "opened"),
+    [
+        ({"MPICH_GPU_SUPPORT_ENABLED": "1", "SLURM_LOCALID": "6"}, [102]),
+        ({"MV2_USE_CUDA": "1", "MV2_COMM_WORLD_LOCAL_RANK": "3"}, [103]),
+        ({"MPICH_GPU_SUPPORT_ENABLED": "0", "SLURM_LOCALID": "6"}, []),
+        ({"MPICH_GPU_SUPPORT_ENABLED": "1"}, []),
+        ({"SLURM_LOCALID": "1"}, []),
+    ],
+)
+def test_an_mpi_that_opens_a_gpu_when_it_starts_opens_the_ranks_own(
+    environ: dict[str, str], opened: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda name: driver)
+    mpi._choose_gpu(environ)
+    assert driver.current == opened
 
 
 def test_the_device_is_the_one_that_was_chosen_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,10 @@ from kvr_mpi.setup.prepare import describe_portable
 from kvr_mpi.transport.local import LocalTransport, PretendedChain
 
 GPU = torch.device("cuda", 3)
-ANSWERED = (attention._has_flash, attention._has_cudnn, flex.compiles, flex._options, flex._bend, flex.visible_blocks)
+ANSWERED = (
+    *(attention._has_flash, attention._has_cudnn, attention.why_no_flash3),
+    *(flex.compiles, flex._options, flex._bend, flex.visible_blocks),
+)
 
 
 @pytest.fixture
@@ -60,8 +63,8 @@ def model_of(name: str, layers: int, dtype: torch.dtype = torch.bfloat16, **sett
     return LoadedModel(model, None, probe_shape(config, dtype), name, name, dtype, CPU)
 
 
-def as_it_is(loaded: LoadedModel) -> LoadedModel:
-    return loaded
+def as_it_is(given: Any) -> Any:
+    return given
 
 
 def run_alone(loaded: LoadedModel, tokens: int = 40) -> Prefill:
@@ -216,6 +219,33 @@ def test_cudnn_is_used_for_long_prompts_unless_it_fails_or_differs(
         check_on(gpu, queries, causal=causal)
         found.append(gpu.calls["cudnn"])
     assert found == calls and dense in (None, gpu.calls["dense"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"), [(None, None), (fails, "RuntimeError: version mismatch"), (differs, "its outputs differ")]
+)
+def test_flash_attention_3_is_used_if_it_is_installed_unless_it_fails_or_differs(
+    gpu: PretendedCuda, fault: Any, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+
+    def activate(name: str) -> None:
+        used.append(name)
+        gpu.flash_fault = fault or gpu.flash_fault
+
+    def restore(**how: Any) -> None:
+        used.clear()
+        gpu.flash_fault = as_it_is
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", restore)
+    assert "is not installed" in str(attention.why_no_flash3(GPU, torch.bfloat16)) and not used
+    for known in ANSWERED:
+        known.cache_clear()
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
+    assert attention.why_no_flash3(GPU, torch.bfloat16) == why and used == (["FA3"] if why is None else [])
+    assert attention.name_attention(GPU).startswith("FlashAttention 3, ") == (why is None)
+    check_on(gpu, 20, causal=True)
 
 
 class PretendedFlex:

@@ -2,7 +2,7 @@
 
 Of two sorts of messages on one GPU either may wait for a rank that waits for the other. That no timing can bring that
 about is shown in three parts: every run ends, with pauses drawn anew; over each link messages go in one order, whatever
-the pauses, and no link has messages of both sorts; and all of them together leave the GPU more than half its room, so
+the pauses, and so do the sums of a group; and all of them together leave the GPU more than half its room, so
 that none waits for another's to end. A rank's own steps are in one order, too. Whether such ranks come to an end does
 not depend on when each takes its step (Kahn 1974, section 2), so that one run that ends speaks for all.
 """
@@ -31,8 +31,9 @@ from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.nccl import NcclTransport
 
 IDS, NEW_TOKENS = ids_of(24), 2
-GROUP_LINKS, CHAIN_LINKS = {(0, 1), (2, 3)}, {(0, 2), (1, 3)}
-Orders = dict[tuple[int, int, int, str], list[int]]
+CHAIN_LINKS = {(0, 2), (1, 3)}
+OTHERS = {"send": "receive", "receive": "send"}
+Orders = dict[tuple[str, int, int, str], list[int]]
 
 
 def run_groups(folder: Path, gpus: PretendedCuda, network: Network) -> list[list[list[int]]]:
@@ -84,9 +85,33 @@ def test_sums_and_a_chain_never_wait_for_each_other(
         assert gpus.faults == [] and gpus.syncs_of_devices == []
         assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
         orders.append(dict(network.orders))
-    links = {tuple(sorted(link[1:3])) for link in orders[0] if len(orders[0][link]) > 3}
-    assert links == GROUP_LINKS | CHAIN_LINKS
+    sums = {name for name, *_, side in orders[0] if side == "sum"}
+    links = {tuple(sorted(link[1:3])) for link in orders[0] if link[0] not in sums and len(orders[0][link]) > 3}
+    assert (sums, links) == ({"sum 1 over (0, 1)", "sum 1 over (2, 3)"}, CHAIN_LINKS)
     assert all(order == orders[0] for order in orders), "over each link one order, whoever was late"
-    for number, source, dest, side in orders[0]:
-        other = "send" if side == "receive" else "receive"
-        assert orders[0][number, source, dest, side] == orders[0][number, source, dest, other]
+    for name, source, dest, side in orders[0]:
+        other = (1 - source, 1 - dest, side) if name in sums else (source, dest, OTHERS[side])
+        assert orders[0][name, source, dest, side] == orders[0][name, *other]
+
+
+def test_a_rank_that_fails_between_sums_ends_those_of_the_others(gpus: PretendedCuda, network: Network) -> None:
+    """Its host waits for a GPU that waits for the rank that failed; the next sums are right."""
+
+    def work(ranks: NcclTransport) -> list[float]:
+        device = torch.device("cuda", ranks.rank)
+        tp_group = join_groups(ranks, ranks._control, Topology(2, 2, 2), device).tp_group
+        assert tp_group is not None
+        for failed in (1, 0):
+            is_here = ranks.rank == failed
+            with pytest.raises(MemoryError, match="no room" if is_here else f"out of memory on rank {failed}"):
+                with tp_group.guarded():
+                    total = tp_group.all_reduce(torch.ones(3, device=device))
+                    if is_here:
+                        raise MemoryError("no room")
+                    tp_group.all_reduce(total).tolist()
+        with tp_group.guarded():
+            found: list[float] = tp_group.all_reduce(torch.full((3,), 1.0 + ranks.rank, device=device)).tolist()
+        return found
+
+    assert run_on_gpus(2, network, work) == [[3.0] * 3] * 2 and gpus.faults == []
+    assert [group.ended for group in network.groups if group.name.startswith(("sum 1", "sum 2"))] == ["aborted"] * 4
