@@ -177,10 +177,10 @@ def _slowest_link(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
     return max(latency_s for latency_s, _ in links), min(bytes_per_s for _, bytes_per_s in links)
 
 
-LAYERS = 3
+LAYERS = 2
 # Tokens of the slice and of the prefix, enough to keep the device busy. A GPU computes 768 tokens faster than their
 # kernels are launched, so the measured time per pair of tokens would be several times too long.
-PROBES = {"cpu": (768, 3072), "cuda": (8192, 16384)}
+PROBES = {"cpu": (384, 3072), "cuda": (8192, 16384)}
 # A time is measured in at least two runs, until its three smallest values agree within this ratio, or after MOST_RUNS.
 AGREE_WITHIN, MOST_RUNS = 1.02, 6
 # Ranks that differ by less than this ratio count as equal: the difference is noise.

@@ -40,6 +40,8 @@ BUSY_SD, TTFT_SD = 0.01, 0.02
 MODEL_SD = 0.02
 # The fit ends when a step improves it by less than this ratio.
 FIT_TOLERANCE = 1e-6
+# A step that improves nothing is halved this many times; then the fit ends.
+HALVINGS = 10
 RATES = 5  # parameters before those of ranks and runs
 
 Say = Callable[[str], None]
@@ -130,18 +132,26 @@ def fit(start: Costs, observations: Sequence[Observation]) -> Costs:
 
 
 def _solve(start: Costs, observations: Sequence[Observation], theta: Array, deviations: Array) -> Array:
-    """Minimise the squared residuals and the deviation from the prior."""
-    from scipy.optimize import least_squares
-
+    """Minimise the squared residuals and the deviation from the prior: Gauss-Newton steps, halved if they overshoot."""
     weights = 1 / deviations
-    solved = least_squares(
-        lambda tried: np.concatenate([_misses(start, observations, tried), tried * weights]),
-        theta,
-        jac=lambda tried: np.concatenate([_slopes(start, observations, tried), np.diag(weights)]),
-        x_scale=deviations,
-        ftol=FIT_TOLERANCE,
-    )
-    return np.asarray(solved.x)
+
+    def residuals(tried: Array) -> Array:
+        return np.concatenate([_misses(start, observations, tried), tried * weights])
+
+    found, gained = residuals(theta), math.inf
+    while gained > FIT_TOLERANCE:
+        slopes = np.concatenate([_slopes(start, observations, theta), np.diag(weights)])
+        step = np.linalg.lstsq(slopes, -found)[0]
+        for _ in range(HALVINGS):
+            tried = residuals(theta + step)
+            if tried @ tried < found @ found:
+                break
+            step /= 2
+        else:
+            return theta
+        gained = 1 - (tried @ tried) / (found @ found)
+        theta, found = theta + step, tried
+    return theta
 
 
 def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
