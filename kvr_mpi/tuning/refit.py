@@ -149,7 +149,7 @@ def _solve(start: Costs, observations: Sequence[Observation], theta: Array, devi
             step /= 2
         else:
             return theta
-        gained = 1 - (tried @ tried) / (found @ found)
+        gained = float(1 - (tried @ tried) / (found @ found))
         theta, found = theta + step, tried
     return theta
 
