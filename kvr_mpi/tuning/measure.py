@@ -178,7 +178,7 @@ def _slowest_link(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
 
 
 LAYERS = 2
-# Tokens of the slice and of the prefix, enough to keep the device busy. A GPU computes 768 tokens faster than their
+# Tokens of the slice and of the prefix, enough to keep the device busy. A GPU computes 400 tokens faster than their
 # kernels are launched, so the measured time per pair of tokens would be several times too long.
 PROBES = {"cpu": (384, 3072), "cuda": (8192, 16384)}
 # A time is measured in at least two runs, until its three smallest values agree within this ratio, or after MOST_RUNS.
