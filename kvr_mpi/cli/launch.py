@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +47,6 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
 
 def _show_stacks_when_asked() -> None:
     """Write all threads' stacks to standard error on ``SIGUSR1``, to diagnose a hanging rank."""
-    import contextlib
     import faulthandler
     import signal
     import sys
@@ -63,6 +64,20 @@ def _message(error: Exception) -> str:
     if isinstance(error, KvrError):
         return f"error: {error}"
     return "this is a bug in kvr-mpi, or a machine failure:\n" + "".join(traceback.format_exception(error)).rstrip()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import libraries without looking for garbage among the objects that they make, now and later.
+
+    There are a million of them: looking took a sixth of the time of importing torch and transformers.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def quiet_libraries() -> None:

@@ -168,11 +168,12 @@ def run_on(
     on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
     log = Log(world.rank, options.level)
     log.root(f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents")
-    # Import these only now, since they take seconds.
-    from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.runtime.batch import run_job
+    from kvr_mpi.cli.launch import importing, quiet_libraries
 
-    quiet_libraries()
+    with importing():  # only now, since it takes seconds
+        from kvr_mpi.runtime.batch import run_job
+
+        quiet_libraries()
     environment = read_environment()
     deadline_s = environment.deadline_s
     if limit_s is not None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
-from kvr_mpi.model.narrow_product import NarrowWeights
+from kvr_mpi.model.narrow_product import BLOCK, LAYOUTS, LEAST_OUTS, NarrowWeights
 from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
 
 # All sources form one library, together with the matrix products for few rows.
@@ -76,12 +76,13 @@ class KernelLibrary:
         self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p] * 3 + [ctypes.c_int64]
         self.multiple = int(library.kvr_attention_multiple())
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        tail: list[Any] = [size, size, pointer, size, pointer, size]
-        self._of_halves = library.kvr_product_of_halves
-        self._of_multiples, self._of_steps = library.kvr_product_of_bytes, library.kvr_product_of_steps
-        self._of_halves.restype, self._of_halves.argtypes = None, [pointer, *tail]
-        for each in (self._of_multiples, self._of_steps):
-            each.restype, each.argtypes = None, [pointer, pointer, *tail]
+        self._narrow: dict[torch.dtype, Any] = {}
+        self._multiply: dict[torch.dtype, Any] = {}
+        for dtype, (name, _, _) in LAYOUTS.items():
+            self._narrow[dtype] = narrow = getattr(library, f"kvr_narrow_to_{name}")
+            narrow.restype, narrow.argtypes = size, [pointer, size, pointer, pointer, size]
+            self._multiply[dtype] = multiply = getattr(library, f"kvr_product_of_{name}")
+            multiply.restype, multiply.argtypes = None, [pointer, pointer, size, size, pointer, size, pointer, size]
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel supports these queries and keys, whatever their lengths."""
@@ -210,12 +211,23 @@ class KernelLibrary:
         rows = rows.contiguous()
         out = torch.empty(*rows.shape[:-1], outs)
         sizes = outs, features, rows.data_ptr(), rows.numel() // features, out.data_ptr(), torch.get_num_threads()
-        if weights.scales is None:
-            self._of_halves(weights.packed.data_ptr(), *sizes)
-        else:
-            multiply = self._of_steps if weights.packed.dtype == torch.uint8 else self._of_multiples
-            multiply(weights.packed.data_ptr(), weights.scales.data_ptr(), *sizes)
+        self._multiply[weights.packed.dtype](weights.packed.data_ptr(), weights.scales.data_ptr(), *sizes)
         return out
+
+    def narrow(self, weight: torch.Tensor) -> NarrowWeights | None:
+        """Copy weights (outs, features) in fewer bits; None if that is lossy, or the kernels do not support them."""
+        outs, features = weight.shape
+        if weight.dtype != torch.float32 or weight.device.type != "cpu" or features % BLOCK or outs < LEAST_OUTS:
+            return None
+        weight, blocks = weight.detach().contiguous(), features // BLOCK
+        for dtype, (_, per_element, scales) in LAYOUTS.items():
+            found = NarrowWeights(
+                torch.empty(outs, features // per_element, dtype=dtype), torch.empty(outs, blocks, scales)
+            )
+            tensors = weight.data_ptr(), outs * blocks, found.packed.data_ptr(), found.scales.data_ptr()
+            if self._narrow[dtype](*tensors, torch.get_num_threads()):
+                return found
+        return None
 
 
 class CpuAttention:

@@ -1,4 +1,5 @@
-// Few rows times weights that are kept in fewer bits than they are computed with, and are exactly the same numbers.
+// Few rows times weights that are kept in fewer bits than they are computed with, and are exactly the same numbers; and
+// how weights are narrowed to fewer bits.
 //
 // A step of decoding multiplies a row of each document by all weights, and waits for memory: the fewer bytes, the
 // faster. A tile of sums, as many as a vector has lanes, stays in registers while rows and weights are read along their
@@ -11,9 +12,10 @@
 #include "threads.h"
 
 #include <atomic>
+#include <cstring>
 
 constexpr int BLOCK = 32;  // weights with a step and a least of their own
-constexpr int64_t TURN = 64;  // outputs that a thread takes at a time
+constexpr int64_t TURN = 64;  // outputs, or blocks, that a thread takes at a time
 
 // Weights (outs, features) as upper halves of floats.
 struct Halves {
@@ -124,10 +126,87 @@ static void all(const Weights &weights, int64_t outs, const float *rows, int64_t
     }
 }
 
+// The nearest number with the 11 digits of half precision, the last of them at least 2^-24. x is not negative.
+static inline float round_to_half(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits &= 0x7f800000;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    const float rounds = std::max(power, 0x1p-14f) * 0x1.8p13f;  // what is added to it keeps these digits
+    return (x + rounds) - rounds;
+}
+
+static inline Lanes round_to_integer(Lanes x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
+
+static inline bool is_same(const float *weights, const float *widened) {
+    return !std::memcmp(weights, widened, BLOCK * sizeof(float));
+}
+
+// Narrow a block, widen it again, and return whether it has the same bits. `llama.cpp` quantises so: to steps of a 15th
+// of what a block spans (Q4_1), and to multiples of a 127th of the largest (Q8_0), both rounded to half precision.
+static bool narrow_to_steps(const float *weights, uint8_t *steps, float *scales) {
+    Lanes low = load(weights), high = low;
+    for (int i = LANES; i < BLOCK; i += LANES) {
+        const Lanes each = load(weights + i);
+        low = each < low ? each : low, high = larger(high, each);
+    }
+    const float least = -largest(-low), step = round_to_half((largest(high) - least) / 15);
+    float widened[BLOCK], number[BLOCK];
+    for (int i = 0; i < BLOCK; i += LANES) {
+        Lanes each = (load(weights + i) - least) / step;
+        each = each > 0.0f ? each : Lanes{};  // also if the step is zero
+        each = round_to_integer(each < 15.0f ? each : fill(15));
+        store(number + i, each);
+        store(widened + i, each * step + least);
+    }
+    for (int i = 0; i < BLOCK / 2; ++i) steps[i] = int(number[i]) | int(number[i + BLOCK / 2]) << 4;
+    scales[0] = step, scales[1] = least;
+    return is_same(weights, widened);
+}
+
+static bool narrow_to_bytes(const float *weights, uint8_t *bytes, float *scales) {
+    Lanes most{};
+    for (int i = 0; i < BLOCK; i += LANES) {
+        const Lanes each = load(weights + i);
+        most = larger(most, larger(each, -each));
+    }
+    const float scale = round_to_half(largest(most) / 127);
+    float widened[BLOCK], number[BLOCK];
+    for (int i = 0; i < BLOCK; i += LANES) {
+        Lanes each = scale > 0 ? load(weights + i) / scale : Lanes{};
+        each = each > -127.0f ? each : fill(-127);
+        each = round_to_integer(each < 127.0f ? each : fill(127));
+        store(number + i, each);
+        store(widened + i, each * scale);
+    }
+    for (int i = 0; i < BLOCK; ++i) bytes[i] = int(number[i]);
+    scales[0] = scale;
+    return is_same(weights, widened);
+}
+
+static bool narrow_to_halves(const float *weights, uint16_t *halves) {
+    uint32_t bits[BLOCK], lost = 0;
+    std::memcpy(bits, weights, sizeof bits);
+    for (int i = 0; i < BLOCK; ++i) halves[i] = bits[i] >> 16, lost |= bits[i] & 0xffff;
+    return !lost;
+}
+
+template <class Narrow> static int64_t narrow(int64_t blocks, int64_t threads, const Narrow &narrow_block) {
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> same{true};
+    in_threads(threads, [&] {
+        for (int64_t begin; same && (begin = (next += TURN) - TURN) < blocks;)
+            for (int64_t block = begin; block < std::min(begin + TURN, blocks); ++block)
+                if (!narrow_block(block)) same = false;
+    });
+    return same;
+}
+
 extern "C" {
 // rows (count, features) and out (count, outs), next to each other; outs at least 16, features a multiple of 32.
-void kvr_product_of_halves(const uint16_t *halves, int64_t outs, int64_t features, const float *rows, int64_t count,
-                           float *out, int64_t threads) {
+void kvr_product_of_halves(const uint16_t *halves, const float *, int64_t outs, int64_t features, const float *rows,
+                           int64_t count, float *out, int64_t threads) {
     all(Halves{halves, features}, outs, rows, count, out, threads);
 }
 void kvr_product_of_bytes(const uint8_t *bytes, const float *scales, int64_t outs, int64_t features, const float *rows,
@@ -137,5 +216,19 @@ void kvr_product_of_bytes(const uint8_t *bytes, const float *scales, int64_t out
 void kvr_product_of_steps(const uint8_t *steps, const float *scales, int64_t outs, int64_t features, const float *rows,
                           int64_t count, float *out, int64_t threads) {
     all(Steps{steps, scales, features}, outs, rows, count, out, threads);
+}
+
+// Narrow weights (blocks, 32); 1 if that is lossless, otherwise 0, and what was written means nothing.
+int64_t kvr_narrow_to_halves(const float *weights, int64_t blocks, uint16_t *halves, float *, int64_t threads) {
+    return narrow(blocks, threads, [=](int64_t b) { return narrow_to_halves(weights + b * BLOCK, halves + b * BLOCK); });
+}
+int64_t kvr_narrow_to_bytes(const float *weights, int64_t blocks, uint8_t *bytes, float *scales, int64_t threads) {
+    return narrow(blocks, threads,
+                  [=](int64_t b) { return narrow_to_bytes(weights + b * BLOCK, bytes + b * BLOCK, scales + b); });
+}
+int64_t kvr_narrow_to_steps(const float *weights, int64_t blocks, uint8_t *steps, float *scales, int64_t threads) {
+    return narrow(blocks, threads, [=](int64_t b) {
+        return narrow_to_steps(weights + b * BLOCK, steps + b * (BLOCK / 2), scales + 2 * b);
+    });
 }
 }

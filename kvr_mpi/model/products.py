@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvr_mpi.model.kernels import FORWARD_SLOT, Ways, give_kernel, way_for
-from kvr_mpi.model.narrow_product import NARROW, NarrowWeights, narrow
+from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 
 if TYPE_CHECKING:
     from kvr_mpi.model.cpu_attention import KernelLibrary
@@ -50,7 +50,7 @@ class Product:
         self._packed: torch.Tensor | None = None
         self._narrowed: NarrowWeights | None = None
         if NARROW in ways and library is not None:
-            self._narrowed = narrowed or narrow(self._weight)
+            self._narrowed = narrowed or library.narrow(self._weight)
             self.nbytes += 0 if self._narrowed is None else self._narrowed.nbytes
         if PREPACKED in ways and can_lay(self._weight):
             assert _LAY is not None
@@ -81,7 +81,9 @@ def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
     return found
 
 
-def narrow_weights(model: torch.nn.Module, most_bytes: float) -> dict[torch.nn.Linear, NarrowWeights]:
+def narrow_weights(
+    model: torch.nn.Module, library: KernelLibrary, most_bytes: float
+) -> dict[torch.nn.Linear, NarrowWeights]:
     """Copy weights in fewer bits, for shapes where that is lossless in all layers, up to `most_bytes`."""
     found: dict[torch.nn.Linear, NarrowWeights] = {}
     for layers in find_products(model).values():
@@ -89,7 +91,7 @@ def narrow_weights(model: torch.nn.Module, most_bytes: float) -> dict[torch.nn.L
             continue
         of_shape: dict[torch.nn.Linear, NarrowWeights] = {}
         for layer in layers:
-            if (one := narrow(layer.weight)) is None:
+            if (one := library.narrow(layer.weight)) is None:
                 break
             of_shape[layer] = one
         else:

@@ -210,14 +210,14 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
 
     model = meta_model(config, torch.bfloat16)
     architecture, text = type(model).__name__, config.get_text_config()
-    cache = _run_probe(model)
+    seen, why_whole, cache = _probe_visibility(model)
+    cache = cache or _run_probe(model)
     layers = [_layer_shape(layer, architecture) for layer in cache.layers]
     if not any(layer.elements or layer.states for layer in layers):
         raise ModelError(
             f"{architecture} fills no cache of keys and values or states: it is an encoder, or keeps its state "
             "elsewhere; kvr-mpi runs only causal decoders"
         )
-    seen, why_whole = _probe_visibility(model)
     padding_id = _padding_id(model)
     if any(visibility.size == 1 for visibility in seen.values()):
         raise ModelError(
@@ -331,15 +331,16 @@ def _layer_shape(layer: Any, architecture: str) -> LayerShape:
     return LayerShape(states=states)
 
 
-def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
+def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None, Any]:
     """Find which keys each layer sees, from the masks it requests; otherwise return the reason why that is unknown.
 
-    Models without a pluggable attention function are checked when they run (``attention_hook``).
+    Also return the cache that the model filled meanwhile, if it ran. Models without a pluggable attention function are
+    checked when they run (``attention_hook``).
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if not model._supports_attention_backend:
-        return {}, None
+        return {}, None, None
     text = model.config.get_text_config()
     found: dict[int, Visibility] = {}
 
@@ -355,10 +356,9 @@ def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
         with BUILDING:  # another thread would register its probe under the same name
             AttentionInterface.register(PROBE_ATTENTION, attention)
             AttentionMaskInterface.register(PROBE_ATTENTION, request_mask)
-            _run_probe(model, PROBE_ATTENTION)
+            return found, None, _run_probe(model, PROBE_ATTENTION)
     except ModelError as error:
-        return {}, str(error).partition(" cache of transformers' ")[2].strip("()") or str(error)
-    return found, None
+        return {}, str(error).partition(" cache of transformers' ")[2].strip("()") or str(error), None
 
 
 def _visibility_on_meta(request: MaskRequest, text: Any) -> Visibility:

@@ -198,7 +198,7 @@ def _try(library: KernelLibrary) -> None:
 
 @torch.inference_mode()
 def _try_products(library: KernelLibrary) -> None:
-    """Compare products of few rows with float64.
+    """Compare products of few rows with float64, and narrowed weights with what they were made of.
 
     Raises
     ------
@@ -210,14 +210,22 @@ def _try_products(library: KernelLibrary) -> None:
     scales[..., 0] = scales[..., 0].abs().half().float()
     halves = torch.randn(TRIED_OUTS, 3 * BLOCK, generator=draw).bfloat16().view(torch.int16)
     steps = torch.randint(0, 256, (TRIED_OUTS, 3 * BLOCK // 2), generator=draw, dtype=torch.uint8)
+    steps[:, :: BLOCK // 2] = 15 << 4  # the minimum and the maximum of a block
     bytes_of = torch.randint(-127, 128, (TRIED_OUTS, 3 * BLOCK), generator=draw, dtype=torch.int8)
+    bytes_of[:, ::BLOCK] = -127
     kinds = (
-        NarrowWeights(halves, None),
+        NarrowWeights(halves, torch.empty(TRIED_OUTS, 3, 0)),
         NarrowWeights(bytes_of, scales[..., :1].contiguous()),
         NarrowWeights(steps, scales),
     )
     for weights in kinds:
-        truth = weights.widen().double()
+        wide = weights.widen()
+        found, truth = library.narrow(wide), wide.double()
+        if found is None or not torch.equal(found.widen().view(torch.int32), wide.view(torch.int32)):
+            raise ValueError("it gives wrong results")
+        wide.view(torch.int32)[-1, -1] ^= 1
+        if library.narrow(wide) is not None:
+            raise ValueError("it gives wrong results")
         for count in TRIED_ROWS:
             rows = torch.randn(count, 3 * BLOCK, generator=draw)
             wanted = rows.double() @ truth.T

@@ -20,7 +20,11 @@ from kvr_mpi.tuning.table import Key, ModelIdentity, Provenance
 
 LIBRARIES = ("kvr-mpi", "torch", "transformers", "mpi4py")
 CPUINFO = Path("/proc/cpuinfo")
-RESTRICTING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+RESTRICTING = (
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+    *(f"{name}_{what}" for name in ("ONEDNN", "DNNL") for what in ("MAX_CPU_ISA", "DEFAULT_FPMATH_MODE")),
+)
 
 
 def key_of(loaded: LoadedModel, chain: Transport) -> Key:
@@ -62,7 +66,7 @@ def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
 def processor_key(environ: Mapping[str, str] = os.environ) -> str:
     """Identify a processor for compiled code and timings: model, instruction sets, and their restrictions.
 
-    Environment variables can disable instruction sets in torch, oneDNN and MKL (`RESTRICTING`).
+    Environment variables can disable instruction sets in torch, oneDNN and MKL, or make them round (`RESTRICTING`).
     """
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     restricted = [f"{name}={value}" for name in RESTRICTING if (value := environ.get(name))]

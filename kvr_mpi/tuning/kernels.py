@@ -1,10 +1,10 @@
 """Chooses the fastest implementation of each kind of product and of attention by measurement.
 
 Each implementation is timed in turn with torch's own at the row counts that matter (`model.kernels.ROWS`), once per
-processor, number of threads, torch version and model shapes. All ranks of a host measure at the same time, as they will
-compute, and choose the same implementations. The timings are cached in ``KVR_CACHE``; later jobs repeat them if other
-programs ran meanwhile. Before use, every job compares the chosen implementations with torch on random numbers at every
-row count.
+processor, number of threads, torch version and model shapes. An implementation that differs from torch's on random
+numbers, at any row count, is not used. All ranks of a host measure at the same time, as they will compute, and choose
+the same implementations. The results are cached in ``KVR_CACHE``; later jobs repeat the measurement if other programs
+ran meanwhile. Before use, every job runs the whole model with them on a few tokens (`prefill.self_check`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Gains = dict[str, dict[str, list[float]]]
 
 
 class _Kept(BaseModel):
-    """A cached measurement: the speed-up of each implementation at each of `ROWS`.
+    """A cached measurement: the speed-up of each implementation at each of `ROWS`; all 0 if its results are wrong.
 
     busy_share : share of the measuring time in which a rank had its processor; the minimum over the host's ranks.
     tries : number of jobs that have measured; the gains are from the job with the largest share.
@@ -92,7 +92,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
     attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
     with torch.inference_mode():
         room = COPY_SHARE * free_bytes
-        narrowed = {} if attention is None else narrow_weights(loaded.model, room)
+        narrowed = {} if attention is None else narrow_weights(loaded.model, attention, room)
         pieces = [
             *product_pieces(loaded.model, room, attention, narrowed),
             *attention_pieces(loaded, attention),
@@ -108,7 +108,9 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         views = share_json(world, gather_json(world, [socket.gethostname(), mine, share]))
         here = [(found, share) for host, found, share in views if host == socket.gethostname()]
         gains, share = _middle(mine, [found for found, _ in here]), min(share for _, share in here)
-        ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model, narrowed), room), say)
+        for name, way in _wrong_ways(gains):
+            say(f"warning: {name}: {way} is not used: its results differ from those of plain torch")
+        ways = choose_ways(gains, _copy_bytes(loaded.model, narrowed), room)
     chosen = "; ".join(f"{name}: {', '.join(way)}" for name, way in ways.items())
     say(Detail(f"kernels: {chosen or 'those of torch'}"))
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
@@ -131,7 +133,11 @@ def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Ga
     gains = measure_gains(pieces)
     share = (time.thread_time() - ran_s) / (time.perf_counter() - began_s)
     if known is not None and known.busy_share > share:
-        return known.gains, known.busy_share
+        wrong = {(name, way): [0.0] * len(ROWS) for name, way in _wrong_ways(gains)}
+        known_gains = {
+            name: {way: wrong.get((name, way), row) for way, row in ways.items()} for name, ways in known.gains.items()
+        }
+        return known_gains, known.busy_share
     return gains, share
 
 
@@ -154,27 +160,35 @@ def _copy_bytes(model: torch.nn.Module, narrowed: Mapping[torch.nn.Linear, Narro
 
 
 def measure_gains(pieces: Sequence[Piece]) -> Gains:
-    """Time every implementation of every piece, alternating with torch's; 0: not measured, it would take too long."""
-    gains: Gains = {piece.name: {way: [] for way in piece.ways if way != PLAIN} for piece in pieces}
+    """Time every implementation of every piece, alternating with torch's.
+
+    A speed-up is 0 at row counts that would take too long, and at all of them if the results are wrong at any.
+    """
+    gains: Gains = {}
     for piece in pieces:
-        taken_s = 0.0
-        for count in ROWS:
-            found = _gains_of(piece, count) if taken_s * count < MOST_CALL_S else {}
-            for way, row in gains[piece.name].items():
-                row.append(found.get(way, 0.0))
-            taken_s = found.get(PLAIN, taken_s * count) / count
+        calls = {way: make() for way, make in piece.ways.items()}
+        taken_s, rows = 0.0, [{way: 0.0 for way in calls} for _ in ROWS]
+        for at, count in enumerate(ROWS):
+            if taken_s * count < MOST_CALL_S:
+                rows[at] = _gains_of(piece, calls, count)
+                taken_s = rows[at][PLAIN] / count
+        gains[piece.name] = {
+            way: [row[way] for row in rows] if _is_right(piece, calls, way) else [0.0] * len(ROWS)
+            for way in calls
+            if way != PLAIN
+        }
     return gains
 
 
-def _gains_of(piece: Piece, count: int) -> dict[str, float]:
+def _gains_of(piece: Piece, calls: Mapping[str, Sequence[Compute]], count: int) -> dict[str, float]:
     """Return the speed-up of each implementation at a number of rows; for `PLAIN` the best time in seconds."""
     rows = piece.rows(count)
     turns = {
-        way: calls if count <= TURNS_ROWS else calls[:1]
-        for way, calls in piece.ways.items()
+        way: each if count <= TURNS_ROWS else each[:1]
+        for way, each in calls.items()
         if count <= piece.most_rows.get(way, count)
     }
-    once = {way: _seconds(calls, rows, 1) for way, calls in turns.items()}
+    once = {way: _seconds(each, rows, 1) for way, each in turns.items()}
     repeats = max(1, min(100, int(SAMPLE_S / max(min(once.values()), 1e-6))))
     times: dict[str, list[float]] = {way: [] for way in turns}
     for pair in range(PAIRS):
@@ -182,7 +196,13 @@ def _gains_of(piece: Piece, count: int) -> dict[str, float]:
             times[way].append(_seconds(turns[way], rows, repeats))
     plain = times[PLAIN]
     gains = {way: median(a / b for a, b in zip(plain, found, strict=True)) for way, found in times.items()}
-    return dict.fromkeys(piece.ways, 1.0) | gains | {PLAIN: min(plain) / repeats / len(turns[PLAIN])}
+    return dict.fromkeys(calls, 1.0) | gains | {PLAIN: min(plain) / repeats / len(turns[PLAIN])}
+
+
+def _is_right(piece: Piece, calls: Mapping[str, Sequence[Compute]], way: str) -> bool:
+    """Whether an implementation gives torch's results at all row counts at which it may be used."""
+    counts = [count for count in ROWS if count <= piece.most_rows.get(way, count)]
+    return all(is_same(calls[PLAIN][0](rows), calls[way][0](rows)) for rows in map(piece.rows, counts))
 
 
 def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> float:
@@ -237,29 +257,21 @@ def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
     return tuple(ways)
 
 
-def _right_ways(pieces: Sequence[Piece], chosen: Mapping[str, Ways], say: Say) -> dict[str, Ways]:
-    """Drop the choices for pieces with a wrong result at any number of rows."""
-    right = {}
-    for piece in pieces:
-        ways = chosen.get(piece.name, ())
-        for way, count in zip(ways, ROWS, strict=bool(ways)):
-            rows = piece.rows(count)
-            if way != PLAIN and not is_same(piece.ways[PLAIN][0](rows), piece.ways[way][0](rows)):
-                say(f"warning: {piece.name}: {way} is not used: for {count} rows it differs from plain torch")
-                break
-        else:
-            if ways:
-                right[piece.name] = ways
-    return right
-
-
 def _middle(mine: Gains, found: Sequence[Gains]) -> Gains:
-    """Return the median of the measurements of a host's ranks."""
+    """Return the median of the measurements of a host's ranks; 0 where one of them has 0."""
     alike = [each for each in found if _ways_in(each) == _ways_in(mine)]
     return {
-        name: {way: [median(each[name][way][at] for each in alike) for at in range(len(ROWS))] for way in ways}
+        name: {
+            way: [median(each) if all(each) else 0.0 for each in zip(*(one[name][way] for one in alike), strict=True)]
+            for way in ways
+        }
         for name, ways in mine.items()
     }
+
+
+def _wrong_ways(gains: Gains) -> list[tuple[str, str]]:
+    """List pieces and their implementations that gave wrong results."""
+    return [(name, way) for name, ways in gains.items() for way, row in ways.items() if not any(row)]
 
 
 def _ways_in(gains: Gains) -> dict[str, list[str]]:
@@ -267,12 +279,11 @@ def _ways_in(gains: Gains) -> dict[str, list[str]]:
 
 
 def _holds_for(pieces: Sequence[Piece], attention: KernelLibrary | None) -> str:
-    """Return a text with everything that a measurement depends on."""
+    """Return a text with everything that a measurement, and whether results are right, depends on."""
     of_ours = "" if attention is None else f", attention {attention.identity}"
     what = sorted(f"{piece.name} {piece.dtype} {'/'.join(piece.ways)}" for piece in pieces)
-    return (
-        f"{processor_key()}, {torch.get_num_threads()} threads, torch {torch.__version__}{of_ours}: {'; '.join(what)}"
-    )
+    build = f"torch {torch.__version__} {xxhash.xxh3_64_hexdigest(torch.__config__.show().encode())}"
+    return f"{processor_key()}, {torch.get_num_threads()} threads, compared with {build}{of_ours}: {'; '.join(what)}"
 
 
 def _read(file: Path, holds_for: str, pieces: Sequence[Piece]) -> _Kept | None:

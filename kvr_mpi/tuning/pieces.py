@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 
@@ -29,13 +30,13 @@ Compute = Callable[[torch.Tensor], torch.Tensor]
 class Piece:
     """One kind of product or attention, with its implementations.
 
-    ways : for each implementation, one or several functions of inputs (rows, features) that take turns.
+    ways : for each implementation, makes one or several functions of inputs (rows, features) that take turns.
     features : of a row.
     most_rows : largest number of rows for which an implementation differs from the plain one.
     """
 
     name: str
-    ways: Mapping[str, Sequence[Compute]]
+    ways: Mapping[str, Callable[[], Sequence[Compute]]]
     features: int
     dtype: torch.dtype
     most_rows: Mapping[str, int] = field(default_factory=dict)
@@ -56,19 +57,27 @@ def product_pieces(
     for shape, layers in find_products(model).items():
         one = layers[0].weight
         turns = layers[: max(1, TURNS_BYTES // one.nbytes)]
-        ways: dict[str, Sequence[Compute]] = {PLAIN: [_linear(layer) for layer in turns]}
+        names = [PLAIN]
         if can_lay(one) and one.nbytes * len(turns) <= most_bytes:
-            ways[PREPACKED] = [Product(layer, always(PREPACKED)) for layer in turns]
+            names.append(PREPACKED)
         if library is not None and layers[0] in narrowed:
-            ways[NARROW] = [Product(layer, always(NARROW), library, narrowed[layer]) for layer in turns]
-        if len(ways) > 1:
+            names.append(NARROW)
+        if len(names) > 1:
+            ways = {name: partial(_calls, name, turns, library, narrowed) for name in names}
             pieces.append(Piece(shape, ways, one.shape[1], one.dtype, {NARROW: NARROW_ROWS}))
     return pieces
 
 
-def _linear(layer: torch.nn.Linear) -> Compute:
-    weight, bias = layer.weight.detach(), layer.bias
-    return lambda rows: torch.nn.functional.linear(rows, weight, bias)
+def _calls(
+    way: str,
+    layers: Sequence[torch.nn.Linear],
+    library: KernelLibrary | None,
+    narrowed: Mapping[torch.nn.Linear, NarrowWeights],
+) -> list[Compute]:
+    """Make one implementation of the products of some layers."""
+    if way == PLAIN:
+        return [partial(torch.nn.functional.linear, weight=layer.weight.detach(), bias=layer.bias) for layer in layers]
+    return [Product(layer, always(way), library, narrowed.get(layer)) for layer in layers]
 
 
 def attention_pieces(loaded: LoadedModel, library: KernelLibrary | None) -> list[Piece]:
@@ -77,18 +86,20 @@ def attention_pieces(loaded: LoadedModel, library: KernelLibrary | None) -> list
     if library is None or layer is None:
         return []
     heads = getattr(loaded.model.config.get_text_config(), "num_attention_heads", layer.num_kv_heads)
+
+    def make_cache(keys: int, draw: torch.Generator) -> list[torch.Tensor]:
+        dims = layer.key_dim, layer.value_dim
+        made = [torch.randn(1, keys, layer.num_kv_heads, dim, generator=draw) for dim in dims]
+        return [each.to(loaded.dtype).transpose(1, 2) for each in made]
+
     draw = torch.Generator().manual_seed(KEYS)
-    per_cache = KEYS * layer.num_kv_heads * (layer.key_dim + layer.value_dim) * loaded.dtype.itemsize
-    caches = [
-        [
-            torch.randn(1, KEYS, layer.num_kv_heads, dim, generator=draw).to(loaded.dtype).transpose(1, 2)
-            for dim in (layer.key_dim, layer.value_dim)
-        ]
-        for _ in range(max(1, TURNS_BYTES // per_cache))
-    ]
-    if not library.takes(torch.empty(1, heads, 1, layer.key_dim, dtype=loaded.dtype), *caches[0]):
+    if not library.takes(torch.empty(1, heads, 1, layer.key_dim, dtype=loaded.dtype), *make_cache(1, draw)):
         return []
-    scale = layer.key_dim**-0.5
+
+    @cache
+    def caches() -> list[list[torch.Tensor]]:
+        per_cache = KEYS * layer.elements * loaded.dtype.itemsize
+        return [make_cache(KEYS, draw) for _ in range(max(1, TURNS_BYTES // per_cache))]
 
     def attending(params: AttentionParams, keys: torch.Tensor, values: torch.Tensor) -> Compute:
         def compute(rows: torch.Tensor) -> torch.Tensor:
@@ -97,9 +108,12 @@ def attention_pieces(loaded: LoadedModel, library: KernelLibrary | None) -> list
 
         return compute
 
+    scale = layer.key_dim**-0.5
     ours = AttentionParams(scale, kernel=CpuAttention(library, always(OWN)))
-    either = {PLAIN: AttentionParams(scale), OWN: ours}
-    ways = {way: [attending(params, *cache) for cache in caches] for way, params in either.items()}
+    ways = {
+        way: lambda params=params: [attending(params, *each) for each in caches()]
+        for way, params in ((PLAIN, AttentionParams(scale)), (OWN, ours))
+    }
     most_rows = {} if loaded.dtype == torch.float32 else {OWN: 1}  # in bfloat16 our kernel supports only one query
     return [Piece(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype, most_rows)]
 

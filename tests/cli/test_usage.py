@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ from constants import SMOLLM, Kvr
 from shown_runs import write_run
 
 from kvr_mpi.cli.environment import is_offline
-from kvr_mpi.cli.launch import guarded
+from kvr_mpi.cli.launch import guarded, importing
 from kvr_mpi.cli.shipped import find_shipped
 from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
 from kvr_mpi.store.record import Record
@@ -125,3 +126,12 @@ def test_a_rank_that_fails_alone_ends_all_with_its_code(capsys: pytest.CaptureFi
         guarded(World(), lambda: fail(KeyboardInterrupt()))
     out, err = capsys.readouterr()
     assert "exit code 130: interrupted" in out + err and "--resume" in out + err and "Traceback" not in out + err
+
+
+def test_garbage_is_collected_again_after_imports_also_if_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))  # the tests' own objects stay as they are
+    with pytest.raises(ImportError), importing():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled() and frozen == [False]

@@ -10,7 +10,7 @@ import torch
 
 from kvr_mpi.model.cpu_attention import KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
-from kvr_mpi.model.narrow_product import AT_ONCE, BLOCK, NARROW, narrow
+from kvr_mpi.model.narrow_product import BLOCK, NARROW
 from kvr_mpi.model.products import PREPACKED, Product, narrow_weights
 from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
 
@@ -36,6 +36,13 @@ def steps(outs: int, features: int) -> torch.Tensor:
     return (each.float() * step + least.float()).view(outs, features)
 
 
+def tiny_steps(outs: int, features: int) -> torch.Tensor:
+    """With steps below the smallest normal number of half precision, which has fewer digits there."""
+    each = torch.randint(0, 16, (outs, features // BLOCK, BLOCK))
+    each[..., 3], each[..., 30] = 0, 15
+    return (each.float() * (torch.rand(outs, features // BLOCK, 1) * 2e-5).half().float()).view(outs, features)
+
+
 def multiples(outs: int, features: int) -> torch.Tensor:
     """As llama.cpp dequantises Q8_0: every block has 127 or -127 times its scale."""
     each = torch.randint(-127, 128, (outs, features // BLOCK, BLOCK))
@@ -43,7 +50,9 @@ def multiples(outs: int, features: int) -> torch.Tensor:
     return (each.float() * torch.rand(outs, features // BLOCK, 1).half().float()).view(outs, features)
 
 
-@pytest.mark.parametrize(("make", "share"), [(halves, 1 / 2), (multiples, 9 / 32), (steps, 3 / 16)])
+@pytest.mark.parametrize(
+    ("make", "share"), [(halves, 1 / 2), (multiples, 9 / 32), (steps, 3 / 16), (tiny_steps, 3 / 16)]
+)
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -52,27 +61,31 @@ def multiples(outs: int, features: int) -> torch.Tensor:
         lambda weight: weight[0, 0].copy_(torch.tensor(1e-3)),
     ],
 )
-def test_weights_come_back_to_the_bit_or_are_left_as_they_are(make: Any, share: float, spoil: Any) -> None:
-    weight = make(AT_ONCE // 64 + 5, 64)  # in more than one go
-    found = narrow(weight)
+def test_weights_come_back_to_the_bit_or_are_left_as_they_are(
+    products: KernelLibrary, make: Any, share: float, spoil: Any
+) -> None:
+    weight = make(901, 64)
+    found = products.narrow(weight)
     assert found is not None and found.nbytes == share * weight.nbytes
     assert torch.equal(found.widen().view(torch.int32), weight.view(torch.int32))
     spoil(weight)
-    assert narrow(weight) is None
+    assert products.narrow(weight) is None
 
 
 @pytest.mark.parametrize("outs_features", [(16, 48), (15, 64)])
-def test_shapes_and_types_that_cannot_be_kept_in_fewer_bits(outs_features: tuple[int, int]) -> None:
-    assert narrow(halves(*outs_features)) is None
-    assert narrow(halves(16, 64).bfloat16()) is None and narrow(halves(16, 64).to("meta")) is None
+def test_shapes_and_types_that_cannot_be_kept_in_fewer_bits(
+    products: KernelLibrary, outs_features: tuple[int, int]
+) -> None:
+    for weight in (halves(*outs_features), halves(16, 64).bfloat16(), halves(16, 64).to("meta")):
+        assert products.narrow(weight) is None
 
 
 @pytest.mark.parametrize("make", [halves, multiples, steps])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5])
-def test_signs_of_zero_and_blocks_of_one_number(make: Any, value: float) -> None:
+def test_signs_of_zero_and_blocks_of_one_number(products: KernelLibrary, make: Any, value: float) -> None:
     weight = make(16, 64)
     weight[3, :32] = value
-    found = narrow(weight)
+    found = products.narrow(weight)
     fits = make is halves or (str(value) != "-0.0" and not (make is multiples and value))  # 127 times a short scale
     assert (found is not None) == fits
     assert found is None or torch.equal(found.widen().view(torch.int32), weight.view(torch.int32))
@@ -85,7 +98,7 @@ def test_products_are_those_of_the_weights(
     products: KernelLibrary, make: Any, outs: int, features: int, threads: int
 ) -> None:
     weight, before = make(outs, features), torch.get_num_threads()
-    found = narrow(weight)
+    found = products.narrow(weight)
     assert found is not None
     try:
         torch.set_num_threads(threads)
@@ -101,7 +114,7 @@ def test_products_are_those_of_the_weights(
 
 
 def test_a_row_depends_on_no_other_and_other_rows_are_refused(products: KernelLibrary) -> None:
-    weight = narrow(halves(64, 96))
+    weight = products.narrow(halves(64, 96))
     assert weight is not None
     rows = torch.randn(8, 96)
     rows[3] = float("nan")
@@ -135,11 +148,13 @@ def test_layers_read_the_copy_that_their_rows_are_to_read(
             torch.testing.assert_close(product(rows), layer(rows), atol=1e-5, rtol=1e-5)
 
 
-def test_all_layers_of_a_shape_or_none() -> None:
+def test_all_layers_of_a_shape_or_none(products: KernelLibrary) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 32) for _ in range(3)), torch.nn.Linear(64, 96))
     for layer in model:
         layer.weight.data = halves(*layer.weight.shape)
-    assert set(narrow_weights(model, 1e9)) == set(model)
-    assert set(narrow_weights(model, 3 * 32 * 64 * 2)) == set(model[:3]), "there is no memory for the other one"
+    assert set(narrow_weights(model, products, 1e9)) == set(model)
+    assert set(narrow_weights(model, products, 3 * 32 * 64 * 2)) == set(model[:3]), (
+        "there is no memory for the other one"
+    )
     model[1].weight.data[3, 3] = 0.1
-    assert set(narrow_weights(model, 1e9)) == {model[3]}
+    assert set(narrow_weights(model, products, 1e9)) == {model[3]}

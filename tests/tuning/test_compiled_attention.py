@@ -96,6 +96,9 @@ def test_a_compiler_that_is_not_there_is_found_when_it_is(tmp_path: Path, monkey
         (1, "total += weight *", "total += 1.001f *"),
         (2, "Wide) << 16", "Wide) << 15"),
         (2, "both >> 4", "both >> 3"),
+        (2, "int(number[i]);", "int(number[i]) & ~1;"),
+        (2, "0x1.8p13f", "0x1.8p15f"),
+        (2, "lost |= bits[i] & 0xffff", "lost |= bits[i] & 0xfffe"),
     ],
 )
 def test_a_kernel_that_computes_something_else_is_not_used(

@@ -37,6 +37,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     forget_kernels(found.model)
 
 
+def measured(pieces: Any, gain: float) -> Any:
+    return {piece.name: {way: [gain] * len(ROWS) for way in piece.ways if way != PLAIN} for piece in pieces}
+
+
 @pytest.fixture
 def gains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have every other way measured as twice as fast; count how often that is asked for."""
@@ -44,7 +48,7 @@ def gains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def measure(pieces: Any) -> Any:
         asked.append(len(pieces))
-        return {piece.name: {way: [2.0] * len(ROWS) for way in piece.ways if way != PLAIN} for piece in pieces}
+        return measured(pieces, 2.0)
 
     monkeypatch.setattr(kernels, "measure_gains", measure)
     return asked
@@ -200,22 +204,44 @@ def test_what_is_kept_is_not_believed_unless_it_fits(loaded: Any, gains: list[in
 
 
 def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
-    loaded: Any, gains: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check of a whole chain runs a few tokens only, and would not see it."""
+    """The check of a whole chain runs a few tokens only, and would not see it. Later jobs read that it was wrong."""
     right = Product.__call__
 
     def wrong(self: Product, rows: torch.Tensor) -> torch.Tensor:
         found = right(self, rows)
         return found * 1.01 if rows.numel() >= 512 * rows.shape[-1] else found
 
-    monkeypatch.setattr(Product, "__call__", wrong)
-    (tmp_path / "kernels").write_text("")
-    said = choose(loaded, tmp_path)
-    assert len(said) == len(find_products(loaded.model)) + 2 and "for 512 rows it differs" in said[1]
-    assert "are not kept" in said[-1] and "cannot be written" in said[-1]
+    monkeypatch.setattr(kernels, "LEAST_GAIN", 0.0)  # any measured implementation is used
+    monkeypatch.setattr(kernels, "LEAST_COPY_GAIN", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Product, "__call__", wrong)
+        said = choose(loaded, tmp_path)
+    assert len(said) == len(find_products(loaded.model)) + 1 and "prepacked is not used: its results differ" in said[1]
     assert kernel_bytes(loaded.model) == 0 and not kernels_of(loaded.model)
     check_chain(loaded)
+    assert choose(loaded, tmp_path) == said[1:] and not kernels_of(loaded.model)
+    kept_in(tmp_path)[0].unlink()
+    choose(loaded, tmp_path)
+    assert kernels_of(loaded.model), "it is the wrong results that they were left out for"
+
+
+def test_what_is_wrong_when_it_is_measured_again_is_not_used(
+    loaded: Any, gains: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "QUIET_SHARE", float("inf"))
+    choose(loaded, tmp_path)
+    file, kept = kept_in(tmp_path)
+    file.write_text(json.dumps({**kept, "busy_share": 1e9}))  # more than any other measurement has
+    monkeypatch.setattr(kernels, "measure_gains", lambda pieces: measured(pieces, 0.0))
+    assert "is not used" in choose(loaded, tmp_path)[1] and not kernels_of(loaded.model)
+
+
+def test_measurements_that_cannot_be_kept(loaded: Any, gains: Any, tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("")
+    said = choose(loaded, tmp_path)
+    assert "are not kept" in said[-1] and "cannot be written" in said[-1] and kernels_of(loaded.model)
 
 
 def test_ranks_of_a_host_take_the_same_ways(
@@ -224,11 +250,7 @@ def test_ranks_of_a_host_take_the_same_ways(
     """Also if one of them does not see what was kept."""
     ranks = iter((1.0, 1.2, 3.0, 3.0, 3.0))
 
-    def measure(pieces: Any) -> Any:
-        gain = next(ranks)  # each rank another
-        return {piece.name: {way: [gain] * len(ROWS) for way in piece.ways if way != PLAIN} for piece in pieces}
-
-    monkeypatch.setattr(kernels, "measure_gains", measure)
+    monkeypatch.setattr(kernels, "measure_gains", lambda pieces: measured(pieces, next(ranks)))  # each rank another
     said: list[str] = []
     run_local(3, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
     assert len(set(usual(said))) == 1
