@@ -33,7 +33,7 @@ WRONG = [
     ("model.path={tmp}/no-weights", ["no *.safetensors"]),
     ("model.path={tmp}/unknown-architecture", ["cannot be loaded", "no-such-type"]),
     ("model.path={tmp}/damaged-weights", ["cannot be loaded"]),
-    ("model.path=package:no_such_package/x.gguf", ["package 'no_such_package' is not installed"]),
+    ("model.path=package:no_such_package/x.gguf", ["no installed Python package is named 'no_such_package'"]),
     ("model.dtype=float31", ["model.dtype = 'float31'", "'bfloat16'"]),
     ("model.device=cuda", ["model.device = 'cuda'", "no GPU"]),
     ("generation.max_tokens=3", ["unknown key", "did you mean 'max_new_tokens'"]),

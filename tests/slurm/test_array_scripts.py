@@ -47,21 +47,67 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     assert "set -- 'the out' 3\n" in gather and "#SBATCH --job-name=kvr-job-gather\n" in gather
     assert "for the longest of 3 shares" in err and re.search(r"predicted cost: \S+ node hours, \S+ GPU hours", err)
     assert re.search(r"GPU memory: at least \S+ \S+ per rank", err)
+    assert "host memory" not in err and "keys and values" not in err and "asks for no GPUs" not in err
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
     assert f"at most {most}: the time limit of {minutes[1]} min on 2 nodes for each of 3 shares" in err
 
 
+@pytest.mark.parametrize("options", [[], ["--time=9"]])
 def test_memory_to_ask_for_and_ranks_that_gain_little(
-    job: Path, tmp_path: Path, tiny_model_dir: Path, run_kvr: Kvr
+    options: list[str], job: Path, tmp_path: Path, tiny_model_dir: Path, run_kvr: Kvr
 ) -> None:
+    """Also if the user has chosen a time limit, which stays."""
     save_table(fitting(a_table(), tiny_model_dir), tmp_path / "table.json")
-    words = ["--ranks", "8", "--print", "--hardware", tmp_path / "table.json"]
-    code, _, err = run_kvr("sbatch", job, *words)
-    assert code == EXIT_OK
+    words = ["--ranks", "8", "--print", "--hardware", tmp_path / "table.json", "--set", "output.kv=true", *options]
+    code, out, err = run_kvr("sbatch", job, *words)
+    assert code == EXIT_OK and ("#SBATCH --time=9\n" in out) == ("requesting" not in err) == bool(options)
     assert re.search(r"memory: at least \S+ MiB per rank, so about --mem=7G", err), err
-    assert "warning: 4 ranks would take only" in err
+    assert "warning: 4 ranks would take only" in err and "predicted cost: " in err and "predicted " in err
+    assert re.search(r"keys and values of 6 documents: about \S+ [KM]iB; \S+ [GT]iB are free", err)
+
+
+def test_a_job_whose_speed_is_unknown_may_have_a_time_limit(
+    job: Path, tmp_path: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))
+    code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--print", "--time=9", "--gpus-per-node", "2")
+    assert code == EXIT_OK and "#SBATCH --time=9\n" in out
+    none, most = err.splitlines()
+    assert none.startswith("no forecast of time, cost and memory: the speed of a rank is unknown") and "at most" in most
+
+
+def test_host_memory_is_said_where_weights_pass_through_it(
+    job: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvr_mpi.setup.planning.placement", lambda device: {})  # without accelerate
+    code, _, err = run_kvr("sbatch", job, "--ranks", "8", "--print", "--hardware", "h200")
+    assert code == EXIT_OK and re.search(
+        r"\nhost memory: at least \S+ [KM]iB per rank, so about --mem=7G, since", err
+    ), err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "no GPUs, and for 1 core (--cpus-per-task) per rank"),
+        (["--cpus-per-task", "8"], "no GPUs, and for 8 cores per rank"),
+        (["--gpus-per-node", "0"], None),
+        (["--gpus=2"], None),
+        (["--gres=gpu:2"], None),
+        (["--set", "model.device=cpu"], None),
+    ],
+)
+def test_a_script_without_gpus_says_so_unless_they_were_decided(
+    options: list[str], words: str | None, job: Path, tmp_path: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))
+    code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--print", "--time=9", *options)
+    assert (
+        code == EXIT_OK and "#SBATCH --gpus-per-node" not in out and ("asks for no GPUs" in err) == (words is not None)
+    )
+    assert (words or "") in err
 
 
 @pytest.mark.parametrize(
@@ -89,6 +135,7 @@ def test_words_that_cannot_be_meant(arguments: list[str], expected: int, why: st
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
     code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-task", "16")
     assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours on 2 node", out)
+    assert "not included: the time to start and to load the model; kvr sbatch adds 10 min" in out
     used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
     assert used == {"node_hours": 1.0, "gpu_hours": 4.0, "core_hours": 64.0}
     assert Allocation(1, 2, 0, 2).hours(3600) == "1 node hours, 2 core hours"

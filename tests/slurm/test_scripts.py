@@ -70,7 +70,7 @@ def test_nothing_can_be_smuggled_into_the_script(tmp_path: Path, kvr: Path, sepa
     ]:
         run = subprocess.run([*command, *options], capture_output=True, text=True, check=False, cwd=folder)
         assert run.returncode == 78 and run.stdout == "", run.stdout
-        assert word in run.stderr and len(run.stderr.splitlines()) == 1
+        assert word in run.stderr and len(run.stderr.splitlines()) == 1, "before any forecast"
 
 
 def test_hostile_words_reach_the_job_as_they_are(tmp_path: Path, kvr: Path) -> None:
