@@ -124,7 +124,10 @@ class PlannedJob:
         if (size := self.kv_bytes) is None:
             return ""
         folder = Path(self.spec.output.path).absolute()
-        free = shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
+        try:
+            free = shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
+        except OSError:  # such as a folder that only nodes see; the job checks it again
+            free = None
         return stored_text(len(self.texts) - len(self.errors), size, free)
 
     @property

@@ -69,6 +69,7 @@ def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], fold
     return text
 
 
-def stored_text(documents: int, size: int, free: int) -> str:
-    """Describe the space that the keys and values of a job take."""
-    return f"keys and values of {counted(documents, 'document')}: about {bytes_text(size)}; {bytes_text(free)} are free"
+def stored_text(documents: int, size: int, free: int | None) -> str:
+    """Describe the space that the keys and values of a job take; `free` is None if unknown."""
+    room = "the free space is unknown" if free is None else f"{bytes_text(free)} are free"
+    return f"keys and values of {counted(documents, 'document')}: about {bytes_text(size)}; {room}"

@@ -64,6 +64,8 @@ def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> N
     options = ("--ranks", "2", "--hardware", "h200")
     words = shown(other, *options)
     assert "2 prompts about each document: prefilling it once saves" in words and "with 'auto'" not in words
+    nowhere = with_settings("output.kv=true", f"output.path={'x' * 5000}")  # no file system takes such a name
+    assert "; the free space is unknown\n" in shown(job, *options, *nowhere)
     two, one = (planned(each, *options)["makespan_s"] for each in (other, job))
     assert one < two < 3 * one
     # How ranks would decode, by a job's cost model; and what cannot be combined is no choice.
