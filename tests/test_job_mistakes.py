@@ -96,6 +96,23 @@ def test_what_is_missing_is_named_with_what_it_is_for(tmp_path: Path, section: s
     assert re.fullmatch(rf".*job\.toml: {section}:? is missing", refusal(path))
 
 
+def test_a_line_break_is_typed_as_backslash_and_n(tmp_path: Path) -> None:
+    """In texts for the model that are no TOML of their own, from a shell or the environment; nowhere else."""
+    path, typed = write_job(tmp_path), r"{text}\n\nWho?"
+    for spec in (
+        load(path, f"prompt.template={typed}"),
+        load(path, f'prompt.template="{typed}"'),
+        load(path, KVR_PROMPT__TEMPLATE=typed),
+    ):
+        assert spec.prompt.template == "{text}\n\nWho?"
+    assert load(path, f"prompt.template='{typed}'").prompt.template == typed
+    schema = r'{"type": "string", "pattern": "a\nb"}'
+    assert (
+        load(path, f"generation.json_schema={schema}").generation.json_schema
+        == load(path, f"generation.json_schema='{schema}'").generation.json_schema
+    )
+
+
 def test_a_malformed_setting_shows_how_it_is_done(tmp_path: Path) -> None:
     for setting in ("", "=", "seed=5", "generation.seed", ".seed=5", "generation.=5", "  .  =1"):
         message = refusal(write_job(tmp_path), setting)

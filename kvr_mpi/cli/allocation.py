@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
 
 RANKS_PER_NODE = 4
+# Time to start and to load a model from a network file system, which `kvr sbatch` adds to the forecast.
+START_S = 600.0
 
 # Options for a node's resources, named as in SLURM.
 node_options = grouped(

@@ -14,11 +14,13 @@ import click
 from kvr_mpi.cli.options import command
 from kvr_mpi.cli.writing import writing
 
-ASK = "Summarise the following document in one paragraph. Keep names, dates and numbers."
+ASK = "Summarise this document in one paragraph. Keep names, dates and numbers."
 # Placeholder for the document in a template.
 TEXT = "{text}"
 # Number of documents to read, to list those that cannot be processed.
 LOOKED_AT = 200
+# Number of documents of the proposed trial, apart from those that cannot be read.
+TRIED = 2
 
 JOB = """\
 # Check the plan, then run the job:
@@ -46,6 +48,7 @@ too_long = "split"        # longer than the context: answer in parts, then combi
 [generation]
 max_new_tokens = 256      # maximum length of an answer; 0: prefill only
 # temperature = 0.7       # sample; default: greedy, the same answers every time
+# repetition_penalty = 1.05  # for small models, which otherwise repeat themselves
 
 [parallel]
 # ranks_per_chain = "auto"  # planned for each document, or a number; default: all ranks share each document
@@ -65,7 +68,8 @@ path = {output}
 @click.option(
     "--ask",
     metavar="TEXT",
-    help="The question about each document; {text} marks where the document goes, by default at the end.",
+    help=r"The question about each document, which follows its text, unless {text} marks where the text goes; \n is a "
+    "line break.",
 )
 @click.option(
     "--text-field", default="text", show_default=True, help="In JSONL and Parquet files: the field with the text."
@@ -94,6 +98,7 @@ def init(
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.documents.corpus import read_corpus
     from kvr_mpi.errors import OutputError, counted, listed
+    from kvr_mpi.job import break_lines
     from kvr_mpi.preflight.checks import check_job, describe_others, find_others
     from kvr_mpi.preflight.inputs import row_format
 
@@ -103,7 +108,7 @@ def init(
     wanted = {
         "model": model,
         "corpus": corpus,
-        "template": ask if TEXT in ask else f"{ask}\n\n{TEXT}",
+        "template": break_lines(ask if TEXT in ask else f"{TEXT}\n\n{ask}"),
         "text_field": text_field,
         "id_field": id_field,
         "output": output or f"runs/{job.stem}",
@@ -118,10 +123,18 @@ def init(
         click.echo(listed(errors))
     with writing(job), job.open("x", encoding="utf-8") as stream:
         stream.write(text)
+    readable = [number for number, document in enumerate(documents, 1) if document.error is None][:TRIED]
+    if not readable:
+        click.echo(f"{job} written, but none of these documents can be read")
+        return
     # Use a separate output folder: a run of two documents cannot be resumed with all documents.
+    limit, failed = readable[-1], readable[-1] - len(readable)
+    settings = [f"documents.limit={limit}", f"output.path={wanted['output']}-try"]
+    settings += [f"output.max_failed={failed}"] * (failed > 0)
+    words = ["kvr-run", str(job), *(word for setting in settings for word in ("--set", setting))]
+    among = f", among the first {limit}" if failed else ""
     click.echo(
-        f"{job} written; try it with two documents:\n  mpirun -n 2 kvr-run {shlex.quote(str(job))} "
-        f"--set documents.limit=2 --set output.path={shlex.quote(wanted['output'] + '-try')}"
+        f"{job} written; try it with {counted(len(readable), 'document')}{among}:\n  mpirun -n 2 {shlex.join(words)}"
     )
 
 

@@ -18,7 +18,11 @@ NUMBER_SCALES = {"k": 1024, "m": 1024**2}
 
 job_argument = click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
 set_option = click.option(
-    "--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job file."
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help=r"Override a setting of the job file; \n in a template is a line break.",
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Delete the results in the output folder first.")
 resume_option = click.option(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvr_mpi.cli.allocation import allocation_of, node_options
+from kvr_mpi.cli.allocation import START_S, allocation_of, node_options
 from kvr_mpi.cli.options import command, parse_numbers, set_option
+from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted, listed
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def plan(
             "decoding": decoding,
             "expected": None if made.expected is None else asdict(made.expected),
             "other_files": made.others,
+            "kv_bytes": made.kv_bytes,
             "errors": made.errors,
         }
         click.echo(json.dumps(told, indent=1))
@@ -110,8 +112,12 @@ def plan(
     _print_summary(made)
     if made.decoding is not None:
         click.echo(str(made.decoding))
+    if stored := made.describe_stored():
+        click.echo(stored)
     click.echo(f"the plan takes {nodes.hours(found.makespan_s)} on {counted(nodes.nodes, 'node')}")
-    if made.expected is not None:
+    if made.expected is None:
+        click.echo(f"not included: the time to start and to load the model; kvr sbatch adds {duration_text(START_S)}")
+    else:
         click.echo(f"expected: {made.expected}")
 
 
@@ -206,7 +212,6 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
 
     from rich.text import Text
 
-    from kvr_mpi.duration import duration_text
     from kvr_mpi.errors import printable
     from kvr_mpi.report.table import documents_table, open_console
 
@@ -240,7 +245,6 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
 
 def _print_summary(made: PlannedJob) -> None:
     """Print the makespan and its alternatives: the bound, other plans, the job as written, other numbers of ranks."""
-    from kvr_mpi.duration import duration_text
     from kvr_mpi.schedule.plan import describe, plan_documents
 
     spec, found, forecast, texts = made.spec, made.schedule, made.forecast, made.texts

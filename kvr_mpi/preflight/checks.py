@@ -20,6 +20,7 @@ from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, Outpu
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
+from kvr_mpi.model.source import must_be_cached
 from kvr_mpi.model.tensor_parallel import why_not_divided
 from kvr_mpi.preflight.inputs import check_prompts, check_schema, templates_of
 from kvr_mpi.store.folder import check_fresh
@@ -212,8 +213,7 @@ def _check_model(model: ModelSection, offline: bool) -> None:
             )
         return
     if source.is_hub:
-        if offline:
-            _check_cached(model)
+        must_be_cached(model.path, offline)
         return
     config = _read_json(model, folder / "config.json")
     if not isinstance(config, dict):
@@ -235,21 +235,6 @@ def _check_model(model: ModelSection, offline: bool) -> None:
                 f"model.path {model.path!r}: {len(missing)} of its {len(wanted)} weight files are missing, such as "
                 f"{missing[0]}; copy the folder again"
             )
-
-
-def _check_cached(model: ModelSection) -> None:
-    """Check that a model of the hub is in the local cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(model.path, "config.json")
-    except ValueError as error:
-        raise ModelError(f"model.path {model.path!r} is neither a file nor a valid id on the hub: {error}") from error
-    if not isinstance(found, str):
-        raise ModelError(
-            f"model.path {model.path!r} cannot be loaded: access to the hub is off (HF_HUB_OFFLINE, or SLURM), and the "
-            f"model is not in the local cache; download it on a machine with internet (into HF_HOME), or give a folder"
-        )
 
 
 def _read_json(model: ModelSection, file: Path) -> Any:

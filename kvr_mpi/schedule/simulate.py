@@ -24,6 +24,7 @@ from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model
+from kvr_mpi.model.source import must_be_cached
 from kvr_mpi.prefill.registry import AUTO, KVR, candidates, fastest
 
 HARDWARE = "h100-80gb"
@@ -208,9 +209,10 @@ def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
     from transformers import AutoConfig
 
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    is_local = not source.is_hub or must_be_cached(model, is_offline())
     try:
         config = AutoConfig.from_pretrained(
-            source.location, local_files_only=not source.is_hub or is_offline(), trust_remote_code=False, **options
+            source.location, local_files_only=is_local, trust_remote_code=False, **options
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {model!r}: its configuration cannot be read: {error}") from error

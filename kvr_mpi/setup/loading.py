@@ -10,7 +10,7 @@ import torch
 from kvr_mpi.errors import Say
 from kvr_mpi.model import LoadedModel, choose_device, load_model, visible_gpus
 from kvr_mpi.model.adapter import merge_adapter
-from kvr_mpi.model.source import locate
+from kvr_mpi.model.source import find_converted
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.topology import gpus_in_turn
@@ -46,7 +46,7 @@ def load_on_all(
     index = gpu_index(world, arguments.get("device", "auto"))
     load = partial(load_model, path, tp_group=tp_group, device_index=index, **arguments)
     # One rank per host converts a GGUF file or downloads from the hub; all ranks read existing files at the same time.
-    early = host_by_host(world, lambda: load() if locate(path, True, False, arguments["cache_dir"])[0].is_hub else None)
+    early = host_by_host(world, lambda: load() if find_converted(path, arguments["cache_dir"]).is_hub else None)
     plain = together(world, lambda: early or load())
     loaded = host_by_host(world, lambda: merge_adapter(plain, adapter))
     keep_heap()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding
 from kvr_mpi.costs.workload import workload_of
@@ -20,6 +24,7 @@ from kvr_mpi.job.combinations import PROMPTS, why_no_effect, why_not_heads
 from kvr_mpi.kv.rolling import check_rolling, rolling_of
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
+from kvr_mpi.model.load import placement
 from kvr_mpi.model.shared_heads import why_not_by_config
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
@@ -29,6 +34,7 @@ from kvr_mpi.schedule.history import Expected, History, expect, find_history, is
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents, prompt_tokens, two_parts, written_seconds
 from kvr_mpi.setup.job_setup import Machine
+from kvr_mpi.setup.stored_size import stored_bytes, stored_text
 from kvr_mpi.topology import whole_groups
 
 
@@ -96,6 +102,33 @@ class PlannedJob:
         if wanted != "all":
             ranks = longest.ranks if wanted == "auto" else whole_groups(wanted, self.tensor_parallel)
         return forecast.memory(max(forecast.parts(longest.tokens)), ranks)
+
+    @property
+    def host_bytes(self) -> float | None:
+        """Bytes of weights that each rank of a GPU job first loads into host memory; None if none, or if unknown."""
+        if self.tensor_parallel > 1 or placement(torch.device("cuda")):
+            return None
+        return workload_of(self.outline.config, self.outline.dtype.itemsize).weight_bytes
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes of keys and values that the job will store; None if it stores none."""
+        spec = self.spec
+        if not spec.output.kv or spec.questions is not None:
+            return None
+        texts = [tokens for name, tokens in self.texts if name not in self.errors]
+        return stored_bytes(spec, self.forecast.frame, texts, self.outline.shape.kv_bytes_per_token)
+
+    def describe_stored(self) -> str:
+        """Describe the space that the job's keys and values take, and how much is free; empty if there are none."""
+        if (size := self.kv_bytes) is None:
+            return ""
+        folder = Path(self.spec.output.path).absolute()
+        try:
+            free = shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
+        except OSError:  # such as a folder that only nodes see; the job checks it again
+            free = None
+        return stored_text(len(self.texts) - len(self.errors), size, free)
 
     @property
     def decoding(self) -> DecodeChoice | None:

@@ -5,6 +5,8 @@ This happens once, before the first document. `ChainRunner` then uses the result
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -183,6 +185,9 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
             f"(kvr-run); set it to 1 here"
         )
     torch.set_num_threads(machine.threads or cores_per_rank(machine.cores, world.local_size))
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    for line in describe_few_cores(gather_json(world, [socket.gethostname(), cores])):
+        say(line)
     source = spec.model
     arguments: dict[str, Any] = source.model_dump(exclude={"path", "kernels"})
     arguments |= {"offline": machine.offline, "cache_dir": machine.cache_dir}
@@ -195,6 +200,20 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     say(_describe(spec, loaded, ranks.lane, chain))
     describe_groups(ranks, loaded, say)
     return loaded, once_s
+
+
+def describe_few_cores(ranks: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
+    """Return warnings about hosts with more ranks than cores; `ranks` has each rank's host and the cores it may use."""
+    hosts: dict[str, list[Sequence[int]]] = {}
+    for host, cores in ranks:
+        hosts.setdefault(host, []).append(cores)
+    crowded = {host: len({core for one in allowed for core in one}) for host, allowed in hosts.items() if all(allowed)}
+    return [
+        f"warning: {len(hosts[host])} ranks on {host} may use only {counted(cores, 'core')}, and will wait for each "
+        f"other: start fewer, or give them more cores"
+        for host, cores in crowded.items()
+        if cores < len(hosts[host])
+    ][:1]
 
 
 def _conversion(path: str, cache_dir: Path) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvr_mpi.documents import Corpus
-from kvr_mpi.documents.prompts import encode_text
+from kvr_mpi.documents.prompts import Frame, encode_text
 from kvr_mpi.errors import OutputError, counted
+from kvr_mpi.job import JobSpec
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.setup.job_setup import JobSetup
 
@@ -28,14 +29,19 @@ def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) 
         tokens += len(encode_text(setup.loaded.tokenizer, text))
     if not chars:
         return 0
-    frame, new = setup.frame, setup.spec.generation.max_new_tokens
-    around = len(frame.head) + len(frame.tail) + new
-    each = [int(min(corpus.entries[number].chars * tokens / chars, frame.text_budget)) + around for number in good]
-    if setup.spec.compress is not None:  # layers with windows are not compressed
-        each = [min(count, setup.spec.compress.kept_of(count) + around) for count in each]
+    counts = [corpus.entries[number].chars * tokens / chars for number in good]
     part = setup.loaded.part  # the group writes all of its heads once
     shares = 1 if part is None else len(part.held.shares)
-    return int(sum(each) * shares * setup.loaded.shape.kv_bytes_per_token)
+    return stored_bytes(setup.spec, setup.frame, counts, shares * setup.loaded.shape.kv_bytes_per_token)
+
+
+def stored_bytes(spec: JobSpec, frame: Frame, texts: Iterable[float], bytes_per_token: float) -> int:
+    """Estimate the bytes of keys and values of documents with `texts` tokens of text, for a whole model's tokens."""
+    around = len(frame.head) + len(frame.tail) + spec.generation.max_new_tokens
+    each = [int(min(tokens, frame.text_budget)) + around for tokens in texts]
+    if spec.compress is not None:  # layers with windows are not compressed
+        each = [min(count, spec.compress.kept_of(count) + around) for count in each]
+    return int(sum(each) * bytes_per_token)
 
 
 def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:
@@ -54,10 +60,16 @@ def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], fold
             f"output.path {str(folder)!r}: {error.strerror}; it existed when this job began. Restore it, and continue "
             f"with --resume"
         ) from None
-    text = f"keys and values of {counted(len(todo), 'document')}: about {bytes_text(size)}; {bytes_text(free)} are free"
+    text = stored_text(len(todo), size, free)
     if size > DOUBT * free:
         raise OutputError(
             f"output.path {str(folder)!r}: not enough space for this job: {text} (quotas are not checked). Choose "
             f"another folder, fewer documents, or output.kv = false"
         )
     return text
+
+
+def stored_text(documents: int, size: int, free: int | None) -> str:
+    """Describe the space that the keys and values of a job take; `free` is None if unknown."""
+    room = "the free space is unknown" if free is None else f"{bytes_text(free)} are free"
+    return f"keys and values of {counted(documents, 'document')}: about {bytes_text(size)}; {room}"

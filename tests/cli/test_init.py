@@ -14,6 +14,8 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.job import load_job
 
 ASKED = 'Which "decisions" were taken?\nAnd C:\\who [by]?'
+# What a shell passes on if somebody types a line break as backslash and n.
+TYPED = ASKED.replace("\n", r"\n")
 
 
 @pytest.fixture
@@ -28,14 +30,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
     (place / "my corpus" / "skip.docx").write_text("")
-    words = ["init", "minutes.toml", "--corpus", "my corpus", "--model", tiny_model_dir, "--ask", ASKED]
+    words = ["init", "minutes.toml", "--corpus", "my corpus", "--model", tiny_model_dir, "--ask", TYPED]
     code, out, err = run_kvr(*words)
     assert (code, err) == (EXIT_OK, "") and "mpirun -n 2 kvr-run minutes.toml" in out and "1 .docx" in out
     # A run of two documents cannot go on with all of them: what is tried out is not where the job will write.
-    assert "--set documents.limit=2 --set output.path=runs/minutes-try\n" in out
+    assert "--set documents.limit=1 --set output.path=runs/minutes-try\n" in out
     spec, _ = load_job(Path("minutes.toml"), (), {})
     assert spec.documents.path == ["my corpus"] and spec.model.path == str(tiny_model_dir)
-    assert spec.prompt.template == f"{ASKED}\n\n{{text}}" and spec.output.path == "runs/minutes"
+    assert spec.prompt.template == f"{{text}}\n\n{ASKED}" and spec.output.path == "runs/minutes"
     code, out, err = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "h200")
     assert code == EXIT_OK and "a.txt" in out and "1 .docx" in out, err
     before = Path("minutes.toml").read_bytes()
@@ -46,12 +48,19 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
 
 def test_documents_that_cannot_be_answered_are_named(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
     bad = {"nothing.txt": b"", "program.txt": b"\x7fELF" + bytes(range(256)) * 4, "latin.txt": b"Caf\xe9 au lait"}
-    for name, content in bad.items():
+    for name, content in {**bad, "z.txt": b"The harbour was quiet.", "zz.txt": b"Nobody saw it."}.items():
         (place / "my corpus" / name).write_bytes(content)
     code, out, _ = run_kvr("init", "job.toml", "--corpus", "my corpus", "--model", tiny_model_dir)
-    assert code == EXIT_OK and "3 documents of the first 4 will have error records" in out
+    assert code == EXIT_OK and "3 documents of the first 6 will have error records" in out
     for name, why in {"nothing.txt": "is empty", "program.txt": "a binary file", "latin.txt": "byte 0xe9"}.items():
         assert any(line.startswith(f"  {name}: ") and why in line for line in out.splitlines()), out
+    # The trial has two documents that can be answered, and those between them are no failure.
+    assert "try it with 2 documents, among the first 5:" in out
+    assert "--set documents.limit=5 --set output.path=runs/job-try --set output.max_failed=3\n" in out
+    for name in ("a.txt", "z.txt", "zz.txt"):
+        (place / "my corpus" / name).unlink()
+    code, out, _ = run_kvr("init", "none.toml", "--corpus", "my corpus", "--model", tiny_model_dir)
+    assert code == EXIT_OK and "none of these documents can be read" in out and "mpirun" not in out
 
 
 def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
@@ -60,7 +69,13 @@ def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_k
     more, count = re.subn(r"^# ([a-z_]+ = )", r"\1", text, flags=re.MULTILINE)
     Path("job.toml").write_text(more)
     spec, sources = load_job(Path("job.toml"), (), {})
-    assert count == 7 and spec.output.kv and spec.generation.temperature == 0.7 and len(sources) > count
+    assert (
+        count == 8
+        and spec.generation.repetition_penalty == 1.05
+        and spec.output.kv
+        and spec.generation.temperature == 0.7
+        and len(sources) > count
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,4 +104,4 @@ def test_three_questions_on_a_terminal(place: Path, tiny_model_dir: Path, monkey
     answers = f"nowhere\nmy corpus\n/no/model\n{tiny_model_dir}\nWho was there?\n"
     told = CliRunner().invoke(group, ["init"], input=answers, catch_exceptions=False)
     assert told.exit_code == EXIT_OK and told.output.count("Error: ") == 2, told.output
-    assert load_job(Path("job.toml"), (), {})[0].prompt.template == "Who was there?\n\n{text}"
+    assert load_job(Path("job.toml"), (), {})[0].prompt.template == "{text}\n\nWho was there?"

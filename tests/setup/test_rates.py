@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from made_tables import COSTS, a_table
 
 from kvr_mpi.costs.solve import Rates
+from kvr_mpi.setup.prepare import describe_few_cores
 from kvr_mpi.setup.rates import SAME_RATES_WITHIN, describe_drift
 
 TABLE = a_table()
@@ -19,6 +21,21 @@ def test_ranks_of_another_speed_than_the_tables_are_named() -> None:
         found = describe_drift(TABLE, [Rates(TOKEN_S * times, COSTS.pair_s * times)] * 2)
         assert (found is None) == (words is None) and (words or "") in str(found)
         assert "longer than necessary" not in str(found), "slices are the same ones"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([("a", [0, 1])] * 2, None),
+        ([("a", [0, 1])] * 3, "3 ranks on a may use only 2 cores"),
+        ([("a", [0]), ("a", [1]), ("b", [0])], None),  # each bound to its own
+        ([("a", [0]), ("b", [3]), ("b", [3])], "2 ranks on b may use only 1 core,"),
+        ([("a", [])] * 9, None),  # not known on this system
+    ],
+)
+def test_more_ranks_than_cores_are_named(ranks: list[tuple[str, list[int]]], words: str | None) -> None:
+    found = describe_few_cores(ranks)
+    assert bool(found) == (words is not None) and (words or "") in "".join(found)
 
 
 def test_slices_that_lose_are_named() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import kvr_mpi.setup.stored_size as stored_size
+from kvr_mpi.cli.plan import plan
 from kvr_mpi.store.results import open_results
 
 KV = ["--set", "output.kv=true"]
@@ -23,6 +26,11 @@ def test_the_forecast_is_what_is_written(job: Path, tmp_path: Path, run_here: An
     # 3 layers, 2 heads of 8 elements, keys and values, float32; of the last token there are none.
     tokens = sum(record.prompt_tokens + record.new_tokens for record in open_results(tmp_path / "out"))
     assert float(told[1]) == pytest.approx(tokens * 3 * 2 * 8 * 2 * 4 / 1024, rel=0.05)
+    # A plan says the same, without a model.
+    words = [str(job), "--ranks", "2", "--hardware", "h200", "--json"]
+    planned, without = (CliRunner().invoke(plan, [*words, *more]).stdout for more in (KV, []))
+    assert json.loads(planned)["kv_bytes"] / 1024 == pytest.approx(float(told[1]), rel=0.05)
+    assert json.loads(without)["kv_bytes"] is None
 
 
 @pytest.mark.parametrize(("free", "words"), [(100_000, "98 KiB are free"), (None, "it existed when")])

@@ -5,6 +5,7 @@ And `kvr sbatch --array`: what is submitted, what it is said to cost, and what c
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -78,7 +79,7 @@ def test_nothing_can_be_smuggled_into_the_script(tmp_path: Path, kvr: Path, sepa
     ]:
         run = subprocess.run([*command, *options], capture_output=True, text=True, check=False, cwd=folder)
         assert run.returncode == 78 and run.stdout == "", run.stdout
-        assert word in run.stderr and len(run.stderr.splitlines()) == 1
+        assert word in run.stderr and len(run.stderr.splitlines()) == 1, "before any forecast"
 
 
 def test_hostile_words_reach_the_job_as_they_are(tmp_path: Path, kvr: Path) -> None:
@@ -129,19 +130,23 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     assert "set -- 'the out' 3\n" in gather and "#SBATCH --job-name=kvr-job-gather\n" in gather
     assert "for the longest of 3 shares" in err and re.search(r"predicted cost: \S+ node hours, \S+ GPU hours", err)
     assert re.search(r"GPU memory: at least \S+ \S+ per rank", err)
+    assert "host memory" not in err and "keys and values" not in err and "asks for no GPUs" not in err
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
     assert f"at most {most}: the time limit of {minutes[1]} min on 2 nodes for each of 3 shares" in err
 
 
+@pytest.mark.parametrize("options", [[], ["--time=9"]])
 def test_memory_to_ask_for_and_ranks_that_gain_little(
-    job: Path, tmp_path: Path, tiny_model_dir: Path, run_kvr: Kvr
+    options: list[str], job: Path, tmp_path: Path, tiny_model_dir: Path, run_kvr: Kvr
 ) -> None:
+    """Also if the user has chosen a time limit, which stays."""
     save_table(fitting(a_table(), tiny_model_dir), tmp_path / "table.json")
-    words = ["--ranks", "8", "--print", "--hardware", tmp_path / "table.json"]
-    code, _, err = run_kvr("sbatch", job, *words)
-    assert code == EXIT_OK
+    words = ["--ranks", "8", "--print", "--hardware", tmp_path / "table.json", "--set", "output.kv=true", *options]
+    code, out, err = run_kvr("sbatch", job, *words)
+    assert code == EXIT_OK and ("#SBATCH --time=9\n" in out) == ("requesting" not in err) == bool(options)
+    assert re.search(r"keys and values of 6 documents: about \S+ [KM]iB; \S+ [GT]iB are free", err)
     assert re.search(r"memory: at least \S+ MiB per rank, so about --mem=7G", err), err
     assert "warning: 4 ranks would take only" in err
 
@@ -168,9 +173,44 @@ def test_words_that_cannot_be_meant(arguments: list[str], expected: int, why: st
     assert code == expected and why in " ".join(err.split()) and out == ""
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "no GPUs, and for 1 core (--cpus-per-task) per rank"),
+        (["--gpus-per-node", "0"], None),
+        (["--gres=gpu:2"], None),
+        (["--set", "model.device=cpu"], None),
+    ],
+)
+def test_what_is_unknown_or_undecided_is_said(
+    options: list[str], words: str | None, job: Path, tmp_path: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))
+    code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--print", "--time=9", *options)
+    assert code == EXIT_OK and "#SBATCH --time=9\n" in out and "#SBATCH --gpus-per-node" not in out
+    assert "no forecast of time, cost and memory: the speed of a rank is unknown" in err
+    assert ("asks for no GPUs" in err) == (words is not None) and (words or "") in err
+
+
+def test_options_win_over_the_users_defaults(
+    job: Path, tmp_path: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SBATCH_ACCOUNT and its like win over a script's own lines, so sbatch gets the options themselves."""
+    stand_in = tmp_path / "bin" / "sbatch"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/options\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(stand_in.parent), prepend=os.pathsep)
+    code, out, _ = run_kvr(
+        "sbatch", job, "--ranks", "2", "--hardware", "h200", "--time=9", "--account=b", "--exclusive"
+    )
+    assert code == EXIT_OK and {"--account=b", "--time=9", "--exclusive", "--nodes=1"} <= set(out.split())
+
+
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
     code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-task", "16")
     assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours on 2 node", out)
+    assert "not included: the time to start and to load the model; kvr sbatch adds 10 min" in out
     used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
     assert used == {"node_hours": 1.0, "gpu_hours": 4.0, "core_hours": 64.0}
     assert Allocation(1, 2, 0, 2).hours(3600) == "1 node hours, 2 core hours"
