@@ -201,10 +201,10 @@ def test_options_win_over_the_users_defaults(
     stand_in.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/options\n')
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", str(stand_in.parent), prepend=os.pathsep)
-    code, out, _ = run_kvr(
-        "sbatch", job, "--ranks", "2", "--hardware", "h200", "--time=9", "--account=b", "--exclusive"
-    )
-    assert code == EXIT_OK and {"--account=b", "--time=9", "--exclusive", "--nodes=1"} <= set(out.split())
+    words = ["--ranks", "2", "--hardware", "h200", "--time=9", "--account=b", "--exclusive"]
+    assert run_kvr("sbatch", job, *words)[0] == EXIT_OK
+    options = (tmp_path / "options").read_text().split()
+    assert {"--account=b", "--time=9", "--exclusive", "--nodes=1"} <= set(options)
 
 
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
