@@ -51,12 +51,12 @@ class Round:
 class Shares:
     """The documents that the chains start with.
 
-    does_not_fit : documents that fit on no chain, with the reason.
+    refused : documents that cannot be read or fit on no chain, with the reason; no chain takes them.
     predicted_s : predicted time of the job, if it was planned.
     """
 
     rounds: list[Round]
-    does_not_fit: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
     predicted_s: float | None = None
 
     @property
@@ -76,6 +76,8 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
     Every rank calls this; rank 0 decides, and all ranks receive the same shares.
     """
     world, lanes = ranks.world, ranks.lane.size
+    unreadable = {number: why for number in todo if (why := corpus.entries[number].error) is not None}
+    todo = [number for number in todo if number not in unreadable]
     tokens = None
     if prepared.costs is not None and prepared.spec.planned:
         log.root("plan: counting tokens")
@@ -89,10 +91,10 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
             each = prepared.spec.parallel.tensor_parallel
             shares = Shares([_round(corpus, todo, lay_out(prepared.spec, lanes * each).by_group)])
         rounds = [part.to_json() for part in shares.rounds]
-        return [rounds, list(shares.does_not_fit.items()), shares.predicted_s]
+        return [rounds, list({**unreadable, **shares.refused}.items()), shares.predicted_s]
 
-    rounds, does_not_fit, predicted_s = share_json(world, on_root(world, decide))
-    return Shares([Round.from_json(part) for part in rounds], dict(does_not_fit), predicted_s)
+    rounds, refused, predicted_s = share_json(world, on_root(world, decide))
+    return Shares([Round.from_json(part) for part in rounds], dict(refused), predicted_s)
 
 
 def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:

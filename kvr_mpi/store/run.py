@@ -25,6 +25,7 @@ from kvr_mpi.store.folder import (
     Survey,
     check_fresh,
     check_writable,
+    read_run_header,
     survey,
     take_lines,
 )
@@ -40,6 +41,9 @@ NAMED = 5  # maximum number of examples in a message
 ALL = slice(0, None, 1)
 # Keys of a run's identity that are known only once the model is loaded.
 OF_MODEL = {"model", "dtype", "frame", "compress", "cache"}
+# Keys of an identity whose name in a job file differs.
+SETTINGS = {"kv": "output.kv", "columns": "output.columns", "format": "documents.format", "dtype": "model.dtype"}
+VALUE_CHARS = 200  # maximum length of a setting in a message
 
 Mode = Literal["new", "overwrite", "resume", "extend"]
 
@@ -146,17 +150,29 @@ def open_run(
         raise
 
 
-def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, extends: bool = False) -> None:
-    """Refuse to continue a run with other settings or documents, as far as is known before a model is loaded.
+def check_settings(folder: Path, identity: dict[str, Any]) -> None:
+    """Refuse to continue a run with other settings, as far as they are known before torch is imported.
 
     Parameters
     ----------
     folder : Path
     identity : dict
         Settings that the answers depend on; `open_run` checks those that depend on the model (`OF_MODEL`).
-    corpus : Corpus
-    extends : bool
-        Allow other documents.
+
+    Raises
+    ------
+    OutputError
+        The message says what differs.
+    """
+    header = None
+    with contextlib.suppress(DataError, OSError):  # `open_run` sets damaged files aside
+        header = read_run_header(folder)
+    if header is not None:
+        _check_identity(folder, {key: header.identity[key] for key in header.identity.keys() - OF_MODEL}, identity)
+
+
+def check_same_documents(folder: Path, corpus: Corpus) -> None:
+    """Refuse to continue a run with other documents, before a model is loaded.
 
     Raises
     ------
@@ -164,12 +180,8 @@ def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, e
         The message says what differs.
     """
     begun = begun_with(folder)
-    if begun is None or not survey(folder).records:
-        return
-    stored, before = begun
-    _check_identity(folder, {key: stored.identity[key] for key in stored.identity.keys() - OF_MODEL}, identity)
-    if not extends:
-        _check_corpus(folder, before, corpus)
+    if begun is not None and survey(folder).records:
+        _check_corpus(folder, begun[1], corpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,16 +393,31 @@ def _share_text(share: slice) -> str:
 
 def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(wanted))  # as it was stored: without tuples
+    before, now = _settings_of(stored), _settings_of(wanted)
     changed = [
-        f"{key} was {stored.get(key)!r}, is {wanted.get(key)!r}"
-        for key in sorted({*stored, *wanted})
-        if stored.get(key) != wanted.get(key)
+        f"{key} was {_value_text(before.get(key))}, is {_value_text(now.get(key))}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
     ]
     if changed:
         raise OutputError(
             f"cannot resume {file}: it was written with other settings ({'; '.join(changed)}); restore them, or choose "
             f"another output.path"
         )
+
+
+def _settings_of(identity: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the settings in an identity by their keys in a job file, such as ``generation.seed``."""
+    found: dict[str, Any] = {}
+    for name, value in identity.items():
+        key = f"{above}{name}" if above else SETTINGS.get(name, name)
+        found |= _settings_of(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return found
+
+
+def _value_text(value: Any) -> str:
+    text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= VALUE_CHARS else f"{text[:VALUE_CHARS]}..."
 
 
 def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:

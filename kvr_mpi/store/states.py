@@ -41,6 +41,7 @@ class RankState:
 
     doing, what, since_s : activity such as ``prefilling``, its document, and when it began.
     prompt_tokens, new_tokens : of the documents that the rank has answered since it started.
+    prefilled : prompts whose answers the rank has begun since it started.
     deadline_s : when the batch system ends the job; None: not known.
     every_s : interval between writes.
     tensor_parallel : of the job; see `topology.rank_name`.
@@ -60,6 +61,7 @@ class RankState:
     every_s: float
     written_at_s: float
     tensor_parallel: int = 1
+    prefilled: int = 0
 
     @property
     def name(self) -> str:
@@ -124,7 +126,7 @@ class StateWriter:
             written_at_s=now,
             tensor_parallel=tensor_parallel,
         )
-        self._count: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._count: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
         self._closed = threading.Event()
         self._handle: int | None = None
         try:
@@ -146,8 +148,8 @@ class StateWriter:
         if (self._state.doing, self._state.what) != (doing, what):
             self._state = replace(self._state, doing=doing, what=what, since_s=time.time())
 
-    def follow(self, count: Callable[[], tuple[int, int]]) -> None:
-        """Set the function that returns prompt tokens and new tokens so far."""
+    def follow(self, count: Callable[[], tuple[int, int, int]]) -> None:
+        """Set the function that returns prompt tokens, new tokens and prefilled prompts so far."""
         self._count = count
 
     def close(self) -> None:
@@ -167,8 +169,9 @@ class StateWriter:
 
     def _write(self) -> None:
         assert self._handle is not None
-        prompt_tokens, new_tokens = self._count()
-        state = replace(self._state, prompt_tokens=prompt_tokens, new_tokens=new_tokens, written_at_s=time.time())
+        prompt_tokens, new_tokens, prefilled = self._count()
+        now = replace(self._state, prefilled=prefilled, written_at_s=time.time())
+        state = replace(now, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
         try:
             os.pwrite(self._handle, json.dumps(asdict(state)).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
             os.fsync(self._handle)  # on a network file system other nodes see it only then
@@ -219,7 +222,7 @@ def _read_state(path: Path, session: int) -> RankState | None:
         state = RankState(**json.loads(read_regular(path, STATE_BYTES)))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    numbers = (state.rank, state.size, state.session, state.prompt_tokens, state.new_tokens)
+    numbers = (state.rank, state.size, state.session, state.prompt_tokens, state.new_tokens, state.prefilled)
     if not all(type(number) is int and 0 <= number < 1 << 53 for number in numbers) or state.session != session:
         return None
     if type(state.tensor_parallel) is not int or not 1 <= state.tensor_parallel <= state.size:
