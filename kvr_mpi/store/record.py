@@ -5,6 +5,7 @@
     document, question    of ``kvr ask`` and of several prompts
     columns          fields of the document's row, as JSON
     answer, token_ids     its text, and its tokens
+    pieces           ids of its keys and values, in lines only
     slices           bounds of the prompt over the ranks (ranks + 1); of a split
                      text, those of the prompt that combines its parts
     document_sha256, prompt_sha256

@@ -47,6 +47,8 @@ def test_answers_are_those_of_each_prompt_alone(job: Path, run_job: Any) -> None
     prompts = with_prompts(job, PROMPTS)
     for way, (ranks, settings) in WAYS.items():
         run = run_job(ranks, *settings, of=prompts)
+        assert "documents: 5, prompts about them: 15" in run.log
+        assert "15 prompts answered in" in run.log and run.log.rstrip().endswith("done; 15 prompts answered")
         assert "15 done, 0 failed" in run.out and ("prefilled 3 times" in run.log) == (way == "single"), way
         found = run.records
         assert run.tokens == {name: record.token_ids for name, record in truth.items()}, way
