@@ -59,10 +59,10 @@ def ask(**given: Any) -> int:
     """  # noqa: D301
     wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output")}
     continues = given["resume"] or given["overwrite"]
-    return run_as_told("kvr ask", given, lambda settings: _make_job(wishes, continues, settings))
+    return run_as_told("kvr ask", given, lambda settings: _make_job(wishes, settings, continues))
 
 
-def _make_job(wishes: dict[str, Any], continues: bool, settings: Any) -> tuple[JobSpec, dict[str, str]]:
+def _make_job(wishes: dict[str, Any], settings: Any, continues: bool = False) -> tuple[JobSpec, dict[str, str]]:
     """Convert the arguments to a job."""
     from kvr_mpi.job import make_job
     from kvr_mpi.store.shares import find_runs, read_header_of

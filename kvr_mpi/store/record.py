@@ -6,8 +6,8 @@
     columns          fields of the document's row, as JSON
     answer, token_ids     its text, and its tokens
     pieces           ids of its keys and values, in lines only
-    slices           bounds of the prompt over the ranks (ranks + 1); of a split
-                     text, those of the prompt that combines its parts
+    slices           bounds of the prompt over the ranks (ranks + 1); of a
+                     split text, of the prompt that combines its parts
     document_sha256, prompt_sha256
     prompt_tokens    length of the prompt
     computed_tokens  of them, those that were computed; the keys and values of

@@ -169,7 +169,7 @@ def test_what_a_run_does_not_hold_is_said_in_a_line(tmp_path: Path) -> None:
     page = page_with([Record("bad", "error", error="it is empty", finished_at=STAMP)]).decode()
     assert page.count('class="missing"') == 8 and "output.trace = true" in page
     assert "1 document failed" in page and "it is empty" in page and "<polyline" not in page
-    with pytest.raises(DataError, match="no result file"):
+    with pytest.raises(DataError, match="is empty"):
         page_of(tmp_path)
     record_run(tmp_path, ["a"])  # of a job that was killed early
     page = page_of(tmp_path)[0].decode()
