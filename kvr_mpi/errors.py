@@ -144,6 +144,8 @@ class ModelError(ConfigError):
 class OutputError(ConfigError):
     """A file or folder cannot be written, or must not be, since results would be lost, hidden or mixed."""
 
+    meaning = "the output folder or file cannot be used"
+
 
 class WriteError(OutputError):
     """The output folder can no longer be written: the disk is full or gone. Stored results are safe."""

@@ -60,9 +60,9 @@ def corpus_of(names: Iterable[str], **texts: str) -> Corpus:
 
 def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Run:
     """Resume a run, or do as `options` say."""
-    given: dict[str, Any] = {"mode": "resume", **options}
+    given: dict[str, Any] = {"mode": "resume", "owner": this_process(), **options}
     header, corpus = given.pop("header", HEADER), given.pop("corpus", corpus_of(NAMES))
-    return open_run(folder, header, corpus, owner=this_process(), say=say, **given)
+    return open_run(folder, header, corpus, say=say, **given)
 
 
 def resume(folder: Path, **options: Any) -> tuple[set[str], set[str], list[str]]:

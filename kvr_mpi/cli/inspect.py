@@ -37,7 +37,7 @@ def inspect(path: Path, document: str | None, as_json: bool, errors: bool) -> No
 
 
 def _show_run(path: Path, as_json: bool) -> None:
-    from kvr_mpi.report.table import print_summary, rows_of
+    from kvr_mpi.report.table import cut_off_line, print_summary, rows_of
     from kvr_mpi.store.folder import read_records
     from kvr_mpi.store.results import open_results
 
@@ -57,6 +57,7 @@ def _show_run(path: Path, as_json: bool) -> None:
         click.echo(json.dumps({**about, **counts, "documents": index.ids()}))
         return
     rows = list(read_records(index, rows_of(index)))
+    cut = sum(record.is_cut_off for record in results.records("done"))
     click.echo(f"model     {header.model['name']} ({header.model['architecture']}, {header.model['dtype']})")
     click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}")
     compress = header.identity.get("compress")
@@ -67,6 +68,8 @@ def _show_run(path: Path, as_json: bool) -> None:
         click.echo(f"cache     {cache}")
     if index.costs:
         click.echo(f"cost      {results.cost.describe(summary.done)}")
+    if cut:
+        click.echo(f"cut off   {cut_off_line(cut, summary.done)}")
     for line in results.missing:
         click.echo(f"missing   {line}")
     click.echo()

@@ -135,8 +135,10 @@ def run_on(
     from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
     from kvr_mpi.job import JobSpec, show_job
     from kvr_mpi.preflight.checks import check_job
+    from kvr_mpi.preflight.inputs import identity_of
     from kvr_mpi.report.log import Log
-    from kvr_mpi.store.run import is_of_job
+    from kvr_mpi.store.lock import check_unused
+    from kvr_mpi.store.run import check_settings, is_of_job
     from kvr_mpi.transport import on_root, share_json
 
     def load_here() -> str:
@@ -165,7 +167,15 @@ def run_on(
     resume = bool(share_json(world, on_root(world, lambda: options.resume or options.extend or goes_on())))
     overwrite = options.overwrite and not resume
     limit_s = None if options.time_limit is None else time.time() + parse_duration(options.time_limit)
-    on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
+
+    def check_here() -> None:
+        """Find on one rank what would end the job later, once the model is loaded."""
+        check_unused(Path(spec.output.path))
+        check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline())
+        if resume:
+            check_settings(Path(spec.output.path), identity_of(spec))
+
+    on_root(world, check_here)
     log = Log(world.rank, options.level)
     log.root(f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents")
     from kvr_mpi.cli.launch import importing, quiet_libraries

@@ -95,7 +95,7 @@ def _lines(found: Status) -> list[tuple[str, str]]:
     rows += _rank_lines(found)
     if found.rate_per_h is not None:
         lately = "" if found.lately_per_h is None else f", lately {found.lately_per_h:.0f}"
-        rows.append(("rate", f"{found.rate_per_h:.0f} documents/hour{lately}"))
+        rows.append(("rate", f"{found.rate_per_h:.0f} answers/hour{lately}"))
     if found.eta_s is not None:
         end = datetime.fromtimestamp(datetime.now().timestamp() + found.eta_s).isoformat(" ", "minutes")
         rows.append(("ends", f"in about {duration_text(found.eta_s)}, at {end}"))
@@ -134,12 +134,10 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
     if len(order) > SHOWN:
         rows.append(("", f"and {len(order) - SHOWN} more; --json lists all"))
     seconds = newest - min(each.began_s for each in found.ranks)
-    prompt, new = (
-        sum(tokens)
-        for tokens in zip(
-            *((one.prompt_tokens, one.new_tokens) for one in found.ranks if one.is_first_of_group), strict=True
-        )
-    )
+    counting = [one for one in found.ranks if one.is_first_of_group]
+    prompt, new = sum(one.prompt_tokens for one in counting), sum(one.new_tokens for one in counting)
+    if prefilled := sum(one.prefilled for one in counting):
+        rows.append(("prefilled", f"{counted(prefilled, 'prompt')} since this job began; their answers come in waves"))
     if seconds > 0 and prompt:
         rows.append(
             (

@@ -183,7 +183,7 @@ def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[
         import pyarrow.lib
         import pyarrow.parquet
     except ImportError as error:
-        raise CorpusError(f"{file}: reading Parquet needs pyarrow; `pip install kvr-mpi[parquet]`") from error
+        raise CorpusError(f"{file}: reading Parquet needs pyarrow; `pip install pyarrow`") from error
     try:
         with open_regular(file):
             table = pyarrow.parquet.ParquetFile(file)

@@ -21,7 +21,7 @@ KEYWORDS = {
 }  # fmt: skip
 # Answers are one line: if whitespace is unrestricted, a model may generate nothing but whitespace.
 LAYOUT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MISSING = "answers by a JSON schema need llguidance; `pip install kvr-mpi[json]`"
+MISSING = "answers by a JSON schema need llguidance; `pip install llguidance`"
 
 
 def read_schema(value: str) -> str:
@@ -38,7 +38,10 @@ def read_schema(value: str) -> str:
         try:
             text = read_regular(Path(value), MAX_SCHEMA_BYTES).decode("utf-8-sig")
         except (OSError, ValueError) as error:
-            raise ValueError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise ValueError(
+                f"{where} cannot be read: {getattr(error, 'strerror', None) or error} (looked for "
+                f"{Path(value).absolute()}); expected a file with a JSON schema, or the schema itself as text"
+            ) from error
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -215,7 +215,8 @@ def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> P
     if kept is None:
         raise DocumentError(
             f"too long: {len(text_ids)} tokens of text, but only {frame.text_budget} fit (a prompt may have "
-            f"{frame.max_tokens} tokens, the template takes {len(frame.head) + len(frame.tail)}); set "
+            f"{frame.max_tokens} tokens, the context less generation.max_new_tokens; the template takes "
+            f"{len(frame.head) + len(frame.tail)}); set "
             "prompt.too_long to 'keep-head' or 'split'"
         )
     first = {"head": 0, "middle": excess // 2, "tail": excess}[kept]

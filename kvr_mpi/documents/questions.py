@@ -65,7 +65,7 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
         If there are no questions, one is empty, not text or a duplicate, or a name cannot be part of an id.
     """
     if not questions:
-        raise ConfigError(f"{key} contains no questions")
+        raise ConfigError(f'{key} contains no questions; add one (kvr ask: -q "...", or --questions FILE)')
     for name, text in questions.items():
         if not NAME.fullmatch(name):
             raise ConfigError(f"{key}: a question is named {name[:80]!r}; expected 1 to 64 letters, digits, ., - and _")

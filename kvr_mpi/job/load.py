@@ -19,6 +19,14 @@ from kvr_mpi.job.combinations import check_combinations
 from kvr_mpi.job.spec import JobSpec
 
 ENVIRONMENT_PREFIX = "KVR_"
+# Valid values, by the type of pydantic's error.
+EXAMPLES = {
+    "int_type": "64",
+    "float_type": "0.5",
+    "bool_type": "true",
+    "string_type": '"text"',
+    "list_type": '["one", "two"]',
+}
 REMOTE_CODE = "model.trust_remote_code"
 # Sections with templates and questions, in which users type line breaks as ``\n``; elsewhere, JSON may contain them.
 TEXT_SECTIONS = ("prompt", "questions")
@@ -150,7 +158,8 @@ def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tu
     said = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" and len(place) < 2:  # an error of a whole section; most name its keys
         return where if said.startswith(f"{key}.") else f"{where}: {key}", said
-    return f"{where}: {key} = {item['input']!r}", said
+    example = EXAMPLES.get(item["type"])
+    return f"{where}: {key} = {item['input']!r}", said if example is None else f"{said}, such as {example}"
 
 
 def _fields_of(section: str) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ def check_adapter(path: str) -> None:
     if kind != "LORA":
         raise ModelError(f"{where}: its peft_type is {kind!r}; only 'LORA' adapters are merged")
     if importlib.util.find_spec("peft") is None:
-        raise ModelError(f"{where} needs peft; `pip install kvr-mpi[lora]`")
+        raise ModelError(f"{where} needs peft; `pip install peft`")
 
 
 def with_adapter(base: str, adapter: str | None) -> str:

@@ -86,7 +86,7 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     if not divides(size, ranks):
         divisors = [length for length in range(1, ranks + 1) if divides(length, ranks)]
         raise ConfigError(
-            f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
+            f"parallel.ranks_per_chain = {size}: {counted(ranks, 'rank')} cannot be divided into chains of {size}; "
             f"choose one of {divisors} or 'auto' (planned for each document), or start a multiple of {size} ranks"
         )
     group = spec.parallel.tensor_parallel if spec.takes_chains and not spec.planned else 1

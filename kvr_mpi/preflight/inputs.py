@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvr_mpi.documents import RowFormat
 from kvr_mpi.documents.json_schema import why_not_followed
 from kvr_mpi.documents.openai_batch import PASSED
@@ -86,3 +88,19 @@ def check_prompts(spec: JobSpec) -> None:
             raise ConfigError(f"prompt.template.{name[:80]!r}: expected a name of 1 to 64 letters, digits, ., - and _")
         if (first := asked.setdefault(template, name)) != name:
             raise ConfigError(f"prompt.template: {first!r} and {name!r} have the same template; leave one of them out")
+
+
+def identity_of(spec: JobSpec) -> dict[str, Any]:
+    """Return the settings on which answers depend, apart from the model."""
+    identity: dict[str, Any] = {
+        "prompt": spec.prompt.model_dump(),
+        "generation": spec.generation.model_dump(),
+        "kv": spec.output.kv,
+    }
+    if columns := passed_columns(spec):
+        identity["columns"] = columns
+    if spec.documents.format != "text":
+        identity["format"] = spec.documents.format
+    if spec.questions is not None:
+        identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
+    return identity

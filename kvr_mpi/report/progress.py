@@ -15,7 +15,7 @@ from rich.progress import (
 )
 
 from kvr_mpi.duration import duration_text
-from kvr_mpi.errors import printable
+from kvr_mpi.errors import counted, printable
 from kvr_mpi.report.log import Log
 from kvr_mpi.store.record import Record
 
@@ -114,11 +114,13 @@ class Progress:
             self._bar.update(self._task, description=printable(record.id)[:40], pace=self._pace())
         self._worked = work
 
-    def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0) -> None:
+    def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0, known: int = 0) -> None:
         """Report a prefilled prompt; its answer may take long, since many prompts are decoded together.
 
         Parameters
         ----------
+        tokens, known : int
+            Tokens that were computed, and those before them whose keys and values existed already.
         prefilled : int
             Prefilled work of the whole job, including this prompt.
         """
@@ -128,7 +130,8 @@ class Progress:
         now = self._clock()
         if now - self._told >= LINE_S:
             self._told = now
-            self._tell(f"prefilled {name}: {tokens} tokens in {seconds:.2f} s", self._times())
+            after = f" after {known} known ones" if known else ""
+            self._tell(f"prefilled {name}: {tokens} tokens{after} in {seconds:.2f} s", self._times())
 
     def _tell(self, what: str, times: str) -> None:
         if self._bar is not None:
@@ -166,5 +169,8 @@ def _times_of(record: Record) -> str:
     Parts of a split document are decoded in parallel, so their times are not summed.
     """
     if record.parts > 1:
-        return f"{record.parts} prompts: prefill {record.ttft_s:.2f} s, {record.new_tokens} tokens generated"
-    return f"first token {record.ttft_s:.2f} s, {record.new_tokens} tokens generated in {record.decode_s:.2f} s"
+        parts = f"{record.parts - 1} parts and a combining prompt"
+        return f"{parts}: prefill {record.ttft_s:.2f} s, {record.new_tokens} tokens generated"
+    # Other prompts are prefilled and decoded between its tokens.
+    tokens = counted(record.new_tokens, "token")
+    return f"first token {record.ttft_s:.2f} s, last of {tokens} {record.decode_s:.2f} s later"

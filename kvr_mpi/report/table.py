@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvr_mpi.errors import printable
+from kvr_mpi.errors import counted, printable
 from kvr_mpi.store.folder import Index
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.summary import Summary
@@ -35,6 +35,14 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
     lines = [f"{n:{width}} x {'such as: ' if n > 1 else ''}{printable(reason, '')}" for reason, n in shown]
     rest = list(reasons.values())[MAX_REASONS:]
     return lines + ([f"{sum(rest)} for {len(rest)} other reasons"] if rest else [])
+
+
+def cut_off_line(cut: int, answers: int) -> str:
+    """Say how many answers ended at `generation.max_new_tokens`, and what to do."""
+    return (
+        f"{cut} of {counted(answers, 'answer')} cut off at generation.max_new_tokens (finish_reason = length): for "
+        f"whole answers, raise it, and run the job with another output.path"
+    )
 
 
 def _told(record: Record) -> str:

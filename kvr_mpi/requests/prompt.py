@@ -50,7 +50,7 @@ class Prompt(PromptText):
     seed : seed for sampling the answer.
     about : fields of the document's record that are known before the prompt runs.
     document_work, work : the document's work in the job's unit, and this prompt's part of it.
-    part : index of this prompt among those of the document.
+    part, parts : index of this prompt among the document's current ones, and their number.
     is_final : whether its answer is the document's answer.
     past : sums over the document's earlier prompts (`SUMS`), and their strategies.
     min_coverage : minimum fraction of the document that the prompts must contain.
@@ -67,11 +67,17 @@ class Prompt(PromptText):
     document_work: int = 0
     work: int = 0
     part: int = 0
+    parts: int = 1
     is_final: bool = True
     past: Mapping[str, Any] = field(default_factory=dict)
     min_coverage: float = 0.0
     shared_tokens: int = 0
     stored: StoredPrefix | None = None
+
+    @property
+    def name(self) -> str:
+        """The document's id and which part of it this is, for people."""
+        return self.document_id + (f", part {self.part + 1} of {self.parts}" if self.parts > 1 else "")
 
     def to_wire(self) -> tuple[dict[str, Any], bytes]:
         """Return plain values for JSON, and the token ids as little-endian 32-bit integers."""

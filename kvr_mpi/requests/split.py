@@ -176,6 +176,7 @@ class Split:
                 # A prompt made of answers contains none of the document's own tokens.
                 work=0 if self.past else self.work * text.tokens // tokens,
                 part=part,
+                parts=len(self.texts),
                 is_final=self.is_final,
                 past=self.past if self.is_final else {},
                 shared_tokens=self.shared_tokens,

@@ -53,7 +53,7 @@ from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
-from kvr_mpi.setup.job_setup import JobSetup, identity_of
+from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.stored_size import check_stored_size
@@ -62,7 +62,7 @@ from kvr_mpi.store.folder import check_writable, read_records, survey
 from kvr_mpi.store.log import software
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import finish_run
-from kvr_mpi.store.run import Run, check_resumable, known_corpus, open_run
+from kvr_mpi.store.run import Run, check_same_documents, known_corpus, open_run
 from kvr_mpi.store.states import remove_states
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.trace import Recorder
@@ -185,7 +185,7 @@ def _run(
     if run is not None:
         _forget_states(run, folder)
     counters.close()
-    for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s):
+    for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
 
@@ -214,8 +214,8 @@ def work_through(
 ) -> None:
     """Process this rank's part of all rounds; every rank calls this."""
     lane = ranks.lane
-    for number in list(shares.does_not_fit)[lane.rank :: lane.size]:
-        context.sink.write_record(error_record(context.source.read(number), shares.does_not_fit[number]), 0)
+    for number in list(shares.refused)[lane.rank :: lane.size]:
+        context.sink.write_record(error_record(context.source.read(number), shares.refused[number]), 0)
     # Split off the chains of all rounds before any work: each split waits for all ranks.
     chains = [lane.split(part.topology.chain_color(lane.rank)) for part in shares.rounds]
     members = [ranks.members_of(part.topology, chain) for part, chain in zip(shares.rounds, chains, strict=True)]
@@ -255,8 +255,8 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
     if others := find_others(spec):
         log.line(f"{describe_others(others)}: {name_files(others)}")
     corpus = scan_documents(spec, None if options.overwrite else known_corpus(folder))
-    if options.resume:  # fail before the model is loaded
-        check_resumable(folder, identity_of(spec), corpus, extends=options.extend)
+    if options.resume and not options.extend:  # fail before the model is loaded
+        check_same_documents(folder, corpus)
     return corpus.to_json()
 
 
@@ -306,7 +306,7 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     folder = Path(spec.output.path)
     if left:
         run.close()
-        log.line(exit_line(EXIT_STOPPED, f"{counted(left, 'document')} left: {stop.reason}"))
+        log.line(exit_line(EXIT_STOPPED, f"{counted(left, _noun(spec))} left: {stop.reason}"))
         return EXIT_STOPPED
     run.check(anew=True)  # merging replaces files: the folder must still be this job's
     result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
@@ -335,11 +335,16 @@ def write_batch(folder: Path, log: Log) -> None:
         log.line(f"responses: {file}")
 
 
+def _noun(spec: JobSpec) -> str:
+    """Return what a job's records are about."""
+    return "question" if spec.questions is not None else "prompt" if spec.prompts else "document"
+
+
 def conclusion(spec: JobSpec, done: int, failed: int) -> tuple[int, str]:
     """Return the exit code of a finished job, and its last line."""
     allowed = spec.output.failures_allowed(done + failed)
     code = EXIT_BAD_DATA if failed > allowed else EXIT_OK
     if not failed:
-        return code, exit_line(code, meaning=f"done; {counted(done, 'document')} answered")
-    of = counted(done + failed, "document")
+        return code, exit_line(code, meaning=f"done; {counted(done, _noun(spec))} answered")
+    of = counted(done + failed, _noun(spec))
     return code, exit_line(code, meaning=f"done; {failed} of {of} failed (allowed: {allowed}, output.max_failed)")

@@ -73,8 +73,9 @@ class Decoder:
             if self._compression is not None and prefill.retained is None and prefill.cache.is_ragged:
                 with guarded(self._loaded.tp_group):
                     prefill.retained = size_of(self._loaded, prefill.cache, str(self._compression.settings))
+            self._trace.tally.prefilled += 1
             if self._decodes:
-                self._sink.report_prefill(prompt.document_id, prefill, prompt.work)
+                self._sink.report_prefill(prompt.name, prefill, prompt.work)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
         if share is not None and came_through and not is_home and prompt.is_final:
             self._sink.write_share(prompt.begun_record(prefill.partition), share, prompt)
@@ -120,6 +121,7 @@ class Decoder:
                 self._trace.tally.prompts += 1
                 if prompt.is_final and record.status == "done":
                     self._trace.tally.answers += 1
+                    self._trace.tally.cut_off += record.is_cut_off
                     self._trace.tally.texts.append(record.text_tokens + record.dropped_tokens)
                 self._trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
             if not prompt.is_final:

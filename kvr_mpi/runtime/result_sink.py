@@ -55,12 +55,13 @@ class ResultSink:
         self._writer, self._counters, self._progress, self._keeps_kv = writer, counters, progress, keeps_kv
         self._tells, self._heads = tells, heads
 
-    def report_prefill(self, document_id: str, prefill: Prefill, work: int) -> None:
+    def report_prefill(self, name: str, prefill: Prefill, work: int) -> None:
         """Report a prefilled prompt, and add its work to the shared counter."""
         if not self._tells:
             return
         prefilled = self._counters.add(Slot.PREFILLED, work) + work
-        self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds, prefilled)
+        tokens, known = prefill.partition.tokens, prefill.known_tokens
+        self._progress.prefilled(name, tokens - known, prefill.seconds, prefilled, known)
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
         """Store an answer, with keys and values if the job stores them, and report it."""

@@ -7,7 +7,7 @@ for each other in a cycle.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kvr_mpi.documents import Corpus
@@ -40,12 +40,12 @@ class Round:
 class Shares:
     """The documents that the chains start with.
 
-    does_not_fit : documents that fit on no chain, with the reason.
+    refused : documents that cannot be read or fit on no chain, with the reason; no chain takes them.
     predicted_s : predicted time of the job, if it was planned.
     """
 
     rounds: list[Round]
-    does_not_fit: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
     predicted_s: float | None = None
 
     @property
@@ -65,6 +65,8 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
     Every rank calls this; rank 0 decides, and all ranks receive the same shares.
     """
     world, lanes = ranks.world, ranks.lane.size
+    unreadable = {number: why for number in todo if (why := corpus.entries[number].error) is not None}
+    todo = [number for number in todo if number not in unreadable]
     tokens = None
     if prepared.costs is not None and prepared.spec.planned:
         log.root("plan: counting tokens")
@@ -77,7 +79,7 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
         else:
             each = prepared.spec.parallel.tensor_parallel
             shares = Shares([_round(corpus, todo, lay_out(prepared.spec, lanes * each).by_group)])
-        return asdict(shares)
+        return asdict(replace(shares, refused=unreadable | shares.refused))
 
     return from_plain(Shares, share_json(world, on_root(world, decide)))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted
+from kvr_mpi.report.table import cut_off_line
 
 
 @dataclass(slots=True)
@@ -17,12 +18,14 @@ class Tally:
     busy_s: float = 0.0  # computing, during prefill phases
     decode_s: float = 0.0
     rank_s: float = 0.0  # rank-seconds of all ranks for this rank's answers (`Record.rank_s`)
+    prefilled: int = 0  # prompts whose answers were begun here
     prompt_tokens: int = 0  # computed tokens of prompts that were decoded here
     new_tokens: int = 0
     answers: int = 0  # answered documents
     texts: list[int] = field(default_factory=list)  # tokens in the text of each answered document
     prompts: int = 0  # answered prompts: several for a document in parts
     partly_seen: int = 0  # answers whose coverage is below 1
+    cut_off: int = 0  # answers that ended at max_new_tokens
 
 
 def sum_up(tallies: Iterable[Tally]) -> Tally:
@@ -34,8 +37,10 @@ def sum_up(tallies: Iterable[Tally]) -> Tally:
     return total
 
 
-def describe_throughput(total: Tally, documents: int, seconds: float, predicted_s: float | None) -> Iterator[str]:
-    """Describe the throughput of all ranks."""
+def describe_throughput(
+    total: Tally, documents: int, seconds: float, predicted_s: float | None, noun: str
+) -> Iterator[str]:
+    """Describe the throughput of all ranks; `noun` says what was answered."""
     if not documents or seconds <= 0:
         return
     planned = "" if predicted_s is None else f" (planned: {duration_text(predicted_s)})"
@@ -43,7 +48,7 @@ def describe_throughput(total: Tally, documents: int, seconds: float, predicted_
     failed = documents - total.answers
     also = f", {failed} failed" if failed else ""
     yield (
-        f"{counted(total.answers, 'document')} answered{also} in {duration_text(seconds)}{planned}: "
+        f"{counted(total.answers, noun)} answered{also} in {duration_text(seconds)}{planned}: "
         f"{3600 * total.answers / seconds:.0f} answers/hour, "
         f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; ranks "
         f"were computing for {busy:.0f} % of their prefill time"
@@ -53,3 +58,5 @@ def describe_throughput(total: Tally, documents: int, seconds: float, predicted_
             f"{total.partly_seen} of {total.answers} answers are based on only a part of their document (coverage "
             "in every export); prompt.min_coverage makes them errors"
         )
+    if total.cut_off:
+        yield cut_off_line(total.cut_off, total.answers)

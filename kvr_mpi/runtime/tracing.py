@@ -53,7 +53,7 @@ class Trace:
         self._states, self._prompts = states, 0
         self.tally = tally = Tally()
         if states is not None:
-            states.follow(lambda: (tally.prompt_tokens, tally.new_tokens))
+            states.follow(lambda: (tally.prompt_tokens, tally.new_tokens, tally.prefilled))
 
     def tell(self, doing: str, what: str = "") -> None:
         """Set the state that ``kvr status`` shows."""
@@ -62,7 +62,7 @@ class Trace:
 
     def begin_prompt(self, plan: Plan, chain: Transport, first_rank: int) -> None:
         """Begin a prompt on a chain, or a prefix that several prompts share, in the state and the trace."""
-        self.tell("prefilling", plan.prompt.document_id)
+        self.tell("prefilling", plan.prompt.name)
         if self._writer is None:
             return
         start, stop = _own_slice(plan, chain)

@@ -29,7 +29,7 @@ from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
-from kvr_mpi.preflight.inputs import passed_columns
+from kvr_mpi.preflight.inputs import identity_of
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.split import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
@@ -202,19 +202,3 @@ class JobSetup:
         if self.weights:
             about |= {"tokenizer": tokenizer_fingerprint(loaded.tokenizer), "weights": self.weights}
         return Header(identity, about)
-
-
-def identity_of(spec: JobSpec) -> dict[str, Any]:
-    """Return the settings on which answers depend, apart from the model."""
-    identity: dict[str, Any] = {
-        "prompt": spec.prompt.model_dump(),
-        "generation": spec.generation.model_dump(),
-        "kv": spec.output.kv,
-    }
-    if columns := passed_columns(spec):
-        identity["columns"] = columns
-    if spec.documents.format != "text":
-        identity["format"] = spec.documents.format
-    if spec.questions is not None:
-        identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
-    return identity

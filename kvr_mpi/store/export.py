@@ -19,7 +19,7 @@ ASKED_ABOUT = ("document", "question")
 def asked_fields(records: Iterable[Record]) -> tuple[str, ...]:
     """List the fields of a short table: the answer and the fields that a job requested, in the order of a record."""
     always, asked = (
-        ("id", "status", "error", "answer"),
+        ("id", "status", "error", "answer", "finish_reason"),
         [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG)],
     )
     found: set[str] = set()
@@ -50,7 +50,7 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError("writing Parquet needs pyarrow; `pip install kvr-mpi[parquet]`") from error
+        raise ConfigError("writing Parquet needs pyarrow; `pip install pyarrow`") from error
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string()}
     arrays = {name: pyarrow.list_(kinds["float" if name in REALS else "int"]) for name in ARRAYS}
     types = {spec.name: arrays.get(spec.name) or kinds[str(spec.type)] for spec in fields(Record)}

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, create
+from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, create, is_output_folder
 from kvr_mpi.errors import DataError, ForeignError, MissingError, OutputError, counted
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost, total_cost
@@ -349,7 +349,11 @@ def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False)
     if VOLUME_NAME.fullmatch(path.name):
         raise DataError(f"{path}: a file of keys and values only; expected its folder, {path.parent}, or a results.h5")
     if path.is_dir() and not has_results(path):
-        raise DataError(f"{path}: no result file (*.h5) found; expected one, or the output folder of a run")
+        names = os.listdir(path)
+        if not names:
+            raise DataError(f"{path} is empty; a job that has just begun loads its model first")
+        if not is_output_folder(path, names):
+            raise DataError(f"{path}: no result file (*.h5) found; expected one, or the output folder of a run")
     found = _look(path, verify)
     identities = [(source, header.identity) for source, header in found.headers.items()]
     for source, identity in identities[1:]:

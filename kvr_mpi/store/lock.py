@@ -107,6 +107,19 @@ def is_alive(folder: Path, watch_s: float = 2.5 * BEAT_S) -> bool:
     return known if known is not None else _beats(folder, state, watch_s)
 
 
+def check_unused(folder: Path) -> None:
+    """Refuse a folder in which a job is running (`is_alive`), before a job loads its model and takes the `Lock`.
+
+    Raises
+    ------
+    OutputError
+        The message names the other job.
+    """
+    with contextlib.suppress(OSError):  # the other checks report folders that cannot be read
+        if folder.is_dir() and is_alive(folder):
+            raise OutputError(_refusal(folder, read_lock(folder)))
+
+
 class Lock:
     """A folder held by this process until `release`.
 

@@ -9,8 +9,8 @@
                              a record: its fields (see ``record``), and ids of
                              the keys and values that it needs
       {"line": "volume", "name": ..., "size_bytes": ..., "pieces": {...}}
-                             a volume is complete; by id, the bytes and hash of
-                             the pieces in it
+                             a volume is complete; by id, the bytes and the
+                             hash of the pieces in it
       {"line": "dropped", "ids": [...]}
                              records of these documents from earlier sessions
                              no longer count

@@ -5,7 +5,9 @@
     document, question    of ``kvr ask`` and of several prompts
     columns          fields of the document's row, as JSON
     answer, token_ids     its text, and its tokens
-    slices           bounds of the prompt over the ranks (ranks + 1)
+    pieces           ids of its keys and values, in lines only
+    slices           bounds of the prompt over the ranks (ranks + 1); of a
+                     split text, of the prompt that combines its parts
     document_sha256, prompt_sha256
     prompt_tokens    length of the prompt
     computed_tokens  of them, those that were computed; the keys and values of
@@ -136,6 +138,11 @@ class Record:
         text = self.text_tokens or self.prompt_tokens  # a prompt of ``kvr ask`` contains no document text
         kept = min(1.0, self.retained_tokens / self.prompt_tokens) if self.retained_tokens else 1.0
         return kept * text / (text + self.dropped_tokens) if text else 1.0
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the answer ended at `generation.max_new_tokens`, which may be in the middle of a sentence."""
+        return self.finish_reason == "length" and self.new_tokens > 0
 
     @property
     def ranks(self) -> int:

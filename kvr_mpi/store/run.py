@@ -25,6 +25,7 @@ from kvr_mpi.store.folder import (
     Survey,
     check_fresh,
     check_writable,
+    read_run_header,
     survey,
     take_lines,
 )
@@ -37,10 +38,12 @@ RUN_FILE_BYTES = 1 << 30
 # Bytes of the newest keys and values that are verified when a run is resumed; `merge_run` verifies all of them.
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # maximum number of examples in a message
-VALUE_CHARS = 1000  # maximum length of a differing setting in a message
 ALL = slice(0, None, 1)
 # Keys of a run's identity that are known only once the model is loaded.
 OF_MODEL = {"model", "dtype", "frame", "compress", "cache"}
+# Keys of an identity whose name in a job file differs.
+SETTINGS = {"kv": "output.kv", "columns": "output.columns", "format": "documents.format", "dtype": "model.dtype"}
+VALUE_CHARS = 200  # maximum length of a setting in a message
 
 Mode = Literal["new", "overwrite", "resume", "extend"]
 
@@ -147,17 +150,29 @@ def open_run(
         raise
 
 
-def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, extends: bool = False) -> None:
-    """Refuse to continue a run with other settings or documents, as far as is known before a model is loaded.
+def check_settings(folder: Path, identity: dict[str, Any]) -> None:
+    """Refuse to continue a run with other settings, as far as they are known before torch is imported.
 
     Parameters
     ----------
     folder : Path
     identity : dict
         Settings that the answers depend on; `open_run` checks those that depend on the model (`OF_MODEL`).
-    corpus : Corpus
-    extends : bool
-        Allow other documents.
+
+    Raises
+    ------
+    OutputError
+        The message says what differs.
+    """
+    header = None
+    with contextlib.suppress(DataError, OSError):  # `open_run` sets damaged files aside
+        header = read_run_header(folder)
+    if header is not None:
+        _check_identity(folder, {key: header.identity[key] for key in header.identity.keys() - OF_MODEL}, identity)
+
+
+def check_same_documents(folder: Path, corpus: Corpus) -> None:
+    """Refuse to continue a run with other documents, before a model is loaded.
 
     Raises
     ------
@@ -165,12 +180,8 @@ def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, e
         The message says what differs.
     """
     begun = begun_with(folder)
-    if begun is None or not survey(folder).records:
-        return
-    stored, before = begun
-    _check_identity(folder, {key: stored.identity[key] for key in stored.identity.keys() - OF_MODEL}, identity)
-    if not extends:
-        _check_corpus(folder, before, corpus)
+    if begun is not None and survey(folder).records:
+        _check_corpus(folder, begun[1], corpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,14 +403,19 @@ def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
 def differing_settings(
     one: Mapping[str, Any], other: Mapping[str, Any], above: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the settings that differ between two runs: the key, and both values as text."""
-    for key in sorted({*one, *other}):
-        mine, theirs = one.get(key), other.get(key)
+    """Yield the settings that differ between two runs: the key in a job file, and both values as text."""
+    for name in sorted({*one, *other}):
+        key = f"{above}{name}" if above else SETTINGS.get(name, name)
+        mine, theirs = one.get(name), other.get(name)
         if isinstance(mine, dict) and isinstance(theirs, dict):
-            yield from differing_settings(mine, theirs, f"{above}{key}.")
+            yield from differing_settings(mine, theirs, f"{key}.")
         elif mine != theirs:
-            first, second = (f"{repr(value):.{VALUE_CHARS}}" for value in (mine, theirs))
-            yield f"{above}{key}", first, second
+            yield key, _value_text(mine), _value_text(theirs)
+
+
+def _value_text(value: Any) -> str:
+    text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= VALUE_CHARS else f"{text[:VALUE_CHARS]}..."
 
 
 def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:

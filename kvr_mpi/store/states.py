@@ -45,6 +45,7 @@ class RankState:
 
     doing, what, since_s : activity such as ``prefilling``, its document, and when it began.
     prompt_tokens, new_tokens : of the documents that the rank has answered since it started.
+    prefilled : prompts whose answers the rank has begun since it started.
     deadline_s : when the batch system ends the job; None: not known.
     every_s : interval between writes.
     tensor_parallel : of the job; see `topology.rank_name`.
@@ -64,6 +65,7 @@ class RankState:
     every_s: Annotated[float, Field(gt=0, lt=1e6)]
     written_at_s: UnixTime
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    prefilled: Count = 0
 
     @property
     def name(self) -> str:
@@ -128,7 +130,7 @@ class StateWriter:
             written_at_s=now,
             tensor_parallel=tensor_parallel,
         )
-        self._count: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._count: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
         self._closed = threading.Event()
         self._handle: int | None = None
         try:
@@ -150,8 +152,8 @@ class StateWriter:
         if (self._state.doing, self._state.what) != (doing, what):
             self._state = replace(self._state, doing=doing, what=what, since_s=time.time())
 
-    def follow(self, count: Callable[[], tuple[int, int]]) -> None:
-        """Set the function that returns prompt tokens and new tokens so far."""
+    def follow(self, count: Callable[[], tuple[int, int, int]]) -> None:
+        """Set the function that returns prompt tokens, new tokens and prefilled prompts so far."""
         self._count = count
 
     def close(self) -> None:
@@ -171,8 +173,9 @@ class StateWriter:
 
     def _write(self) -> None:
         assert self._handle is not None
-        prompt_tokens, new_tokens = self._count()
-        state = replace(self._state, prompt_tokens=prompt_tokens, new_tokens=new_tokens, written_at_s=time.time())
+        prompt_tokens, new_tokens, prefilled = self._count()
+        now = replace(self._state, prefilled=prefilled, written_at_s=time.time())
+        state = replace(now, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
         try:
             os.pwrite(self._handle, json.dumps(asdict(state)).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
             os.fsync(self._handle)  # on a network file system other nodes see it only then

@@ -31,8 +31,9 @@ class Status:
     total : documents of the corpus, or of the latest job's share; None if not known.
     left : documents neither done nor failed.
     owner : process that holds, or last held, the folder.
-    rate_per_h, lately_per_h : documents finished per hour, since this job began and in the last `LATELY_S`.
-    eta_s : seconds until all documents are finished, at the recent rate if known; None if not known.
+    rate_per_h, lately_per_h : documents answered per hour, since this job began and in the last `LATELY_S`.
+    eta_s : seconds until all documents are finished, at the recent rate if known; None if not known, and before the
+        first answer: documents that cannot be read fail at once.
     damaged, missing : files that need `--resume`.
     unfinished : volumes that the job is writing, or was writing when it ended.
     reasons : number of failed documents by reason, the most frequent first.
@@ -76,13 +77,15 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
     found, lock, run = survey(folder), read_lock(folder), read_run_file(folder)
     if not found.sizes_bytes and lock is None and run is None:
+        if not os.listdir(folder):
+            raise DataError(f"{folder} is empty; a job that has just begun loads its model first")
         raise DataError(f"{folder}: not a run; expected the output folder of a run")
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
     index, wanted = found.index(), None if run is None else run.wanted
     if wanted is not None:  # results of documents that are gone are kept (`kvr-run --extend`)
         index = Index({name: place for name in wanted if (place := index.places.get(name))})
-    summary, times = index.summary(), [place.finished_s for place in index.places.values()]
+    summary, times = index.summary(), [place.finished_s for place in index.places.values() if place.is_done]
     session = lock.number if lock else 0
     since = lock.since_s if lock else 0.0
     overall = _rate(times, since, now if alive else max(times, default=0.0))

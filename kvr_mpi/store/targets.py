@@ -102,10 +102,14 @@ def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
         )
 
 
-def answers_folder(run: Path) -> str:
-    """Return the default output folder for answers about a run, next to the run's folder."""
+def answers_folders(run: Path) -> list[str]:
+    """List the default output folders for answers about a run, next to it: those in use, in order, and a new one."""
     path = Path(os.path.abspath(run))
-    return f"{_home_of(path) or path.with_suffix('')}-answers"
+    first = f"{_home_of(path) or path.with_suffix('')}-answers"
+    names = [first]
+    while _has_run_file(Path(names[-1])):
+        names.append(f"{first}-{len(names) + 1}")
+    return names
 
 
 def _home_of(path: Path) -> Path | None:

@@ -5,8 +5,8 @@
                                or only the volumes that its log lists
       /                        attributes: schema = "kvr-mpi",
                                schema_version = 5
-      /kv/KEY/...              keys and values (see ``kv``); KEY is their id,
-                               percent-encoded
+      /kv/KEY/...              keys and values (see ``kv``); KEY is an id in
+                               its record's ``pieces``, percent-encoded
       /records                 of results.h5: the records, a line of JSON
                                each, in the order of their ids (uint8)
       /log                     of results.h5: the log's other lines (uint8)

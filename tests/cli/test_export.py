@@ -75,11 +75,21 @@ def test_tables_are_read_by_pandas_with_answers_and_types_intact(result: Path, t
 def test_csv_has_answers_and_what_was_asked_for(tmp_path: Path, run_kvr: Kvr) -> None:
     plain = write_run(tmp_path / "plain", [Record("a", "done", answer="yes", slices=(0, 5)), Record("b", "error")])
     header = run_kvr("export", plain, "--format", "csv")[1].splitlines()[0]
-    assert header == '"id","status","error","answer","coverage"'
+    assert header == '"id","status","error","answer","finish_reason","coverage"'
     scored = Record("a#q", "done", document="a", question="Why?", scores='[{"text": "x"}]')
     asked = write_run(tmp_path / "asked", [Record("0", "error", error="empty"), scored])
     frame = read_csv(run_kvr("export", asked, "--format", "csv")[1].encode())
-    assert list(frame.columns) == ["id", "status", "document", "question", "error", "answer", "scores", "coverage"]
+    assert list(frame.columns) == [
+        "id",
+        "status",
+        "document",
+        "question",
+        "error",
+        "answer",
+        "scores",
+        "finish_reason",
+        "coverage",
+    ]
     assert list(frame["question"]) == ["", "Why?"] and list(frame["scores"]) == ["", scored.scores]
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import h5py
 import torch
 from constants import Kvr
-from made_runs import kv_in
+from made_runs import kv_in, take
 from shown_runs import COLUMNS, HEADER, example_records, write_run
 
-from kvr_mpi.errors import EXIT_OK
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.volumes import RESULTS
@@ -74,3 +74,28 @@ def test_inspect_shows_all_answers_and_all_scores(tmp_path: Path, run_kvr: Kvr) 
     path = write_run(tmp_path / "run", records)
     assert run_kvr("inspect", path, "n")[1].endswith("\n\n1 of 2: one way\n\n2 of 2: another\n")
     assert run_kvr("inspect", path, "s")[1].endswith("\n\n' yes' -12.500, ' no' -11.000\n")
+
+
+def test_inspect_counts_the_answers_that_were_cut_off(tmp_path: Path, run_kvr: Kvr) -> None:
+    reasons = [("length", 8), ("length", 8), ("stop", 3), ("length", 0)]  # the last one was to have no answer
+    records = [Record(f"{n}", "done", finish_reason=why, new_tokens=new) for n, (why, new) in enumerate(reasons)]
+    path = write_run(tmp_path / "run", [*records, Record("e", "error")])
+    assert "2 of 4 answers cut off at generation.max_new_tokens" in run_kvr("inspect", path)[1]
+    whole = write_run(tmp_path / "whole", records[2:])
+    assert "cut off" not in run_kvr("inspect", whole)[1]
+
+
+def test_a_run_without_records_is_told_from_no_run(tmp_path: Path, run_kvr: Kvr) -> None:
+    empty, begun, other = (tmp_path / name for name in ("empty", "begun", "other"))
+    for folder in (empty, other):
+        folder.mkdir()
+    (other / "notes.txt").touch()
+    take(begun, mode="new").close()
+    for command in ("inspect", "export"):
+        for folder, words in (
+            (empty, "is empty; a job that has just begun loads its model first"),
+            (begun, "no document is stored yet; see `kvr status"),
+            (other, "no result file"),
+        ):
+            code, _, err = run_kvr(command, folder)
+            assert code == EXIT_BAD_DATA and words in err, err

@@ -30,8 +30,8 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.
     found = read_status(tmp_path, lock.since_s + 36)
     assert (found.alive, found.total, found.done, found.failed) == (True, len(NAMES), 1, 1)
     assert found.left == len(NAMES) - 2
-    assert found.rate_per_h == pytest.approx(200, rel=0.1) and found.lately_per_h == pytest.approx(200, rel=0.1)
-    assert found.eta_s == pytest.approx(36 / 2 * (len(NAMES) - 2), rel=0.1)
+    assert found.rate_per_h == pytest.approx(100, rel=0.1) and found.lately_per_h == pytest.approx(100, rel=0.1)
+    assert found.eta_s == pytest.approx(36 * (len(NAMES) - 2), rel=0.1), "errors come fast and are no answers"
     assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.glob("[!.]*")} == before
     for now in (lock.since_s - 10**6, 0.0):  # a clock that jumps
         found = read_status(tmp_path, now)

@@ -52,7 +52,7 @@ def test_every_placement_has_every_head(loads: list[float], ranks: int, copies: 
     check(whole, loads, 0)
     check(even, loads, copies)
     check(free, loads, ranks - 1)
-    assert free.heaviest <= even.heaviest * (1 + 1e-9) <= whole.heaviest * (1 + 1e-8)
+    assert free.heaviest <= even.heaviest * (1 + 2e-8) and even.heaviest <= whole.heaviest * (1 + 1e-8)
     assert free.heaviest == pytest.approx(sum(loads) / ranks, rel=1e-8, abs=1e-6), "all have exactly as much"
     if len(loads) % ranks == 0:
         assert whole.heaviest <= 4 / 3 * place_statically(loads, ranks).heaviest * (1 + 1e-9), "Graham's bound"

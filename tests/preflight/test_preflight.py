@@ -160,7 +160,7 @@ ALL_WRONG = {
     "prompt.reduce_template=Sum up.": ("prompt.reduce_template 'Sum up.' contains {text} 0 times",),
     "prompt.system=About {{text}}": ("prompt.system",),
     "parallel.partition=no-tables/a.json": ("table 'no-tables/a.json': no such file",),
-    "parallel.ranks_per_chain=3": ("parallel.ranks_per_chain = 3: 1 ranks cannot",),
+    "parallel.ranks_per_chain=3": ("parallel.ranks_per_chain = 3: 1 rank cannot",),
     "output.path=job.toml/out": ("output.path 'job.toml/out' cannot be written",),
 }
 

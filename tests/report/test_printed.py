@@ -75,7 +75,7 @@ def test_a_line_for_every_document_with_all_that_matters() -> None:
     lines = report_lines(records, 60, 1, deadline_s=START_S + 3600)
     assert len(lines) == 3
     for number, line in enumerate(lines):
-        what = rf"{900 + number} tokens, first token 1\.23 s, 7 tokens generated in .*"
+        what = rf"{900 + number} tokens, first token 1\.23 s, last of 7 tokens .* s later"
         what = "error: it is not UTF-8" if number == 1 else what
         pattern = rf"{STAMP}\] {number + 1}/4 doc-{number}: {what} \| elapsed (.*), left (.*), wall time left (.*)\n"
         match = re.fullmatch(pattern, line)
@@ -91,9 +91,12 @@ def test_a_line_for_every_document_with_all_that_matters() -> None:
 def test_a_split_document_has_no_sum_of_times_that_ran_side_by_side() -> None:
     record = done("book", prompt_tokens=9000, ttft_s=46.0, decode_s=204.41, new_tokens=192, parts=8)
     (line,) = report_lines([(record, 5)], 57)
-    assert "9000 tokens, 8 prompts: prefill 46.00 s, 192 tokens generated |" in line and "204" not in line
+    assert (
+        "9000 tokens, 7 parts and a combining prompt: prefill 46.00 s, 192 tokens generated |" in line
+        and "204" not in line
+    )
     (line,) = report_lines([(replace(record, parts=1), 5)], 57)
-    assert "first token 46.00 s, 192 tokens generated in 204.41 s |" in line
+    assert "first token 46.00 s, last of 192 tokens 204.41 s later |" in line
 
 
 @settings(max_examples=100)
@@ -138,10 +141,11 @@ def test_prompts_that_wait_for_their_answers_are_told_of() -> None:
     def report(progress: Progress, clock: Clock) -> None:
         for number in range(8):
             clock.now += 0.5
-            progress.prefilled(f"d{number}", 900, 1.5)
+            progress.prefilled(f"d{number}", 900, 1.5, known=745)
 
     lines = lines_of(3, 3, report, deadline_s=START_S + 600)
-    told = r"prefilled d\d: 900 tokens in 1\.50 s \| elapsed .* m?s, wall time left (9 min 5\d s|10 min)"
+    told = r"prefilled d\d: 900 tokens after 745 known ones in 1\.50 s \| elapsed .* m?s, "
+    told += r"wall time left (9 min 5\d s|10 min)"
     assert 3 <= len(lines) <= 5 and all(re.search(told, line) for line in lines)
 
 

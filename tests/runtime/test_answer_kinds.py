@@ -176,14 +176,14 @@ def test_every_answer_follows_the_schema(tmp_path: Path, job: Path, run_job: Any
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "cannot be read"),
+        (None, "schema.json); expected a file with a JSON schema, or the schema itself as text"),
         ("{not json", "is not JSON"),
         ("[1]", "is not a JSON schema: [1]"),
         ('{"typ": "object"}', "expected an object with at least one of"),
         ('{"type": "objekt"}', "generation.json_schema: this JSON schema is not supported: Invalid type: objekt"),
         ('{"not": {"type": "string"}, "type": "object"}', "Unimplemented keys"),
         ('{"type": "string", "pattern": "("}', "regex parse error"),
-        (json.dumps(SCHEMA), "pip install kvr-mpi[json]"),
+        (json.dumps(SCHEMA), "pip install llguidance"),
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_refused(

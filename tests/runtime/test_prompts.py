@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvr_mpi.documents import Corpus, RowFormat, scan_corpus
 from kvr_mpi.requests.prompt import Prompt
@@ -47,6 +48,8 @@ def test_answers_are_those_of_each_prompt_alone(job: Path, run_job: Any) -> None
     prompts = with_prompts(job, PROMPTS)
     for way, (ranks, settings) in WAYS.items():
         run = run_job(ranks, *settings, of=prompts)
+        assert "documents: 5, prompts about them: 15" in run.log
+        assert "15 prompts answered in" in run.log and run.log.rstrip().endswith("done; 15 prompts answered")
         assert "15 done, 0 failed" in run.out and ("prefilled 3 times" in run.log) == (way == "single"), way
         found = run.records
         assert run.tokens == {name: record.token_ids for name, record in truth.items()}, way
@@ -70,12 +73,16 @@ def test_answers_are_those_of_each_prompt_alone(job: Path, run_job: Any) -> None
         ({}, 5 + 4),
         ({"arena": object()}, 44 + 5 + 4),  # of 300 tokens one page is shared, and the rest copied
         ({"compression": SimpleNamespace(planned_drop=lambda *given: None)}, 305 + 4),
-        ({"loaded": SimpleNamespace(attends_in_parts=False)}, 305 + 4),
+        ({"loaded": SimpleNamespace(attends_in_parts=False, device=torch.device("cpu"))}, 305 + 4),
     ],
 )
 def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) -> None:
     """What its prompts keep, in bytes of a token each; compressed heads, and a model's own attention, need copies."""
-    whole: dict[str, Any] = {"arena": None, "compression": None, "loaded": SimpleNamespace(attends_in_parts=True)}
+    whole: dict[str, Any] = {
+        "arena": None,
+        "compression": None,
+        "loaded": SimpleNamespace(attends_in_parts=True, device=torch.device("cpu")),
+    }
     footprint = SimpleNamespace(activation_bytes=lambda tokens: 1000)
     setup: Any = SimpleNamespace(kv_bytes=lambda tokens: tokens, footprint=footprint, **{**whole, **changed})
     chain: Any = SimpleNamespace(size=2)
@@ -98,7 +105,7 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
     corpus = scan_corpus([str(tmp_path)], rows=RowFormat(), prompts=["p", "q"])
     assert [entry.id for entry in corpus.entries][:2] == ["a.txt#p", "a.txt#q"]
     assert corpus.read(0).text == corpus.read(1).text == "words" and corpus.read(1).id == "a.txt#q"
-    assert "at most 512 are allowed" in (corpus.read(2).error or "") and corpus.entries[2].id != corpus.entries[3].id
+    assert "512 are allowed" in (corpus.read(2).error or "") and corpus.entries[2].id != corpus.entries[3].id
     assert [corpus.share(slice(n, None, 2)) for n in range(2)] == [[0, 1], [2, 3]]
     again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
     assert again == corpus

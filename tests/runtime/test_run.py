@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.status import read_status
 
@@ -17,14 +19,24 @@ SMALL_VOCABULARY = True
 def test_another_job_is_not_resumed_and_says_so_before_the_model_is_loaded(run_job: Any) -> None:
     begun, again = ("documents.limit=2", "generation.max_new_tokens=1"), {"to": "out", "words": ["--resume"]}
     run_job(1, *begun, to="out")
-    for setting, words in (
-        ("prompt.template=Read: {text}", "prompt.template was"),
-        ("generation.max_new_tokens=9", "generation.max_new_tokens was 1, is 9"),
-        ("documents.limit=1", "documents have changed since it began"),
+    for setting, words, step in (
+        ("prompt.template=Read: {text}", 'is "Read: {text}"); restore', "importing torch"),
+        ("generation.max_new_tokens=9", "(generation.max_new_tokens was 1, is 9);", "importing torch"),
+        ("documents.limit=1", "documents have changed since it began", "loading"),
     ):
         log = run_job(1, *begun, setting, **again, code=78).log
-        assert "cannot resume" in log and words in log and "loading" not in log
+        assert "cannot resume" in log and words in log and step not in log
     assert "2 of them already done" in run_job(1, *begun, "output.columns=[]", **again).log
+
+
+@pytest.mark.parametrize("words", [[], ["--resume"], ["--overwrite"]])
+def test_a_folder_in_use_is_refused_before_torch_is_imported(words: list[str], tmp_path: Path, run_job: Any) -> None:
+    (tmp_path / "out").mkdir()
+    other = Lock(tmp_path / "out", this_process())
+    log = run_job(1, to="out", words=words, code=78).log
+    other.release()
+    assert f"is in use by process {os.getpid()}" in log and "importing torch" not in log
+    assert log.splitlines()[-1].endswith("exit code 78: the output folder or file cannot be used")
 
 
 def test_prompts_shorter_than_the_chain(tmp_path: Path, run_job: Any) -> None:

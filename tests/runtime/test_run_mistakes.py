@@ -58,7 +58,10 @@ def check_refused(run: Any, folder: Path, words: list[str]) -> None:
     for word in words:
         assert word.format() in run.stderr
     assert run.stderr.count("error: ") == 1, "one rank speaks for all"
-    assert last_line(run.stderr) == "exit code 78: the job cannot be run as written"
+    meaning = (
+        "the output folder or file cannot be used" if "output.path" in words else "the job cannot be run as written"
+    )
+    assert last_line(run.stderr) == f"exit code 78: {meaning}"
     assert not list(folder.glob("out/*.h5*"))
 
 

@@ -21,7 +21,7 @@ import pytest
 
 import kvr_mpi.store.lock as lock_module
 from kvr_mpi.errors import EXIT_CONFIG, OutputError
-from kvr_mpi.store.lock import Lock, LockState, Owner, is_alive, read_lock, session_of, this_process
+from kvr_mpi.store.lock import Lock, LockState, Owner, check_unused, is_alive, read_lock, session_of, this_process
 
 pytestmark = pytest.mark.quick
 
@@ -70,8 +70,12 @@ def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path) -> None:
         Lock(tmp_path, this_process())
     assert caught.value.exit_code == EXIT_CONFIG
     assert is_alive(tmp_path)
+    with pytest.raises(OutputError, match=rf"in use by process {os.getpid()} on .*job 77.*choose another"):
+        check_unused(tmp_path)
     first.release()
     assert not is_alive(tmp_path)
+    check_unused(tmp_path)
+    check_unused(tmp_path / "not-yet-there")
     second = Lock(tmp_path, this_process())
     assert (first.number, second.number) == (1, 2) and session_of(tmp_path) == 2
     assert [path.name for path in tmp_path.iterdir()] == [".lock-000002"]

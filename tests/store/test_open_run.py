@@ -102,9 +102,12 @@ def test_a_foreign_file_with_our_name_stops_a_job_and_is_not_touched(tmp_path: P
     [
         (
             {"header": Header({**IDENTITY, "model": "f"}, HEADER.model)},
-            r"with other settings \(model was '0123abcd', is 'f'\)",
+            r'with other settings \(model was "0123abcd", is "f"\)',
         ),
-        ({"header": Header({**IDENTITY, "seed": 7}, HEADER.model)}, r"with other settings \(seed was None, is 7\)"),
+        (
+            {"header": Header({**IDENTITY, "kv": True, "generation": {"max_new_tokens": 60, "n": None}}, HEADER.model)},
+            r"with other settings \(generation.max_new_tokens was 96, is 60; output.kv was false, is true\)",
+        ),
         ({"corpus": corpus_of([*NAMES, "new1", "new2"])}, r"2 new \(new1, new2\)"),
         ({"corpus": corpus_of(NAMES[1:])}, r"1 gone \(a\)"),
         ({"corpus": corpus_of(NAMES, b="another text", d="too")}, r"2 changed \(b, d\)"),

@@ -37,7 +37,7 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = take(tmp_path, mode="new")
     with writers(tmp_path, 2, deadline_s=time.time() + 3600) as (first, second):
         first.tell("prefilling", "a\x1b[2J.txt")
-        second.follow(lambda: (1000, 20))
+        second.follow(lambda: (1000, 20, 3))
         second.tell("decoding", "3 answers")
         deadline = time.monotonic() + 300
         while {each.doing for each in read_status(tmp_path).ranks} != {"prefilling", "decoding"}:
@@ -45,6 +45,7 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         time.sleep(0.2)
         told = CliRunner().invoke(group, ["status", str(tmp_path)]).output
         assert "1 prefilling, 1 decoding" in told and "rank 1    decoding 3 answers, " in told and "\x1b" not in told
+        assert "\nprefilled 3 prompts since this job began" in told
         assert "prompt tokens/s and" in told and "left until the batch system" in told and "SILENT" not in told
         (one, other) = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)["ranks"]
         assert one["what"] == "a\x1b[2J.txt" and (other["prompt_tokens"], other["new_tokens"]) == (1000, 20)
@@ -58,7 +59,7 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_has_gone_silent_is_named_first(tmp_path: Path) -> None:
     run = take(tmp_path, mode="new")
     with writers(tmp_path, 4, tensor_parallel=2) as found:
-        found[2].follow(lambda: (1000, 10))
+        found[2].follow(lambda: (1000, 10, 2))
         states = read_states(tmp_path, 1)
         assert [state.name for state in states][1:3] == ["rank 1 (group 0.1)", "rank 2 (group 1.0)"]
         assert [state.is_first_of_group for state in states] == [True, False, True, False]

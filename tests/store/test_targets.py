@@ -9,9 +9,11 @@ import pytest
 from constants import Kvr
 from made_runs import corpus_of, record, take, write
 
+from kvr_mpi.cli.ask import _answers_folder
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, OutputError
+from kvr_mpi.store.lock import this_process
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.targets import answers_folder, check_file, check_output_folder
+from kvr_mpi.store.targets import answers_folders, check_file, check_output_folder
 
 
 def make_run(folder: Path, *names: str, share: slice = slice(0, None, 1)) -> Path:
@@ -74,9 +76,24 @@ def test_answers_go_beside_the_run(run: Path, array: Path, monkeypatch: pytest.M
     (run.parent / "all.h5").touch()
     monkeypatch.chdir(run)
     for path in (run, Path("."), Path("../run/"), file, Path(file.name)):
-        assert answers_folder(path) == wanted
-    assert answers_folder(array) == answers_folder(array / "all.h5") == f"{array}-answers"
-    assert answers_folder(run.parent / "all.h5") == str(run.parent / "all-answers")
+        assert answers_folders(path) == [wanted]
+    assert answers_folders(array) == answers_folders(array / "all.h5") == [f"{array}-answers"]
+    assert answers_folders(run.parent / "all.h5") == [str(run.parent / "all-answers")]
+
+
+def test_other_questions_go_to_a_new_folder_and_the_last_one_is_continued(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{run}-answers", f"{run}-answers-2", f"{run}-answers-3"]
+    assert _answers_folder(run, True) == names[0], "there is nothing to continue"
+    for folder, job in zip(map(Path, names[:2]), ("6", "7"), strict=True):
+        take(folder, mode="new", owner=this_process(job)).close()
+    assert answers_folders(run) == names
+    assert (_answers_folder(run, False), _answers_folder(run, True)) == (names[2], names[1])
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for job, folder in (("6", names[2]), ("7", names[1])):  # a requeued job continues its own folder
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        assert _answers_folder(run, False) == folder
 
 
 OWN = (
