@@ -136,7 +136,7 @@ def test_runs_that_are_no_shares_of_one_job_are_refused(array: Path, tmp_path: P
         (
             ["merge", array, tmp_path / "other", *target],
             EXIT_BAD_DATA,
-            "different jobs (model: '0123abcd' and 'another')",
+            'different jobs (model: "0123abcd" and "another")',
         ),
         (["merge", array, tmp_path / "again", *target], EXIT_BAD_DATA, "'doc-03' is in "),
         (["export", array, tmp_path / "again"], EXIT_BAD_DATA, "'doc-03' is in "),
