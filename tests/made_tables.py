@@ -50,5 +50,5 @@ def fitting(table: Table, model: Path) -> Table:
     """The same for a model in a folder, on ranks of this machine that have a thread each (``OMP_NUM_THREADS=1``)."""
     fingerprint = load_outline(str(model), dtype="float32", offline=True, cache_dir=model).fingerprint
     identity = ModelIdentity(name="models/Tiny", fingerprint=fingerprint, architecture="LlamaForCausalLM")
-    device = f"{processor_name()}, 1 thread(s)"
+    device = f"{processor_name()}, 1 thread"
     return table.model_copy(update={"key": a_key(model=identity, device=device, ranks=table.key.ranks)})

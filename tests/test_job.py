@@ -86,3 +86,10 @@ def test_a_shown_job_has_every_key_and_where_it_is_from(tmp_path: Path) -> None:
     assert rows["output.kv"] == ("True", "KVR_OUTPUT__KV")
     assert rows["model.dtype"] == ("'auto'", "default")
     assert sum(source != "default" for _, source in rows.values()) == 6
+
+
+def test_a_batch_file_is_a_job() -> None:
+    """For every command that takes a job; it is not read for that."""
+    spec, _ = load_job(Path("in/requests.v2.jsonl.gz"), ["model.path=m"], {})
+    assert (spec.documents.path, spec.documents.format) == (["in/requests.v2.jsonl.gz"], "openai-batch")
+    assert (spec.model.path, spec.output.path) == ("m", "runs/requests.v2")

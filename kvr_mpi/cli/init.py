@@ -32,12 +32,12 @@ JOB = """\
 
 [model]
 path = {model}
-dtype = "auto"            # the model's own; or float32, bfloat16, float16
+# dtype = "float32"       # default: the model's own
 
 [documents]
 path = [{corpus}]  # folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet
-id_field = {id_field}           # in rows (JSONL, Parquet): the field with the document's id,
-text_field = {text_field}       # and the field with its text
+{id_mark}id_field = {id_field}  # in rows (JSONL, Parquet): the field with the document's id,
+{text_mark}text_field = {text_field}  # and the field with its text
 # limit = 10              # only the first 10 documents, to try things out
 
 [prompt]
@@ -49,10 +49,6 @@ too_long = "split"        # longer than the context: answer in parts, then combi
 max_new_tokens = 256      # maximum length of an answer; 0: prefill only
 # temperature = 0.7       # sample; default: greedy, the same answers every time
 # repetition_penalty = 1.05  # for small models, which otherwise repeat themselves
-
-[parallel]
-# ranks_per_chain = "auto"  # planned for each document, or a number; default: all ranks share each document
-# partition = "even"      # default: slices that take equal time, measured on the ranks before the first document
 
 [output]
 path = {output}
@@ -186,7 +182,8 @@ def _write(job: Path, wanted: dict[str, str]) -> tuple[str, Any]:
             raise ConfigError(f"{name} {value!r} contains characters that cannot be printed; remove them")
     # A JSON string without such characters is also a TOML string.
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in wanted.items()}
-    text = JOB.format(file=job, **quoted)
+    marks = {f"{key}_mark": "# " * (wanted[f"{key}_field"] == key) for key in ("id", "text")}  # a default is a comment
+    text = JOB.format(file=job, **quoted, **marks)
     spec, _ = make_job(tomllib.loads(text), job, (), {})
     found = (spec.model.path, spec.documents.path[0], spec.prompt.template, spec.output.path)
     assert found == (wanted["model"], wanted["corpus"], wanted["template"], wanted["output"]), "TOML as it was meant"

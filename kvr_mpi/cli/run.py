@@ -73,20 +73,10 @@ def run(**given: Any) -> int:
     stopped before the end: the same command with --resume continues; 69 the ranks cannot communicate; 78 the job cannot
     be run as written; 2 wrong arguments; 1 a bug. The last line of output explains the exit code.
     """  # noqa: D301
+    from kvr_mpi.job import load_job
+
     job: Path = given.pop("job")
-    return run_as_told(str(job), given, lambda settings: _load(job, settings))
-
-
-def _load(job: Path, settings: Sequence[str]) -> tuple[JobSpec, dict[str, str]]:
-    """Read a job file, or make a job of a batch file."""
-    from kvr_mpi.job import load_job, make_job
-
-    name = job.name.removesuffix(".gz")
-    if not name.endswith(".jsonl"):
-        return load_job(job, settings)
-    documents = {"path": str(job), "format": "openai-batch"}
-    raw = {"model": {}, "documents": documents, "output": {"path": f"runs/{name.removesuffix('.jsonl')}"}}
-    return make_job(raw, job, settings)
+    return run_as_told(str(job), given, lambda settings: load_job(job, settings))
 
 
 def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:

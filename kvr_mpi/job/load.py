@@ -27,6 +27,7 @@ EXAMPLES = {
     "string_type": '"text"',
     "list_type": '["one", "two"]',
 }
+BATCH_SUFFIXES = (".jsonl", ".jsonl.gz")
 REMOTE_CODE = "model.trust_remote_code"
 # Sections with templates and questions, in which users type line breaks as ``\n``; elsewhere, JSON may contain them.
 TEXT_SECTIONS = ("prompt", "questions")
@@ -40,7 +41,7 @@ def load_job(
     Parameters
     ----------
     path : Path
-        The TOML file.
+        The TOML file, or a file of requests in OpenAI's batch format, whose job has no settings but its paths.
     settings : sequence of str
         ``section.key=value`` from the command line; a value that is not valid TOML is a plain string. In
         sections with templates, ``\n`` in such a string is a line break.
@@ -57,6 +58,10 @@ def load_job(
     ConfigError
         The message has file, key, value and the valid choices.
     """
+    if path.name.endswith(BATCH_SUFFIXES):
+        documents = {"path": str(path), "format": "openai-batch"}
+        raw = {"model": {}, "documents": documents, "output": {"path": f"runs/{path.name.partition('.jsonl')[0]}"}}
+        return make_job(raw, path, settings, environ)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:

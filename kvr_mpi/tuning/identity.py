@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from kvr_mpi.errors import counted
 from kvr_mpi.model import LoadedModel, Outline
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.tuning.table import Key, ModelIdentity, Provenance
@@ -78,7 +79,7 @@ def processor_key(environ: Mapping[str, str] = os.environ) -> str:
 def _device(loaded: LoadedModel) -> str:
     if loaded.device.type == "cuda":
         return torch.cuda.get_device_name(loaded.device)
-    return f"{processor_name()}, {torch.get_num_threads()} thread(s)"
+    return f"{processor_name()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def processor_name() -> str:

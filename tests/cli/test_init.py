@@ -35,6 +35,8 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     assert (code, err) == (EXIT_OK, "") and "mpirun -n 2 kvr-run minutes.toml" in out and "1 .docx" in out
     # A run of two documents cannot go on with all of them: what is tried out is not where the job will write.
     assert "--set documents.limit=1 --set output.path=runs/minutes-try\n" in out
+    active = [line for line in Path("minutes.toml").read_text().splitlines() if line and not line.startswith("#")]
+    assert len(active) == 11, "five sections, and a few lines that anyone understands"
     spec, _ = load_job(Path("minutes.toml"), (), {})
     assert spec.documents.path == ["my corpus"] and spec.model.path == str(tiny_model_dir)
     assert spec.prompt.template == f"{{text}}\n\n{ASKED}" and spec.output.path == "runs/minutes"

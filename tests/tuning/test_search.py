@@ -46,7 +46,7 @@ def test_search_writes_a_table_by_which_a_job_is_cut(
     table = load_table(path)
     again = mpirun(2, [*command, "--output", path])
     assert again.returncode == 78 and "exists; add --overwrite" in again.stderr and load_table(path) == table
-    assert "3 thread(s)" in table.key.device, "as many as a job would have"
+    assert "3 threads" in table.key.device, "as many as a job would have"
     assert path.name.endswith("_p2.json") and "-float32_" in path.name
     assert (table.key.ranks, table.key.dtype, table.key.model.architecture) == (2, "float32", "LlamaForCausalLM")
     assert [entry.context_tokens for entry in table.entries] == [32, 192]
