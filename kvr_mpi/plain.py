@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
@@ -18,6 +18,22 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # Unix times that `datetime` can represent.
 UnixTime = Annotated[float, Field(gt=-6e10, lt=2.5e11)]
+
+
+def _read_share(value: Any) -> Any:
+    if isinstance(value, str) and value.endswith("%") and value[:-1].replace(".", "", 1).isdecimal():
+        return float(value[:-1]) / 100
+    return value
+
+
+def _read_tokens(value: Any) -> Any:
+    if isinstance(value, str) and value[-1:].lower() == "k" and value[:-1].isdecimal():
+        return 1024 * int(value[:-1])
+    return value
+
+
+# Values may be written as people write them: 0.25 or "25%"; 4096 or "4k".
+AS_SHARE, AS_TOKENS = BeforeValidator(_read_share), BeforeValidator(_read_tokens)
 
 
 class Strict(BaseModel):

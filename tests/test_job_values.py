@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from made_jobs import MINIMAL, load, refusal, write_job
 
-from kvr_mpi.job import JobSpec
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job import JobSpec, load_job
 
 # A setting, and what is said of it after its name and value: of another type (a value is never made to fit), a wrong
 # choice, out of range, or without sense.
@@ -107,3 +108,13 @@ def test_all_mistakes_are_told_at_once_each_in_a_line(tmp_path: Path) -> None:
     for mistake in ("generation.seed = -1", "generation.top_k = 'x'", "'prompt.kep'", "output:? is missing"):
         assert len(re.findall(f"job.toml: .*{mistake}", message)) == 1
     assert "compress.budget: is missing" in message and len(message.splitlines()) == 5
+
+
+def test_shares_and_tokens_may_be_written_as_people_write_them(tmp_path: Path) -> None:
+    words = ["prompt.max_tokens=4k", "prompt.min_coverage=90%", "parallel.chunk_tokens=2K", "compress.budget=12.5%"]
+    spec, _ = load_job(write_job(tmp_path), [*words, "compress.method=snapkv"], {})
+    assert spec.compress is not None and (spec.prompt.max_tokens, spec.prompt.min_coverage) == (4096, 0.9)
+    assert (spec.parallel.chunk_tokens, spec.compress.budget) == (2048, 0.125)
+    for wrong in ("prompt.max_tokens=4x", "prompt.max_tokens=0k", "prompt.min_coverage=150%", "compress.budget=-3%"):
+        with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+            load_job(write_job(tmp_path), [wrong], {})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from kvr_mpi.compress.registry import METHODS, SINKS, Method
-from kvr_mpi.plain import Strict
+from kvr_mpi.plain import AS_SHARE, Strict
 
 # Settings that only some methods read (`Method.reads`); other methods would ignore them, so they are refused.
 OWN_SETTINGS = ("window", "profile")
@@ -18,8 +18,8 @@ class CompressSettings(Strict):
     """How a prompt's keys and values are compressed before its answer is decoded."""
 
     method: str = Field(description=f"one of {', '.join(METHODS)}")
-    budget: float = Field(
-        gt=0, description="tokens that a KV head keeps on average, including the window; below 1: a share of the tokens"
+    budget: Annotated[float, Field(gt=0), AS_SHARE] = Field(
+        description="tokens that a KV head keeps on average, including the window; below 1: a share of the tokens"
     )
     observes: Literal["question", "document"] = Field(
         "question",

@@ -11,13 +11,13 @@ from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.kv.settings import CacheSettings
-from kvr_mpi.plain import Strict
+from kvr_mpi.plain import AS_SHARE, AS_TOKENS, Strict
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import Name
 
 EQUAL_TIME, EVEN = "equal_time", "even"
-ChunkTokens = Annotated[int, Field(ge=1)] | Literal["auto"]
+ChunkTokens = Annotated[int, Field(ge=1), AS_TOKENS] | Literal["auto"]
 
 
 class ModelSection(Strict):
@@ -116,20 +116,18 @@ class PromptSection(Strict):
         description="if a prompt exceeds the context: an error record; an answer about a part of the document; or one "
         "from the answers about all its parts",
     )
-    min_coverage: float = Field(
+    min_coverage: Annotated[float, Field(ge=0, le=1), AS_SHARE] = Field(
         0.0,
-        ge=0,
-        le=1,
         description="minimum fraction of a document that its answer must have seen; below, it becomes an error",
     )
-    overlap_tokens: int = Field(
-        0, ge=0, description="split: tokens of text that each part repeats from the previous one"
+    overlap_tokens: Annotated[int, Field(ge=0), AS_TOKENS] = Field(
+        0, description="split: tokens of text that each part repeats from the previous one"
     )
     reduce_template: str | None = Field(
         None, description="split: template that combines the answers about the parts; default: template"
     )
-    max_tokens: int | None = Field(
-        None, ge=2, description="maximum length of prompt and answer together; default: the model's context"
+    max_tokens: Annotated[int, Field(ge=2), AS_TOKENS] | None = Field(
+        None, description="maximum length of prompt and answer together; default: the model's context"
     )
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from kvr_mpi.plain import Strict
+from kvr_mpi.plain import AS_TOKENS, Strict
 
 
 class CacheSettings(Strict):
@@ -17,8 +17,8 @@ class CacheSettings(Strict):
         description="whole: all tokens; rolling: only the last ones, exact for models with windows; streaming-llm: "
         "also the first four, approximate",
     )
-    tokens: int = Field(
-        448, ge=5, description="rolling: number of earlier tokens that the first token of a step can attend to"
+    tokens: Annotated[int, Field(ge=5), AS_TOKENS] = Field(
+        448, description="rolling: number of earlier tokens that the first token of a step can attend to"
     )
 
     @model_validator(mode="after")
