@@ -31,7 +31,7 @@ from kvr_mpi.transport.local import run_local
             "7,61,context",
             ("18 of 18 checks passed on 3 ranks", "480 tokens, ring"),
         ),  # the context less 32 tokens
-        (2, "bfloat16", "64,200", ("12 of 12 hold",)),
+        (2, "bfloat16", "64,200", ("12 of 12 checks passed",)),
     ],
 )
 def test_verify_holds_on_real_ranks(
