@@ -113,8 +113,6 @@ class Network:
         self.queues: dict[tuple[str, int, int, str], deque[Transfer]] = defaultdict(deque)
         self.held: dict[int, int] = defaultdict(int)
         self.most_held: dict[int, int] = defaultdict(int)
-        # Bytes of all messages, as they were begun: by group, source, destination and side.
-        self.orders: dict[tuple[str, int, int, str], list[int]] = defaultdict(list)
         self.blind: set[int] = set()
         self.ahead: dict[int, list[int]] = defaultdict(list)
         self.groups: list[Group] = []
@@ -225,7 +223,6 @@ class Group:
         with network.lock:
             transfer = Transfer(self, tensor, stream)
             network.queues[self.name, source, dest, what].append(transfer)
-            network.orders[self.name, source, dest, what].append(tensor.nbytes)
             network.progress()
         return transfer
 

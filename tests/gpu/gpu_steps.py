@@ -29,10 +29,8 @@ TAIL_LINES = 60
 DUMP_S = 5.0
 # With less than this left of the time for all, no step is begun.
 LEAST_S = 30.0
-# What NCCL finds wrong it says in a step's output. Its flight recorder remembers the last messages of each rank, and
-# writes them to `MESSAGES` and the rank when something is written to `PIPE`, the rank, and ".pipe".
-ENVIRONMENT = {"NCCL_DEBUG": "WARN", "TORCH_FR_BUFFER_SIZE": "2000"}
-MESSAGES, PIPE = "nccl-messages-", "nccl-"
+# What NCCL finds wrong it says in a step's output.
+ENVIRONMENT = {"NCCL_DEBUG": "WARN"}
 CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
 
 
@@ -109,13 +107,12 @@ def run_step(step: Step, command: Sequence[str], logs: Path) -> Outcome:
     logs.mkdir(parents=True, exist_ok=True)
     with file.open("w") as stream:
         process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environment_of(logs)
+            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | ENVIRONMENT
         )
         try:
             process.wait(max(1.0, step.timeout_s - DUMP_S))
         except subprocess.TimeoutExpired:
             tell_all([member for member, catches in family_of(process.pid).items() if catches], signal.SIGUSR1)
-            ask_for_messages(logs)
         try:
             process.wait(DUMP_S)
         except subprocess.TimeoutExpired:
@@ -134,21 +131,6 @@ def run_step(step: Step, command: Sequence[str], logs: Path) -> Outcome:
         return Outcome(step.name, seconds=seconds, **json.loads(marked[-1].removeprefix(MARK)))
     is_late = "Timeout (" in told or seconds >= step.timeout_s
     return Outcome(step.name, "timeout" if is_late else "failed", seconds, said="\n".join(lines[-TAIL_LINES:]))
-
-
-def environment_of(logs: Path) -> dict[str, str]:
-    """Variables of a step's process; NCCL's recorders write to the folder of logs."""
-    files = {"TORCH_FR_DUMP_TEMP_FILE": logs / MESSAGES, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": logs / PIPE}
-    return {**os.environ, **ENVIRONMENT, **{name: str(file.absolute()) for name, file in files.items()}}
-
-
-def ask_for_messages(logs: Path) -> None:
-    """Have NCCL's recorders write what they remember; of ranks that have ended nobody reads the pipe."""
-    for pipe in logs.glob(f"{PIPE}*.pipe"):
-        with contextlib.suppress(OSError):
-            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-            os.write(writer, b"1")
-            os.close(writer)
 
 
 def family_of(pid: int) -> dict[int, bool]:

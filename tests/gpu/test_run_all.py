@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -51,21 +50,6 @@ def test_ranks_that_a_step_has_started_show_where_they_stand(tmp_path: Path) -> 
         while "State:\tZ" not in status.read_text():
             assert time.monotonic() < until, "it is still running"
             time.sleep(0.05)
-
-
-def test_nccls_recorders_are_asked_when_time_is_up(tmp_path: Path) -> None:
-    """A rank that has ended leaves its pipe behind."""
-    os.mkfifo(tmp_path / "nccl-1.pipe")
-    code = """
-name = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
-os.mkfifo(name)
-reader = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
-while not os.read(reader, 1):
-    time.sleep(0.05)
-open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0", "w").write("the last messages")
-time.sleep(600)"""
-    assert _outcome(tmp_path, code, 6.0).status == "timeout"
-    assert (tmp_path / "nccl-messages-0").read_text() == "the last messages"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.mpi import MpiTransport
 from kvr_mpi.transport.nccl import NcclTransport
-from kvr_mpi.transport.staging import StagedReceive, Staging
 
 GPU = torch.device("cuda", 3)
 
@@ -125,32 +124,6 @@ def test_a_receive_is_posted_a_layer_before_it_is_needed(
     for rank in (1, 2):
         later = network.ahead[rank][rank:]  # those of the first layer are posted with it
         assert (min(later) < kernels[rank]) == is_late
-
-
-def copied(gpus: PretendedCuda, staging: Staging) -> torch.Tensor:
-    """Send what is computed to oneself by way of host memory, and compute with what came."""
-    with OnDevices(gpus):
-        mail: list[torch.Tensor] = []
-
-        def send(data: torch.Tensor) -> Ended:
-            mail.append(data.clone())
-            return Ended()
-
-        def receive(data: torch.Tensor) -> Ended:
-            data.copy_(mail.pop())
-            return Ended()
-
-        computed = torch.arange(8.0, device=GPU) * 2
-        staging.send(computed.view(torch.uint8), send).wait()
-        came = torch.zeros(8, device=GPU)
-        StagedReceive(staging, came.view(torch.uint8), receive).wait()
-        return (came + 1).cpu()
-
-
-def test_staged_copies_wait_for_the_computation_and_it_for_them(gpus: PretendedCuda) -> None:
-    torch.cuda.set_device(GPU)
-    found = copied(gpus, Staging(GPU, direct=False))
-    assert found.tolist() == [2.0 * value + 1 for value in range(8)] and gpus.faults == []
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda:3"])
