@@ -39,13 +39,6 @@ LAYER_BYTES = 2 * 218_112_000  # of its weights, bfloat16
 OTHER_BYTES = 4 * 128256 * 4096
 
 
-def has_gpu() -> bool:
-    """Whether torch can use one."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def gpu_count() -> int:
     """How many this process sees."""
     import torch
@@ -133,13 +126,8 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
     shape |= SHAPE_SMALL if given.is_small else {}
     config = {"llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig}[kind](**shape)
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     fuse_norms(model)  # as jobs do
     return LoadedModel(
         model=model,

@@ -50,7 +50,10 @@ def greedy_there(loaded: LoadedModel, prefill: Prefill) -> list[int]:
 
 
 def prompts_on(chain: NcclTransport, loaded: LoadedModel, ids: list[int]) -> list[list[int]]:
-    """Prompts that end at each rank in turn, one after the other without a barrier, and then every rival."""
+    """Prompts that end at each rank in turn, one after the other without a barrier; every rival; chains of some ranks.
+
+    As in planned jobs the latter use the connections that are there.
+    """
     warm_up(chain, loaded.device, every_pair=True)
     forwarder = Forwarder(chain, device=loaded.device)
     found = []
@@ -61,6 +64,10 @@ def prompts_on(chain: NcclTransport, loaded: LoadedModel, ids: list[int]) -> lis
     options = {"reserve_tokens": NEW_TOKENS, "forwarder": forwarder}
     found += [rival(name, loaded, ids, chain, **options) for name in ("ring", "tsp-dense", "tsp-causal")]
     forwarder.close()
+    for some in (chain.split(chain.rank // 2), chain.split(chain.rank)):
+        warm_up(some, loaded.device)
+        cut, last = Partition.even(len(ids), some.size), some.size - 1
+        found.append(prefill_kvr(loaded, ids, cut, some, last=last, reserve_tokens=NEW_TOKENS))
     return [greedy_there(loaded, each) for each in found if each.logits is not None]
 
 
@@ -72,7 +79,7 @@ def test_every_strategy_over_nccl(size: int, gpus: PretendedCuda, network: Netwo
     models = on_gpus(gpus, loaded, size)
     ranks = run_on_gpus(size, network, lambda chain: prompts_on(chain, models[chain.rank], ids))
     found = [tokens for rank in ranks for tokens in rank]
-    assert found == [truth] * (size + 3)
+    assert found == [truth] * (size + 3 + -(-size // 2) + size)
     assert gpus.faults == [] and gpus.syncs_of_devices == []
     assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
     gc.collect()
@@ -86,26 +93,6 @@ def test_more_pairs_than_torch_has_streams_are_refused() -> None:
     ranks.rank, ranks.size = 0, 18
     with pytest.raises(TransportError, match=r"18 ranks .* take 34 streams .* at most 17 ranks per chain"):
         warm_up(ranks, CPU, every_pair=True)
-
-
-def test_chains_of_a_planned_job_share_the_links(gpus: PretendedCuda, network: Network) -> None:
-    """Chains of all ranks, and then of half of them, over the connections that are there."""
-    loaded, ids = tiny("llama-gqa"), prompt(40)
-    truth = greedy(loaded.model, single(loaded, ids), NEW_TOKENS)
-    models = on_gpus(gpus, loaded, 4)
-
-    def work(ranks: NcclTransport) -> list[list[int]]:
-        mine, found = models[ranks.rank], []
-        warm_up(ranks, mine.device)
-        for chain in (ranks, ranks.split(ranks.rank // 2), ranks.split(ranks.rank)):
-            warm_up(chain, mine.device)
-            last = chain.size - 1
-            prefill = prefill_kvr(mine, ids, Partition.even(40, chain.size), chain, last=last, reserve_tokens=2)
-            found += [greedy_there(mine, prefill)] if prefill.logits is not None else []
-        return found
-
-    found = [tokens for rank in run_on_gpus(4, network, work) for tokens in rank]
-    assert found == [truth] * 7 and gpus.faults == []
 
 
 def test_a_rank_without_memory_ends_its_prompt_and_the_next_is_right(

@@ -35,21 +35,17 @@ class Ended:
         return
 
 
-class Blind:
+class Blind(NcclTransport):
     """A transport whose receives are taken for ended at once."""
 
-    def __init__(self, ranks: NcclTransport) -> None:
-        self._ranks = ranks
-
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Ended:
-        self._ranks.irecv(tensor, source, tag)
+        super().irecv(tensor, source, tag)
         return Ended()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ranks, name)
 
-
-def run_chain(gpus: PretendedCuda, network: Network, layers: int, over: Any = None) -> list[float]:
+def run_chain(
+    gpus: PretendedCuda, network: Network, layers: int, kind: type[NcclTransport] = NcclTransport
+) -> list[float]:
     """Run a prompt on three ranks, the second of which passes on; returns how many kernels a layer has on each."""
     models = on_gpus(gpus, model_of("llama-gqa", layers, torch.float32), 3)
 
@@ -59,8 +55,8 @@ def run_chain(gpus: PretendedCuda, network: Network, layers: int, over: Any = No
         for group in network.groups:
             group.forwards.clear()
         ranks.barrier()
-        before = stream.behind
-        prefill_kvr(models[ranks.rank], prompt(48), Partition.even(48, 3), over(ranks) if over else ranks)
+        before, chain = stream.behind, kind(ranks._control, ranks._groups, ranks._members)
+        prefill_kvr(models[ranks.rank], prompt(48), Partition.even(48, 3), chain)
         return float(stream.behind - before) / layers
 
     return run_on_gpus(3, network, work)
@@ -87,7 +83,7 @@ def unseen(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chain_waits_for_what_it_needs_and_no_more_and_a_missing_wait_is_found(
     is_blind: bool, gpus: PretendedCuda, network: Network
 ) -> None:
-    run_chain(gpus, network, 3, Blind if is_blind else None)
+    run_chain(gpus, network, 3, Blind if is_blind else NcclTransport)
     if is_blind:
         assert any("possible data race" in each for each in gpus.faults)
         return
