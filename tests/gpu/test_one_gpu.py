@@ -302,18 +302,17 @@ def test_a_layer_of_bent_scores_waits_for_nothing(gpu: PretendedCuda) -> None:
 
 
 def test_what_goes_the_portable_way_is_said(gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    bent, asked = gpu.move(model_of("gemma2-softcap", 2), GPU), list[Any]()
+    bent = gpu.move(model_of("gemma2-softcap", 2), GPU)
     monkeypatch.setattr(prepare, "compiles", lambda device: False)
     assert "no compiler for this GPU" in next(describe_portable(bent))
 
     def why(*given: Any) -> str:
-        asked.append(given)
+        assert given == (GPU, torch.bfloat16, 6, 2, (8, 8), 50.0)
         return "its outputs differ"
 
     monkeypatch.setattr(prepare, "compiles", lambda device: True)
     monkeypatch.setattr(prepare, "why_no_flex", why)
     assert "than FlexAttention: its outputs differ" in next(describe_portable(bent))
-    assert asked == [(GPU, torch.bfloat16, 6, 2, (8, 8), 50.0)]
     others = model_of("llama-gqa", 2), model_of("gemma2-softcap", 2, torch.float32)
     for loaded in (*(gpu.move(one, GPU) for one in others), replace(bent, device=CPU)):
         assert not list(describe_portable(loaded))

@@ -83,12 +83,6 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return list(got) == list(wanted) and all(repr(got[name]) == repr(wanted[name]) for name in wanted)
 
 
-def write_one(folder: Path, record: Record, layers: Layers) -> None:
-    writer = ResultWriter(folder, 0, HEADER, 1)
-    writer.write(record, layers)
-    writer.close()
-
-
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     size = tensor.element_size()
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
@@ -122,7 +116,9 @@ def test_a_file_is_readable_with_h5py_and_json_alone(tmp_path: Path) -> None:
         "dir/report 1.txt", "done", answer="Zwei Sätze.\n😀", token_ids=(5, 6, 7), slices=(0, 4, 7), prompt_tokens=7,
         new_tokens=3, finish_reason="stop", strategy="kvr", ttft_s=1.25,
     )  # fmt: skip
-    write_one(tmp_path, record, [(keys, values)])
+    writer = ResultWriter(tmp_path, 0, HEADER, 1)
+    writer.write(record, [(keys, values)])
+    writer.close()
     with h5py.File(merge_run(tmp_path), "r") as file:
         assert file.attrs["schema"] in ("kvr-mpi", b"kvr-mpi") and SCHEMA == "kvr-mpi"
         assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 5
