@@ -34,10 +34,6 @@ def on_gpus(gpus: PretendedCuda, loaded: LoadedModel, size: int) -> list[LoadedM
     return [gpus.move(loaded, torch.device("cuda", rank)) for rank in range(size)]
 
 
-def gpu_of(ranks: NcclTransport) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 @torch.inference_mode()
 def greedy_there(loaded: LoadedModel, prefill: Prefill) -> list[int]:
     tokens: list[int] = []
@@ -133,8 +129,8 @@ def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda
     models = on_gpus(gpus, tiny("llama-gqa"), 3)
 
     def work(ranks: NcclTransport) -> tuple[list[Link | None], tuple[float, ...], dict[int, Skew]]:
-        warm_up(ranks, gpu_of(ranks))
-        links = [measure_links(ranks, device) for device in (gpu_of(ranks), CPU)]
+        warm_up(ranks, torch.device("cuda", ranks.rank))
+        links = [measure_links(ranks, device) for device in (torch.device("cuda", ranks.rank), CPU)]
         busy_s = observe(models[ranks.rank], ranks, Partition((0, 30, 50, 60))).busy_s
         part = ranks.split(ranks.rank % 2)  # ranks 0 and 2, whose numbers are others among them
         skews = measure_skews(part, [1], lambda request, who: request.wait()) if part.size == 2 else {}
@@ -156,7 +152,7 @@ def test_verify_compares_on_the_host_what_ranks_computed_on_gpus(
     models = [gpus.move(tiny("llama-gqa"), torch.device("cuda", rank)) for rank in range(2)]
 
     def work(ranks: NcclTransport) -> list[Finding]:
-        warm_up(ranks, gpu_of(ranks))
+        warm_up(ranks, torch.device("cuda", ranks.rank))
         return list(verify(models[ranks.rank], ranks, [6]))
 
     findings, _ = run_on_gpus(2, network, work)
@@ -167,8 +163,8 @@ def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCu
     """Here of another length: a receive gets what was sent first, whatever its tag. Only an exception says so."""
 
     def work(ranks: NcclTransport) -> None:
-        warm_up(ranks, gpu_of(ranks))
-        data = [torch.zeros(size, dtype=torch.uint8, device=gpu_of(ranks)) for size in (3, 5)]
+        warm_up(ranks, torch.device("cuda", ranks.rank))
+        data = [torch.zeros(size, dtype=torch.uint8, device=torch.device("cuda", ranks.rank)) for size in (3, 5)]
         if ranks.rank == 0:
             requests = [ranks.isend(each, 1, tag) for tag, each in enumerate(data)]
         else:
@@ -202,8 +198,8 @@ def test_groups_are_aborted_with_transfers_under_way(gpus: PretendedCuda, networ
     """A peer that failed never comes: to wait for it in the end is to hang."""
 
     def work(ranks: NcclTransport) -> None:
-        warm_up(ranks, gpu_of(ranks))
-        data = torch.zeros(4, dtype=torch.uint8, device=gpu_of(ranks))
+        warm_up(ranks, torch.device("cuda", ranks.rank))
+        data = torch.zeros(4, dtype=torch.uint8, device=torch.device("cuda", ranks.rank))
         if ranks.rank == 1:
             raise TransportError("this rank fails")
         try:
