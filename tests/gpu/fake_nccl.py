@@ -215,7 +215,6 @@ class Group:
         stream = self._streams.get(peer)
         if stream is None:
             stream = self._streams[peer] = Stream(gpus, tensor.device)
-            stream.is_nccl = True
         current = gpus.current_stream(tensor.device)
         current.record_event().wait(stream)
         there: set[int] = grains(tensor.on_cpu)

@@ -125,7 +125,6 @@ class Stream:
     def __init__(self, gpus: PretendedCuda, device: torch.device) -> None:
         self.gpus, self.device, self.id = gpus, device, next(gpus.ids)
         self.cuda_stream = self.id
-        self.is_nccl = False
         self.after: list[Any] = []  # NCCL's transfers that whatever is launched here next waits for
         self.behind = 0  # kernels of its GPU that whatever is launched here next waits for
 
@@ -133,7 +132,6 @@ class Stream:
         event.wait(self)
 
     def wait_stream(self, other: Stream) -> None:
-        assert not other.is_nccl, "waits for NCCL's own stream, which waits for other ranks"
         self.wait_event(other.record_event())
 
     def record_event(self) -> Event:
@@ -142,7 +140,6 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        assert not self.is_nccl, "waits for NCCL's own stream, which waits for other ranks"
         self.gpus.read(self)
 
 

@@ -257,12 +257,12 @@ def test_a_flipped_bit_is_found_wherever_it_is(path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("counts", "positions", "why"),
     [
-        ([3, 4], ROWS.positions, "do not make up 8"),
-        ([0, 8], ROWS.positions, "do not make up 8"),
-        ([9, -1], ROWS.positions, "do not make up 8"),
-        (ROWS.counts, ROWS.positions[::-1], "rows 0 to 3 are not of ascending tokens"),
-        (ROWS.counts, [0, 4, 9, 1, 1, 3, 8, 9], "rows 3 to 8 are not of ascending tokens"),
-        (ROWS.counts, [-1, 4, 9, 1, 2, 3, 8, 9], "rows 0 to 3 are not of ascending tokens"),
+        ([3, 4], ROWS.positions, "do not add up to 8"),
+        ([0, 8], ROWS.positions, "do not add up to 8"),
+        ([9, -1], ROWS.positions, "do not add up to 8"),
+        (ROWS.counts, ROWS.positions[::-1], "rows 0 to 3 .*ascending"),
+        (ROWS.counts, [0, 4, 9, 1, 1, 3, 8, 9], "rows 3 to 8 .*ascending"),
+        (ROWS.counts, [-1, 4, 9, 1, 2, 3, 8, 9], "rows 0 to 3 .*ascending"),
         (ROWS.counts, ROWS.positions[:-1], "do not match"),
         (ROWS.counts, None, "positions"),
         (None, ROWS.positions, "head_rows"),
