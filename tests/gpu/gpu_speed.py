@@ -6,12 +6,13 @@ import json
 import statistics
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_correctness import SMALL
-from gpu_machine import is_installed, random_model, rank_count, wait_for
+from gpu_machine import random_model, rank_count, wait_for
 from gpu_ranks import launch
 from gpu_steps import Absent, Figures, Given, run_command
 from torch.profiler import profile
@@ -187,7 +188,7 @@ def first_token_over_ranks(given: Given) -> Figures:
 def first_token_of_vllm(given: Given) -> Figures:
     """Of one GPU."""
     model = _named(given)
-    if not is_installed("vllm"):
+    if find_spec("vllm") is None:
         raise Absent("vllm is not installed")
     found: Figures = {}
     for tokens in contexts_of(given):

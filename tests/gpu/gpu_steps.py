@@ -63,13 +63,13 @@ class Given:
 class Step:
     """A step of the examination.
 
-    work : or where it is, as ``module:name``: imported by the step's own process.
+    work : where it is, as ``module:name``: imported by the step's own process.
     needs_gpu : without a GPU it, and all that follow, are not begun.
     """
 
     name: str
     about: str
-    work: Callable[[Given], Figures] | str
+    work: str
     timeout_s: float = 120.0
     needs_gpu: bool = True
 
@@ -90,10 +90,8 @@ def run_inside(step: Step, given: Given) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.dump_traceback_later(max(1.0, step.timeout_s - DUMP_S / 2), exit=True)
     try:
-        work = step.work
-        if isinstance(work, str):
-            module, _, name = work.partition(":")
-            work = getattr(importlib.import_module(module), name)
+        module, _, name = step.work.partition(":")
+        work = getattr(importlib.import_module(module), name)
         found: dict[str, Any] = {"status": "ok", "figures": work(given)}
     except Absent as why:
         found = {"status": "absent", "said": str(why)}
@@ -210,7 +208,7 @@ def run_all(
     steps: Sequence[Step],
     given: Given,
     script: Path,
-    has_gpu: Callable[[], bool],
+    gpu_count: Callable[[], int],
     budget_s: float,
     tell: Callable[[Sequence[Outcome]], object] = len,
 ) -> list[Outcome]:
@@ -225,7 +223,7 @@ def run_all(
     began, blind = time.monotonic(), False
     for step in steps:
         left_s = budget_s - (time.monotonic() - began)
-        if step.needs_gpu and (blind or not has_gpu()):
+        if step.needs_gpu and (blind or not gpu_count()):
             blind = True
             outcomes.append(Outcome(step.name, "absent", said="this machine has no GPU that torch can use"))
         elif left_s < LEAST_S:

@@ -4,9 +4,6 @@ What is computed is computed at once, on the CPU; attention kernels refuse what 
 torch's CUDA sanitizer would have been told on a GPU it is told here: every access to a tensor's memory, on which
 stream, and what waits for what. A tensor's memory is told in pieces of `GRAIN` bytes, so that rows of one buffer can be
 in use by several streams.
-
-Streams and hosts have clocks of their own beside that: a kernel takes `kernel_s`, and begins when its stream is through
-with what is before it, with the events it waits for, and the host has launched it, which takes the host `launch_s`.
 """
 
 from __future__ import annotations
@@ -128,15 +125,13 @@ class Stream:
     def __init__(self, gpus: PretendedCuda, device: torch.device) -> None:
         self.gpus, self.device, self.id = gpus, device, next(gpus.ids)
         self.cuda_stream = self.id
-        self.is_nccl = False
         self.after: list[Any] = []  # NCCL's transfers that whatever is launched here next waits for
-        self.until_s = self.busy_s = 0.0  # when it is through with what was launched, and how long it worked
+        self.behind = 0  # kernels of its GPU that whatever is launched here next waits for
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
 
     def wait_stream(self, other: Stream) -> None:
-        assert not other.is_nccl, "waits for NCCL's own stream, which waits for other ranks"
         self.wait_event(other.record_event())
 
     def record_event(self) -> Event:
@@ -145,7 +140,6 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        assert not self.is_nccl, "waits for NCCL's own stream, which waits for other ranks"
         self.gpus.read(self)
 
 
@@ -155,24 +149,20 @@ class Event:
     def __init__(self, gpus: PretendedCuda, enable_timing: bool = False) -> None:
         self.gpus, self.id, self.has_time = gpus, next(gpus.ids), enable_timing
         self.device: torch.device | None = None
-        self.at_s = self.until_s = 0.0
-        self.number = 0  # of the events of its device with time, in the order they were recorded
+        self.at_s, self.behind = 0.0, 0
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.gpus.current_stream()
         if self.device not in (None, stream.device):
             raise RuntimeError(f"an event of {self.device} is recorded on a stream of {stream.device}")
-        self.device, self.at_s, self.until_s = stream.device, time.perf_counter(), stream.until_s
-        if self.has_time:
-            self.number = next(self.gpus.timed[stream.device])
+        self.device, self.at_s, self.behind = stream.device, time.perf_counter(), stream.behind
         self.gpus.handle(stream.device, "event_record", self.id, stream.id)
 
     def wait(self, stream: Stream | None = None) -> None:
         stream = stream or self.gpus.current_stream()
         assert self.device is not None, "waits for an event that nobody has recorded"
         self.gpus.handle(self.device, "event_wait", self.id, stream.id)
-        if not stream.is_nccl:  # each of its transfers has a time of its own
-            stream.until_s = max(stream.until_s, self.until_s)
+        stream.behind = max(stream.behind, self.behind)
 
     def query(self) -> bool:
         self.synchronize()
@@ -181,7 +171,6 @@ class Event:
     def synchronize(self) -> None:
         if self.device is not None:
             self.gpus.handle(self.device, "event_synchronization", self.id)
-            self.gpus.host_waits(self.until_s)
 
     def elapsed_time(self, later: Event) -> float:
         assert self.has_time and later.has_time, "an event without time is asked for it"
@@ -215,7 +204,6 @@ class _NoStack(list[Any]):
 class _ThreadState:
     device: int = 0
     streams: dict[int, Stream] | None = None
-    now_s: float = 0.0  # of the host
     makes_tensors: bool = False
     records: bool = False  # a graph
 
@@ -233,11 +221,7 @@ class PretendedCuda:
         What made the host wait for a GPU, or copied between their memories.
     cudnn_fault, flash_fault : callable
         Applied to what cuDNN gives, and flash attention.
-    kernel_s, launch_s : float
-        Seconds of a kernel, and of its launch.
     """
-
-    kernel_s = launch_s = 0.0
 
     def __init__(self) -> None:
         self.ids = itertools.count(1)
@@ -246,7 +230,6 @@ class PretendedCuda:
         self.faults: list[str] = []
         self.watches = True
         self.handlers: dict[torch.device, Any] = defaultdict(_sanitizer.EventHandler)
-        self.timed: dict[torch.device, Iterator[int]] = defaultdict(itertools.count)
         self.syncs_of_devices: list[torch.device] = []
         self.calls, self.waits = Counter[str](), Counter[str]()
         self.cudnn_fault: Callable[[Any], Any] = lambda found: found
@@ -301,10 +284,6 @@ class PretendedCuda:
     def read(self, stream: Stream) -> None:
         """Let the host wait for a stream."""
         self.handle(stream.device, "stream_synchronization", stream.id)
-        self.host_waits(stream.until_s)
-
-    def host_waits(self, until_s: float) -> None:
-        self._state.now_s = max(self._state.now_s, until_s)
 
     # -- tensors
 
@@ -337,10 +316,7 @@ class PretendedCuda:
         if self.watches:
             self._tell(func, device, args, kwargs, found)
         if any(each.alias_info is None or each.alias_info.is_write for each in func._schema.returns):  # no view
-            stream = self.current_stream(device)
-            stream.until_s = max(stream.until_s, self._state.now_s) + self.kernel_s
-            stream.busy_s += self.kernel_s
-            self._state.now_s += self.launch_s
+            self.current_stream(device).behind += 1
         is_copy = target.type == "cpu" and not func._schema.name.endswith("copy_")
         if is_copy or not isinstance(found, (torch.Tensor, tuple, list, type(None))) or _is_sized(func, args):
             self.read(self.current_stream(device))  # the host has it

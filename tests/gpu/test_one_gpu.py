@@ -164,14 +164,6 @@ def test_a_gpu_computes_what_a_cpu_does(gpu: PretendedCuda, name: str) -> None:
         assert error_share(one.cpu(), other) <= allowed_error(torch.bfloat16)
 
 
-def test_a_wait_is_seen(gpu: PretendedCuda) -> None:
-    row = torch.empty(4, device=GPU)
-    for wait in (lambda: torch.tensor([1], device=GPU), lambda: row[row > 0], lambda: row.sum().item(), row.tolist):
-        assert waits_in(gpu, wait) == 1
-    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
-        row + torch.zeros(4)
-
-
 def drawn(heads: int, tokens: int, head_dim: int = 16) -> torch.Tensor:
     draw = torch.Generator().manual_seed(heads)
     return torch.randn(1, tokens, heads, head_dim, generator=draw).bfloat16().transpose(1, 2)
@@ -248,33 +240,20 @@ def test_flash_attention_3_is_used_if_it_is_installed_unless_it_fails_or_differs
     check_on(gpu, 20, causal=True)
 
 
-class PretendedFlex:
-    """Checks what it is asked for, and counts it."""
+@pytest.fixture
+def flexible(gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with a compiler, on which FlexAttention holds; `tests/kv/test_flex.py` has what it computes."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, query: Any, keys: Any, values: Any, *, block_mask: Any, **how: Any) -> Any:
-        assert query.device == keys.device == values.device == GPU and query.shape[2] > flex.BLOCK
-        assert query.dtype == keys.dtype == values.dtype == torch.bfloat16
-        assert how["return_aux"].lse and how["enable_gqa"] == (query.shape[1] != keys.shape[1])
-        if block_mask is not None:
-            assert block_mask.seq_lengths == (query.shape[2], keys.shape[2])
-            tables = block_mask.kv_num_blocks, block_mask.kv_indices
-            assert all(each.device == GPU and each.dtype == torch.int32 for each in tables)
-        self.calls += 1
+    def pretend(query: Any, keys: Any, values: Any, *, block_mask: Any, **how: Any) -> Any:
+        tables = () if block_mask is None else (block_mask.kv_num_blocks, block_mask.kv_indices)
+        assert {each.device for each in (query, keys, values, *tables)} == {GPU}
+        gpu.calls["flex"] += 1
         lse = torch.zeros(query.shape[:3], device=GPU)
         return torch.zeros(*query.shape[:3], values.shape[3], dtype=query.dtype, device=GPU), AuxOutput(lse=lse)
 
-
-@pytest.fixture
-def flexible(gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> PretendedFlex:
-    """A GPU with a compiler, on which FlexAttention holds."""
-    pretended = PretendedFlex()
     monkeypatch.setattr(flex, "has_triton", lambda: True)
-    monkeypatch.setattr(flex, "_function", lambda device_type: pretended)
+    monkeypatch.setattr(flex, "_function", lambda device_type: pretend)
     monkeypatch.setattr(attention, "why_no_flex", lambda *given: None)
-    return pretended
 
 
 @pytest.mark.parametrize(
@@ -290,16 +269,15 @@ def flexible(gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> PretendedFl
         (((7, 5), torch.float16, 128, 200, None), "portable"),
     ],
 )
-def test_which_way_a_layer_goes(
-    gpu: PretendedCuda, flexible: PretendedFlex, case: Any, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("flexible")
+def test_which_way_a_layer_goes(gpu: PretendedCuda, case: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capability, dtype, head_dim, queries, softcap = case
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     query, params = torch.zeros(1, 4, queries, head_dim, dtype=dtype, device=GPU), AttentionParams(0.1, softcap)
     for part in (attend(query, query, query, params, causal=True), attend_window(query, query, query, params, 7)):
         assert part.out.shape == query.shape and part.lse.shape == query.shape[:3] and part.lse.dtype == torch.float32
         assert part.out.device == part.lse.device == GPU
-    assert (gpu.calls["dense"], flexible.calls) == {"flash": (2, 0), "flex": (0, 2), "portable": (0, 0)}[way]
+    assert gpu.calls == {"flash": {"dense": 2}, "flex": {"flex": 2}, "portable": {}}[way]
 
 
 @pytest.mark.parametrize(
@@ -316,25 +294,25 @@ def test_blocks_fit_into_the_shared_memory_of_the_gpu(
     assert (options.get("BLOCK_M"), options.get("BLOCK_N")) == (side, side)
 
 
-def test_a_layer_of_bent_scores_waits_for_nothing(gpu: PretendedCuda, flexible: PretendedFlex) -> None:
+@pytest.mark.usefixtures("flexible")
+def test_a_layer_of_bent_scores_waits_for_nothing(gpu: PretendedCuda) -> None:
     loaded = [gpu.move(model_of("gemma2-softcap", layers, head_dim=16), GPU) for layers in (4, 2, 4)]
     _, few, many = (waits_in(gpu, lambda one=one: run_alone(one, 200)) for one in loaded)  # type: ignore[misc]
-    assert few == many and flexible.calls == 3 + 1 + 3 and not gpu.calls
+    assert few == many and gpu.calls == {"flex": 3 + 1 + 3}
 
 
 def test_what_goes_the_portable_way_is_said(gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    bent, asked = gpu.move(model_of("gemma2-softcap", 2), GPU), list[Any]()
+    bent = gpu.move(model_of("gemma2-softcap", 2), GPU)
     monkeypatch.setattr(prepare, "compiles", lambda device: False)
     assert "no compiler for this GPU" in next(describe_portable(bent))
 
     def why(*given: Any) -> str:
-        asked.append(given)
+        assert given == (GPU, torch.bfloat16, 6, 2, (8, 8), 50.0)
         return "its outputs differ"
 
     monkeypatch.setattr(prepare, "compiles", lambda device: True)
     monkeypatch.setattr(prepare, "why_no_flex", why)
     assert "than FlexAttention: its outputs differ" in next(describe_portable(bent))
-    assert asked == [(GPU, torch.bfloat16, 6, 2, (8, 8), 50.0)]
     others = model_of("llama-gqa", 2), model_of("gemma2-softcap", 2, torch.float32)
     for loaded in (*(gpu.move(one, GPU) for one in others), replace(bent, device=CPU)):
         assert not list(describe_portable(loaded))

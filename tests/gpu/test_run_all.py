@@ -36,7 +36,7 @@ def test_without_a_gpu_it_stops_before_the_first_step_that_needs_one(tmp_path: P
 def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0) -> Outcome:
     program = tmp_path / "step.py"
     program.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\nfrom gpu_steps import *\n{code}\n")
-    return run_step(Step("it", "", lambda given: {}, timeout_s), [sys.executable, str(program)], tmp_path)
+    return run_step(Step("it", "", "", timeout_s), [sys.executable, str(program)], tmp_path)
 
 
 def test_ranks_that_a_step_has_started_show_where_they_stand(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ time.sleep(600)"""
 )
 def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str) -> None:
     limit_s = 6.0 if status == "timeout" else 60.0
-    code = f"def work(given):\n    {work}\nrun_inside(Step('it', '', work, {limit_s}), Given())"
+    code = f"def work(given):\n    {work}\nrun_inside(Step('it', '', '__main__:work', {limit_s}), Given())"
     outcome = _outcome(tmp_path, code, limit_s)
     assert outcome.status == status and said in outcome.said
     assert outcome.figures == ({"ms": 1.5} if status == "ok" else {})
@@ -101,9 +101,9 @@ def test_a_step_gets_no_more_than_is_left_and_the_report_is_written_whatever_end
 
     monkeypatch.setattr(gpu_steps, "run_step", run)
     limits_s = {"short": 40.0, "long": 300.0, "stopped": 40.0}
-    steps = [Step(name, "", lambda given: {}, limit_s) for name, limit_s in limits_s.items()]
+    steps = [Step(name, "", "", limit_s) for name, limit_s in limits_s.items()]
     with pytest.raises(KeyboardInterrupt):
-        run_all(steps, Given(), SCRIPT, lambda: True, 100.0, lambda outcomes: told.append(len(outcomes)))
+        run_all(steps, Given(), SCRIPT, lambda: 1, 100.0, lambda outcomes: told.append(len(outcomes)))
     assert told == [1, 2] and limits[0] == 40.0 and limits[1] <= 100.0 - gpu_steps.DUMP_S + 0.5
-    (late,) = run_all(steps[:1], Given(), SCRIPT, lambda: True, 0.0)
+    (late,) = run_all(steps[:1], Given(), SCRIPT, lambda: 1, 0.0)
     assert late.status == "absent" and "no time is left" in late.said

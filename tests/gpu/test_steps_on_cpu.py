@@ -43,7 +43,7 @@ def flexible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("flexible")
 def test_a_step_runs_through(step: Step, tmp_path: Path) -> None:
     given = Given(SMOLLM, str(tmp_path), device="cpu", is_small=True)
-    module, _, function = str(step.work).partition(":")
+    module, _, function = step.work.partition(":")
     work = getattr(importlib.import_module(module), function)
     if step.name in ABSENT:
         with pytest.raises(Absent, match=ABSENT[step.name]):

@@ -1,10 +1,8 @@
 """Sums within groups beside a chain of groups, over one stand-in for NCCL. No GPU has run any of this.
 
-Of two sorts of messages on one GPU either may wait for a rank that waits for the other. That no timing can bring that
-about is shown in three parts: every run ends, with pauses drawn anew; over each link messages go in one order, whatever
-the pauses, and so do the sums of a group; and all of them together leave the GPU more than half its room, so
-that none waits for another's to end. A rank's own steps are in one order, too. Whether such ranks come to an end does
-not depend on when each takes its step (Kahn 1974, section 2), so that one run that ends speaks for all.
+Of two sorts of messages on one GPU either may wait for a rank that waits for the other. Every run ends with the right
+answers, with pauses drawn anew: a message in another order would be taken for another. And all of them together leave
+the GPU more than half its room, so that none waits for another's to end.
 """
 
 from __future__ import annotations
@@ -31,9 +29,6 @@ from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.nccl import NcclTransport
 
 IDS, NEW_TOKENS = ids_of(24), 2
-CHAIN_LINKS = {(0, 2), (1, 3)}
-OTHERS = {"send": "receive", "receive": "send"}
-Orders = dict[tuple[str, int, int, str], list[int]]
 
 
 def run_groups(folder: Path, gpus: PretendedCuda, network: Network) -> list[list[list[int]]]:
@@ -74,24 +69,15 @@ def test_sums_and_a_chain_never_wait_for_each_other(
     seeds: Any, folder: tuple[Path, list[int]], gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, truth = folder
-    orders: list[Orders] = []
-    for seed in seeds:
+    for number, seed in enumerate(seeds):
         draw = random.Random(seed)
         network = installed(monkeypatch, Network(gpus, pauses=lambda draw=draw: draw.choice((0.0, 0.0, 4e-3))))
-        gpus.watches = not orders
+        gpus.watches = not number
         found = run_groups(path, gpus, network)
         assert [len(each) for each in found] == [1, 1, 2, 2]
         assert [tokens for each in found for tokens in each] == [truth] * 6
         assert gpus.faults == [] and gpus.syncs_of_devices == []
         assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
-        orders.append(dict(network.orders))
-    sums = {name for name, *_, side in orders[0] if side == "sum"}
-    links = {tuple(sorted(link[1:3])) for link in orders[0] if link[0] not in sums and len(orders[0][link]) > 3}
-    assert (sums, links) == ({"sum 1 over (0, 1)", "sum 1 over (2, 3)"}, CHAIN_LINKS)
-    assert all(order == orders[0] for order in orders), "over each link one order, whoever was late"
-    for name, source, dest, side in orders[0]:
-        other = (1 - source, 1 - dest, side) if name in sums else (source, dest, OTHERS[side])
-        assert orders[0][name, source, dest, side] == orders[0][name, *other]
 
 
 def test_a_rank_that_fails_between_sums_ends_those_of_the_others(gpus: PretendedCuda, network: Network) -> None:

@@ -144,14 +144,6 @@ def test_another_schema_is_refused_and_not_touched(tmp_path: Path, version: int,
     assert result.read_bytes() == content
 
 
-def test_results_of_documents_that_are_gone_are_kept_however_often_a_run_is_extended(tmp_path: Path) -> None:
-    begin(tmp_path, *map(record, "abc"), corpus=corpus_of("abcd"))
-    for names, changed, done in (("bcd", {}, {*"bc"}), ("cde", {}, {*"c"}), ("bcde", {"c": "other"}, set())):
-        assert resume(tmp_path, corpus=corpus_of(names, **changed), mode="extend")[0] == done
-    assert resume(tmp_path, corpus=corpus_of("bcde", c="other"))[0] == set()
-    assert "a" in open_results(tmp_path, partial=True).ids()
-
-
 @pytest.mark.parametrize("share", [slice(1, None, 2), slice(1, None, 3)])
 def test_another_share_is_no_resume(tmp_path: Path, share: slice) -> None:
     first = slice(0, None, 2)

@@ -11,10 +11,11 @@ from pathlib import Path
 import h5py
 import pytest
 import torch
-from made_runs import HEADER, record, stored_layers
+from made_runs import HEADER, record, stored_layers, write
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import index_run
+from kvr_mpi.store.log import DROPPED, LogWriter, seal
 from kvr_mpi.store.pieces import open_pieces
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
@@ -175,11 +176,15 @@ def test_a_flipped_bit_is_named_when_it_is_read_and_only_then(tmp_path: Path) ->
         open_results(tmp_path)
 
 
-@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize("at", range(9))
 def test_a_merge_that_is_killed_while_it_tidies_up_can_be_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
+    """And what was dropped stays dropped, whichever logs are left."""
     write_all(tmp_path, whole((0, 3, 7, PROMPT)))
+    write(tmp_path, 3, [record("dropped")])
+    with LogWriter(tmp_path, 2, None, HEADER) as log:
+        log.write(seal({"line": DROPPED, "ids": ["dropped"]}))
     removed, unlink = list[Path](), Path.unlink
 
     def unlink_some(path: Path, missing_ok: bool = False) -> None:
@@ -192,9 +197,9 @@ def test_a_merge_that_is_killed_while_it_tidies_up_can_be_done_again(
     with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
         patched.setattr(Path, "unlink", unlink_some)
         merge_run(tmp_path)
-    assert len(removed) == min(at + 1, 6)
+    assert len(removed) == min(at + 1, 8)
     for _ in range(2):
-        assert (tmp_path / "results.h5").exists()
+        assert (tmp_path / "results.h5").exists() and open_results(tmp_path).ids() == [NAME]
         assert torch.equal(stored_layers(tmp_path, NAME)[2][0], KEYS)
         merge_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["results.h5"]

@@ -83,12 +83,6 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return list(got) == list(wanted) and all(repr(got[name]) == repr(wanted[name]) for name in wanted)
 
 
-def write_one(folder: Path, record: Record, layers: Layers) -> None:
-    writer = ResultWriter(folder, 0, HEADER, 1)
-    writer.write(record, layers)
-    writer.close()
-
-
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     size = tensor.element_size()
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
@@ -122,7 +116,9 @@ def test_a_file_is_readable_with_h5py_and_json_alone(tmp_path: Path) -> None:
         "dir/report 1.txt", "done", answer="Zwei Sätze.\n😀", token_ids=(5, 6, 7), slices=(0, 4, 7), prompt_tokens=7,
         new_tokens=3, finish_reason="stop", strategy="kvr", ttft_s=1.25,
     )  # fmt: skip
-    write_one(tmp_path, record, [(keys, values)])
+    writer = ResultWriter(tmp_path, 0, HEADER, 1)
+    writer.write(record, [(keys, values)])
+    writer.close()
     with h5py.File(merge_run(tmp_path), "r") as file:
         assert file.attrs["schema"] in ("kvr-mpi", b"kvr-mpi") and SCHEMA == "kvr-mpi"
         assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 5
@@ -264,9 +260,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(path: Path, name: str) -> None:
         ([3, 4], ROWS.positions, "do not add up to 8"),
         ([0, 8], ROWS.positions, "do not add up to 8"),
         ([9, -1], ROWS.positions, "do not add up to 8"),
-        (ROWS.counts, ROWS.positions[::-1], "rows 0 to 3 are not in ascending order"),
-        (ROWS.counts, [0, 4, 9, 1, 1, 3, 8, 9], "rows 3 to 8 are not in ascending order"),
-        (ROWS.counts, [-1, 4, 9, 1, 2, 3, 8, 9], "rows 0 to 3 are not in ascending order"),
+        (ROWS.counts, ROWS.positions[::-1], "rows 0 to 3 .*ascending"),
+        (ROWS.counts, [0, 4, 9, 1, 1, 3, 8, 9], "rows 3 to 8 .*ascending"),
+        (ROWS.counts, [-1, 4, 9, 1, 2, 3, 8, 9], "rows 0 to 3 .*ascending"),
         (ROWS.counts, ROWS.positions[:-1], "do not match"),
         (ROWS.counts, None, "positions"),
         (None, ROWS.positions, "head_rows"),
