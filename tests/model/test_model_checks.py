@@ -133,16 +133,16 @@ def test_ranks_load_at_once_what_one_of_a_host_has_converted(tmp_path: Path, mon
     """Ranks that loaded one after another would start as many times later as there are ranks on a host."""
     told, all_here, truth = list[str](), threading.Barrier(3, timeout=60), tiny("llama-gqa")
 
-    def convert(*_: Any) -> tuple[ModelSource, dict[str, Any]]:
+    def convert(*_: Any) -> ModelSource:
         told.append(threading.current_thread().name)
-        return ModelSource("model"), {}
+        return ModelSource("model")
 
     def load(path: str, **arguments: Any) -> LoadedModel:
         assert len(set(told)) == 3, "its files are there before any rank reads them"
         all_here.wait()
         return truth
 
-    monkeypatch.setattr(loading, "locate", convert)
+    monkeypatch.setattr(loading, "find_converted", convert)
     monkeypatch.setattr(loading, "load_model", load)
     monkeypatch.setattr(loading, "keep_heap", lambda: None)
     found = run_local(3, lambda rank: loading.load_on_all(rank, "model", kernels="plain", cache_dir=tmp_path))
