@@ -59,7 +59,7 @@ def read_plain(kind: type[T], given: bytes | Mapping[str, Any]) -> T:
 
 
 def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Make an object of what another rank has made of it with ``asdict``, and sent as JSON."""
+    """Rebuild an object that another rank converted with ``asdict`` and sent as JSON."""
     found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
     return found
 

@@ -52,7 +52,9 @@ def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set defaults for CUDA, torch and oneDNN that the user has not set; call it before MPI starts: some open a GPU.
+    """Set defaults for CUDA, torch and oneDNN that the user has not set.
+
+    Call it before MPI is initialised, since some MPIs open a GPU then.
 
     CUDA loads all kernels when it starts. Loading a kernel at its first use, which is torch's default, waits for all
     work on the GPU, including NCCL transfers whose peer may be waiting for this rank.

@@ -68,9 +68,9 @@ def _message(error: Exception) -> str:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import libraries without looking for garbage among the objects that they make, now and later.
+    """Disable garbage collection while libraries are imported, and exclude their objects from later collections.
 
-    There are a million of them: looking took a sixth of the time of importing torch and transformers.
+    There are about a million such objects; collecting took a sixth of the time to import torch and transformers.
     """
     gc.disable()
     try:

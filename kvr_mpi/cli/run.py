@@ -159,7 +159,7 @@ def run_on(
     limit_s = None if options.time_limit is None else time.time() + parse_duration(options.time_limit)
 
     def check_here() -> None:
-        """Find on one rank what would end the job later, once the model is loaded."""
+        """Check on one rank what would otherwise stop the job only after the model is loaded."""
         check_unused(Path(spec.output.path))
         check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline())
         if resume:

@@ -251,7 +251,7 @@ def _directive(key: str, value: str) -> str:
 
 
 def _say_without_gpus(chosen: Mapping[str, str], cores: int | None) -> None:
-    """Print that the script asks for no GPUs, which nobody decided."""
+    """Print that the script requests no GPUs, unless an option or the job has decided that."""
     if any(part in name for name in chosen for part in GPU_OPTIONS):
         return
     per_rank = counted(cores or 1, "core") + ("" if cores else " (--cpus-per-task)")

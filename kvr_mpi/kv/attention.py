@@ -185,7 +185,7 @@ def _has_flash(device: torch.device) -> bool:
 
 @functools.cache
 def why_no_flash3(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Have torch use FlashAttention 3 if it is installed and agrees with torch's own; return why not, or None if so."""
+    """Activate FlashAttention 3 if it is installed and agrees with torch's kernel; return why not, or None."""
     import torch.nn.attention as torchs
 
     if torch.cuda.get_device_capability(device) != (9, 0):

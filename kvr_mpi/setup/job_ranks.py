@@ -87,10 +87,10 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
 
 
 class _Watch:
-    """The status words of a tensor-parallel group whose GPUs sum without their hosts.
+    """The status exchange of a tensor-parallel group whose GPUs all-reduce without their hosts.
 
-    A rank that has failed joins no more sums, so the other ranks' GPUs would wait for it, and their hosts for them. A
-    thread therefore looks for the next word of each rank, and aborts the sums if it is a failure.
+    A failed rank joins no further all-reduce, so the other GPUs, and the hosts that wait for them, would hang. A thread
+    therefore polls for the next status word of each rank, and aborts the all-reduces when one reports a failure.
     """
 
     def __init__(self, words: Transport, sums: NcclTransport) -> None:
@@ -102,7 +102,7 @@ class _Watch:
         weakref.finalize(self, ended.set)
 
     def hears(self) -> bool:
-        """Return whether another rank has failed, and begin to listen for that."""
+        """Return whether another rank has reported a failure; post the receives of status words first."""
         with self._lock:
             self._listen()
         if self._failure is not None:
@@ -110,7 +110,7 @@ class _Watch:
         return self._has_heard
 
     def look(self) -> None:
-        """Abort the sums if another rank has failed; an error is raised by `hears`."""
+        """Abort the all-reduces if another rank has failed; `hears` raises an error of this thread."""
         try:
             with self._lock, torch.inference_mode():  # the words are inference tensors
                 if not self._has_heard and any(request.test() and int(word) for word, request in self._coming.values()):
@@ -120,7 +120,7 @@ class _Watch:
             self._failure = error
 
     def tell(self, word: int) -> list[int]:
-        """Exchange status words; after a failure prepare for new sums."""
+        """Exchange status words; after a failure, prepare for new all-reduces."""
         with self._lock:
             self._listen()
             coming, self._coming = self._coming, {}

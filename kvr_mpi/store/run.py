@@ -410,12 +410,22 @@ def differing_settings(
         if isinstance(mine, dict) and isinstance(theirs, dict):
             yield from differing_settings(mine, theirs, f"{key}.")
         elif mine != theirs:
-            yield key, _value_text(mine), _value_text(theirs)
+            yield key, *_around_difference(_value_text(mine), _value_text(theirs))
 
 
 def _value_text(value: Any) -> str:
-    text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= VALUE_CHARS else f"{text[:VALUE_CHARS]}..."
+    return "not set" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _around_difference(one: str, other: str) -> tuple[str, str]:
+    """Cut two long texts to `VALUE_CHARS` around the place where they begin to differ."""
+    start = max(0, len(os.path.commonprefix([one, other])) - VALUE_CHARS // 2)
+
+    def cut(text: str) -> str:
+        end = start + VALUE_CHARS
+        return "..." * (start > 0) + text[start:end] + "..." * (len(text) > end)
+
+    return cut(one), cut(other)
 
 
 def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:

@@ -4,8 +4,8 @@ MPI makes no progress by itself: without further MPI calls, a transfer posted be
 after it. A `Forwarder` calls MPI from a thread every millisecond, and forwards a received segment to the next rank
 before the computation needs it (cut-through).
 
-Over NCCL the GPU's streams do all that: when a receive is posted, its onward send is posted, too, in a stream that
-waits for the receive. Waits then hold up the computing stream, not the host.
+With NCCL this happens in streams of the GPU: the onward send is posted together with its receive, in a stream that
+waits for the receive. Waiting for a transfer then blocks the computing stream, not the host.
 
 Prompts follow each other over the same ranks without a barrier: the remaining transfers of one prompt run during the
 next. At most two prompts are in progress on a rank. Their messages have different tags and cannot be mixed up; on
@@ -167,9 +167,9 @@ class Forwarder:
             self.wait(transfer.onward)
 
     def wait_for_compute(self) -> None:
-        """Wait until a GPU has done what is queued, and with it the transfers that it waits for.
+        """Wait until the GPU has finished all queued work, including the transfers that this work waits for.
 
-        Unlike torch's own wait, this one ends with the error of a failed transfer.
+        Unlike torch's synchronize, this raises the error of a failed transfer.
         """
         if self._gpu is not None:
             import torch
@@ -210,7 +210,7 @@ class Forwarder:
 
     @contextmanager
     def _after(self, free: Any) -> Iterator[None]:
-        """Post what follows in a stream that waits for one event only, not for all queued work."""
+        """Run the block in a stream that waits for the event `free` only, not for all queued work."""
         if free is None:
             yield
             return

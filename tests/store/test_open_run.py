@@ -17,7 +17,7 @@ from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
-from kvr_mpi.store.run import known_corpus
+from kvr_mpi.store.run import differing_settings, known_corpus
 from kvr_mpi.store.volumes import RESULTS, SCHEMA_VERSION
 
 
@@ -130,6 +130,14 @@ def test_another_job_is_refused_by_name(tmp_path: Path, options: dict[str, Any],
     if "header" in options:
         with pytest.raises(OutputError, match=f"cannot resume.*{shown}"):
             take(tmp_path, **options)
+
+
+def test_long_settings_are_shown_where_they_differ() -> None:
+    before, now = ({"prompt": {"template": "a" * 5000 + word + "b" * 5000}} for word in ("ONE", "TWO"))
+    ((key, was, is_now),) = differing_settings(before, now)
+    assert key == "prompt.template" and "aONEb" in was and "aTWOb" in is_now and len(was) == len(is_now) < 300
+    (_, none, short), *_ = differing_settings({}, {"kv": True, "other": 1})
+    assert (none, short) == ("not set", "true")
 
 
 @pytest.mark.parametrize(("version", "remedy"), [(SCHEMA_VERSION + 1, "upgrade"), (SCHEMA_VERSION - 1, "again")])
