@@ -21,8 +21,8 @@ from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
 from kvr_mpi.model.narrow_product import BLOCK, LAYOUTS, LEAST_OUTS, NarrowWeights
 from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
 
-# All sources form one library, together with the matrix products for few rows.
-_NAMES = ("tiled_attention.cpp", "decode_attention.cpp", "narrow_product.cpp")
+# All sources form one library, together with the matrix products.
+_NAMES = ("tiled_attention.cpp", "decode_attention.cpp", "narrow_product.cpp", "panel_product.cpp")
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "threads.h")]
 OWN = "own kernel"
@@ -83,6 +83,12 @@ class KernelLibrary:
             narrow.restype, narrow.argtypes = size, [pointer, size, pointer, pointer, size]
             self._multiply[dtype] = multiply = getattr(library, f"kvr_product_of_{name}")
             multiply.restype, multiply.argtypes = None, [pointer, pointer, size, size, pointer, size, pointer, size]
+        self._panel_outs, self._panel_room = int(library.kvr_panel_outs()), library.kvr_panel_room
+        self._panel_room.restype, self._panel_room.argtypes = size, [size]
+        self._lay_panels, self._multiply_panels = library.kvr_lay_panels, library.kvr_product_of_panels
+        self._lay_panels.restype, self._lay_panels.argtypes = None, [pointer, size, size, pointer, size]
+        self._multiply_panels.restype = None
+        self._multiply_panels.argtypes = [pointer, pointer, size, size, pointer, size, pointer, pointer, size]
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel supports these queries and keys, whatever their lengths."""
@@ -203,15 +209,34 @@ class KernelLibrary:
         ValueError
             If the kernels do not support the rows.
         """
-        outs, features = weights.packed.shape[0], rows.shape[-1]
-        if rows.dtype != torch.float32 or rows.device.type != "cpu" or type(rows) is not torch.Tensor:
-            raise ValueError(f"rows of {rows.dtype} on {rows.device}; expected plain ones of float32 on the CPU")
-        if features != weights.features:
-            raise ValueError(f"rows of {features} features do not fit the weights")
-        rows = rows.contiguous()
+        outs = weights.packed.shape[0]
+        rows = _checked(rows, weights.features)
         out = torch.empty(*rows.shape[:-1], outs)
-        sizes = outs, features, rows.data_ptr(), rows.numel() // features, out.data_ptr(), torch.get_num_threads()
+        sizes = outs, weights.features, rows.data_ptr(), _count(rows), out.data_ptr(), torch.get_num_threads()
         self._multiply[weights.packed.dtype](weights.packed.data_ptr(), weights.scales.data_ptr(), *sizes)
+        return out
+
+    def lay_panels(self, weight: torch.Tensor) -> torch.Tensor:
+        """Copy weights (outs, features), float32, to panels (panels, features, outs of a panel)."""
+        (outs, features), weight = weight.shape, weight.detach().contiguous()
+        panels = torch.empty(-(-outs // self._panel_outs), features, self._panel_outs)
+        self._lay_panels(weight.data_ptr(), outs, features, panels.data_ptr(), torch.get_num_threads())
+        return panels
+
+    def multiply_panels(
+        self, rows: torch.Tensor, panels: torch.Tensor, outs: int, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Multiply (..., features) by weights in panels and add a bias (outs,), if any: (..., outs), all float32.
+
+        Raises
+        ------
+        ValueError
+            If the kernels do not support the rows.
+        """
+        rows, threads = _checked(rows, panels.shape[1]), torch.get_num_threads()
+        out, room = torch.empty(*rows.shape[:-1], outs), torch.empty(self._panel_room(threads))
+        weights = panels.data_ptr(), None if bias is None else bias.data_ptr(), outs, panels.shape[1]
+        self._multiply_panels(*weights, rows.data_ptr(), _count(rows), out.data_ptr(), room.data_ptr(), threads)
         return out
 
     def narrow(self, weight: torch.Tensor) -> NarrowWeights | None:
@@ -228,6 +253,19 @@ class KernelLibrary:
             if self._narrow[dtype](*tensors, torch.get_num_threads()):
                 return found
         return None
+
+
+def _checked(rows: torch.Tensor, features: int) -> torch.Tensor:
+    """Return rows (..., features) that the products support, one after the other in memory."""
+    if rows.dtype != torch.float32 or rows.device.type != "cpu" or type(rows) is not torch.Tensor:
+        raise ValueError(f"rows of {rows.dtype} on {rows.device}; expected plain ones of float32 on the CPU")
+    if features != rows.shape[-1]:
+        raise ValueError(f"rows of {rows.shape[-1]} features do not fit the weights")
+    return rows.contiguous()
+
+
+def _count(rows: torch.Tensor) -> int:
+    return rows.numel() // rows.shape[-1]
 
 
 class CpuAttention:

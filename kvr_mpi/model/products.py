@@ -1,8 +1,8 @@
 """Copies of weights in a layout, or with fewer bits, that a CPU multiplies faster.
 
-oneDNN with weights in its own layout is faster than torch on some processors and slower on others; this also depends on
-the shape and the number of rows. With few rows, the smallest copy is fastest (`narrow_product`). `tuning.kernels`
-measures which to use. Copies are made once, in addition to the weights.
+Weights are copied to the panels of our own kernel (``panel_product.cpp``), or to oneDNN's layout: the first is faster
+with AVX2, the second with AVX-512 and many rows. With few rows, the smallest copy is fastest (`narrow_product`).
+`tuning.kernels` measures which to use. Copies are made once, in addition to the weights.
 
 torch has oneDNN's layout for its compiler, in private operators; without them, the original weights are used.
 """
@@ -21,7 +21,9 @@ from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 if TYPE_CHECKING:
     from kvr_mpi.model.cpu_attention import KernelLibrary
 
-PREPACKED = "prepacked"
+PREPACKED, PANELS = "prepacked", "panels"
+# The layouts of weights; a layer has at most one copy of this kind.
+LAYOUTS = (PREPACKED, PANELS)
 # Some builds of torch lack these operators.
 _LAY = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _HAS_BF16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
@@ -32,7 +34,7 @@ class Product:
     """The product of a `torch.nn.Linear`, with copies of its weights.
 
     ways : the copy to use for each number of rows, or the weights themselves.
-    library : needed for weights in fewer bits. A layer that has no such copy uses another one.
+    library : needed for panels, and for weights in fewer bits. A layer that has no such copy uses another one.
     narrowed : its weights in fewer bits, if they exist already.
     """
 
@@ -48,11 +50,15 @@ class Product:
         self._weight, self._bias = linear.weight.detach(), linear.bias
         self.ways, self.library, self.nbytes = ways, library, 0
         self._packed: torch.Tensor | None = None
+        self._panels: torch.Tensor | None = None
         self._narrowed: NarrowWeights | None = None
         if NARROW in ways and library is not None:
             self._narrowed = narrowed or library.narrow(self._weight)
             self.nbytes += 0 if self._narrowed is None else self._narrowed.nbytes
-        if PREPACKED in ways and can_lay(self._weight):
+        if PANELS in ways and library is not None:
+            self._panels = library.lay_panels(self._weight)
+            self.nbytes += self._panels.nbytes
+        elif PREPACKED in ways and can_lay(self._weight):
             assert _LAY is not None
             self._packed = _LAY(self._weight)
             self.nbytes += self._weight.nbytes
@@ -64,6 +70,9 @@ class Product:
             assert self.library is not None
             narrow_product = self.library.multiply(rows, self._narrowed)
             return narrow_product if self._bias is None else narrow_product + self._bias
+        if way in (PANELS, NARROW) and self._panels is not None and type(rows) is torch.Tensor:
+            assert self.library is not None
+            return self.library.multiply_panels(rows, self._panels, self._weight.shape[0], self._bias)
         if way in (PREPACKED, NARROW) and self._packed is not None:
             product: torch.Tensor = MULTIPLY(rows, self._packed, self._bias, "none", [], "")
             return product

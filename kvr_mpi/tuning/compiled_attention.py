@@ -1,7 +1,7 @@
-"""Our kernels for attention and products of few rows, compiled once per processor and cached in ``KVR_CACHE``.
+"""Our kernels for attention and products, compiled once per processor and cached in ``KVR_CACHE``.
 
-Compiling takes two seconds. If it fails, torch's attention is used and a log line says why. A failed compilation is not
-repeated by later jobs; a missing compiler is looked for by every job.
+Compiling takes three seconds. If it fails, torch's kernels are used and a log line says why. A failed compilation is
+not repeated by later jobs; a missing compiler is looked for by every job.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ ALLOWED_ERROR = 1e-5
 # Test cases (heads, KV heads, queries, keys): full and partial tiles, several blocks of keys, queries at the end of the
 # keys and on both sides of a block's end, and one query with one or several pieces of keys.
 TRIED = ((6, 2, 45, 45), (2, 1, 131, 580), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
-# Test cases of products: a number of outputs that is no multiple of a tile, and full and partial tiles of rows.
-TRIED_OUTS, TRIED_ROWS = 71, (1, 2, 3, 8, 13)
+# Test cases of products: a number of outputs that is no multiple of a tile, and full and partial tiles of rows; for
+# panels also more features than a tile takes at a time, and several pieces of rows.
+TRIED_OUTS, TRIED_ROWS, TRIED_PANELS = 71, (1, 2, 3, 8, 13), ((1, 40), (23, 401), (205, 33))
 
 
 def open_attention(
@@ -198,7 +199,7 @@ def _try(library: KernelLibrary) -> None:
 
 @torch.inference_mode()
 def _try_products(library: KernelLibrary) -> None:
-    """Compare products of few rows with float64, and narrowed weights with what they were made of.
+    """Compare products with float64, and narrowed weights with what they were made of.
 
     Raises
     ------
@@ -228,10 +229,16 @@ def _try_products(library: KernelLibrary) -> None:
             raise ValueError("it gives wrong results")
         for count in TRIED_ROWS:
             rows = torch.randn(count, 3 * BLOCK, generator=draw)
-            wanted = rows.double() @ truth.T
-            within = ALLOWED_ERROR * (rows.double().abs() @ truth.abs().T)
-            if not bool(((library.multiply(rows, weights).double() - wanted).abs() <= within).all()):
-                raise ValueError("it gives wrong results")
+            _compare(library.multiply(rows, weights), rows, truth)
+    for count, features in TRIED_PANELS:
+        rows, weight = (torch.randn(each, features, generator=draw) for each in (count, TRIED_OUTS))
+        _compare(library.multiply_panels(rows, library.lay_panels(weight), TRIED_OUTS, None), rows, weight.double())
+
+
+def _compare(found: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
+    wanted = rows.double() @ weight.T
+    if not bool(((found.double() - wanted).abs() <= ALLOWED_ERROR * (rows.double().abs() @ weight.abs().T)).all()):
+        raise ValueError("it gives wrong results")
 
 
 def _attend_in_float64(

@@ -29,7 +29,7 @@ from kvr_mpi.model.cpu_attention import CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
-from kvr_mpi.model.products import PREPACKED, find_products, give_products, narrow_weights
+from kvr_mpi.model.products import LAYOUTS, find_products, give_products, narrow_weights
 from kvr_mpi.report.log import Detail
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
@@ -152,7 +152,7 @@ def _copy_bytes(model: torch.nn.Module, narrowed: Mapping[torch.nn.Linear, Narro
     """Return the bytes that copies of the weights take, by shape and implementation."""
     return {
         shape: {
-            PREPACKED: sum(layer.weight.nbytes for layer in layers),
+            **dict.fromkeys(LAYOUTS, sum(layer.weight.nbytes for layer in layers)),
             NARROW: sum(narrowed[layer].nbytes for layer in layers if layer in narrowed),
         }
         for shape, layers in find_products(model).items()
@@ -225,7 +225,7 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
     """
     chosen = {}
     for name in sorted(gains, key=lambda one: -max((max(row) for row in gains[one].values()), default=0.0)):
-        sizes, found = copy_bytes.get(name, {}), dict(gains[name])
+        sizes, found = copy_bytes.get(name, {}), _with_one_layout(gains[name])
         while True:
             ways = _fastest(found)
             most = {
@@ -239,6 +239,13 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
         if set(ways) != {PLAIN}:
             chosen[name] = ways
     return chosen
+
+
+def _with_one_layout(gains: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Omit all `LAYOUTS` of weights but the one that is faster with the most rows that were measured."""
+    layouts = [way for way in LAYOUTS if way in gains]
+    best = max(layouts, key=lambda way: [gains[way][at] for at in reversed(range(len(ROWS)))], default=None)
+    return {way: row for way, row in gains.items() if way == best or way not in layouts}
 
 
 def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:

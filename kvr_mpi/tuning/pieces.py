@@ -14,7 +14,7 @@ from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
-from kvr_mpi.model.products import PREPACKED, Product, can_lay, find_products
+from kvr_mpi.model.products import PANELS, PREPACKED, Product, can_lay, find_products
 
 # With up to TURNS_ROWS rows, calls cycle through tensors of TURNS_BYTES in total, so that they are read from memory.
 TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
@@ -60,6 +60,8 @@ def product_pieces(
         names = [PLAIN]
         if can_lay(one) and one.nbytes * len(turns) <= most_bytes:
             names.append(PREPACKED)
+        if library is not None and one.dtype == torch.float32 and one.nbytes * len(turns) <= most_bytes:
+            names.append(PANELS)
         if library is not None and layers[0] in narrowed:
             names.append(NARROW)
         if len(names) > 1:

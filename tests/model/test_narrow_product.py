@@ -11,7 +11,7 @@ import torch
 from kvr_mpi.model.cpu_attention import KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
 from kvr_mpi.model.narrow_product import BLOCK, NARROW
-from kvr_mpi.model.products import PREPACKED, Product, narrow_weights
+from kvr_mpi.model.products import PANELS, PREPACKED, Product, narrow_weights
 from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
@@ -56,7 +56,7 @@ def multiples(outs: int, features: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda weight: weight[5, 7].mul_(1 + 2**-20),
+        lambda weight: weight[5].mul_(1 + 2**-20),  # one weight alone may be zero
         lambda weight: weight[9].fill_(float("nan")).view(torch.int32).add_(1),
         lambda weight: weight[0, 0].copy_(torch.tensor(1e-3)),
     ],
@@ -126,12 +126,34 @@ def test_a_row_depends_on_no_other_and_other_rows_are_refused(products: KernelLi
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("outs", "features"), [(1, 1), (33, 7), (300, 384), (577, 1000)])
+def test_products_of_panels(products: KernelLibrary, outs: int, features: int, threads: int, bias: bool) -> None:
+    weight, added, before = torch.randn(outs, features), torch.randn(outs), torch.get_num_threads()
+    panels = products.lay_panels(weight.T.contiguous().T)  # in another order in memory
+    try:
+        torch.set_num_threads(threads)
+        for count in (1, 5, 12, 13, 192, 401):
+            rows = torch.randn(count, features)
+            got = products.multiply_panels(rows, panels, outs, added if bias else None)
+            wanted = rows.double() @ weight.double().T + (added.double() if bias else 0)
+            assert got.shape == (count, outs)
+            assert bool(((got - wanted).abs() <= 1e-5 * (1 + rows.double().abs() @ weight.double().abs().T)).all())
+            # A row depends on no other row, and not on how many there are.
+            assert torch.equal(got[-1:], products.multiply_panels(rows[-1:], panels, outs, added if bias else None))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("ways", "is_narrow", "copies"),
     [
         ((NARROW, NARROW, PLAIN, PLAIN), True, 1 / 2),
         (always(NARROW), False, 0),  # of other numbers
         ((NARROW, NARROW, PREPACKED, PREPACKED), False, 1),
+        ((NARROW, NARROW, PANELS, PANELS), False, 1),
+        ((NARROW, NARROW, PANELS, PANELS), True, 3 / 2),
     ],
 )
 def test_layers_read_the_copy_that_their_rows_are_to_read(

@@ -15,7 +15,7 @@ from models import prompt, tiny
 
 from kvr_mpi.model.kernels import BOUNDS, PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of, way_for
 from kvr_mpi.model.narrow_product import NARROW
-from kvr_mpi.model.products import MULTIPLY, PREPACKED, Product, find_products, give_products
+from kvr_mpi.model.products import MULTIPLY, PANELS, PREPACKED, Product, find_products, give_products
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Detail
 from kvr_mpi.setup.loading import load_on_all
@@ -86,12 +86,20 @@ SIZES = {name: {PREPACKED: size} for name, size in (("little", 1), ("most", 10),
         (BOTH, BITS, 14, {"a": "nnpp"}),  # what gains less goes first
         # Where the other takes the rows that it would pay for, a copy is none.
         ({"a": BOTH["a"] | {PREPACKED: [1.5, 1.5, 1.05, 1.05]}}, BITS, 15, {"a": "nnpp"}),
+        # Of two layouts, the one that is faster with the most rows that were measured.
+        ({"a": {PREPACKED: [1.5, 1.5, 1.2, 1.3], PANELS: [2.0, 2.0, 1.5, 1.2]}}, BITS, 10, {"a": "cccc"}),
+        (
+            {"a": {PREPACKED: [1.5, 1.5, 1.2, 0.0], PANELS: [2.0, 2.0, 1.5, 0.0]}},
+            {"a": {PANELS: 10}},
+            10,
+            {"a": "llll"},
+        ),
         # Many rows take too long to be measured: not by kernels that are for few.
         ({"a": {NARROW: [2.5, 2.0, 0.0, 0.0]}}, BITS, 15, {"a": "nnpp"}),
     ],
 )
 def test_the_fastest_way_is_taken_if_it_pays_and_there_is_room(found: Any, sizes: Any, room: int, taken: Any) -> None:
-    ways = {"p": PLAIN, "c": PREPACKED, "n": NARROW, "O": "one", "o": "other"}
+    ways = {"p": PLAIN, "c": PREPACKED, "l": PANELS, "n": NARROW, "O": "one", "o": "other"}
     expected = {name: tuple(ways[letter] for letter in word) for name, word in taken.items()}
     assert choose_ways(found, sizes, room) == expected
 
