@@ -26,6 +26,7 @@ BENCHMARKS = {
     "architectures": ("survey", "Every architecture of transformers, tiny, against plain transformers."),
     "compress": ("compress", "Continuations and needles of compressed prompts against the full cache."),
     "decode": ("decode", "Documents decoded together on one core, against one by one."),
+    "kernels": ("kernels", "Products and attention of several models' shapes as shares of a core's peak."),
     "ask": ("ask", "Asking stored documents against prefilling them again; writing and reading KV."),
     "chunks": ("chunks", "A slice computed in chunks against all at once."),
     "slow-chunks": ("slow_chunks", "The same on hosts with slow links between them (root)."),
