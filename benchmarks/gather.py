@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.options import make_parser
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.run import open_run
-from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.store.writer import ResultWriter
 
 HEADER = Header({"model": "0123abcd"}, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "bfloat16"})

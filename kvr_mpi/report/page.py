@@ -88,7 +88,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     if has_results(path) or not traces:  # a job that was killed early may have only traces
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
-        if results.index.costs:
+        if results.costs:
             told = results.cost.describe(sum(record.status == "done" for record in records))
             cost = "; ".join(filter(None, (told, results.cost.describe_outcome())))
         model = f"{about['name']} ({about['architecture']}, {about['dtype']})"

@@ -34,7 +34,6 @@ class Progress:
 
     Parameters
     ----------
-    log : Log
     documents, work : int
         Documents of the whole job, and their work.
     deadline_s : float or None

@@ -58,9 +58,9 @@ from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
-from kvr_mpi.store.folder import check_writable, read_records, survey
+from kvr_mpi.store.folder import check_writable, survey
 from kvr_mpi.store.log import software
-from kvr_mpi.store.results import open_results
+from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Run, check_same_documents, known_corpus, open_run
 from kvr_mpi.store.states import remove_states
@@ -313,11 +313,11 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     run.close()
     if spec.documents.format == "openai-batch":
         write_batch(folder, log)
-    index = survey(folder).index()  # a share may have no documents
-    summary = index.summary()
-    log.line(f"cost: {index.cost.describe(summary.done)}")
+    results = Results.of(survey(folder))  # a share may have no documents
+    summary = results.summary()
+    log.line(f"cost: {results.cost.describe(summary.done)}")
     if log.level != "quiet":
-        print_summary(summary, read_records(index, rows_of(index)), result)
+        print_summary(summary, rows_of(results), result)
     code, line = conclusion(spec, summary.done, summary.failed)
     log.line(line)
     return code

@@ -30,7 +30,6 @@ def write_responses(records: Iterable[Record], stream: BinaryIO, model: str) -> 
     ----------
     records : iterable of Record
         Of a job with ``documents.format = "openai-batch"``.
-    stream : binary stream
     model : str
         Model name for requests that named none.
 

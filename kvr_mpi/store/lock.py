@@ -17,27 +17,16 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import AfterValidator
+from typing import Any, Self
 
 from kvr_mpi.disk import LOCK_NAME, LOG_NAME, create, read_regular
-from kvr_mpi.errors import OutputError, Say
+from kvr_mpi.errors import OutputError, Say, printable
 from kvr_mpi.plain import Count, UnixTime, read_plain
 
 BEAT_S = 2.0
 # An owner whose number has not changed for this long counts as dead.
 WATCH_S = 20.0
 LOCK_BYTES = 1024  # always rewritten in place at full length, which needs no space on a full disk
-
-
-def _check_printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("expected printable characters")
-    return text
-
-
-Printable = Annotated[str, AfterValidator(_check_printable)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +39,16 @@ class Owner:
     job, restart : the batch system's job id ("" without one), and how often the job was restarted.
     """
 
-    host: Printable
-    space: Printable
+    host: str
+    space: str
     pid: Count
     started: Count
-    job: Printable = ""
+    job: str = ""
     restart: Count = 0
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}"
+        return printable(f"process {self.pid} on {self.host}{job}", "")
 
 
 def this_process(job: str = "", restart: int = 0) -> Owner:
@@ -125,7 +114,6 @@ class Lock:
 
     Parameters
     ----------
-    folder : Path
     owner : Owner
         This process.
     say : callable
@@ -138,7 +126,6 @@ class Lock:
     """
 
     def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:
-        _refuse_folders(folder)
         self._folder, self._owner, self._since = folder, owner, time.time()
         self._beats, self._is_lost, self._ended = 0, False, threading.Event()
         state = read_lock(folder)
@@ -187,6 +174,12 @@ class Lock:
                 self._store(released=True)
             os.close(self._handle)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def _make(self) -> int:
         path = _path(self._folder, self.number)
         with contextlib.ExitStack() as undo:
@@ -225,13 +218,6 @@ class Lock:
         except FileNotFoundError:
             is_mine = False
         self._is_lost = not is_mine or _path(self._folder, self.number + 1).exists()
-
-
-def _refuse_folders(folder: Path) -> None:
-    """Refuse folders that have the name of a lock file."""
-    for number in _numbers(folder):
-        if (path := _path(folder, number)).is_dir():
-            raise OutputError(f"output.path {str(folder)!r} cannot be locked: {path} is a folder; remove or rename it")
 
 
 def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:

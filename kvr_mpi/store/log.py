@@ -35,7 +35,7 @@ import platform
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -51,7 +51,6 @@ from kvr_mpi.plain import read_plain
 
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
 SEAL_BYTES = len(b', "seal": "01234567"}')
-READ_BYTES = 4 << 20
 LINE_BYTES = 1 << 28  # maximum length of a line, written or read
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
@@ -147,40 +146,15 @@ def parse(text: bytes) -> dict[str, Any]:
     return value
 
 
-def iter_lines(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield every complete line, without its line break, and its offset.
-
-    Parameters
-    ----------
-    read : callable
-        Returns the data at an offset, given a number of bytes.
-    size : int
-        Bytes to read.
-    """
-    start, rest = 0, b""
-    for at in range(0, size, READ_BYTES):
-        block = read(at, min(READ_BYTES, size - at))
-        *lines, last = block.split(b"\n")
-        for line in lines:
-            yield start, rest + line
-            start, rest = start + len(rest) + len(line) + 1, b""
-        rest += last
-        if len(rest) > LINE_BYTES:  # no line of ours is longer: damaged from here on
-            yield start, b""
-            return
-
-
 class LogWriter:
     """Writes one log; the file is created with its first line.
 
     Parameters
     ----------
-    folder : Path
     session : int
         Number of the job or command that holds the folder.
     rank : int or None
         None: a log of a command, or of a job before its ranks start.
-    header : Header
     """
 
     def __init__(self, folder: Path, session: int, rank: int | None, header: Header) -> None:

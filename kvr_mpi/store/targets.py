@@ -29,7 +29,6 @@ def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> No
 
     Parameters
     ----------
-    path : Path
     overwrite : bool
         Whether the command may replace an existing file; never a file that it reads, or a run's own.
     reads : iterable of Path

@@ -17,11 +17,13 @@ A job that resumes a run adds its own files.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -217,7 +219,7 @@ class TraceWriter:
             memory = self._event("C", "memory", time.perf_counter())
             lines.append(f"{_encode(memory | {'args': {'resident bytes': _resident_bytes()}})},\n")
         lines += drawn
-        fitting = _fitting(lines, self._left)
+        fitting = bisect_right(list(itertools.accumulate(map(len, lines))), self._left)
         is_full = fitting < len(lines)
         if is_full:
             full = self._event("M", "full", time.perf_counter()) | {"args": {"bytes": self._limit}}
@@ -240,28 +242,23 @@ class TraceWriter:
 
     def _as_line(self, span: Span) -> str:
         """Convert a span to an event; peers are ranks of the job."""
-        prompt, values, title = self._prompts.get(span.prompt), list[str](), f'"{span.kind}"'
+        prompt, name, args = self._prompts.get(span.prompt), str(span.kind), dict[str, Any]()
         if span.kind == "layer":
-            title = f'"layer {span.layer}"'
+            name = f"layer {span.layer}"
         elif span.kind == "prefill" and prompt is not None:
-            title = _encode(f"prefill {prompt.document}")
-            values = [f'"tokens":{prompt.tokens},"slice":[{prompt.start},{prompt.stop}],"strategy":"{prompt.strategy}"']
-        if span.prompt >= 0:
-            values.append(f'"prompt":{span.prompt}')
-        if span.layer >= 0:
-            values.append(f'"layer":{span.layer}')
+            name = f"prefill {prompt.document}"
+            args = {"tokens": prompt.tokens, "slice": [prompt.start, prompt.stop], "strategy": prompt.strategy}
+        peer = -1
         if span.peer >= 0:
             first = 0 if prompt is None else prompt.first_rank
             peer = in_lane_of(self._header.rank, first + span.peer, self._header.tensor_parallel)
-            values.append(f'"peer":{peer}')
+        numbers = {"prompt": span.prompt, "layer": span.layer, "peer": peer}
+        args |= {key: number for key, number in numbers.items() if number >= 0}
         if span.amount:
-            values.append(f'"{"answers" if span.kind == "decode" else "bytes"}":{span.amount}')
-        began_us = round(1e6 * (span.began_s + self._offset_s))
+            args["answers" if span.kind == "decode" else "bytes"] = span.amount
+        event = self._event("X", name, span.began_s, self._row_of(span))
         took_us = round(1e6 * (span.ended_s - span.began_s))
-        return (
-            f'{{"ph":"X","name":{title},"cat":"{span.kind}","pid":{self._process},"tid":{self._row_of(span)},'
-            f'"ts":{began_us},"dur":{took_us},"args":{{{",".join(values)}}}}},\n'
-        )
+        return f"{_encode(event | {'cat': span.kind, 'dur': took_us, 'args': args})},\n"
 
     def _row_of(self, span: Span) -> int:
         """Find a row of the timeline without overlap; new rows are named."""
@@ -273,15 +270,6 @@ class TraceWriter:
             self._add("thread_name", {"name": ROW_NAMES[ROWS[span.kind]]}, row)
         self._row_ends[row] = max(span.ended_s, self._row_ends.get(row, span.ended_s))
         return row
-
-
-def _fitting(lines: list[str], size_bytes: int) -> int:
-    """Return how many of the lines fit into `size_bytes`."""
-    for number, line in enumerate(lines):
-        size_bytes -= len(line)
-        if size_bytes < 0:
-            return number
-    return len(lines)
 
 
 def _resident_bytes() -> int:

@@ -69,7 +69,7 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
     OutputError
         If a job is still writing the run.
     """
-    runs = find_runs([Path(each) for each in paths]).paths
+    runs, _ = find_runs([Path(each) for each in paths])
     for path in runs:
         if path.is_dir() and is_alive(path):
             raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until it has ended")

@@ -16,8 +16,8 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.store.pieces import Piece, open_pieces
-from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
+from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,6 @@ class StoredPrefix:
         ----------
         ids : sequence of int
             The prompt's token ids.
-        loaded : LoadedModel
         """
         ids = tuple(ids[: self.tokens])
         stored = _Stored(self, ids, loaded)
@@ -64,7 +63,6 @@ def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTok
     ----------
     name : str
         The document's id.
-    pieces : sequence of Piece
 
     Raises
     ------

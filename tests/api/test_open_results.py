@@ -12,7 +12,7 @@ from made_runs import HEADER, NAMES, corpus_of, record, take, write
 
 from kvr_mpi import open_results
 from kvr_mpi.errors import ConfigError, DataError, MissingError
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.writer import ResultWriter
 
 

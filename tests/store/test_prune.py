@@ -14,16 +14,15 @@ from made_runs import kv_in, new_writer, record, resume, take
 
 from kvr_mpi.cli.prune import parse_size
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, DataError, counted
-from kvr_mpi.store.folder import index_run
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import choose_pruned, finish_run, list_stored
-from kvr_mpi.store.stored_kv import CachedTokens
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 
 
 def kept(folder: Path) -> set[str]:
-    return set(list_stored(index_run(folder, verify=True)))
+    return set(list_stored(open_results(folder)))
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_what_is_named_goes_and_records_stay(
 
 
 def test_age_counts_from_when_a_document_was_finished(run: Path) -> None:
-    index, now_s = index_run(run), NOW.timestamp()
+    index, now_s = open_results(run), NOW.timestamp()
     assert list_stored(index) == ["a", "b", "c", "d"]
     for days, gone in ((10, ""), (3.5, "ab"), (2.5, "abc"), (0, "abcd")):
         assert choose_pruned(index, older_than_s=86_400 * days, now_s=now_s) == [*gone]

@@ -19,9 +19,9 @@ from made_runs import new_writer, record, result_files, resume, stored_layers, w
 import kvr_mpi.store.writer as writer_module
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import survey
-from kvr_mpi.store.pieces import piece_id
+from kvr_mpi.store.kv import CachedTokens, PieceWriter
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.stored_kv import piece_id
 
 pytestmark = pytest.mark.quick
 LOG, VOLUME = "log-0001-0000.jsonl", "kv-0001-0000-00000.h5"
@@ -147,14 +147,14 @@ def test_tensors_may_change_as_soon_as_write_returns(tmp_path: Path) -> None:
 
 def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "IN_FLIGHT_BYTES", 3 * 8192)
-    seen, real = [], writer_module.write_kv
+    seen, real = [], PieceWriter.add
 
-    def watched(*arguments: Any) -> Any:
+    def watched(*arguments: Any) -> None:
         time.sleep(0.02)
         seen.append(writer._waiting_bytes)
-        return real(*arguments)
+        real(*arguments)
 
-    monkeypatch.setattr(writer_module, "write_kv", watched)
+    monkeypatch.setattr(PieceWriter, "add", watched)
     writer = new_writer(tmp_path)
     layer = (torch.ones(1024, 1, 1), torch.ones(1024, 1, 1))
     for name in "abcdef":
