@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
                 tokens = CachedTokens(tuple(range(kv_tokens)), (1, kv_tokens)) if kv_tokens else None
                 writer.write(Record(name, "done", answer=f"{name} " * 180, token_ids=tuple(range(500))), kv, tokens)
             writer.close()
-            run.close()
+            run.lock.release()
         files = list(folder.glob("share-*/*"))
         size = sum(file.stat().st_size for file in files)
         began = time.perf_counter()

@@ -69,7 +69,7 @@ def resume(folder: Path, **options: Any) -> tuple[set[str], set[str], list[str]]
     """Resume and end at once: what is done, what failed, and what was said."""
     said: list[str] = []
     run = take(folder, said.append, **options)
-    run.close()
+    run.lock.release()
     return run.done, run.failed, said
 
 

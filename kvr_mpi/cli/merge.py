@@ -51,8 +51,7 @@ def merge(folders: tuple[Path, ...], output: Path | None, overwrite: bool, share
     owner = read_owner()
     with ExitStack() as locks:
         for path in runs:
-            lock = Lock(path, owner, lambda line: click.echo(line, err=True))
-            locks.callback(lock.release)
+            locks.enter_context(Lock(path, owner, lambda line: click.echo(line, err=True)))
         if output is None:
             result, missing = merge_run(folders[0]), lost
         else:

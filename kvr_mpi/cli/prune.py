@@ -70,8 +70,7 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
         math.inf if older_than is None else 86_400 * older_than,
         math.inf if keep is None else parse_size(keep),
     )
-    lock = Lock(folder, read_owner(), lambda line: click.echo(line, err=True))
-    try:
+    with Lock(folder, read_owner(), lambda line: click.echo(line, err=True)) as lock:
         index = read_results([folder])
         stored = list_stored(index)
         if unknown := set(documents) - set(stored):
@@ -82,8 +81,6 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
         gone = choose_pruned(index, documents=documents, older_than_s=older_than_s, keep_bytes=keep_bytes)
         if gone and not dry_run:
             prune_kv(folder, lock.number, gone)
-    finally:
-        lock.release()
     size, whole = (sum(index.places[name].kv_bytes for name in names) for names in (gone, stored))
     verb = "would be removed" if dry_run else "removed"
     click.echo(

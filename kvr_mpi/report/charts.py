@@ -103,9 +103,9 @@ def draw_timeline(timeline: Timeline) -> Chart:
     return Chart("timeline", title, drawing, note, legend)
 
 
-def draw_timelines(run: TracedRun | None) -> list[Chart]:
+def draw_timelines(run: TracedRun) -> list[Chart]:
     """Draw the timelines of the longest prompt, and of the prompt whose ranks waited most."""
-    if run is None:
+    if not run.traces:
         return [Chart("timeline", f"Timeline of a prompt: {NO_TRACE}.")]
     chains = [one for one in run.timelines if one.prompt.ranks > 1] or run.timelines
     if not chains:
@@ -116,10 +116,10 @@ def draw_timelines(run: TracedRun | None) -> list[Chart]:
     return [draw_timeline(one) for one in ([longest] if waiting is longest else [longest, waiting])]
 
 
-def draw_waits(run: TracedRun | None) -> Chart:
+def draw_waits(run: TracedRun) -> Chart:
     """Draw the waiting time of each rank in each layer, summed over prompts."""
     name = "waits"
-    if run is None:
+    if not run.traces:
         return Chart(name, f"Waits by rank and layer: {NO_TRACE}.")
     cells: dict[tuple[int, int], float] = defaultdict(float)
     busy: dict[int, float] = defaultdict(float)
@@ -148,7 +148,7 @@ def draw_waits(run: TracedRun | None) -> Chart:
         for layer in range(layers):
             waited = cells.get((rank, layer), 0.0)
             told = f"{run.names[rank]}, layer {layer}: waited {duration_text(waited)}"
-            drawing.shade(x(layer), top, x(1) - x(0) - 1, height - 1.5, 0.04 + 0.96 * waited / most, told)
+            drawing.rect(x(layer), top, x(1) - x(0) - 1, height - 1.5, "wait", told, 0.04 + 0.96 * waited / most)
     step = max(1, round(layers / 12))
     for layer in range(0, layers, step):
         drawing.x_tick(x(layer + 0.5), str(layer))
@@ -166,17 +166,15 @@ def draw_waits(run: TracedRun | None) -> Chart:
     return Chart(name, title, drawing, note)
 
 
-def draw_forecast(run: TracedRun | None) -> Chart:
+def draw_forecast(run: TracedRun) -> Chart:
     """Draw predicted against measured time of each prompt."""
     name = "forecast"
-    if run is None:
+    if not run.traces:
         return Chart(name, f"Predicted against measured time: {NO_TRACE}.")
     pairs = [(one.predicted_s, one.seconds, one) for one in run.timelines if one.predicted_s]
     if not pairs:
-        return Chart(
-            name,
-            "Predicted against measured time: slices were not chosen by measured rates, so there is no prediction.",
-        )
+        why = "slices were not chosen by measured rates, so there is no prediction"
+        return Chart(name, f"Predicted against measured time: {why}.")
     most = 1.05 * max(max(predicted, measured) for predicted, measured, _ in pairs)
     drawing = Drawing(WIDTH, HEIGHT + 60, "predicted against measured time to first token")
     x, y = drawing.x_axis(most, "predicted (seconds)"), drawing.y_axis(most, "measured (seconds)")
@@ -262,7 +260,7 @@ def _is_comparable(record: Record) -> bool:
     return record.ttft_s > 0 and record.prompt_tokens > 0 and record.parts == 1 and computed
 
 
-def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> Chart:
+def draw_speedup(records: Sequence[Record], run: TracedRun) -> Chart:
     """Draw time to the first token over ranks for prompts of similar length, with the lower bound (Fig. 8)."""
     name = "speedup"
     groups: dict[int, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
@@ -277,16 +275,15 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
             if len(sizes) == 1
             else "no two prompts of similar length ran on different numbers of ranks"
         )
-        return Chart(
-            name,
-            f"Speed-up over ranks: {told}; a run with parallel.ranks_per_chain = 'auto' compares them.",
-        )
+        why = f"{told}; a run with parallel.ranks_per_chain = 'auto' compares them"
+        return Chart(name, f"Speed-up over ranks: {why}.")
     ranks = sorted(best)
     tokens = statistics.median(one.prompt_tokens for some in best.values() for one in some)
     # Scale the times to the same length; the lengths in a group differ by a factor of two at most.
     times = {size: [one.ttft_s * tokens / one.prompt_tokens for one in best[size]] for size in ranks}
-    token_s, pair_s = rates
-    alone_s = run.layers * tokens * (token_s + pair_s * tokens / 2) if run is not None and token_s + pair_s else 0.0
+    token_s, pair_s = run.rates
+    layers = max((trace.header.layers for trace in run.traces), default=0)
+    alone_s = layers * tokens * (token_s + pair_s * tokens / 2)
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over ranks")
     most = 1.06 * max(max(some) for some in times.values())
     x, y = Scale(len(ranks) - 1, LEFT + 50, WIDTH - RIGHT - 50), drawing.y_axis(most, "seconds to the first token")
@@ -342,11 +339,11 @@ def draw_progress(records: Sequence[Record]) -> Chart:
     return Chart(name, title, drawing, "By the time their answers were ready.", legend)
 
 
-def draw_memory(run: TracedRun | None) -> Chart:
+def draw_memory(run: TracedRun) -> Chart:
     """Draw the memory of each rank's process over time."""
     name = "memory"
-    samples = [] if run is None else [(rank, sorted(some)) for rank, some in run.memory if some]
-    if run is None or not samples:
+    samples = [(trace.header.rank, sorted(trace.memory)) for trace in run.traces if trace.memory]
+    if not samples:
         return Chart(name, f"Memory of the ranks: {NO_TRACE}.")
     began = min(some[0][0] for _, some in samples)
     span = max(some[-1][0] for _, some in samples) - began
@@ -361,13 +358,8 @@ def draw_memory(run: TracedRun | None) -> Chart:
         drawing.line([(x(at - began), y(size / gib)) for at, size in some], colour, width=2 if rank == highest else 1.2)
     title = f"{run.names[highest].capitalize()} used most memory: {bytes_text(most)}"
     others = (("rival", "the other ranks"),) if any(rank != highest for rank, _ in samples) else ()
-    return Chart(
-        name,
-        title,
-        drawing,
-        "Resident memory of the process, weights included.",
-        (("ours", run.names[highest]), *others),
-    )
+    legend = (("ours", run.names[highest]), *others)
+    return Chart(name, title, drawing, "Resident memory of the process, weights included.", legend)
 
 
 def _ranks(count: int) -> str:

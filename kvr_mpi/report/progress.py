@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import rich.progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted, printable
@@ -78,9 +73,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()

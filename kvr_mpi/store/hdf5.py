@@ -70,13 +70,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def write_attribute(item: Any, name: str, value: str | int) -> None:
-    """Write an attribute; text has a fixed length.
-
-    Raises
-    ------
-    DataError
-        If it is larger than `LARGEST_BYTES`.
-    """
+    """Write an attribute; text has a fixed length; raises `DataError` if it is larger than `LARGEST_BYTES`."""
     if isinstance(value, str):
         data = np.array(value.encode(), h5py.string_dtype("utf-8", max(1, len(value.encode()))))
     else:
@@ -102,13 +96,7 @@ def write_dataset(group: h5py.Group, name: str, data: np.ndarray[Any, Any]) -> N
 
 
 def read_attribute(item: Any, name: str, kind: type[T]) -> T:
-    """Read a scalar attribute of the expected type.
-
-    Raises
-    ------
-    DataError
-        If it is missing or of another type.
-    """
+    """Read a scalar attribute of the expected type; raises `DataError` if it is missing or of another type."""
     if not h5py.h5a.exists(item.id, name.encode()):
         raise DataError(f"{where(item)}: attribute {name!r} is missing")
     stored = h5py.h5a.open(item.id, name.encode())
@@ -159,10 +147,7 @@ def dataset_in(group: h5py.Group, name: str, kinds: str, ndims: tuple[int, ...])
 def child(group: h5py.Group, name: str) -> Any:
     """Return the h5py id of a member that is stored in this file.
 
-    Raises
-    ------
-    DataError
-        If it is missing, a soft or external link, or its data are incomplete or in another file.
+    Raises `DataError` if it is missing, a soft or external link, or its data are incomplete or in another file.
     """
     raw = name.encode()
     if not group.id.links.exists(raw):
@@ -227,10 +212,7 @@ def read_bits(dataset: h5py.Dataset, first: int, last: int) -> Bits:
 def as_tensor(dataset: h5py.Dataset, raw: Bits) -> torch.Tensor:
     """Convert the result of `read_bits`, or some rows of it, to a tensor.
 
-    Raises
-    ------
-    DataError
-        If the dataset's type is not in `DTYPES`.
+    Raises `DataError` if the dataset's type is not in `DTYPES`.
     """
     import torch
 

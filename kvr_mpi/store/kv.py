@@ -149,10 +149,7 @@ class StoredLayer:
     def read(self, first: int = 0, last: int | None = None) -> KeysValues:
         """Read the keys and values of a range of tokens, without conversion, each (tokens, kv_heads, head_dim).
 
-        Raises
-        ------
-        DataError
-            If a block is damaged, or the dtype is not one that keys and values have.
+        Raises `DataError` if a block is damaged, or the dtype is not one that keys and values have.
         """
         stop = self.tokens if last is None else last
         if not 0 <= first <= stop <= self.tokens:
@@ -284,15 +281,12 @@ class PieceWriter:
 def open_kv(kv: h5py.Group, announced_bytes: int, sha256: str) -> StoredPiece:
     """Open the keys and values of a document in a group; data are read later.
 
+    Raises `DataError` if the group's contents differ from what was written.
+
     Parameters
     ----------
     announced_bytes, sha256
         The results of `PieceWriter.finish`, as listed in the log.
-
-    Raises
-    ------
-    DataError
-        If the group's contents differ from what was written.
     """
     place, layers = where(kv), tuple(sorted(_layers(kv), key=lambda layer: layer.number))
     stored = StoredPiece(layers, _read_tokens(kv, layers))
@@ -334,10 +328,7 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
 def read_head_rows(layer: h5py.Group, shape: tuple[int, ...]) -> HeadRows | None:
     """Read which tokens each head of a layer keeps; None if all heads keep the same tokens.
 
-    Raises
-    ------
-    DataError
-        If the rows do not match the `shape` of the keys, or the positions of a head do not ascend.
+    Raises `DataError` if the rows do not match the `shape` of the keys, or the positions of a head do not ascend.
     """
     if not any(name in layer for name in ROWS):
         return None

@@ -112,17 +112,14 @@ def check_unused(folder: Path) -> None:
 class Lock:
     """A folder held by this process until `release`.
 
+    Raises `OutputError` if another job holds the folder; the message names it.
+
     Parameters
     ----------
     owner : Owner
         This process.
     say : callable
         Receives a log line before another owner is watched.
-
-    Raises
-    ------
-    OutputError
-        If another job holds the folder; the message names it.
     """
 
     def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:

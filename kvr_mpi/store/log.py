@@ -94,13 +94,7 @@ def _version_of(package: str) -> str:
 
 
 def read_header(values: Mapping[str, Any]) -> Header:
-    """Read the first line of a log.
-
-    Raises
-    ------
-    ValueError
-        If it is not a header.
-    """
+    """Read the first line of a log; raises `ValueError` if it is not a header."""
     header = read_plain(Header, values)
     if values.get("line") != HEADER or not all(
         isinstance(header.model.get(name), str) for name in ("name", "architecture", "dtype")
@@ -135,10 +129,8 @@ def unseal(line: bytes) -> dict[str, Any] | None:
 def parse(text: bytes) -> dict[str, Any]:
     """Read a JSON object.
 
-    Raises
-    ------
-    ValueError
-        If it is not JSON, or contains text that cannot be encoded as UTF-8; `RecursionError` if it is nested too deep.
+    Raises `ValueError` if it is not JSON, or contains text that cannot be encoded as UTF-8; `RecursionError` if it is
+    nested too deep.
     """
     value: dict[str, Any] = json.loads(text)
     if SURROGATE.search(text):
@@ -168,13 +160,7 @@ class LogWriter:
         return self._handle >= 0
 
     def write(self, line: bytes) -> None:
-        """Append a sealed line; a failed write is undone.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written.
-        """
+        """Append a sealed line; a failed write is undone; raises `OSError` if it cannot be written."""
         if self._handle < 0:
             self._handle = create(self.path)
             sync(self.path.parent)
@@ -233,13 +219,7 @@ def write_all(handle: int, data: bytes) -> None:
 
 
 def strings(value: Any, where: str) -> tuple[str, ...]:
-    """Return a JSON list of strings.
-
-    Raises
-    ------
-    DataError
-        If it is not such a list.
-    """
+    """Return a JSON list of strings; raises `DataError` if it is not such a list."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise DataError(f"{where}: {str(value)[:60]!r}; expected a list of strings")
     return tuple(value)

@@ -230,10 +230,7 @@ def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
 def read_head(line: bytes) -> dict[str, Any]:
     """Parse the beginning of a record's line: the fields of `HEAD`, and pieces. Faster than parsing the whole line.
 
-    Raises
-    ------
-    DataError, ValueError, KeyError
-        If the line does not begin with these fields.
+    Raises `DataError`, `ValueError` or `KeyError` if the line does not begin with these fields.
     """
     values = parse(line.partition(HEAD_END)[0] + b"}")
     if [*values] != [*HEAD, "pieces"] or not all(isinstance(values[name], str) for name in HEAD):
@@ -264,10 +261,7 @@ _Line = create_model("_Line", __base__=Strict, **STORED_FIELDS)
 def read_record(line: bytes, where: str) -> Record:
     """Parse a record's line, whose checksum is valid; missing fields of `ASKED_FOR` get their defaults.
 
-    Raises
-    ------
-    DataError
-        If a field is missing, unknown, or of another type; the message begins with `where`.
+    Raises `DataError` if a field is missing, unknown, or of another type; the message begins with `where`.
     """
     try:
         stored = _Line.model_validate_json(line)

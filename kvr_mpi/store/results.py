@@ -342,6 +342,9 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
 def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged: bool = False) -> Results:
     """Locate every document of runs, also if shares or documents are missing (`Results.missing`).
 
+    Raises `DataError` if there is nothing to read (`MissingError`: no such folder), a file is damaged, a document is in
+    two runs, or the runs belong to different jobs, or are shares of different corpora.
+
     Parameters
     ----------
     paths : sequence of Path
@@ -350,12 +353,6 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
         Verify the digests of keys and values now. They are verified in any case when data are read, as for records.
     passes_damaged : bool
         Skip damaged files, and list them in `Results.damaged`.
-
-    Raises
-    ------
-    DataError
-        If there is nothing to read (`MissingError`: no such folder), a file is damaged, a document is in two runs, or
-        the runs belong to different jobs, or are shares of different corpora.
     """
     runs, shares = find_runs(paths)
     missing, several, joined = [*shares], len(runs) > 1, list[Results]()

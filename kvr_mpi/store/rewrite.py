@@ -181,17 +181,14 @@ def write_results(
 ) -> set[str]:
     """Write every document once to a new file; return the names of the volumes that it still needs.
 
+    Raises `DataError` if a document cannot be read.
+
     Parameters
     ----------
     copies : callable
         Whether the keys and values of a document are copied, as one piece; others stay in their volumes.
     should_stop : callable
         Called before each document.
-
-    Raises
-    ------
-    DataError
-        If a document cannot be read.
     """
     inside: dict[str, tuple[int, str]] = {}
     beside: dict[Path, dict[str, tuple[int, str]]] = {}

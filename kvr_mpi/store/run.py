@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from kvr_mpi.disk import LOG_NAME, PART, RUN_FILE, read_regular, replacing
 from kvr_mpi.documents import Corpus, numbers_of
@@ -48,7 +48,7 @@ VALUE_CHARS = 200  # maximum length of a setting in a message
 Mode = Literal["new", "overwrite", "resume", "extend"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """A folder that this job may write to.
 
@@ -59,25 +59,6 @@ class Run:
     done: set[str]
     failed: set[str]
     lock: Lock
-
-    @property
-    def session(self) -> int:
-        """Number of this job among all that have used the folder."""
-        return self.lock.number
-
-    def check(self, *, anew: bool = False) -> None:
-        """Raise `OutputError` if the folder was taken by another job, replaced or removed; see `Lock.check`."""
-        self.lock.check(anew=anew)
-
-    def close(self) -> None:
-        """Release the folder for other jobs."""
-        self.lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_run(

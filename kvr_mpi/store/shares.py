@@ -42,10 +42,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[str, ...]]
 def read_header_of(paths: Sequence[Path]) -> Header:
     """Read the header of runs; runs without results have none.
 
-    Raises
-    ------
-    DataError
-        If no run has results, or the runs belong to different jobs; the message says what differs.
+    Raises `DataError` if no run has results, or the runs belong to different jobs; the message says what differs.
     """
     found: tuple[Path, Header] | None = None
     for path in paths:

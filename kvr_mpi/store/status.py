@@ -67,13 +67,7 @@ class Status:
 
 
 def read_status(folder: Path, now_s: float | None = None) -> Status:
-    """Read the progress of a run, without changing anything.
-
-    Raises
-    ------
-    DataError
-        If there is no run in the folder.
-    """
+    """Read the progress of a run, without changing anything; raises `DataError` if there is no run in the folder."""
     if not folder.is_dir():
         raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
     found, lock, run = survey(folder), read_lock(folder), read_run_file(folder)

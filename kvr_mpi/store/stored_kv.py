@@ -136,7 +136,8 @@ class StoredKV:
     ) -> KeysValues:
         """Read a layer's keys and values of a range of tokens, without conversion, each (tokens, kv_heads, head_dim).
 
-        Only pieces that overlap the range are read.
+        Only pieces that overlap the range are read. Raises `DataError` if a block is damaged, or the dtype is not one
+        that keys and values have.
 
         Parameters
         ----------
@@ -146,11 +147,6 @@ class StoredKV:
             Range of tokens, or of rows if each head keeps its own tokens. `last` is exclusive; None: to the end.
         heads : (int, int), optional
             Range of KV heads, the last exclusive; None: all. Not for layers where each head keeps its own tokens.
-
-        Raises
-        ------
-        DataError
-            If a block is damaged, or the dtype is not one that keys and values have.
         """
         grid = self._of_layer(layer)
         if self.rows(layer) is not None:  # one row of pieces, whose heads are stored one after the other
@@ -202,17 +198,14 @@ def _concatenated(parts: Sequence[KeysValues], dim: int) -> KeysValues:
 def open_pieces(name: str, pieces: Sequence[Piece], *, is_part: bool = False) -> StoredKV:
     """Open all pieces of a document's keys and values; data are read later.
 
+    Raises `DataError` if a piece is damaged, or the pieces do not fit together.
+
     Parameters
     ----------
     name : str
         The document's id, for messages.
     is_part : bool
         Read a single piece as it is, even if it is not a whole document.
-
-    Raises
-    ------
-    DataError
-        If a piece is damaged, or the pieces do not fit together.
     """
     files: dict[Path, Any] = {}
     found = []
@@ -231,10 +224,7 @@ def open_pieces(name: str, pieces: Sequence[Piece], *, is_part: bool = False) ->
 def _join(name: str, found: Sequence[StoredPiece]) -> tuple[tuple[tuple[StoredPiece, ...], ...], CachedTokens | None]:
     """Arrange pieces in rows by tokens, each by heads; also return the tokens of the whole document.
 
-    Raises
-    ------
-    DataError
-        If tokens or heads are missing, or the pieces have different prompts, layers or dtypes.
+    Raises `DataError` if tokens or heads are missing, or the pieces have different prompts, layers or dtypes.
     """
     if not found:
         return ((StoredPiece(),),), None

@@ -297,15 +297,12 @@ def remove_traces(folder: Path) -> None:
 def read_traces(folder: Path, skipped: Say | None = None) -> Iterator[RankTrace]:
     """Read every rank's trace of every job of a run; damaged lines are counted.
 
+    Raises `DataError` if a file cannot be read, is not a trace of a run, or has another version.
+
     Parameters
     ----------
     skipped : callable, optional
         Called with the reason when a file is skipped; None: the first such file raises.
-
-    Raises
-    ------
-    DataError
-        If a file cannot be read, is not a trace of a run, or has another version.
     """
     for path in trace_files(folder):
         try:

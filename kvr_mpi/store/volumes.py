@@ -68,10 +68,8 @@ def volume_line(volume: Path, pieces: Mapping[str, tuple[int, str]]) -> bytes:
 def open_volume(path: Path) -> Iterator[h5py.File]:
     """Open one of our files for reading, after checking its schema.
 
-    Raises
-    ------
-    DataError
-        If it is missing, damaged, foreign, or has another schema version; also for damage found while it is open.
+    Raises `DataError` if it is missing, damaged, foreign, or has another schema version; also for damage found while it
+    is open.
     """
     with open_hdf5(path) as file:
         if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
@@ -131,13 +129,7 @@ class Source:
 
 @contextmanager
 def open_source(path: Path) -> Iterator[Source]:
-    """Open a log, or ``results.h5``, for reading.
-
-    Raises
-    ------
-    DataError
-        If it cannot be read, as for `open_volume`.
-    """
+    """Open a log, or ``results.h5``, for reading; raises `DataError` if it cannot be read, as for `open_volume`."""
     if not LOG_NAME.fullmatch(path.name):
         with open_volume(path) as file:
             ranges = tuple(_range_of(dataset_in(file, name, "u", (1,))) for name in (LOG, RECORDS))

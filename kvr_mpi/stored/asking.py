@@ -82,15 +82,12 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
 def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[str, Frame]:
     """Make the frame around a stored document's text for each question, by the question's name.
 
+    Raises `ConfigError` if another model or tokenizer produced the keys and values.
+
     Parameters
     ----------
     weights : str
         From `hash_weights`.
-
-    Raises
-    ------
-    ConfigError
-        If another model or tokenizer produced the keys and values.
     """
     questions = spec.questions
     if questions is None:

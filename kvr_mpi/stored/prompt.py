@@ -59,15 +59,12 @@ class StoredPrefix:
 def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTokens]:
     """Open the keys and values of a stored prompt, and read their tokens.
 
+    Raises `DataError` if files are missing, damaged, different from `pieces`, or without tokens.
+
     Parameters
     ----------
     name : str
         The document's id.
-
-    Raises
-    ------
-    DataError
-        If files are missing, damaged, different from `pieces`, or without tokens.
     """
     for piece in pieces:
         if not Path(piece.path).is_file():

@@ -62,13 +62,7 @@ def hash_blocks(ids: Sequence[int]) -> list[str]:
 
 
 def scan_beginnings(path: str) -> StoredBeginnings:
-    """List the token blocks with which the prompts of a run begin.
-
-    Raises
-    ------
-    DataError
-        If the run cannot be read.
-    """
+    """List the token blocks with which the prompts of a run begin; raises `DataError` if the run cannot be read."""
     results = read_results([Path(path)])
     found, passed_over = StoredBeginnings([], {}), 0
     for name in results.ids("done"):

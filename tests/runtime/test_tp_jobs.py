@@ -161,5 +161,5 @@ def test_every_rank_is_in_the_trace_with_its_group(run_job: Any) -> None:
         for lane in timeline.lanes:  # keys and values of other heads are no rank's concern
             peers = {span.peer for span in lane.spans if span.kind in ("send", "receive", "wait")}
             assert peers <= {(lane.rank + 2) % 4}
-    page = make_page(RunFacts("a run", "tiny", "kvr_mpi 0"), list(open_results(folder)), run, (0.0, 0.0)).decode()
+    page = make_page(RunFacts("a run", "tiny", "kvr_mpi 0"), list(open_results(folder)), run).decode()
     assert "rank 3 (group 1.1)" in page and "rank 2 (group 1.0)" in trace_files(folder)[2].read_text()

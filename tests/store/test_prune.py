@@ -29,7 +29,7 @@ def kept(folder: Path) -> set[str]:
 def run(tmp_path: Path) -> Path:
     """Five documents, a day between each; one of them failed."""
     folder = tmp_path / "run"
-    take(folder, mode="new").close()
+    take(folder, mode="new").lock.release()
     for rank, names in enumerate(("ab", "cde")):
         writer = new_writer(folder, rank)
         for name in names:
@@ -103,10 +103,10 @@ def test_prune_refuses_what_is_not_there(run: Path, tmp_path: Path, run_kvr: Any
     code, _, err = run_kvr("prune", run, "--doc", "e")
     assert code == EXIT_CONFIG and "'e'" in err
     assert run_kvr("prune", tmp_path / "no", "--keep", "0")[0] == EXIT_CONFIG
-    lock = take(run)
+    holder = take(run)
     try:
         code, _, err = run_kvr("prune", run, "--keep", "0")
         assert code == EXIT_CONFIG and "is in use" in err
     finally:
-        lock.close()
+        holder.lock.release()
     assert [parse_size(text) for text in ("12", "1.5 KiB", "2G", "3TB")] == [12, 1536, 2 << 30, 3 << 40]
