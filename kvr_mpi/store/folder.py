@@ -14,13 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, create
 from kvr_mpi.errors import DataError, ForeignError, OutputError, counted
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
 from kvr_mpi.store.hdf5 import explained, group_in
 from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, Header, is_sealed, parse, read_header, strings, unseal
+from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, DocumentsLine, Header, VolumeLine, is_sealed, read_header, unseal
 from kvr_mpi.store.record import read_head, read_record
 from kvr_mpi.store.stored_kv import Piece
 from kvr_mpi.store.summary import shorten
@@ -227,20 +229,20 @@ def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Ite
             if not is_sealed(line):
                 raise DataError(f"line {number + 1} is damaged (checksum)")
             if number == 0:
-                found.headers[source.path] = read_header(parse(line))
+                found.headers[source.path] = read_header(from_json(line))
                 continue
             if line.startswith(RECORD_START):
                 if reads_all:
                     read_record(line, f"line {number + 1}")
                 head = read_head(line)
-                is_done = head["status"] == "done"
-                reason = "" if is_done else shorten(head["error"])
-                place = Place(source.path, at, len(line), is_done, reason, head["finished_at"], head["pieces"])
-                found.records.setdefault(head["id"], []).append(place)
+                is_done = head.status == "done"
+                reason = "" if is_done else shorten(head.error)
+                place = Place(source.path, at, len(line), is_done, reason, head.finished_at, head.pieces)
+                found.records.setdefault(head.id, []).append(place)
             else:
-                _take_in(found, source.path, parse(line))
+                _take_in(found, source.path, from_json(line))
             yield line
-        except (DataError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (DataError, ValueError, AttributeError) as error:
             damaged += 1
             found.damaged.setdefault(source.path.name, str(error))
     if damaged > 1:
@@ -250,37 +252,24 @@ def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Ite
 def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
     kind = values.get("line")
     if kind == VOLUME:
-        name, size, pieces = values["name"], values["size_bytes"], values["pieces"]
-        if not isinstance(name, str) or not (name == RESULTS or VOLUME_NAME.fullmatch(name)):
-            raise DataError(f"{str(name)[:60]!r} is not the name of a volume")
-        is_own = name == RESULTS
-        where = str(path if is_own else found.folder / name)
-        read = {each: Piece(str(each), where, _count(size), _text(seal)) for each, (size, seal) in pieces.items()}
-        found.volumes[path.name if is_own else name] = None if is_own else _count(size), read
-    elif kind == DROPPED:
-        for name in strings(values["ids"], "ids"):
-            found.records.pop(name, None)
-    elif kind == PRUNED:
-        for name in strings(values["ids"], "ids"):
-            if name in found.records:
+        volume = read_plain(VolumeLine, values)
+        is_own = volume.name == RESULTS
+        if not is_own and not VOLUME_NAME.fullmatch(volume.name):
+            raise DataError(f"{volume.name[:60]!r} is not the name of a volume")
+        where = str(path if is_own else found.folder / volume.name)
+        pieces = {each: Piece(each, where, *told) for each, told in volume.pieces.items()}
+        found.volumes[path.name if is_own else volume.name] = None if is_own else volume.size_bytes, pieces
+    elif kind in (DROPPED, PRUNED):
+        for name in read_plain(DocumentsLine, values).ids:
+            if kind == DROPPED:
+                found.records.pop(name, None)
+            elif name in found.records:
                 found.records[name] = [replace(place, needs=()) for place in found.records[name]]
     elif kind == COST:
         cost = read_plain(Cost, values)
         found.costs[cost.key] = cost
     else:
         raise DataError(f"{str(kind)[:60]!r} is not a kind of line")
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise DataError(f"{str(value)[:60]!r}; expected a number of bytes")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{str(value)[:60]!r}; expected text")
-    return value
 
 
 def has_results(path: Path) -> bool:

@@ -43,16 +43,15 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+from pydantic_core import from_json
 
 from kvr_mpi import __version__
 from kvr_mpi.disk import create
-from kvr_mpi.errors import DataError
-from kvr_mpi.plain import read_plain
+from kvr_mpi.plain import Count, read_plain
 
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
 SEAL_BYTES = len(b', "seal": "01234567"}')
 LINE_BYTES = 1 << 28  # maximum length of a line, written or read
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
 
 
@@ -73,6 +72,22 @@ class Header:
         """Return the first line of a log."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
         return {"line": HEADER, "created": created, **asdict(self), "software": self.software or software()}
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeLine:
+    """A volume that is complete: the bytes and the hash of each piece, by id."""
+
+    name: str
+    size_bytes: Count
+    pieces: dict[str, tuple[Count, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentsLine:
+    """Documents whose earlier records, or their keys and values, no longer count."""
+
+    ids: tuple[str, ...]
 
 
 def software() -> dict[str, str]:
@@ -119,22 +134,10 @@ def unseal(line: bytes) -> dict[str, Any] | None:
     """Parse a sealed line; None if it is torn or changed, or contains text that cannot be encoded as UTF-8."""
     line = line.rstrip(b"\n")
     try:
-        value = parse(line) if is_sealed(line) else {}
+        value: dict[str, Any] = from_json(line) if is_sealed(line) else {}
         value.pop("seal")
-    except (ValueError, RecursionError, AttributeError, KeyError):
+    except (ValueError, AttributeError, KeyError):
         return None
-    return value
-
-
-def parse(text: bytes) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises `ValueError` if it is not JSON, or contains text that cannot be encoded as UTF-8; `RecursionError` if it is
-    nested too deep.
-    """
-    value: dict[str, Any] = json.loads(text)
-    if SURROGATE.search(text):
-        json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
@@ -216,10 +219,3 @@ def write_all(handle: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(handle, view) :]
-
-
-def strings(value: Any, where: str) -> tuple[str, ...]:
-    """Return a JSON list of strings; raises `DataError` if it is not such a list."""
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise DataError(f"{where}: {str(value)[:60]!r}; expected a list of strings")
-    return tuple(value)

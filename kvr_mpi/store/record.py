@@ -50,8 +50,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, create_model
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.plain import Strict, explain
-from kvr_mpi.store.log import parse, strings
+from kvr_mpi.plain import Strict, explain, read_plain
 
 J = TypeVar("J", dict[str, Any], list[dict[str, Any]])
 STATUSES = ("done", "error")
@@ -227,17 +226,20 @@ def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
     return {**{name: values[name] for name in HEAD}, "pieces": list(pieces), **values}
 
 
-def read_head(line: bytes) -> dict[str, Any]:
-    """Parse the beginning of a record's line: the fields of `HEAD`, and pieces. Faster than parsing the whole line.
+@dataclass(frozen=True, slots=True)
+class RecordHead:
+    """The beginning of a record's line."""
 
-    Raises `DataError`, `ValueError` or `KeyError` if the line does not begin with these fields.
-    """
-    values = parse(line.partition(HEAD_END)[0] + b"}")
-    if [*values] != [*HEAD, "pieces"] or not all(isinstance(values[name], str) for name in HEAD):
-        raise DataError(f"a record begins with {', '.join(map(str, values))[:60]}; expected {', '.join(HEAD)}")
-    if values["status"] not in STATUSES:
-        raise DataError(f"status is {values['status'][:60]!r}; expected one of {', '.join(STATUSES)}")
-    return {**values, "pieces": strings(values["pieces"], "pieces")}
+    id: str
+    status: Literal["done", "error"]
+    error: str
+    finished_at: str
+    pieces: tuple[str, ...]
+
+
+def read_head(line: bytes) -> RecordHead:
+    """Parse the beginning of a record's line, which is faster than parsing it all; raises `ValueError`."""
+    return read_plain(RecordHead, line.partition(HEAD_END)[0] + b"}")
 
 
 Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]

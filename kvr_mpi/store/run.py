@@ -368,11 +368,8 @@ def differing_settings(
         if isinstance(mine, dict) and isinstance(theirs, dict):
             yield from differing_settings(mine, theirs, f"{key}.")
         elif mine != theirs:
-            yield key, *_around_difference(_value_text(mine), _value_text(theirs))
-
-
-def _value_text(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value, ensure_ascii=False)
+            texts = ("not set" if each is None else json.dumps(each, ensure_ascii=False) for each in (mine, theirs))
+            yield key, *_around_difference(*texts)
 
 
 def _around_difference(one: str, other: str) -> tuple[str, str]:

@@ -134,18 +134,8 @@ class RankTrace:
 class TraceWriter:
     """Writes the spans of a rank's recorder from a thread until it is closed.
 
-    A write error is logged once, and the job continues without a trace.
-
-    Parameters
-    ----------
-    folder : Path
-        Of the run.
-    offset_s : float
-        Unix time on rank 0's clock minus ``time.perf_counter``.
-    limit_bytes : int
-        Maximum size of the file.
-    say : callable
-        Receives log lines.
+    A write error is logged once, and the job continues without a trace. `offset_s` is Unix time on rank 0's clock minus
+    ``time.perf_counter``, `limit_bytes` the maximum size of the file.
     """
 
     def __init__(
@@ -297,12 +287,8 @@ def remove_traces(folder: Path) -> None:
 def read_traces(folder: Path, skipped: Say | None = None) -> Iterator[RankTrace]:
     """Read every rank's trace of every job of a run; damaged lines are counted.
 
-    Raises `DataError` if a file cannot be read, is not a trace of a run, or has another version.
-
-    Parameters
-    ----------
-    skipped : callable, optional
-        Called with the reason when a file is skipped; None: the first such file raises.
+    A file that cannot be read, is not a trace of a run, or has another version raises `DataError`, or calls `skipped`
+    with the reason.
     """
     for path in trace_files(folder):
         try:
@@ -354,35 +340,29 @@ def _read_header(path: Path, opening: bytes, line: bytes = b"") -> TraceHeader:
 
 def _add_event(trace: RankTrace, clocks: list[tuple[float, float, float]], event: dict[str, Any]) -> None:
     """Add an event if its values have the expected types."""
-    at_s, name, values = _finite(event["ts"]) / 1e6, event["name"], event["args"]
+    at_s, name, values = _number(event["ts"], int, float) / 1e6, event["name"], event["args"]
     if event["ph"] == "X":
-        kind, took_s = event["cat"], _finite(event["dur"]) / 1e6
+        kind, took_s = event["cat"], _number(event["dur"], int, float) / 1e6
         if kind not in ROWS or took_s < 0:
             raise ValueError(kind)
-        whole = {key: _whole(values[key]) for key in ("prompt", "layer", "peer") if key in values}
-        amount = _whole(values.get("bytes", values.get("answers", 0)))
+        whole = {key: _number(values[key], int) for key in ("prompt", "layer", "peer") if key in values}
+        amount = _number(values.get("bytes", values.get("answers", 0)), int)
         trace.spans.append(Span(kind, at_s, at_s + took_s, **whole, amount=amount))
     elif event["ph"] == "C":
-        trace.memory.append((at_s, _whole(values["resident bytes"])))
+        trace.memory.append((at_s, _number(values["resident bytes"], int)))
     elif name == "prompt":
-        trace.prompts[_whole(values["number"])] = read_plain(TracedPrompt, values)
+        trace.prompts[_number(values["number"], int)] = read_plain(TracedPrompt, values)
     elif name == "clock":
-        clocks.append((at_s, _finite(values["ahead_s"]), _finite(values["error_s"])))
+        clocks.append((at_s, _number(values["ahead_s"], int, float), _number(values["error_s"], int, float)))
     else:
         trace.is_full |= name == "full"
         trace.has_ended |= name == "ended"
 
 
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > 1 << 53:
+def _number(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds or not abs(value) <= 1 << 53:
         raise TypeError(value)
     return value
-
-
-def _finite(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e17:
-        raise TypeError(value)
-    return float(value)
 
 
 def _aligned(trace: RankTrace, clocks: list[tuple[float, float, float]]) -> RankTrace:

@@ -93,8 +93,7 @@ class LayersWriter:
 class ResultWriter:
     """Writes one rank's results.
 
-    Once something could not be written, every call raises `WriteError`; data that were already durable
-    stay.
+    Once something could not be written, every call raises `WriteError`; data that were already durable stay.
 
     Parameters
     ----------
@@ -148,32 +147,23 @@ class ResultWriter:
     ) -> None:
         """Add a record, and this rank's keys and values of the document.
 
-        Parameters
-        ----------
-        layers : iterable of (keys, values) or None
-            Each layer's (tokens, kv_heads, head_dim), on any device; copied, so they may change afterwards.
-        tokens : CachedTokens or None
-            Their tokens.
-        has_record : bool
-            False: another rank writes the record.
+        `layers` has each layer's keys and values (tokens, kv_heads, head_dim), on any device, or None; they are copied,
+        so they may change afterwards. `tokens` are their tokens. Without `has_record` another rank writes the record.
         """
-        with self._writing(_Document(record, tokens, has_record)) as document:
+        with self.writing_piece(record, tokens, has_record=has_record) as document:
             for layer in layers:
                 document.add_layer(layer)
 
     @contextlib.contextmanager
-    def writing_piece(self, record: Record, tokens: CachedTokens) -> Iterator[LayersWriter]:
-        """Add keys and values of a document whose record another rank writes; nothing else may be written meanwhile.
+    def writing_piece(
+        self, record: Record, tokens: CachedTokens | None, *, has_record: bool = False
+    ) -> Iterator[LayersWriter]:
+        """Add keys and values layer by layer, as `write` does; nothing else may be written meanwhile.
 
         If the block raises, or the document is dropped, its layers are discarded.
         """
-        with self._writing(_Document(record, tokens, has_record=False)) as document:
-            yield document
-
-    @contextlib.contextmanager
-    def _writing(self, document: _Document) -> Iterator[LayersWriter]:
         self._check()
-        numbers = itertools.count()
+        document, numbers = _Document(record, tokens, has_record), itertools.count()
         layers = LayersWriter(lambda layer: self._put(document, next(numbers), layer))
         try:
             yield layers

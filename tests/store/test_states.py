@@ -18,7 +18,7 @@ from kvr_mpi.cli import group
 from kvr_mpi.store.states import STATE_BYTES, RankState, StateWriter, read_states, remove_states, silent_ranks
 from kvr_mpi.store.status import read_status
 
-STATE = RankState(0, 4, 1, "here", 1000.0, "prefilling", "a.txt", 1100.0, 10, 2, None, 5.0, 1100.0)
+STATE = RankState(0, 4, 1, "here", 1000.0, "prefilling", 1100.0, None, 5.0, 1100.0, "a.txt", 10, 2)
 
 
 @contextmanager
