@@ -69,14 +69,9 @@ class RunFacts:
 
 
 def page_of(path: Path) -> tuple[bytes, list[str]]:
-    """Make the report of a run's folder or a result file.
+    """Make the report of a run's folder or a result file; also return why traces are left out, which the page shows.
 
     Raises `DataError` if there is nothing to read, or results are damaged.
-
-    Returns
-    -------
-    (bytes, list of str)
-        The page, and the reasons why traces are left out, which the page also shows.
     """
     folder = path if path.is_dir() else path.parent
     skipped: list[str] = []
@@ -101,13 +96,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
 
 
 def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> bytes:
-    """Make the report.
-
-    Parameters
-    ----------
-    records : sequence of Record
-        Of all documents.
-    """
+    """Make the report from the records of all documents."""
     charts = [
         *draw_timelines(run),
         draw_waits(run),

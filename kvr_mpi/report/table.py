@@ -70,16 +70,9 @@ def command(program: str | None = None) -> str:
 
 
 def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_inspect: bool = False) -> None:
-    """Print the results of documents, and the commands that show more.
+    """Print the results of documents, `rows` of them in a table (see `rows_of`), and the commands that show more.
 
-    Parameters
-    ----------
-    summary : Summary
-        Of all documents.
-    rows : iterable of Record
-        Records to show, see `rows_of`.
-    by_inspect : bool
-        Whether ``kvr inspect`` prints this, so that the hint to it is left out.
+    `by_inspect` leaves out the hint to ``kvr inspect``, which then prints this.
     """
     console = open_console(max(100, shutil.get_terminal_size((140, 24)).columns))
     table = documents_table(("tokens", "seen", "slices", "first token", "tokens/s"))

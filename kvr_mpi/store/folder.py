@@ -120,11 +120,8 @@ class Survey:
     def locate(self) -> tuple[dict[str, Place], dict[str, str], dict[str, str]]:
         """Choose each document's valid record, and locate its keys and values.
 
-        Returns
-        -------
-        (dict, dict, dict)
-            By id: the places; documents whose keys and values no longer exist, with the file that is gone; and those
-            whose keys and values are in a damaged file, with the damage.
+        Returns by id: the places; documents whose keys and values no longer exist, with the file that is gone; and
+        those whose keys and values are in a damaged file, with the damage.
         """
         there, lost_pieces, spoilt_pieces = self._pieces()
         places: dict[str, Place] = {}
@@ -174,17 +171,9 @@ def _choose(found: list[Place], there: dict[str, Piece]) -> Place | None:
 def survey(path: Path, *, reads_all: bool = False) -> Survey:
     """Read a run's folder, or one file of results.
 
-    Parameters
-    ----------
-    reads_all : bool
-        Parse whole records instead of their heads; an invalid record with a correct checksum counts as damaged.
-
-    Raises
-    ------
-    ForeignError
-        If a file of another program, or another version, has a name of ours.
-    OSError
-        If the folder cannot be read.
+    With `reads_all`, whole records are parsed instead of their heads; an invalid record with a correct checksum counts
+    as damaged. Raises `ForeignError` if a file of another program, or another version, has a name of ours, and
+    `OSError` if the folder cannot be read.
     """
     folder = path if path.is_dir() else path.parent
     with os.scandir(folder) as entries:

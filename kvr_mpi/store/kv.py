@@ -281,12 +281,7 @@ class PieceWriter:
 def open_kv(kv: h5py.Group, announced_bytes: int, sha256: str) -> StoredPiece:
     """Open the keys and values of a document in a group; data are read later.
 
-    Raises `DataError` if the group's contents differ from what was written.
-
-    Parameters
-    ----------
-    announced_bytes, sha256
-        The results of `PieceWriter.finish`, as listed in the log.
+    Raises `DataError` if they differ from what `PieceWriter.finish` returned, according to the log.
     """
     place, layers = where(kv), tuple(sorted(_layers(kv), key=lambda layer: layer.number))
     stored = StoredPiece(layers, _read_tokens(kv, layers))

@@ -99,10 +99,7 @@ def is_alive(folder: Path, watch_s: float = 2.5 * BEAT_S) -> bool:
 def check_unused(folder: Path) -> None:
     """Refuse a folder in which a job is running (`is_alive`), before a job loads its model and takes the `Lock`.
 
-    Raises
-    ------
-    OutputError
-        The message names the other job.
+    Raises `OutputError`, which names the other job.
     """
     with contextlib.suppress(OSError):  # the other checks report folders that cannot be read
         if folder.is_dir() and is_alive(folder):
@@ -139,10 +136,7 @@ class Lock:
     def check(self, *, anew: bool = False) -> None:
         """Raise `OutputError` if another job took the folder, or if it was replaced or removed.
 
-        Parameters
-        ----------
-        anew : bool
-            Check the lock file now; otherwise use the result of the last heartbeat.
+        With `anew`, the lock file is checked now; otherwise the result of the last heartbeat counts.
         """
         if anew:
             with contextlib.suppress(OSError):

@@ -185,13 +185,7 @@ class Results:
         return Summary(len(self) - len(reasons), len(reasons), count_reasons(reasons))
 
     def read(self, ids: Iterable[str]) -> Iterator[Record]:
-        """Read the records of these documents, and verify the checksum of each.
-
-        Raises
-        ------
-        DataError
-            If a record is damaged.
-        """
+        """Read the records of these documents, and verify their checksums; raises `DataError` if one is damaged."""
         joules = self.cost.joules_per_rank_s
         with ExitStack() as stack:
             sources: dict[Path, Source] = {}
@@ -292,13 +286,7 @@ class Results:
             yield record, kv
 
     def place(self, document_id: str) -> Place:
-        """Locate a document.
-
-        Raises
-        ------
-        ConfigError
-            If no document has this id; the message lists the most similar ids.
-        """
+        """Locate a document; raises `ConfigError` with the most similar ids if no document has this one."""
         if document_id not in self.places:
             close = difflib.get_close_matches(str(document_id), self.places, NAMED)
             some = [*dict.fromkeys([*close, *sorted(self.places)])][:NAMED]
@@ -340,19 +328,13 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
 
 
 def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged: bool = False) -> Results:
-    """Locate every document of runs, also if shares or documents are missing (`Results.missing`).
+    """Locate every document of runs (see `find_runs`), also if shares or documents are missing (`Results.missing`).
+
+    With `verify`, the digests of keys and values are verified now; they are verified in any case when data are read, as
+    for records. With `passes_damaged`, damaged files are skipped, and listed in `Results.damaged`.
 
     Raises `DataError` if there is nothing to read (`MissingError`: no such folder), a file is damaged, a document is in
     two runs, or the runs belong to different jobs, or are shares of different corpora.
-
-    Parameters
-    ----------
-    paths : sequence of Path
-        As for `find_runs`.
-    verify : bool
-        Verify the digests of keys and values now. They are verified in any case when data are read, as for records.
-    passes_damaged : bool
-        Skip damaged files, and list them in `Results.damaged`.
     """
     runs, shares = find_runs(paths)
     missing, several, joined = [*shares], len(runs) > 1, list[Results]()

@@ -52,17 +52,9 @@ class _StoppedError(Exception):
 def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, say: Say = lambda line: None) -> Path:
     """Write ``results.h5`` at the end of a run; it replaces the logs, and the volumes if they are small enough.
 
-    Parameters
-    ----------
-    should_stop : callable
-        Called before each document; if it returns true, the logs stay as they are.
-    say : callable
-        Receives a log line with the reason if the file could not be written.
-
-    Returns
-    -------
-    Path
-        ``results.h5``; the folder itself if there is no space, no time, or no document.
+    `should_stop` is called before each document; if it returns true, the logs stay as they are. `say` receives a log
+    line with the reason if the file could not be written. Returns the file, or the folder if there is no space, no
+    time, or no document.
     """
     try:
         found = Results.of(survey(folder))
@@ -90,21 +82,9 @@ def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, sa
 def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[], bool] = lambda: False) -> Path:
     """Write all documents of a run to its ``results.h5``, which replaces its logs and volumes.
 
-    The folder has to be locked.
-
-    Parameters
-    ----------
-    copies_kv : bool
-        False: keys and values stay in their volumes.
-    should_stop : callable
-        Called before each document.
-
-    Raises
-    ------
-    DataError
-        If files are damaged or documents are lost: nothing is written, and the message says what to do.
-    OutputError
-        If the file cannot be written; nothing is removed.
+    The folder has to be locked. Without `copies_kv`, keys and values stay in their volumes. `should_stop` is called
+    before each document. Raises `DataError`, which says what to do, if files are damaged or documents are lost, and
+    `OutputError` if the file cannot be written; then nothing is removed.
     """
     found = read_results([folder])
     if found.gone:
@@ -134,17 +114,8 @@ def _is_inside(place: Place, result: Path) -> bool:
 def merge_runs(paths: Sequence[Path], target: Path) -> tuple[str, ...]:
     """Write all documents of a run, or of the shares of a corpus, to another file; the originals stay.
 
-    Returns
-    -------
-    tuple of str
-        Descriptions of missing shares and documents.
-
-    Raises
-    ------
-    DataError
-        If a file is damaged, the runs belong to different jobs, or a document is in two of them.
-    OutputError
-        If the file cannot be written.
+    Returns descriptions of missing shares and documents. Raises `DataError` if a file is damaged, the runs belong to
+    different jobs, or a document is in two of them, and `OutputError` if the file cannot be written.
     """
     found = read_results(paths)
     with replaced(target) as part:
@@ -181,14 +152,8 @@ def write_results(
 ) -> set[str]:
     """Write every document once to a new file; return the names of the volumes that it still needs.
 
-    Raises `DataError` if a document cannot be read.
-
-    Parameters
-    ----------
-    copies : callable
-        Whether the keys and values of a document are copied, as one piece; others stay in their volumes.
-    should_stop : callable
-        Called before each document.
+    `copies` decides whether a document's keys and values are copied, as one piece; others stay in their volumes.
+    `should_stop` is called before each document. Raises `DataError` if a document cannot be read.
     """
     inside: dict[str, tuple[int, str]] = {}
     beside: dict[Path, dict[str, tuple[int, str]]] = {}
@@ -242,16 +207,8 @@ def choose_pruned(
 ) -> list[str]:
     """Choose the documents whose keys and values will be removed.
 
-    Parameters
-    ----------
-    documents : collection of str
-        Remove the keys and values of these documents,
-    older_than_s : float
-        and of documents that were finished more than this many seconds ago;
-    keep_bytes : float
-        then remove the oldest until at most this many bytes are left.
-    now_s : float, optional
-        Unix time from which `older_than_s` counts back.
+    These are the named `documents`, and documents that were finished more than `older_than_s` seconds before `now_s`
+    (Unix time); then the oldest until at most `keep_bytes` are left.
     """
     before_s = (time.time() if now_s is None else now_s) - older_than_s
     stored = list_stored(found)
@@ -265,19 +222,10 @@ def choose_pruned(
 
 
 def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
-    """Remove these documents' keys and values, and unused data; the folder must be locked.
+    """Remove these documents' keys and values, and unused data; the folder must be locked, with the number `session`.
 
-    Parameters
-    ----------
-    session : int
-        Number of the lock.
-
-    Raises
-    ------
-    DataError
-        If a file is damaged: it stays unchanged; the files before it are already pruned.
-    OutputError
-        If there is no space for a file's successor.
+    Raises `DataError` if a file is damaged: it stays unchanged, and the files before it are already pruned;
+    `OutputError` if there is no space for a file's successor.
     """
     before = read_results([folder])
     if before.gone:

@@ -133,15 +133,7 @@ def open_run(
 def check_settings(folder: Path, identity: dict[str, Any]) -> None:
     """Refuse to continue a run with other settings, as far as they are known before torch is imported.
 
-    Parameters
-    ----------
-    identity : dict
-        Settings that the answers depend on; `open_run` checks those that depend on the model (`OF_MODEL`).
-
-    Raises
-    ------
-    OutputError
-        The message says what differs.
+    `open_run` checks those that depend on the model (`OF_MODEL`). Raises `OutputError`, which says what differs.
     """
     header = None
     with contextlib.suppress(DataError, OSError):  # `open_run` sets damaged files aside
@@ -151,13 +143,7 @@ def check_settings(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def check_same_documents(folder: Path, corpus: Corpus) -> None:
-    """Refuse to continue a run with other documents, before a model is loaded.
-
-    Raises
-    ------
-    OutputError
-        The message says what differs.
-    """
+    """Refuse to continue a run with other documents, before a model is loaded; the `OutputError` says what differs."""
     before = known_corpus(folder)
     if before is not None and survey(folder).records:
         _check_corpus(folder, before, corpus)

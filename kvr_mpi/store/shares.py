@@ -24,13 +24,8 @@ def find_runs(paths: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[str, ...]]
     """Find runs: files of results, run folders, and folders of run folders.
 
     A folder that contains a log, a volume or a ``run.json`` is a run. Any other folder stands for the runs in it, even
-    if it also contains a merged result file or a stale lock.
-
-    Returns
-    -------
-    (tuple of Path, tuple of str)
-        The runs, in the order they were given, the shares in one folder by number; and descriptions of the shares of
-        the same corpus that are not among them, none if the only path is itself a run.
+    if it also contains a merged result file or a stale lock. Also describes the shares of the same corpus that are not
+    among the runs, unless the only path is itself a run.
     """
     found: list[Path] = []
     for path in paths:

@@ -59,14 +59,9 @@ def piece_id(record: Record, tokens: CachedTokens | None) -> str:
 
 
 def piece_ids(record: Record, own: CachedTokens | None) -> list[str]:
-    """Return the ids of all pieces of a document, in order.
+    """Return the ids of all pieces of a document, in order; the record's slices are the ranks' token ranges.
 
-    Parameters
-    ----------
-    record : Record
-        Its slices are the ranks' token ranges.
-    own : CachedTokens or None
-        Tokens of the piece stored by the rank that writes the record.
+    `own` are the tokens of the piece stored by the rank that writes the record.
     """
     if own is None:
         return [piece_id(record, None)]
@@ -198,14 +193,8 @@ def _concatenated(parts: Sequence[KeysValues], dim: int) -> KeysValues:
 def open_pieces(name: str, pieces: Sequence[Piece], *, is_part: bool = False) -> StoredKV:
     """Open all pieces of a document's keys and values; data are read later.
 
-    Raises `DataError` if a piece is damaged, or the pieces do not fit together.
-
-    Parameters
-    ----------
-    name : str
-        The document's id, for messages.
-    is_part : bool
-        Read a single piece as it is, even if it is not a whole document.
+    With `is_part`, a single piece is read as it is, even if it is not a whole document. Raises `DataError`, which
+    begins with `name`, if a piece is damaged, or the pieces do not fit together.
     """
     files: dict[Path, Any] = {}
     found = []

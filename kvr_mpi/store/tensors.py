@@ -33,14 +33,8 @@ MOST_NAME_BYTES, KEPT_OF_NAME = 255, 150
 def export_kv(results: Results, folder: Path, *, overwrite: bool = False) -> int:
     """Write a file for each document that has keys and values; return their number.
 
-    Raises
-    ------
-    DataError
-        If a document is damaged; the files before it are complete.
-    ConfigError
-        If a document's keys and values are compressed.
-    OutputError
-        If a file cannot be written, or exists already.
+    Raises `DataError` if a document is damaged (the files before it are complete), `ConfigError` if its keys and values
+    are compressed, and `OutputError` if a file cannot be written, or exists already.
     """
     from safetensors.torch import save_file
 

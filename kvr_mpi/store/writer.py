@@ -393,10 +393,7 @@ class ResultWriter:
 def copy_to_host(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     """Copy a tensor to contiguous host memory; from a GPU asynchronously, in the order of its stream.
 
-    Parameters
-    ----------
-    into : Tensor or None
-        Host buffer of the same shape and dtype to reuse; None: allocate one, pinned if the tensor is on a GPU.
+    `into` is a host buffer of the same shape and dtype to reuse; without one, it is allocated, pinned for a GPU.
     """
     if into is None:
         import torch
