@@ -203,3 +203,26 @@ def test_a_full_disk_is_said_and_what_was_durable_stays(
         (folder / VOLUME).unlink()
         write(folder, 0, [record(written[0])])
         assert ids(folder) == written
+
+
+def test_records_are_synced_and_no_volume_is_closed_while_the_layers_of_another_document_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, real_sync = list[str](), os.fsync
+
+    def sync(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real_sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    for name in ("SYNC_S", "VOLUME_S", "LEAST_VOLUME_S"):
+        monkeypatch.setattr(writer_module, name, 0.02)
+    writer = new_writer(tmp_path)
+    writer.write(record("a"))
+    with writer.writing_piece(record("b"), TOKENS, has_record=True) as document:
+        document.add_layer(LAYER)
+        wait_for(lambda: str(tmp_path / LOG) in synced)
+        time.sleep(0.1)
+        document.add_layer(LAYER)
+    writer.close()
+    assert ids(tmp_path) == ["a", "b"] and [*stored_layers(tmp_path, "b")] == [0, 1]
