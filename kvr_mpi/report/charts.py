@@ -87,8 +87,8 @@ def draw_timeline(timeline: Timeline) -> Chart:
     drawing.line([(first_token, TOP), (first_token, TOP + LANE * len(lanes))], "text", dashed=True, width=1.2)
     waited = max(lanes, key=lambda lane: lane.waited_s)
     title = (
-        f"{prompt.document}: {prompt.tokens:,} tokens over {_ranks(len(lanes))} took {duration_text(timeline.seconds)} "
-        f"to the first token; {waited.header.name} waited {percent_text(waited.waited_s / timeline.seconds)} of it"
+        f"{prompt.document}: {prompt.tokens:,} tokens over {counted(len(lanes), 'rank')} took "
+        f"{duration_text(timeline.seconds)} to the first token; {waited.header.name} waited {percent_text(waited.waited_s / timeline.seconds)} of it"
     )
     note = (
         "One lane per rank, in the order of the slices, and one box per layer, from the time when its keys and values "
@@ -241,12 +241,12 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
     colours = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
     for one in timed[:: -(-len(timed) // MOST_DOTS)]:
         ranks = one.ranks
-        told = f"{one.id}: {one.prompt_tokens:,} tokens on {_ranks(ranks)}, {duration_text(one.ttft_s)}"
+        told = f"{one.id}: {one.prompt_tokens:,} tokens on {counted(ranks, 'rank')}, {duration_text(one.ttft_s)}"
         drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colours[ranks], told)
     rate = statistics.median(one.computed_tokens / one.ttft_s for one in timed)
     middle = statistics.median(one.ttft_s for one in timed)
     title = f"The first token came after {duration_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
-    legend = tuple((colours[size], _ranks(size)) for size in sizes[:5])
+    legend = tuple((colours[size], counted(size, "rank")) for size in sizes[:5])
     reused = sum(one.ttft_s > 0 and one.parts == 1 and not _is_comparable(one) for one in records)
     note = f" {reused} more reused keys and values, and are not comparable." if reused else ""
     return Chart(
@@ -271,7 +271,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun) -> Chart:
     if len(best) < 2:
         sizes = {one.ranks for one in records if one.ranks}
         told = (
-            f"all prompts ran on {_ranks(min(sizes))}"
+            f"all prompts ran on {counted(min(sizes), 'rank')}"
             if len(sizes) == 1
             else "no two prompts of similar length ran on different numbers of ranks"
         )
@@ -297,7 +297,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun) -> Chart:
     middles = {size: statistics.median(times[size]) for size in ranks}
     drawing.line([(places[size], y(middles[size])) for size in ranks], "ours", width=2.5)
     for size in ranks:
-        drawing.dot(places[size], y(middles[size]), "ours", f"{_ranks(size)}: {duration_text(middles[size])}")
+        drawing.dot(places[size], y(middles[size]), "ours", f"{counted(size, 'rank')}: {duration_text(middles[size])}")
     legend = [("ours", "measured: median, and lowest to highest")]
     if alone_s:
         drawing.line([(places[size], y(alone_s / size)) for size in ranks], "bound", dashed=True)
@@ -360,10 +360,6 @@ def draw_memory(run: TracedRun) -> Chart:
     others = (("rival", "the other ranks"),) if any(rank != highest for rank, _ in samples) else ()
     legend = (("ours", run.names[highest]), *others)
     return Chart(name, title, drawing, "Resident memory of the process, weights included.", legend)
-
-
-def _ranks(count: int) -> str:
-    return counted(count, "rank")
 
 
 def _unix(record: Record) -> float:
