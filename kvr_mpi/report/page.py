@@ -97,21 +97,24 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
 
 def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> bytes:
     """Make the report from the records of all documents."""
-    charts = [
-        *draw_timelines(run),
-        draw_waits(run),
-        draw_forecast(run),
-        draw_first_token(records),
-        draw_slices(records),
-        draw_speedup(records, run),
-        draw_progress(records),
-        draw_memory(run),
+    timelines = draw_timelines(run)
+    charts: list[tuple[str, str, Chart | str]] = [
+        *(
+            ("timeline", "Timeline of a prompt", one)
+            for one in ([timelines] if isinstance(timelines, str) else timelines)
+        ),
+        ("waits", "Waits by rank and layer", draw_waits(run)),
+        ("forecast", "Predicted against measured time", draw_forecast(run)),
+        ("ttft", "Time to the first token", draw_first_token(records)),
+        ("slices", "Slices over the prompt's length", draw_slices(records)),
+        ("speedup", "Speed-up over ranks", draw_speedup(records, run)),
+        ("documents", "Documents over time", draw_progress(records)),
+        ("memory", "Memory of the ranks", draw_memory(run)),
     ]
-    drawn = [_section(chart) for chart in charts if chart.drawing is not None]
+    drawn = [_section(name, chart) for name, _, chart in charts if isinstance(chart, Chart)]
     missing: dict[str, list[str]] = {}  # by the reason why it is not drawn
-    for chart in charts:
-        if chart.drawing is None:
-            what, _, why = chart.title.partition(": ")
+    for _, what, why in charts:
+        if isinstance(why, str):
             missing.setdefault(why, []).append(what)
     warnings = [*(f"A rank's trace is left out: {why}" for why in facts.skipped), *_warnings(run)]
     head = [
@@ -124,7 +127,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> byt
         _failures(records),
     ]
     if missing:
-        told = [f"{', '.join(what)}: {why}" for why, what in missing.items()]
+        told = [f"{', '.join(what)}: {why}." for why, what in missing.items()]
         lines = [f'<p class="missing">{escaped(line)}</p>' for line in told]
         drawn.append(f"<section><h2>Not recorded in this run</h2>{''.join(lines)}</section>")
     script, style = _read("page.js"), _palette() + _read("page.css")
@@ -181,15 +184,15 @@ def _say_cut(records: Sequence[Record], shown: Sequence[Record], chars: int) -> 
     return f"To keep this file below {PAGE_BYTES / 1e6:.0f} MB {' and '.join(told)}; kvr inspect shows everything."
 
 
-def _section(chart: Chart) -> str:
+def _section(name: str, chart: Chart) -> str:
     legend = "".join(
-        f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect class="f-{name}" width="12" height="12" rx="2"/></svg>'
+        f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect class="f-{fill}" width="12" height="12" rx="2"/></svg>'
         f"{escaped(text)}</li>"
-        for name, text in chart.legend
+        for fill, text in chart.legend
     )
     legend = f'<ul class="legend">{legend}</ul>' if legend else ""
-    note = f'<p class="note">{escaped(chart.note)}</p>' if chart.note else ""
-    return f'<section id="{chart.name}"><h2>{escaped(chart.title)}</h2>{legend}{chart.drawing}{note}</section>'
+    note = f'<p class="note">{escaped(chart.note)}</p>'
+    return f'<section id="{name}"><h2>{escaped(chart.title)}</h2>{legend}{chart.drawing}{note}</section>'
 
 
 def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
