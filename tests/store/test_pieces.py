@@ -204,6 +204,19 @@ def test_a_merge_that_is_killed_while_it_tidies_up_can_be_done_again(
     assert [path.name for path in tmp_path.iterdir()] == ["results.h5"]
 
 
+def test_a_volume_with_parts_of_two_documents_keeps_those_of_one(tmp_path: Path) -> None:
+    for rank, (start, stop) in enumerate(((0, 5), (5, HELD))):
+        writer, layer = ResultWriter(tmp_path, rank, HEADER, 1), (KEYS[start:stop], -KEYS[start:stop])
+        for name in (NAME, "b"):
+            tokens = CachedTokens(IDS[:stop], (1, min(9, stop)), start)
+            writer.write(whole((0, 5, PROMPT), name), [layer, None, layer], tokens, has_record=rank == 1)
+        writer.close()
+    prune_kv(tmp_path, 2, [NAME])
+    assert list_stored(open_results(tmp_path)) == ["b"] and len(list(tmp_path.glob("kv-0002-*"))) == 2
+    with open_results(tmp_path).open("b") as (_, kv):
+        check_whole(kv)
+
+
 def test_a_run_that_outgrows_its_file_of_results_loses_nothing_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

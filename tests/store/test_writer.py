@@ -57,19 +57,25 @@ def test_an_answer_counts_when_its_line_is_written_and_one_with_kv_when_that_is(
     writer.close()
 
 
-def test_a_volume_is_on_the_disk_before_it_is_listed_and_records_within_their_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced, real_sync = list[str](), os.fsync
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that have been synced; a volume has been before it is listed."""
+    found, real_sync = list[str](), os.fsync
 
     def sync(handle: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        assert path.name != LOG or b'"volume"' not in path.read_bytes() or VOLUME in synced
-        synced.append(path.name)
+        assert path.name != LOG or b'"volume"' not in path.read_bytes() or VOLUME in found
+        found.append(path.name)
         real_sync(handle)
 
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(writer_module, "SYNC_S", 0.05)
+    monkeypatch.setattr(writer_module, "SYNC_S", 0.02)
+    return found
+
+
+def test_a_volume_is_on_the_disk_before_it_is_listed_and_records_within_their_time(
+    tmp_path: Path, synced: list[str]
+) -> None:
     writer = new_writer(tmp_path)
     writer.write(record("a"))
     wait_for(lambda: LOG in synced)
@@ -206,22 +212,15 @@ def test_a_full_disk_is_said_and_what_was_durable_stays(
 
 
 def test_records_are_synced_and_no_volume_is_closed_while_the_layers_of_another_document_arrive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
 ) -> None:
-    synced, real_sync = list[str](), os.fsync
-
-    def sync(handle: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
-        real_sync(handle)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    for name in ("SYNC_S", "VOLUME_S", "LEAST_VOLUME_S"):
+    for name in ("VOLUME_S", "LEAST_VOLUME_S"):
         monkeypatch.setattr(writer_module, name, 0.02)
     writer = new_writer(tmp_path)
     writer.write(record("a"))
     with writer.writing_piece(record("b"), TOKENS, has_record=True) as document:
         document.add_layer(LAYER)
-        wait_for(lambda: str(tmp_path / LOG) in synced)
+        wait_for(lambda: LOG in synced)
         time.sleep(0.1)
         document.add_layer(LAYER)
     writer.close()
