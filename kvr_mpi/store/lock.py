@@ -129,7 +129,8 @@ class Lock:
         self._handle = self._make()
         for number in _numbers(folder):
             if number < self.number:
-                _path(folder, number).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another user's, or not a file: only the highest counts
+                    _path(folder, number).unlink()
         self._thread = threading.Thread(target=self._live, name="kvr-lock", daemon=True)
         self._thread.start()
 

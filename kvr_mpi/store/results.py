@@ -337,15 +337,18 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
     two runs, or the runs belong to different jobs, or are shares of different corpora.
     """
     runs, shares = find_runs(paths)
-    missing, several, joined = [*shares], len(runs) > 1, list[Results]()
+    missing, several = [*shares], len(runs) > 1
+    joined: Results | None = None
     left = None
     first: dict[int, tuple[Path, Corpus]] = {}  # number of shares to the first run with that number
     for path in runs:
         run = read_run_file(path) if path.is_dir() else None
-        corpus = None if run is None or not several else run.corpus()
-        if run is not None and corpus is not None:
-            check_corpus(path, corpus, run.share, first)
-        wanted = None if run is None or (several and corpus is None) else {*run.wanted}
+        if several and run is not None:
+            if (corpus := run.corpus()) is None:
+                run = None
+            else:
+                check_corpus(path, corpus, run.share, first)
+        wanted = None if run is None else {*run.wanted}
         if several and path.is_dir() and not has_results(path):
             if wanted is None or wanted:  # if there are fewer documents than shares, some shares are empty
                 missing.append(f"{path} has no results yet")
@@ -359,13 +362,13 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
             missing.append(f"{path} has lost keys and values of {counted(len(found.gone), 'document')}: needs --resume")
         elif several and wanted is not None and left:
             missing.append(f"{path} has {left} of {counted(len(wanted), 'document')} left: needs --resume")
-        if joined:
-            _add(joined[0], found)
+        if joined is None:
+            joined = found
         else:
-            joined.append(found)
-    if not joined:
+            _add(joined, found)
+    if joined is None:
         raise DataError(f"no results: {'; '.join(missing)}")
-    return replace(joined[0], paths=runs, missing=tuple(missing), left=None if several else left)
+    return replace(joined, paths=runs, missing=tuple(missing), left=None if several else left)
 
 
 def _read_run(path: Path, *, verify: bool, passes_damaged: bool) -> Results:

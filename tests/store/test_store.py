@@ -231,13 +231,6 @@ def test_what_was_written_is_read(path: Path) -> None:
     assert first.rows.bounds_before(0) == [(0, 0), (3, 3)]
 
 
-def test_another_method_is_found(path: Path) -> None:
-    with h5py.File(path, "r+") as file:
-        file["kv/a"].attrs.modify("compression", METHOD.replace("4", "2").encode())
-    with pytest.raises(DataError, match="is damaged"):
-        read(path)
-
-
 @pytest.mark.parametrize("name", ["keys", "values", "positions", "head_rows", "digests"])
 def test_a_flipped_bit_is_found_wherever_it_is(path: Path, name: str) -> None:
     with h5py.File(path) as file:
