@@ -45,11 +45,11 @@ from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.setup.loading import load_on_all
-from kvr_mpi.store.folder import index_run
+from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.pieces import open_pieces
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.stored_kv import CachedTokens, KeysValues, StoredKV
+from kvr_mpi.store.results import open_results
+from kvr_mpi.store.stored_kv import StoredKV, open_pieces
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.choose import open_transport
@@ -235,7 +235,7 @@ class Bench:
 
 def stored_in(file: Path) -> StoredKV:
     """Open the document's keys and values, for as long as the process runs."""
-    return open_pieces("document", index_run(file.parent).places["document"].pieces)
+    return open_pieces("document", open_results(file.parent, verify=False).places["document"].pieces)
 
 
 def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:

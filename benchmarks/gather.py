@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.options import make_parser
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.run import open_run
-from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.store.writer import ResultWriter
 
 HEADER = Header({"model": "0123abcd"}, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "bfloat16"})
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
                 tokens = CachedTokens(tuple(range(kv_tokens)), (1, kv_tokens)) if kv_tokens else None
                 writer.write(Record(name, "done", answer=f"{name} " * 180, token_ids=tuple(range(500))), kv, tokens)
             writer.close()
-            run.close()
+            run.lock.release()
         files = list(folder.glob("share-*/*"))
         size = sum(file.stat().st_size for file in files)
         began = time.perf_counter()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.options import make_parser
 from kvr_mpi.report.page import RunFacts, make_page
+from kvr_mpi.report.timeline import TracedRun
 from kvr_mpi.store.record import Record
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit(f"none of {', '.join(BROWSERS)} is installed")
-    page = make_page(RunFacts("a run", "a model", "kvr_mpi"), records(given.documents, given.words), None, (0.0, 0.0))
+    page = make_page(RunFacts("a run", "a model", "kvr_mpi"), records(given.documents, given.words), TracedRun())
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "report.html"), Path(folder, "empty.html")
         for file, content in zip(files, (page, EMPTY), strict=True):

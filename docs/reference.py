@@ -22,7 +22,7 @@ from kvr_mpi import errors
 from kvr_mpi.cli import COMMANDS
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import MODELS, NO_EFFECT, REFUSED
-from kvr_mpi.store import head_rows, kv, log, record, volumes
+from kvr_mpi.store import kv, log, record, volumes
 
 DOCS = Path(__file__).resolve().parent
 # A block that the code writes, and its name.
@@ -151,8 +151,6 @@ def schema() -> str:
             _drawing(record),
             "Keys and values, with `output.kv`:",
             _drawing(kv),
-            "With `[compress]` beside `output.kv`:",
-            _drawing(head_rows),
         ]
     )
 

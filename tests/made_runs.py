@@ -11,12 +11,12 @@ import h5py
 import torch
 
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.lock import session_of, this_process
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.run import Run, open_run
-from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.store.volumes import is_ours, key_of
 from kvr_mpi.store.writer import ResultWriter
 
@@ -69,7 +69,7 @@ def resume(folder: Path, **options: Any) -> tuple[set[str], set[str], list[str]]
     """Resume and end at once: what is done, what failed, and what was said."""
     said: list[str] = []
     run = take(folder, said.append, **options)
-    run.close()
+    run.lock.release()
     return run.done, run.failed, said
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from made_runs import new_writer
 
 from kvr_mpi.store.export import write_export
+from kvr_mpi.store.kv import KeysValues
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.stored_kv import KeysValues
 
 HEADER = Header(
     {"model": "0123abcd", "prompt": {"template": "Summarise: {text}"}},

@@ -68,7 +68,7 @@ def _make_job(wishes: dict[str, Any], settings: Any, continues: bool = False) ->
     from kvr_mpi.store.shares import find_runs, read_header_of
 
     runs: tuple[Path, ...] = wishes["runs"]
-    made_by = read_header_of(find_runs(runs).paths[:1]).model
+    made_by = read_header_of(find_runs(runs)[0][:1]).model
     questions: dict[str, Any] = {"ask": _named(wishes["questions"], wishes["file"])}
     if wishes["documents"]:
         questions["documents"] = list(wishes["documents"])

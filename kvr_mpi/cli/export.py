@@ -74,10 +74,8 @@ def export(
     else:
         from kvr_mpi.store.tensors import export_kv
 
-        written = [
-            name for name, _ in export_kv(results.index, results.header, results.ids("done"), kv, overwrite=overwrite)
-        ]
-        click.echo(f"{kv}: keys and values of {counted(len(written), 'document')}")
+        written = export_kv(results, kv, overwrite=overwrite)
+        click.echo(f"{kv}: keys and values of {counted(written, 'document')}")
     if results.missing:
         click.echo(f"Warning: {tell_missing(results.missing)}", err=True)
     return EXIT_BAD_DATA if results.missing else EXIT_OK

@@ -38,25 +38,24 @@ def inspect(path: Path, document: str | None, as_json: bool, errors: bool) -> No
 
 def _show_run(path: Path, as_json: bool) -> None:
     from kvr_mpi.report.table import cut_off_line, print_summary, rows_of
-    from kvr_mpi.store.folder import read_records
     from kvr_mpi.store.results import open_results
 
     results = open_results(path, partial=True)
-    index, header, versions = results.index, results.header, results.software
-    summary = index.summary()
+    header, versions = results.header, results.software
+    summary = results.summary()
     if as_json:
         about = {"model": header.model, "identity": header.identity, "software": versions}
         counts = {
             "done": summary.done,
             "errors": summary.failed,
-            "lost": len(index.gone),
+            "lost": len(results.gone),
             "missing": results.missing,
             "reasons": summary.reasons,
-            "cost": asdict(results.cost) if index.costs else None,
+            "cost": asdict(results.cost) if results.costs else None,
         }
-        click.echo(json.dumps({**about, **counts, "documents": index.ids()}))
+        click.echo(json.dumps({**about, **counts, "documents": results.ids()}))
         return
-    rows = list(read_records(index, rows_of(index)))
+    rows = list(rows_of(results))
     cut = sum(record.is_cut_off for record in results.records("done"))
     click.echo(f"model     {header.model['name']} ({header.model['architecture']}, {header.model['dtype']})")
     click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}")
@@ -66,7 +65,7 @@ def _show_run(path: Path, as_json: bool) -> None:
         click.echo(f"compress  {', '.join(f'{name} {value}' for name, value in told if value is not None)}")
     if cache := header.identity.get("cache"):
         click.echo(f"cache     {cache}")
-    if index.costs:
+    if results.costs:
         click.echo(f"cost      {results.cost.describe(summary.done)}")
     if cut:
         click.echo(f"cut off   {cut_off_line(cut, summary.done)}")

@@ -45,20 +45,19 @@ def merge(folders: tuple[Path, ...], output: Path | None, overwrite: bool, share
             raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
     if output is not None:
         check_file(output, overwrite=overwrite)
-    runs = find_runs(folders)
-    if output is None and runs.paths != folders[:1]:
-        raise click.UsageError(f"{len(runs.paths)} runs to merge: name a file with -o FILE")
+    runs, lost = find_runs(folders)
+    if output is None and runs != folders[:1]:
+        raise click.UsageError(f"{len(runs)} runs to merge: name a file with -o FILE")
     owner = read_owner()
     with ExitStack() as locks:
-        for path in runs.paths:
-            lock = Lock(path, owner, lambda line: click.echo(line, err=True))
-            locks.callback(lock.release)
+        for path in runs:
+            locks.enter_context(Lock(path, owner, lambda line: click.echo(line, err=True)))
         if output is None:
-            result, missing = merge_run(folders[0]), runs.missing
+            result, missing = merge_run(folders[0]), lost
         else:
-            result, missing = output, merge_runs(runs, output)
-    if shares is not None and len(runs.paths) < shares and not runs.missing:
-        missing = (*missing, f"{shares - len(runs.paths)} of {shares} shares")
+            result, missing = output, merge_runs(folders, output)
+    if shares is not None and len(runs) < shares and not lost:
+        missing = (*missing, f"{shares - len(runs)} of {shares} shares")
     click.echo(f"{result}: {bytes_text(result.stat().st_size)}")
     if missing:
         click.echo(f"Warning: {tell_missing(missing)}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import click
@@ -57,8 +58,8 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import ConfigError, MissingError
     from kvr_mpi.report.style import bytes_text
-    from kvr_mpi.store.folder import index_run
     from kvr_mpi.store.lock import Lock
+    from kvr_mpi.store.results import read_results
     from kvr_mpi.store.rewrite import choose_pruned, list_stored, prune_kv
 
     if not documents and older_than is None and keep is None:
@@ -66,12 +67,11 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     if not folder.is_dir():
         raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
     older_than_s, keep_bytes = (
-        None if older_than is None else 86_400 * older_than,
-        None if keep is None else parse_size(keep),
+        math.inf if older_than is None else 86_400 * older_than,
+        math.inf if keep is None else parse_size(keep),
     )
-    lock = Lock(folder, read_owner(), lambda line: click.echo(line, err=True))
-    try:
-        index = index_run(folder)
+    with Lock(folder, read_owner(), lambda line: click.echo(line, err=True)) as lock:
+        index = read_results([folder])
         stored = list_stored(index)
         if unknown := set(documents) - set(stored):
             raise ConfigError(
@@ -81,8 +81,6 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
         gone = choose_pruned(index, documents=documents, older_than_s=older_than_s, keep_bytes=keep_bytes)
         if gone and not dry_run:
             prune_kv(folder, lock.number, gone)
-    finally:
-        lock.release()
     size, whole = (sum(index.places[name].kv_bytes for name in names) for names in (gone, stored))
     verb = "would be removed" if dry_run else "removed"
     click.echo(

@@ -52,15 +52,15 @@ def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
     from kvr_mpi.store.shares import find_runs
     from kvr_mpi.store.status import add_up, read_all
 
-    runs = find_runs(folders)
-    found = read_all(runs.paths)
-    if runs.paths == folders[:1]:
+    runs, missing = find_runs(folders)
+    found = read_all(runs)
+    if runs == folders[:1]:
         click.echo(json.dumps(found[0].as_json())) if as_json else _show(_lines(found[0]))
         return found[0].alive
     whole = add_up(found)
     if as_json:
         each = [one.as_json() for one in found]
-        click.echo(json.dumps({**whole.as_json(), "missing": runs.missing, "folders": each}))
+        click.echo(json.dumps({**whole.as_json(), "missing": missing, "folders": each}))
         return whole.alive
     for one in found:
         silent = f", {counted(len(one.silent), 'rank')} SILENT" if one.silent else ""
@@ -69,7 +69,7 @@ def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
         [
             ("\nall", f"{len(found)} folders, {sum(one.alive for one in found)} of them with a running job"),
             *_counts(whole),
-            *(("missing", line) for line in runs.missing),
+            *(("missing", line) for line in missing),
         ]
     )
     return whole.alive

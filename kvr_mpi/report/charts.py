@@ -35,17 +35,16 @@ MOST_GROUPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart, or the reason why there is none.
+    """A chart; the functions below return a text instead if there is none, with the reason.
 
-    title : the result, as a sentence; or why there is no chart.
+    title : the result, as a sentence.
     note : how to read it.
     legend : colour classes and their meanings.
     """
 
-    name: str
     title: str
-    drawing: Drawing | None = None
-    note: str = ""
+    drawing: Drawing
+    note: str
     legend: tuple[tuple[str, str], ...] = ()
 
 
@@ -86,9 +85,10 @@ def draw_timeline(timeline: Timeline) -> Chart:
     first_token = x(timeline.seconds)
     drawing.line([(first_token, TOP), (first_token, TOP + LANE * len(lanes))], "text", dashed=True, width=1.2)
     waited = max(lanes, key=lambda lane: lane.waited_s)
+    took, share = duration_text(timeline.seconds), percent_text(waited.waited_s / timeline.seconds)
     title = (
-        f"{prompt.document}: {prompt.tokens:,} tokens over {_ranks(len(lanes))} took {duration_text(timeline.seconds)} "
-        f"to the first token; {waited.header.name} waited {percent_text(waited.waited_s / timeline.seconds)} of it"
+        f"{prompt.document}: {prompt.tokens:,} tokens over {counted(len(lanes), 'rank')} took {took} to the first "
+        f"token; {waited.header.name} waited {share} of it"
     )
     note = (
         "One lane per rank, in the order of the slices, and one box per layer, from the time when its keys and values "
@@ -100,27 +100,26 @@ def draw_timeline(timeline: Timeline) -> Chart:
         ("held", "waits for the link"),
         ("sent", "sends or forwards"),
     )
-    return Chart("timeline", title, drawing, note, legend)
+    return Chart(title, drawing, note, legend)
 
 
-def draw_timelines(run: TracedRun | None) -> list[Chart]:
+def draw_timelines(run: TracedRun) -> list[Chart] | str:
     """Draw the timelines of the longest prompt, and of the prompt whose ranks waited most."""
-    if run is None:
-        return [Chart("timeline", f"Timeline of a prompt: {NO_TRACE}.")]
+    if not run.traces:
+        return NO_TRACE
     chains = [one for one in run.timelines if one.prompt.ranks > 1] or run.timelines
     if not chains:
         why = f"{run.incomplete} were only partly recorded" if run.incomplete else "all were packed with others"
-        return [Chart("timeline", f"Timeline of a prompt: no prompt was recorded on all ranks of its chain ({why}).")]
+        return f"no prompt was recorded on all ranks of its chain ({why})"
     longest = max(chains, key=lambda one: one.prompt.tokens)
     waiting = max(chains, key=lambda one: one.wait_share)
     return [draw_timeline(one) for one in ([longest] if waiting is longest else [longest, waiting])]
 
 
-def draw_waits(run: TracedRun | None) -> Chart:
+def draw_waits(run: TracedRun) -> Chart | str:
     """Draw the waiting time of each rank in each layer, summed over prompts."""
-    name = "waits"
-    if run is None:
-        return Chart(name, f"Waits by rank and layer: {NO_TRACE}.")
+    if not run.traces:
+        return NO_TRACE
     cells: dict[tuple[int, int], float] = defaultdict(float)
     busy: dict[int, float] = defaultdict(float)
     for timeline in run.timelines:
@@ -130,7 +129,7 @@ def draw_waits(run: TracedRun | None) -> Chart:
                 if span.kind in ("wait", "send wait") and span.layer >= 0:
                     cells[lane.rank, span.layer] += span.ended_s - span.began_s
     if not any(cells.values()):
-        return Chart(name, "Waits by rank and layer: no rank had to wait.")
+        return "no rank had to wait"
     ranks = sorted(busy)
     layers = 1 + max(layer for _, layer in cells)
     totals = {rank: sum(cells.get((rank, layer), 0.0) for layer in range(layers)) for rank in ranks}
@@ -148,7 +147,7 @@ def draw_waits(run: TracedRun | None) -> Chart:
         for layer in range(layers):
             waited = cells.get((rank, layer), 0.0)
             told = f"{run.names[rank]}, layer {layer}: waited {duration_text(waited)}"
-            drawing.shade(x(layer), top, x(1) - x(0) - 1, height - 1.5, 0.04 + 0.96 * waited / most, told)
+            drawing.rect(x(layer), top, x(1) - x(0) - 1, height - 1.5, "wait", told, 0.04 + 0.96 * waited / most)
     step = max(1, round(layers / 12))
     for layer in range(0, layers, step):
         drawing.x_tick(x(layer + 0.5), str(layer))
@@ -163,20 +162,16 @@ def draw_waits(run: TracedRun | None) -> Chart:
         f"Over {counted(len(run.timelines), 'prompt')}; the stronger the colour, the longer the wait (at most "
         f"{duration_text(most)}). On the right, the total of each rank, and its share of the rank's prefill time."
     )
-    return Chart(name, title, drawing, note)
+    return Chart(title, drawing, note)
 
 
-def draw_forecast(run: TracedRun | None) -> Chart:
+def draw_forecast(run: TracedRun) -> Chart | str:
     """Draw predicted against measured time of each prompt."""
-    name = "forecast"
-    if run is None:
-        return Chart(name, f"Predicted against measured time: {NO_TRACE}.")
+    if not run.traces:
+        return NO_TRACE
     pairs = [(one.predicted_s, one.seconds, one) for one in run.timelines if one.predicted_s]
     if not pairs:
-        return Chart(
-            name,
-            "Predicted against measured time: slices were not chosen by measured rates, so there is no prediction.",
-        )
+        return "slices were not chosen by measured rates, so there is no prediction"
     most = 1.05 * max(max(predicted, measured) for predicted, measured, _ in pairs)
     drawing = Drawing(WIDTH, HEIGHT + 60, "predicted against measured time to first token")
     x, y = drawing.x_axis(most, "predicted (seconds)"), drawing.y_axis(most, "measured (seconds)")
@@ -192,15 +187,14 @@ def draw_forecast(run: TracedRun | None) -> Chart:
         "The prediction is the computing time of the slowest rank, from the rates that its slices were chosen by, "
         "without any waits."
     )
-    return Chart(name, title, drawing, note)
+    return Chart(title, drawing, note)
 
 
-def draw_slices(records: Sequence[Record]) -> Chart:
+def draw_slices(records: Sequence[Record]) -> Chart | str:
     """Draw each rank's share of a prompt over the prompt's length (KV-Runahead, Fig. 10)."""
-    name = "slices"
     sliced = [one for one in records if len(one.slices) > 2 and one.slices[-1] > 0 and one.strategy == "kvr"]
     if not sliced:
-        return Chart(name, "Slices over the prompt's length: no prompt was split over several ranks.")
+        return "no prompt was split over several ranks"
     size = Counter(len(one.slices) for one in sliced).most_common(1)[0][0]
     mine = sorted((one for one in sliced if len(one.slices) == size), key=lambda one: one.slices[-1])
     per_group = -(-len(mine) // MOST_GROUPS)
@@ -226,15 +220,14 @@ def draw_slices(records: Sequence[Record]) -> Chart:
         f"The first of {size - 1} slices has {percent_text(ends[0])} of a prompt of {lengths[0]} tokens, and "
         f"{percent_text(ends[1])} of one of {lengths[1]}"
     )
-    return Chart(name, title, drawing, f"{len(mine)} prompts; the first slice is at the bottom, in the strongest blue.")
+    return Chart(title, drawing, f"{len(mine)} prompts; the first slice is at the bottom, in the strongest blue.")
 
 
-def draw_first_token(records: Sequence[Record]) -> Chart:
+def draw_first_token(records: Sequence[Record]) -> Chart | str:
     """Draw the time to the first token over the prompt's length."""
-    name = "ttft"
     timed = [one for one in records if _is_comparable(one)]
     if len(timed) < LEAST_DOTS:
-        return Chart(name, f"Time to the first token: fewer than {LEAST_DOTS} prompts computed all of their tokens.")
+        return f"fewer than {LEAST_DOTS} prompts computed all of their tokens"
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over prompt length")
     tokens, seconds = max(one.prompt_tokens for one in timed) * 1.04, max(one.ttft_s for one in timed) * 1.06
     x = drawing.x_axis(tokens, "prompt tokens", even_token_ticks(tokens), tokens_text)
@@ -243,17 +236,15 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
     colours = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
     for one in timed[:: -(-len(timed) // MOST_DOTS)]:
         ranks = one.ranks
-        told = f"{one.id}: {one.prompt_tokens:,} tokens on {_ranks(ranks)}, {duration_text(one.ttft_s)}"
+        told = f"{one.id}: {one.prompt_tokens:,} tokens on {counted(ranks, 'rank')}, {duration_text(one.ttft_s)}"
         drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colours[ranks], told)
     rate = statistics.median(one.computed_tokens / one.ttft_s for one in timed)
     middle = statistics.median(one.ttft_s for one in timed)
     title = f"The first token came after {duration_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
-    legend = tuple((colours[size], _ranks(size)) for size in sizes[:5])
+    legend = tuple((colours[size], counted(size, "rank")) for size in sizes[:5])
     reused = sum(one.ttft_s > 0 and one.parts == 1 and not _is_comparable(one) for one in records)
     note = f" {reused} more reused keys and values, and are not comparable." if reused else ""
-    return Chart(
-        name, title, drawing, f"One dot per prompt, {len(timed)} in total.{note}", legend if len(sizes) > 1 else ()
-    )
+    return Chart(title, drawing, f"One dot per prompt, {len(timed)} in total.{note}", legend if len(sizes) > 1 else ())
 
 
 def _is_comparable(record: Record) -> bool:
@@ -262,9 +253,8 @@ def _is_comparable(record: Record) -> bool:
     return record.ttft_s > 0 and record.prompt_tokens > 0 and record.parts == 1 and computed
 
 
-def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> Chart:
+def draw_speedup(records: Sequence[Record], run: TracedRun) -> Chart | str:
     """Draw time to the first token over ranks for prompts of similar length, with the lower bound (Fig. 8)."""
-    name = "speedup"
     groups: dict[int, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for one in records:
         if _is_comparable(one):
@@ -273,20 +263,18 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
     if len(best) < 2:
         sizes = {one.ranks for one in records if one.ranks}
         told = (
-            f"all prompts ran on {_ranks(min(sizes))}"
+            f"all prompts ran on {counted(min(sizes), 'rank')}"
             if len(sizes) == 1
             else "no two prompts of similar length ran on different numbers of ranks"
         )
-        return Chart(
-            name,
-            f"Speed-up over ranks: {told}; a run with parallel.ranks_per_chain = 'auto' compares them.",
-        )
+        return f"{told}; a run with parallel.ranks_per_chain = 'auto' compares them"
     ranks = sorted(best)
     tokens = statistics.median(one.prompt_tokens for some in best.values() for one in some)
     # Scale the times to the same length; the lengths in a group differ by a factor of two at most.
     times = {size: [one.ttft_s * tokens / one.prompt_tokens for one in best[size]] for size in ranks}
-    token_s, pair_s = rates
-    alone_s = run.layers * tokens * (token_s + pair_s * tokens / 2) if run is not None and token_s + pair_s else 0.0
+    token_s, pair_s = run.rates
+    layers = max((trace.header.layers for trace in run.traces), default=0)
+    alone_s = layers * tokens * (token_s + pair_s * tokens / 2)
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over ranks")
     most = 1.06 * max(max(some) for some in times.values())
     x, y = Scale(len(ranks) - 1, LEFT + 50, WIDTH - RIGHT - 50), drawing.y_axis(most, "seconds to the first token")
@@ -300,22 +288,21 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
     middles = {size: statistics.median(times[size]) for size in ranks}
     drawing.line([(places[size], y(middles[size])) for size in ranks], "ours", width=2.5)
     for size in ranks:
-        drawing.dot(places[size], y(middles[size]), "ours", f"{_ranks(size)}: {duration_text(middles[size])}")
+        drawing.dot(places[size], y(middles[size]), "ours", f"{counted(size, 'rank')}: {duration_text(middles[size])}")
     legend = [("ours", "measured: median, and lowest to highest")]
     if alone_s:
         drawing.line([(places[size], y(alone_s / size)) for size in ranks], "bound", dashed=True)
         legend.append(("bound", "lower bound: the work of one rank, shared evenly, no communication"))
     gain = middles[ranks[0]] / middles[ranks[-1]]
     title = f"{ranks[-1]} ranks are {gain:.1f} times as fast as {ranks[0]} at about {tokens_text(tokens)} tokens"
-    return Chart(name, title, drawing, f"{sum(map(len, best.values()))} prompts of similar length.", tuple(legend))
+    return Chart(title, drawing, f"{sum(map(len, best.values()))} prompts of similar length.", tuple(legend))
 
 
-def draw_progress(records: Sequence[Record]) -> Chart:
+def draw_progress(records: Sequence[Record]) -> Chart | str:
     """Draw the number of finished documents over time."""
-    name = "documents"
     ends = sorted(_unix(one) for one in records if one.finished_at)
     if len(ends) < 2:
-        return Chart(name, "Documents over time: fewer than two documents have a time.")
+        return "fewer than two documents have a time"
     failed = sorted(_unix(one) for one in records if one.finished_at and one.status == "error")
     # Parts of a split document are decoded in parallel, so the sum of their times may exceed the whole run.
     began = min(
@@ -339,15 +326,14 @@ def draw_progress(records: Sequence[Record]) -> Chart:
     rate = plain_number(3600 * done / span)
     title = f"{counted(done, 'document')} answered{also} in {duration_text(span)}: {rate} answers per hour"
     legend = (("ours", "done or failed"), ("wait", "failed")) if failed else ()
-    return Chart(name, title, drawing, "By the time their answers were ready.", legend)
+    return Chart(title, drawing, "By the time their answers were ready.", legend)
 
 
-def draw_memory(run: TracedRun | None) -> Chart:
+def draw_memory(run: TracedRun) -> Chart | str:
     """Draw the memory of each rank's process over time."""
-    name = "memory"
-    samples = [] if run is None else [(rank, sorted(some)) for rank, some in run.memory if some]
-    if run is None or not samples:
-        return Chart(name, f"Memory of the ranks: {NO_TRACE}.")
+    samples = [(trace.header.rank, sorted(trace.memory)) for trace in run.traces if trace.memory]
+    if not samples:
+        return NO_TRACE
     began = min(some[0][0] for _, some in samples)
     span = max(some[-1][0] for _, some in samples) - began
     most, highest = max((size, rank) for rank, some in samples for _, size in some)
@@ -361,17 +347,8 @@ def draw_memory(run: TracedRun | None) -> Chart:
         drawing.line([(x(at - began), y(size / gib)) for at, size in some], colour, width=2 if rank == highest else 1.2)
     title = f"{run.names[highest].capitalize()} used most memory: {bytes_text(most)}"
     others = (("rival", "the other ranks"),) if any(rank != highest for rank, _ in samples) else ()
-    return Chart(
-        name,
-        title,
-        drawing,
-        "Resident memory of the process, weights included.",
-        (("ours", run.names[highest]), *others),
-    )
-
-
-def _ranks(count: int) -> str:
-    return counted(count, "rank")
+    legend = (("ours", run.names[highest]), *others)
+    return Chart(title, drawing, "Resident memory of the process, weights included.", legend)
 
 
 def _unix(record: Record) -> float:

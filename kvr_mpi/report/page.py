@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from kvr_mpi.duration import duration_text
@@ -68,17 +69,9 @@ class RunFacts:
 
 
 def page_of(path: Path) -> tuple[bytes, list[str]]:
-    """Make the report of a run's folder or a result file.
+    """Make the report of a run's folder or a result file; also return why traces are left out, which the page shows.
 
-    Returns
-    -------
-    (bytes, list of str)
-        The page, and the reasons why traces are left out, which the page also shows.
-
-    Raises
-    ------
-    DataError
-        If there is nothing to read, or results are damaged.
+    Raises `DataError` if there is nothing to read, or results are damaged.
     """
     folder = path if path.is_dir() else path.parent
     skipped: list[str] = []
@@ -88,55 +81,40 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     if has_results(path) or not traces:  # a job that was killed early may have only traces
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
-        if results.index.costs:
+        if results.costs:
             told = results.cost.describe(sum(record.status == "done" for record in records))
             cost = "; ".join(filter(None, (told, results.cost.describe_outcome())))
         model = f"{about['name']} ({about['architecture']}, {about['dtype']})"
         software = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("kvr_mpi", "torch"))
-    rates = [(trace.header.token_s, trace.header.pair_s) for trace in traces if trace.header.token_s]
     left = None
     if path.is_dir():
         with contextlib.suppress(DataError):  # results without the other files of a run
             left = read_status(folder).left
-    facts = RunFacts(
-        name=str(path.resolve().name if path.is_dir() else path.name),
-        model=model,
-        software=software,
-        left=left,
-        cost=cost,
-        skipped=tuple(skipped),
-    )
-    fastest = min(rates, default=(0.0, 0.0))
-    return make_page(facts, records, read_timelines(traces) if traces else None, fastest), skipped
+    name = path.resolve().name if path.is_dir() else path.name
+    facts = RunFacts(name, model, software, left, cost, tuple(skipped))
+    return make_page(facts, records, read_timelines(traces)), skipped
 
 
-def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> bytes:
-    """Make the report.
-
-    Parameters
-    ----------
-    records : sequence of Record
-        Of all documents.
-    run : TracedRun or None
-        The traces; None: there are none.
-    rates : (float, float)
-        Seconds per layer of a rank for a token and for a query-key pair; zeros: not known.
-    """
-    charts = [
-        *draw_timelines(run),
-        draw_waits(run),
-        draw_forecast(run),
-        draw_first_token(records),
-        draw_slices(records),
-        draw_speedup(records, run, rates),
-        draw_progress(records),
-        draw_memory(run),
+def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> bytes:
+    """Make the report from the records of all documents."""
+    timelines = draw_timelines(run)
+    charts: list[tuple[str, str, Chart | str]] = [
+        *(
+            ("timeline", "Timeline of a prompt", one)
+            for one in ([timelines] if isinstance(timelines, str) else timelines)
+        ),
+        ("waits", "Waits by rank and layer", draw_waits(run)),
+        ("forecast", "Predicted against measured time", draw_forecast(run)),
+        ("ttft", "Time to the first token", draw_first_token(records)),
+        ("slices", "Slices over the prompt's length", draw_slices(records)),
+        ("speedup", "Speed-up over ranks", draw_speedup(records, run)),
+        ("documents", "Documents over time", draw_progress(records)),
+        ("memory", "Memory of the ranks", draw_memory(run)),
     ]
-    drawn = [_section(chart) for chart in charts if chart.drawing is not None]
+    drawn = [_section(name, chart) for name, _, chart in charts if isinstance(chart, Chart)]
     missing: dict[str, list[str]] = {}  # by the reason why it is not drawn
-    for chart in charts:
-        if chart.drawing is None:
-            what, _, why = chart.title.partition(": ")
+    for _, what, why in charts:
+        if isinstance(why, str):
             missing.setdefault(why, []).append(what)
     warnings = [*(f"A rank's trace is left out: {why}" for why in facts.skipped), *_warnings(run)]
     head = [
@@ -145,33 +123,22 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
         f"page made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p>",
         f'<p class="about">cost: {escaped(facts.cost)}</p>' * bool(facts.cost),
         _tiles(facts, records),
-        *(
-            [f'<section class="warn">{"".join(f"<p>{escaped(line)}</p>" for line in warnings)}</section>']
-            * bool(warnings)
-        ),
+        f'<section class="warn">{"".join(f"<p>{escaped(line)}</p>" for line in warnings)}</section>' * bool(warnings),
         _failures(records),
     ]
     if missing:
-        told = [f"{', '.join(what)}: {why}" for why, what in missing.items()]
+        told = [f"{', '.join(what)}: {why}." for why, what in missing.items()]
         lines = [f'<p class="missing">{escaped(line)}</p>' for line in told]
         drawn.append(f"<section><h2>Not recorded in this run</h2>{''.join(lines)}</section>")
     script, style = _read("page.js"), _palette() + _read("page.css")
     above, below = "".join(head), "".join(drawn)
     room = PAGE_BYTES - len((above + below).encode()) - len(script) - len(style) - 8_000
     packed, note = pack_answers(records, room)
-    table = _TABLE.format(note=escaped(note))
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     )
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
-        f'content="{policy}"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{escaped(facts.name)}</title>'
-        f"<style>{style}</style></head>"
-        f'<body><main>{above}{table}{below}</main><script type="application/octet-stream" id="data">{packed}</script>'
-        f"<script>{script}</script></body></html>\n"
-    )
-    return page.encode()
+    parts = {"title": escaped(facts.name), "note": escaped(note), "above": above, "below": below, "data": packed}
+    return Template(_read("page.html")).substitute(parts, policy=policy, style=style, script=script).encode()
 
 
 def pack_answers(records: Sequence[Record], room_bytes: int) -> tuple[str, str]:
@@ -217,31 +184,15 @@ def _say_cut(records: Sequence[Record], shown: Sequence[Record], chars: int) -> 
     return f"To keep this file below {PAGE_BYTES / 1e6:.0f} MB {' and '.join(told)}; kvr inspect shows everything."
 
 
-_TABLE = (
-    '<section><h2>Answers</h2><p class="note">{note}</p><div class="tools">'
-    '<input id="query" type="search" placeholder="Search ids, questions, answers" aria-label="Search">'
-    '<select id="only" aria-label="Which documents"><option value="all">all</option>'
-    '<option value="done">done</option>'
-    '<option value="failed">failed</option></select><span id="count" class="count">The answers are being '
-    "unpacked; this needs JavaScript.</span></div>"
-    '<table id="answers"><thead><tr><th class="wid"><button data-by="id">document</button></th>'
-    '<th class="n wnum"><button data-by="tokens">tokens</button></th>'
-    '<th class="n wnum"><button data-by="seen">seen</button></th>'
-    '<th class="n wnum"><button data-by="ttft">first token</button></th>'
-    '<th><button data-by="answer">answer</button></th></tr></thead><tbody id="rows"></tbody></table>'
-    '<div class="tools"><button id="more" hidden>Show more</button></div></section>'
-)
-
-
-def _section(chart: Chart) -> str:
+def _section(name: str, chart: Chart) -> str:
     legend = "".join(
-        f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect class="f-{name}" width="12" height="12" rx="2"/></svg>'
+        f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect class="f-{fill}" width="12" height="12" rx="2"/></svg>'
         f"{escaped(text)}</li>"
-        for name, text in chart.legend
+        for fill, text in chart.legend
     )
     legend = f'<ul class="legend">{legend}</ul>' if legend else ""
-    note = f'<p class="note">{escaped(chart.note)}</p>' if chart.note else ""
-    return f'<section id="{chart.name}"><h2>{escaped(chart.title)}</h2>{legend}{chart.drawing}{note}</section>'
+    note = f'<p class="note">{escaped(chart.note)}</p>'
+    return f'<section id="{name}"><h2>{escaped(chart.title)}</h2>{legend}{chart.drawing}{note}</section>'
 
 
 def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
@@ -289,23 +240,21 @@ def _failures(records: Sequence[Record]) -> str:
     )
 
 
-def _warnings(run: TracedRun | None) -> list[str]:
+def _warnings(run: TracedRun) -> list[str]:
     """Describe problems of the traces."""
-    if run is None:
-        return []
     lines = []
     if run.backwards:
         lines.append(
             f"{run.backwards} transfers arrived before they were sent: the ranks' clocks were not aligned well enough, "
             f"so the timelines cannot be trusted. kvr doctor checks the clocks."
         )
-    if run.full:
-        lines.append(f"The trace of {counted(run.full, 'rank')} is full and ends early.")
-    if run.damaged:
-        lines.append(f"{plain_number(run.damaged)} damaged lines of the trace are left out.")
+    if full := sum(trace.is_full for trace in run.traces):
+        lines.append(f"The trace of {counted(full, 'rank')} is full and ends early.")
+    if damaged := sum(trace.damaged for trace in run.traces):
+        lines.append(f"{plain_number(damaged)} damaged lines of the trace are left out.")
     if run.incomplete:
         lines.append(f"Only some ranks recorded {counted(run.incomplete, 'prompt')} of their chain: left out.")
-    if "cuda" in run.devices:
+    if any(trace.header.device == "cuda" for trace in run.traces):
         lines.append(
             "On GPUs the trace has no layers: kernels run asynchronously, so the rank does not see when a layer is "
             "computed."

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import rich.progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted, printable
@@ -34,7 +29,6 @@ class Progress:
 
     Parameters
     ----------
-    log : Log
     documents, work : int
         Documents of the whole job, and their work.
     deadline_s : float or None
@@ -79,9 +73,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
@@ -94,12 +86,8 @@ class Progress:
     def document(self, record: Record, done: int, work: int, prefilled: int = 0) -> None:
         """Report a finished document.
 
-        Parameters
-        ----------
-        done, work : int
-            Finished documents of the whole job including this one, and their work.
-        prefilled : int
-            Prefilled work of the whole job, finished or not.
+        `done` and `work` are finished documents of the whole job, including this one, and their work; `prefilled` is
+        the prefilled work of the whole job, finished or not.
         """
         self._tokens += record.computed_tokens + record.new_tokens
         left = self._left(done, work, prefilled)
@@ -117,12 +105,8 @@ class Progress:
     def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0, known: int = 0) -> None:
         """Report a prefilled prompt; its answer may take long, since many prompts are decoded together.
 
-        Parameters
-        ----------
-        tokens, known : int
-            Tokens that were computed, and those before them whose keys and values existed already.
-        prefilled : int
-            Prefilled work of the whole job, including this prompt.
+        `tokens` were computed; the keys and values of `known` tokens before them existed already. `prefilled` is the
+        prefilled work of the whole job, including this prompt.
         """
         if self._bar is not None:
             self._bar.update(self._task, completed=self._worked + max(self._worked, prefilled))

@@ -51,15 +51,12 @@ class Drawing:
     label: str
     parts: list[str] = field(default_factory=list)
 
-    def rect(self, x: float, y: float, width: float, height: float, fill: str, title: str = "") -> None:
-        """Add a rectangle."""
+    def rect(
+        self, x: float, y: float, width: float, height: float, fill: str, title: str = "", opacity: float = 1
+    ) -> None:
+        """Add a rectangle; `opacity` from 0 to 1."""
         place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(0.0, width))}" height="{_n(max(0.0, height))}"'
-        self._add(f'<rect class="f-{fill}" {place}', title)
-
-    def shade(self, x: float, y: float, width: float, height: float, strength: float, title: str = "") -> None:
-        """Add a cell of a heat map; `strength` from 0 to 1."""
-        place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
-        self._add(f'<rect class="f-wait" fill-opacity="{strength:.3f}" {place}', title)
+        self._add(f'<rect class="f-{fill}" fill-opacity="{opacity:.3g}" {place}', title)
 
     def dot(self, x: float, y: float, fill: str, title: str = "", radius: float = 3.5) -> None:
         """Add a dot."""

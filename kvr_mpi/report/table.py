@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvr_mpi.errors import counted, printable
-from kvr_mpi.store.folder import Index
 from kvr_mpi.store.record import Record
+from kvr_mpi.store.results import Results
 from kvr_mpi.store.summary import Summary
 
 MAX_ROWS = 40
@@ -23,9 +23,9 @@ MAX_REASONS = 10
 WORDS_CHARS = 200
 
 
-def rows_of(index: Index) -> list[str]:
-    """Return the ids of the documents that fit into the table, failed ones first."""
-    return [*index.ids("error")[:MAX_ROWS], *index.ids("done")][:MAX_ROWS]
+def rows_of(results: Results) -> Iterator[Record]:
+    """Read the records that fit into the table, failed ones first."""
+    return results.read([*results.ids("error")[:MAX_ROWS], *results.ids("done")][:MAX_ROWS])
 
 
 def reason_lines(reasons: Mapping[str, int]) -> list[str]:
@@ -70,17 +70,9 @@ def command(program: str | None = None) -> str:
 
 
 def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_inspect: bool = False) -> None:
-    """Print the results of documents, and the commands that show more.
+    """Print the results of documents, `rows` of them in a table (see `rows_of`), and the commands that show more.
 
-    Parameters
-    ----------
-    summary : Summary
-        Of all documents.
-    rows : iterable of Record
-        Records to show, see `rows_of`.
-    result : Path
-    by_inspect : bool
-        Whether ``kvr inspect`` prints this, so that the hint to it is left out.
+    `by_inspect` leaves out the hint to ``kvr inspect``, which then prints this.
     """
     console = open_console(max(100, shutil.get_terminal_size((140, 24)).columns))
     table = documents_table(("tokens", "seen", "slices", "first token", "tokens/s"))

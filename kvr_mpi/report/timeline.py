@@ -24,10 +24,6 @@ class Lane:
     prefill: Span
     spans: list[Span]
 
-    def seconds(self, *kinds: str) -> float:
-        """Total time of some kinds of spans."""
-        return sum(span.ended_s - span.began_s for span in self.spans if span.kind in kinds)
-
     @property
     def rank(self) -> int:
         """Rank of the job."""
@@ -41,7 +37,7 @@ class Lane:
     @property
     def waited_s(self) -> float:
         """Time waiting for keys and values or for the link."""
-        return self.seconds("wait", "send wait")
+        return sum(span.ended_s - span.began_s for span in self.spans if span.kind in ("wait", "send wait"))
 
 
 @dataclass(frozen=True)
@@ -84,40 +80,37 @@ class Timeline:
 
 @dataclass(slots=True)
 class TracedRun:
-    """The contents of all traces of a run.
+    """All traces of a run, by job and rank; empty if there are none.
 
-    incomplete : number of prompts not recorded by all ranks of their chain: a trace was full, or the job was killed.
+    timelines : of prompts that all ranks of their chain have recorded.
+    incomplete : number of the other prompts: a trace was full, or the job was killed.
     backwards : number of transfers that seem to arrive before they were sent, according to the aligned clocks.
-    names : of the ranks; in tensor-parallel groups with their index there.
-    memory : rank and samples (time, bytes), for each rank in each job of the run.
-    clock_error_s : error of the alignment between the ranks' clocks; inf: they were not compared.
     """
 
+    traces: list[RankTrace] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
     incomplete: int = 0
     backwards: int = 0
-    clock_error_s: float = 0.0
-    layers: int = 0
-    devices: set[str] = field(default_factory=set)
-    names: dict[int, str] = field(default_factory=dict)
-    full: int = 0
-    damaged: int = 0
-    memory: list[tuple[int, list[tuple[float, int]]]] = field(default_factory=list)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of the ranks; in tensor-parallel groups with their index there."""
+        return {trace.header.rank: trace.header.name for trace in self.traces}
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Seconds per layer of the fastest rank for a token and for a query-key pair; zeros: not known."""
+        headers = (trace.header for trace in self.traces if trace.header.token_s)
+        return min(((header.token_s, header.pair_s) for header in headers), default=(0.0, 0.0))
 
 
 def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
     """Combine the ranks' traces of each prompt."""
-    run = TracedRun()
+    run = TracedRun(list(traces))
+    error_s = max((trace.clock_error_s for trace in run.traces), default=0.0)
     lanes: dict[Key, dict[int, Lane]] = defaultdict(dict)
-    for trace in traces:
+    for trace in run.traces:
         header = trace.header
-        run.layers = max(run.layers, header.layers)
-        run.devices.add(header.device)
-        run.names[header.rank] = header.name
-        run.full += trace.is_full
-        run.damaged += trace.damaged
-        run.clock_error_s = max(run.clock_error_s, trace.clock_error_s)
-        run.memory.append((header.rank, trace.memory))
         of_prompt: dict[int, list[Span]] = defaultdict(list)
         for span in trace.spans:
             of_prompt[span.prompt].append(span)
@@ -138,7 +131,7 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
             continue
         timeline = Timeline(sorted(found.values(), key=lambda lane: (lane.prompt.start, lane.rank)))
         run.timelines.append(timeline)
-        run.backwards += _backwards(timeline, 0.0 if math.isinf(run.clock_error_s) else run.clock_error_s)
+        run.backwards += _backwards(timeline, 0.0 if math.isinf(error_s) else error_s)
     return run
 
 

@@ -58,9 +58,10 @@ from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
-from kvr_mpi.store.folder import check_writable, read_records, survey
+from kvr_mpi.store.folder import check_writable, survey
+from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import software
-from kvr_mpi.store.results import open_results
+from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Run, check_same_documents, known_corpus, open_run
 from kvr_mpi.store.states import remove_states
@@ -122,7 +123,7 @@ def _run(
 
     def open_folder() -> Run:
         """Take over the output folder."""
-        opened = open_run(
+        taken = open_run(
             folder,
             prepared.header(),
             corpus,
@@ -132,11 +133,12 @@ def _run(
             owner=environment.owner,
             say=log.line,
         )
-        return held.enter_context(opened)
+        held.enter_context(taken.lock)
+        return taken
 
     run = on_root(world, open_folder)
     # Only rank 0 lists the folder: listings on two ranks may differ.
-    session, ids = share_json(world, None if run is None else [run.session, sorted(run.done | run.failed)])
+    session, ids = share_json(world, None if run is None else [run.lock.number, sorted(run.done | run.failed)])
     done = set(ids)
     todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
     what = "questions about documents" if spec.questions else "documents"
@@ -163,7 +165,7 @@ def _run(
         Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar) as progress,
     ):
         source = open_source(prepared, corpus)
-        stop.join(counters, None if run is None else run.check, ranks.peers)
+        stop.join(counters, None if run is None else run.lock.check, ranks.peers)
         sink = _open_sink(prepared, ranks, writer, counters, progress)
         context = open_context(prepared, source, sink, stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
@@ -183,7 +185,7 @@ def _run(
             writer.end_with(cost)
     world.barrier()
     if run is not None:
-        _forget_states(run, folder)
+        _forget_states(run.lock, folder)
     counters.close()
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)
@@ -293,10 +295,10 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     return corpus
 
 
-def _forget_states(run: Run, folder: Path) -> None:
+def _forget_states(lock: Lock, folder: Path) -> None:
     """Remove the ranks' state files, unless another job has taken the folder."""
     with suppress(OutputError):
-        run.check(anew=True)
+        lock.check(anew=True)
         remove_states(folder)
 
 
@@ -305,19 +307,19 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     assert run is not None, "on rank 0"
     folder = Path(spec.output.path)
     if left:
-        run.close()
+        run.lock.release()
         log.line(exit_line(EXIT_STOPPED, f"{counted(left, _noun(spec))} left: {stop.reason}"))
         return EXIT_STOPPED
-    run.check(anew=True)  # merging replaces files: the folder must still be this job's
+    run.lock.check(anew=True)  # merging replaces files: the folder must still be this job's
     result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
-    run.close()
+    run.lock.release()
     if spec.documents.format == "openai-batch":
         write_batch(folder, log)
-    index = survey(folder).index()  # a share may have no documents
-    summary = index.summary()
-    log.line(f"cost: {index.cost.describe(summary.done)}")
+    results = Results.of(survey(folder))  # a share may have no documents
+    summary = results.summary()
+    log.line(f"cost: {results.cost.describe(summary.done)}")
     if log.level != "quiet":
-        print_summary(summary, read_records(index, rows_of(index)), result)
+        print_summary(summary, rows_of(results), result)
     code, line = conclusion(spec, summary.done, summary.failed)
     log.line(line)
     return code

@@ -14,9 +14,8 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.work_queue import Slot
-from kvr_mpi.store.head_rows import HeadRows
+from kvr_mpi.store.kv import CachedTokens, HeadRows, KeysValues
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
 from kvr_mpi.store.writer import LayersWriter, ResultWriter
 from kvr_mpi.topology import KVHeads
 from kvr_mpi.transport.counters import Counters

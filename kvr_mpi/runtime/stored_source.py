@@ -20,11 +20,11 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.requests.split import Split
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.store.folder import Index, open_document, read_records
-from kvr_mpi.store.pieces import Piece, seal_pieces
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.results import Results, read_results
+from kvr_mpi.store.shares import tell_missing
+from kvr_mpi.store.stored_kv import Piece, seal_pieces
 from kvr_mpi.stored.prompt import StoredPrefix, open_prompt
 
 # Work of a loaded token relative to a prefilled one, for the progress and the distribution over chains.
@@ -97,7 +97,8 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
     """
     questions = spec.questions
     assert questions is not None and isinstance(questions.ask, dict)
-    index, missing = _index(spec)
+    index = _results_of(spec)
+    missing = index.missing
     run = Path(spec.documents.path[0])
     lost = {
         name: StoredDocument(name, run, error=f"{name} cannot be asked about: {why}; prefill it again")
@@ -170,7 +171,7 @@ class StoredSource:
         self._ask: Mapping[str, str] = questions.ask
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
         self._open: tuple[Record, CachedTokens, StoredPrefix | None] | None = None  # the latest
-        self._index: Index | None = None
+        self._results: Results | None = None
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 
     def read(self, number: int) -> Document:
@@ -194,18 +195,17 @@ class StoredSource:
         """Return the document of an answer, and open it unless it was the last one."""
         entry = self.corpus.entries[self._numbers[answer]]
         document_id, name = parse_answer_id(answer)
-        self._index = self._index or _index(self._setup.spec)[0]
-        if document_id not in self._index.places:
+        results = self._results = self._results or _results_of(self._setup.spec)
+        if document_id not in results:
             raise DocumentError(f"{document_id}: it was stored when the job began, and is gone: start the job again")
-        pieces = self._index.places[document_id].pieces
+        pieces = results.places[document_id].pieces
         if _seal(seal_pieces(pieces), self._ask[name]) != entry.sha256:
             raise DocumentError(f"{document_id}: its stored keys and values have changed since the job began")
         if self._open is None or self._open[0].id != document_id:
             self._open = None
-            (record,) = read_records(self._index, [document_id])
             kv, tokens = open_prompt(document_id, pieces)
             kv.close()
-            self._open = record, tokens, self._prefix_of(document_id, tokens, pieces)
+            self._open = results[document_id], tokens, self._prefix_of(document_id, tokens, pieces)
         return self._open
 
     def _prefix_of(self, name: str, tokens: CachedTokens, pieces: tuple[Piece, ...]) -> StoredPrefix | None:
@@ -221,17 +221,17 @@ class StoredSource:
         return None
 
 
-def _index(spec: JobSpec) -> tuple[Index, tuple[str, ...]]:
-    """Locate all documents, and list what is missing."""
-    return index_runs(find_runs([Path(path) for path in spec.documents.path]), passes_damaged=True)
+def _results_of(spec: JobSpec) -> Results:
+    """Locate all documents."""
+    return read_results([Path(path) for path in spec.documents.path], passes_damaged=True)
 
 
-def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
+def _look(index: Results, name: str, *, is_sharded: bool) -> StoredDocument:
     """Examine a stored document without reading keys and values."""
     place = index.places[name]
     file = place.source
     try:
-        with open_document(index, name) as (record, kv):
+        with index.open(name) as (record, kv):
             seal, size = seal_pieces(place.pieces), place.kv_bytes
     except DataError as error:
         return StoredDocument(name, file, error=str(error))

@@ -24,20 +24,9 @@ OF_SAMPLES = ("token_ids", "logprobs", "top_tokens", "top_logprobs")
 
 
 def write_responses(records: Iterable[Record], stream: BinaryIO, model: str) -> None:
-    """Write one JSON object per line.
+    """Write one JSON object per line; `model` is the name for requests that named none.
 
-    Parameters
-    ----------
-    records : iterable of Record
-        Of a job with ``documents.format = "openai-batch"``.
-    stream : binary stream
-    model : str
-        Model name for requests that named none.
-
-    Raises
-    ------
-    DataError
-        If a record does not come from a request.
+    Raises `DataError` if a record does not come from a request (``documents.format = "openai-batch"``).
     """
     for record in records:
         stream.write(json.dumps(response_of(record, model), ensure_ascii=False).encode() + b"\n")

@@ -87,12 +87,8 @@ def write_export(
 ) -> None:
     """Write records as ``jsonl``, ``csv`` or ``parquet``.
 
-    Parameters
-    ----------
-    columns : sequence of str
-        Columns of the documents' rows to include in tables.
-    chosen : sequence of str
-        Fields of a record to write to CSV in addition to the coverage (see `asked_fields`); empty: all fields.
+    Tables include these `columns` of the documents' rows. CSV has the coverage and the `chosen` fields of a record (see
+    `asked_fields`), or all fields if there are none.
     """
     if kind == "jsonl":
         for record in records:

@@ -9,23 +9,23 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, create, is_output_folder
-from kvr_mpi.errors import DataError, ForeignError, MissingError, OutputError, counted
+from pydantic_core import from_json
+
+from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, create
+from kvr_mpi.errors import DataError, ForeignError, OutputError, counted
 from kvr_mpi.plain import read_plain
-from kvr_mpi.store.cost import COST, Cost, total_cost
+from kvr_mpi.store.cost import COST, Cost
 from kvr_mpi.store.hdf5 import explained, group_in
 from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, Header, is_sealed, parse, read_header, strings, unseal
-from kvr_mpi.store.pieces import Piece, open_pieces
-from kvr_mpi.store.record import Record, read_head, read_record
-from kvr_mpi.store.stored_kv import StoredKV
-from kvr_mpi.store.summary import Summary, count_reasons, shorten
+from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, DocumentsLine, Header, VolumeLine, is_sealed, read_header, unseal
+from kvr_mpi.store.record import read_head, read_record
+from kvr_mpi.store.stored_kv import Piece
+from kvr_mpi.store.summary import shorten
 from kvr_mpi.store.volumes import KV, RESULTS, Source, is_ours, key_of, open_source, open_volume
 
 # Appended to the name of a damaged file when it is set aside.
@@ -42,7 +42,7 @@ class Place:
     at, size : offset and bytes of its line there.
     reason : why it failed, shortened.
     needs : ids of the pieces of its keys and values.
-    pieces : locations of these pieces; empty until they are looked up.
+    pieces : locations of these pieces; empty until `Survey.locate`.
     """
 
     source: Path
@@ -66,45 +66,6 @@ class Place:
             return datetime.fromisoformat(self.finished_at).timestamp()
         except (ValueError, OverflowError):
             return 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """The records of all documents, by id.
-
-    places : by id.
-    gone : documents whose keys and values no longer exist, with the file that is gone.
-    unreadable : documents whose keys and values are in a damaged file, with the damage.
-    damaged : damaged files, with the damage; their contents are skipped.
-    costs : cost of each rank in each session.
-    """
-
-    places: dict[str, Place]
-    gone: dict[str, str] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
-    damaged: dict[Path, str] = field(default_factory=dict)
-    costs: dict[str, Cost] = field(default_factory=dict)
-
-    @property
-    def cost(self) -> Cost:
-        """Cost of the run so far, over all sessions."""
-        return total_cost(self.costs.values())
-
-    def summary(self) -> Summary:
-        """Count the documents by status."""
-        reasons = [(name, place.reason, 1) for name, place in self.places.items() if not place.is_done]
-        return Summary(len(self.places) - len(reasons), len(reasons), count_reasons(reasons))
-
-    def ids(self, status: str | None = None) -> list[str]:
-        """Sorted ids, of all documents or of those with this status."""
-        return sorted(
-            name for name, place in self.places.items() if status in (None, "done" if place.is_done else "error")
-        )
-
-    @property
-    def kv_bytes(self) -> int:
-        """Size of the keys and values of all documents."""
-        return sum(place.kv_bytes for place in self.places.values())
 
 
 @dataclass(slots=True)
@@ -156,27 +117,31 @@ class Survey:
         unreadable |= {piece.id: f"{piece.path} is damaged ({why})" for piece, why in self.spoilt.items()}
         return there, gone, unreadable
 
-    def index(self) -> Index:
-        """Locate each document."""
-        there, gone, unreadable = self._pieces()
-        index = Index({}, damaged={Path(piece.path): why for piece, why in self.spoilt.items()})
-        index.costs.update(self.costs)
-        index.damaged.update({self.folder / name: why for name, why in self.damaged.items()})
+    def locate(self) -> tuple[dict[str, Place], dict[str, str], dict[str, str]]:
+        """Choose each document's valid record, and locate its keys and values.
+
+        Returns by id: the places; documents whose keys and values no longer exist, with the file that is gone; and
+        those whose keys and values are in a damaged file, with the damage.
+        """
+        there, lost_pieces, spoilt_pieces = self._pieces()
+        places: dict[str, Place] = {}
+        gone: dict[str, str] = {}
+        unreadable: dict[str, str] = {}
         for name, found in self.records.items():
             best = _choose(found, there)
             if best is not None:
-                index.places[name] = best
+                places[name] = best
                 continue
             needs = [piece for place in found for piece in place.needs if piece not in there]
-            for why, documents in ((gone, index.gone), (unreadable, index.unreadable)):
+            for why, documents in ((lost_pieces, gone), (spoilt_pieces, unreadable)):
                 if lost := next((why[piece] for piece in needs if piece in why), ""):
                     documents[name] = lost
                     break
-        return index
+        return places, gone, unreadable
 
     def verify(self, limit_bytes: int | None = None) -> None:
         """Verify the keys and values that documents need, the newest first, up to `limit_bytes`."""
-        total, needed = 0, {piece for place in self.index().places.values() for piece in place.pieces}
+        total, needed = 0, {piece for place in self.locate()[0].values() for piece in place.pieces}
         for name, (_, found) in reversed(self.volumes.items()):
             pieces, path = needed & {*found.values()}, self.folder / name
             total += sum(piece.bytes for piece in pieces)
@@ -206,17 +171,9 @@ def _choose(found: list[Place], there: dict[str, Piece]) -> Place | None:
 def survey(path: Path, *, reads_all: bool = False) -> Survey:
     """Read a run's folder, or one file of results.
 
-    Parameters
-    ----------
-    reads_all : bool
-        Parse whole records instead of their heads; an invalid record with a correct checksum counts as damaged.
-
-    Raises
-    ------
-    ForeignError
-        If a file of another program, or another version, has a name of ours.
-    OSError
-        If the folder cannot be read.
+    With `reads_all`, whole records are parsed instead of their heads; an invalid record with a correct checksum counts
+    as damaged. Raises `ForeignError` if a file of another program, or another version, has a name of ours, and
+    `OSError` if the folder cannot be read.
     """
     folder = path if path.is_dir() else path.parent
     with os.scandir(folder) as entries:
@@ -261,20 +218,20 @@ def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Ite
             if not is_sealed(line):
                 raise DataError(f"line {number + 1} is damaged (checksum)")
             if number == 0:
-                found.headers[source.path] = read_header(parse(line))
+                found.headers[source.path] = read_header(from_json(line))
                 continue
             if line.startswith(RECORD_START):
                 if reads_all:
-                    read_record(unseal(line) or {}, f"line {number + 1}")
+                    read_record(line, f"line {number + 1}")
                 head = read_head(line)
-                is_done = head["status"] == "done"
-                reason = "" if is_done else shorten(head["error"])
-                place = Place(source.path, at, len(line), is_done, reason, head["finished_at"], head["pieces"])
-                found.records.setdefault(head["id"], []).append(place)
+                is_done = head.status == "done"
+                reason = "" if is_done else shorten(head.error)
+                place = Place(source.path, at, len(line), is_done, reason, head.finished_at, head.pieces)
+                found.records.setdefault(head.id, []).append(place)
             else:
-                _take_in(found, source.path, parse(line))
+                _take_in(found, source.path, from_json(line))
             yield line
-        except (DataError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (DataError, ValueError, AttributeError) as error:
             damaged += 1
             found.damaged.setdefault(source.path.name, str(error))
     if damaged > 1:
@@ -284,37 +241,24 @@ def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Ite
 def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
     kind = values.get("line")
     if kind == VOLUME:
-        name, size, pieces = values["name"], values["size_bytes"], values["pieces"]
-        if not isinstance(name, str) or not (name == RESULTS or VOLUME_NAME.fullmatch(name)):
-            raise DataError(f"{str(name)[:60]!r} is not the name of a volume")
-        is_own = name == RESULTS
-        where = str(path if is_own else found.folder / name)
-        read = {each: Piece(str(each), where, _count(size), _text(seal)) for each, (size, seal) in pieces.items()}
-        found.volumes[path.name if is_own else name] = None if is_own else _count(size), read
-    elif kind == DROPPED:
-        for name in strings(values["ids"], "ids"):
-            found.records.pop(name, None)
-    elif kind == PRUNED:
-        for name in strings(values["ids"], "ids"):
-            if name in found.records:
+        volume = read_plain(VolumeLine, values)
+        is_own = volume.name == RESULTS
+        if not is_own and not VOLUME_NAME.fullmatch(volume.name):
+            raise DataError(f"{volume.name[:60]!r} is not the name of a volume")
+        where = str(path if is_own else found.folder / volume.name)
+        pieces = {each: Piece(each, where, *told) for each, told in volume.pieces.items()}
+        found.volumes[path.name if is_own else volume.name] = None if is_own else volume.size_bytes, pieces
+    elif kind in (DROPPED, PRUNED):
+        for name in read_plain(DocumentsLine, values).ids:
+            if kind == DROPPED:
+                found.records.pop(name, None)
+            elif name in found.records:
                 found.records[name] = [replace(place, needs=()) for place in found.records[name]]
     elif kind == COST:
         cost = read_plain(Cost, values)
         found.costs[cost.key] = cost
     else:
         raise DataError(f"{str(kind)[:60]!r} is not a kind of line")
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise DataError(f"{str(value)[:60]!r}; expected a number of bytes")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{str(value)[:60]!r}; expected text")
-    return value
 
 
 def has_results(path: Path) -> bool:
@@ -324,142 +268,10 @@ def has_results(path: Path) -> bool:
     return any(is_ours(name) and (path / name).is_file() for name in os.listdir(path))
 
 
-def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False) -> Index:
-    """Locate each document of a run.
-
-    Parameters
-    ----------
-    path : Path
-        A file of results, or a run's folder.
-    verify : bool
-        Verify the digests of keys and values now. They are verified in any case when data are read, as for records.
-    passes_damaged : bool
-        Skip damaged files, and list them in `Index.damaged`.
-
-    Raises
-    ------
-    DataError
-        If there is nothing to read (`MissingError`: no such folder), a file is damaged or foreign, or the files belong
-        to different jobs.
-    """
-    if not path.exists():
-        raise MissingError(
-            f"{path}: no such file or folder; expected a result file (*.h5) or the output folder of a run"
-        )
-    if VOLUME_NAME.fullmatch(path.name):
-        raise DataError(f"{path}: a file of keys and values only; expected its folder, {path.parent}, or a results.h5")
-    if path.is_dir() and not has_results(path):
-        names = os.listdir(path)
-        if not names:
-            raise DataError(f"{path} is empty; a job that has just begun loads its model first")
-        if not is_output_folder(path, names):
-            raise DataError(f"{path}: no result file (*.h5) found; expected one, or the output folder of a run")
-    found = _look(path, verify)
-    identities = [(source, header.identity) for source, header in found.headers.items()]
-    for source, identity in identities[1:]:
-        if identity != identities[0][1]:
-            raise DataError(f"{identities[0][0]} and {source} are of different jobs; expected the files of one run")
-    index = found.index()
-    if index.damaged and not passes_damaged:
-        told = "; ".join(f"{file}: {why}" for file, why in sorted(index.damaged.items()))
-        raise DataError(
-            f"damaged: {told}. `kvr-run JOB.toml --resume` sets such files aside and processes their documents again"
-        )
-    if not found.records and not index.damaged:
-        raise DataError(f"{path}: no document is stored yet; see `kvr status {path}`")
-    return index
-
-
-def _look(path: Path, verify: bool) -> Survey:
-    """Survey a run; try again if a running job merged and removed its files meanwhile."""
-    for attempt in (1, 2):
-        try:
-            found = survey(path)
-            if verify:
-                found.verify()
-        except OSError as error:
-            if attempt == 2:
-                raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-            continue
-        if attempt == 2 or not (found.damaged or found.spoilt or found.missing):
-            break
-    return found
-
-
-def join_indexes(indexes: Iterable[Index]) -> Index:
-    """Combine the shares of a corpus.
-
-    Raises
-    ------
-    DataError
-        If a document is in two of them.
-    """
-    joined = Index({})
-    for index in indexes:
-        if twice := index.places.keys() & joined.places.keys():
-            name = min(twice)
-            here, there = joined.places[name].source.parent, index.places[name].source.parent
-            raise DataError(
-                f"document {name!r} is in {here} and in {there}, and so are {len(twice) - 1} others; expected shares "
-                f"of one corpus, each document in one share only"
-            )
-        joined.places.update(index.places)
-        joined.gone.update(index.gone)
-        joined.unreadable.update(index.unreadable)
-        joined.damaged.update(index.damaged)
-        joined.costs.update(index.costs)
-    return joined
-
-
-def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
-    """Read records, and verify the checksum of each.
-
-    Raises
-    ------
-    DataError
-        If a record is damaged.
-    """
-    joules = index.cost.joules_per_rank_s
-    with ExitStack() as stack:
-        sources: dict[Path, Source] = {}
-        for name in ids:
-            place = index.places[name]
-            if place.source not in sources:
-                if len(sources) == OPEN_FILES:
-                    stack.close()
-                    sources.clear()
-                sources[place.source] = stack.enter_context(open_source(place.source))
-            line = sources[place.source].read(place.at, place.size)
-            values = unseal(line)
-            if values is None:
-                raise DataError(f"{place.source}: the record of {name!r} is damaged (checksum)")
-            record = read_record(values, f"{place.source}: {name!r}")
-            if (record.id, record.status) != (name, "done" if place.is_done else "error"):
-                raise DataError(f"{place.source}: the record of {name!r} has changed since it was indexed")
-            yield replace(record, joules=joules * record.rank_s) if joules else record
-
-
-@contextmanager
-def open_document(index: Index, name: str) -> Iterator[tuple[Record, StoredKV]]:
-    """Read a document's record and open its keys and values, for the duration of the block.
-
-    Raises
-    ------
-    DataError
-        If the document is damaged.
-    """
-    (record,) = read_records(index, [name])
-    with closing(open_pieces(name, index.places[name].pieces)) as kv:
-        yield record, kv
-
-
 def read_run_header(path: Path) -> Header | None:
     """Read the header of a run from its latest readable file; None if there is none.
 
-    Raises
-    ------
-    DataError
-        If files exist, but none of their headers can be read.
+    Raises `DataError` if files exist, but none of their headers can be read.
     """
     broken: DataError | None = None
     for source in reversed(_sources(path, os.listdir(path) if path.is_dir() else ())):

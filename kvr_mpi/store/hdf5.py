@@ -4,6 +4,9 @@ They follow no link out of a file, check every type, check the size of data befo
 error of HDF5 to a `DataError`. Strings are written with a fixed length: HDF5 keeps strings of variable length in a heap
 without a checksum, where a flipped bit can change them undetected, or send the library into an endless loop. Datasets
 are written in chunks with Fletcher's checksum, which HDF5 verifies whenever it reads a chunk.
+
+Keys and values are contiguous datasets in the model's dtype: float32, float16, bfloat16 or float64. HDF5 has no named
+bfloat16 type, but can describe any binary floating-point format; plain h5py reads it as float32.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import h5py
 import numpy as np
 
 from kvr_mpi.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T", str, int)
 # HDF5's type class, and numpy's dtype for reading; text is read as a string of its stored length.
@@ -26,6 +32,9 @@ CLASSES: dict[type, tuple[int, Any]] = {str: (h5py.h5t.STRING, None), int: (h5py
 CHUNK_BYTES = 1 << 20
 # Maximum size of a chunk or attribute, so that a hostile file cannot exhaust the memory.
 LARGEST_BYTES = 64 << 20
+Bits = np.ndarray[Any, Any]
+# Types that keys and values have.
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def hdf5_build() -> str:
@@ -61,13 +70,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def write_attribute(item: Any, name: str, value: str | int) -> None:
-    """Write an attribute; text has a fixed length.
-
-    Raises
-    ------
-    DataError
-        If it is larger than `LARGEST_BYTES`.
-    """
+    """Write an attribute; text has a fixed length; raises `DataError` if it is larger than `LARGEST_BYTES`."""
     if isinstance(value, str):
         data = np.array(value.encode(), h5py.string_dtype("utf-8", max(1, len(value.encode()))))
     else:
@@ -93,13 +96,7 @@ def write_dataset(group: h5py.Group, name: str, data: np.ndarray[Any, Any]) -> N
 
 
 def read_attribute(item: Any, name: str, kind: type[T]) -> T:
-    """Read a scalar attribute of the expected type.
-
-    Raises
-    ------
-    DataError
-        If it is missing or of another type.
-    """
+    """Read a scalar attribute of the expected type; raises `DataError` if it is missing or of another type."""
     if not h5py.h5a.exists(item.id, name.encode()):
         raise DataError(f"{where(item)}: attribute {name!r} is missing")
     stored = h5py.h5a.open(item.id, name.encode())
@@ -150,10 +147,7 @@ def dataset_in(group: h5py.Group, name: str, kinds: str, ndims: tuple[int, ...])
 def child(group: h5py.Group, name: str) -> Any:
     """Return the h5py id of a member that is stored in this file.
 
-    Raises
-    ------
-    DataError
-        If it is missing, a soft or external link, or its data are incomplete or in another file.
+    Raises `DataError` if it is missing, a soft or external link, or its data are incomplete or in another file.
     """
     raw = name.encode()
     if not group.id.links.exists(raw):
@@ -202,3 +196,57 @@ def where(item: Any) -> str:
 
 def _path(group: h5py.Group, name: str) -> str:
     return f"{where(group).rstrip('/')}/{name}"
+
+
+def read_bits(dataset: h5py.Dataset, first: int, last: int) -> Bits:
+    """Read some rows of keys or values (tokens, kv_heads, head_dim) as raw integers."""
+    kind, shape = dataset.id.get_type(), (last - first, *dataset.shape[1:])
+    raw = np.empty(shape, f"<i{kind.get_size()}")
+    if raw.size:
+        rows = dataset.id.get_space()
+        rows.select_hyperslab((first, *(0 for _ in shape[1:])), shape)
+        dataset.id.read(h5py.h5s.create_simple(shape), rows, raw, kind)
+    return raw
+
+
+def as_tensor(dataset: h5py.Dataset, raw: Bits) -> torch.Tensor:
+    """Convert the result of `read_bits`, or some rows of it, to a tensor.
+
+    Raises `DataError` if the dataset's type is not in `DTYPES`.
+    """
+    import torch
+
+    name = type_name(dataset)
+    if name not in DTYPES:
+        raise DataError(f"{where(dataset)}: type {name}; expected keys or values (one of {', '.join(DTYPES)})")
+    kind: torch.dtype = getattr(torch, name)
+    return torch.from_numpy(raw).view(kind)
+
+
+def bfloat16_type() -> Any:
+    """Return HDF5's type for bfloat16: sign, 8 exponent bits with bias 127, 7 mantissa bits."""
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+def type_name(dataset: Any) -> str:
+    """Name a dataset's dtype: ``bfloat16``, or numpy's name."""
+    return "bfloat16" if dataset.id.get_type().equal(bfloat16_type()) else str(dataset.dtype)
+
+
+def write_array(group: h5py.Group, name: str, tensor: torch.Tensor) -> tuple[h5py.Dataset, Bits]:
+    """Write keys or values in their own dtype, in one contiguous dataset; also return their raw bits."""
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    bits = tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    kind = bfloat16_type() if tensor.dtype == torch.bfloat16 else h5py.h5t.py_create(bits.dtype, logical=True)
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    dataset = h5py.h5d.create(group.id, name.encode(), kind, h5py.h5s.create_simple(bits.shape), dcpl=plist)
+    if bits.size:
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, bits, kind)
+    return h5py.Dataset(dataset), bits

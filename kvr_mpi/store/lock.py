@@ -17,27 +17,16 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import AfterValidator
+from typing import Any, Self
 
 from kvr_mpi.disk import LOCK_NAME, LOG_NAME, create, read_regular
-from kvr_mpi.errors import OutputError, Say
+from kvr_mpi.errors import OutputError, Say, printable
 from kvr_mpi.plain import Count, UnixTime, read_plain
 
 BEAT_S = 2.0
 # An owner whose number has not changed for this long counts as dead.
 WATCH_S = 20.0
 LOCK_BYTES = 1024  # always rewritten in place at full length, which needs no space on a full disk
-
-
-def _check_printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("expected printable characters")
-    return text
-
-
-Printable = Annotated[str, AfterValidator(_check_printable)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +39,16 @@ class Owner:
     job, restart : the batch system's job id ("" without one), and how often the job was restarted.
     """
 
-    host: Printable
-    space: Printable
+    host: str
+    space: str
     pid: Count
     started: Count
-    job: Printable = ""
+    job: str = ""
     restart: Count = 0
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}"
+        return printable(f"process {self.pid} on {self.host}{job}", "")
 
 
 def this_process(job: str = "", restart: int = 0) -> Owner:
@@ -110,10 +99,7 @@ def is_alive(folder: Path, watch_s: float = 2.5 * BEAT_S) -> bool:
 def check_unused(folder: Path) -> None:
     """Refuse a folder in which a job is running (`is_alive`), before a job loads its model and takes the `Lock`.
 
-    Raises
-    ------
-    OutputError
-        The message names the other job.
+    Raises `OutputError`, which names the other job.
     """
     with contextlib.suppress(OSError):  # the other checks report folders that cannot be read
         if folder.is_dir() and is_alive(folder):
@@ -123,22 +109,17 @@ def check_unused(folder: Path) -> None:
 class Lock:
     """A folder held by this process until `release`.
 
+    Raises `OutputError` if another job holds the folder; the message names it.
+
     Parameters
     ----------
-    folder : Path
     owner : Owner
         This process.
     say : callable
         Receives a log line before another owner is watched.
-
-    Raises
-    ------
-    OutputError
-        If another job holds the folder; the message names it.
     """
 
     def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:
-        _refuse_folders(folder)
         self._folder, self._owner, self._since = folder, owner, time.time()
         self._beats, self._is_lost, self._ended = 0, False, threading.Event()
         state = read_lock(folder)
@@ -148,17 +129,15 @@ class Lock:
         self._handle = self._make()
         for number in _numbers(folder):
             if number < self.number:
-                _path(folder, number).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another user's, or not a file: only the highest counts
+                    _path(folder, number).unlink()
         self._thread = threading.Thread(target=self._live, name="kvr-lock", daemon=True)
         self._thread.start()
 
     def check(self, *, anew: bool = False) -> None:
         """Raise `OutputError` if another job took the folder, or if it was replaced or removed.
 
-        Parameters
-        ----------
-        anew : bool
-            Check the lock file now; otherwise use the result of the last heartbeat.
+        With `anew`, the lock file is checked now; otherwise the result of the last heartbeat counts.
         """
         if anew:
             with contextlib.suppress(OSError):
@@ -186,6 +165,12 @@ class Lock:
             with contextlib.suppress(OSError):
                 self._store(released=True)
             os.close(self._handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def _make(self) -> int:
         path = _path(self._folder, self.number)
@@ -225,13 +210,6 @@ class Lock:
         except FileNotFoundError:
             is_mine = False
         self._is_lost = not is_mine or _path(self._folder, self.number + 1).exists()
-
-
-def _refuse_folders(folder: Path) -> None:
-    """Refuse folders that have the name of a lock file."""
-    for number in _numbers(folder):
-        if (path := _path(folder, number)).is_dir():
-            raise OutputError(f"output.path {str(folder)!r} cannot be locked: {path} is a folder; remove or rename it")
 
 
 def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:

@@ -35,7 +35,7 @@ import platform
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -43,17 +43,15 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+from pydantic_core import from_json
 
 from kvr_mpi import __version__
 from kvr_mpi.disk import create
-from kvr_mpi.errors import DataError
-from kvr_mpi.plain import read_plain
+from kvr_mpi.plain import Count, read_plain
 
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
 SEAL_BYTES = len(b', "seal": "01234567"}')
-READ_BYTES = 4 << 20
 LINE_BYTES = 1 << 28  # maximum length of a line, written or read
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
 
 
@@ -76,6 +74,22 @@ class Header:
         return {"line": HEADER, "created": created, **asdict(self), "software": self.software or software()}
 
 
+@dataclass(frozen=True, slots=True)
+class VolumeLine:
+    """A volume that is complete: the bytes and the hash of each piece, by id."""
+
+    name: str
+    size_bytes: Count
+    pieces: dict[str, tuple[Count, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentsLine:
+    """Documents whose earlier records, or their keys and values, no longer count."""
+
+    ids: tuple[str, ...]
+
+
 def software() -> dict[str, str]:
     """Return the versions of all software that produced the answers."""
     return {
@@ -95,13 +109,7 @@ def _version_of(package: str) -> str:
 
 
 def read_header(values: Mapping[str, Any]) -> Header:
-    """Read the first line of a log.
-
-    Raises
-    ------
-    ValueError
-        If it is not a header.
-    """
+    """Read the first line of a log; raises `ValueError` if it is not a header."""
     header = read_plain(Header, values)
     if values.get("line") != HEADER or not all(
         isinstance(header.model.get(name), str) for name in ("name", "architecture", "dtype")
@@ -126,48 +134,11 @@ def unseal(line: bytes) -> dict[str, Any] | None:
     """Parse a sealed line; None if it is torn or changed, or contains text that cannot be encoded as UTF-8."""
     line = line.rstrip(b"\n")
     try:
-        value = parse(line) if is_sealed(line) else {}
+        value: dict[str, Any] = from_json(line) if is_sealed(line) else {}
         value.pop("seal")
-    except (ValueError, RecursionError, AttributeError, KeyError):
+    except (ValueError, AttributeError, KeyError):
         return None
     return value
-
-
-def parse(text: bytes) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises
-    ------
-    ValueError
-        If it is not JSON, or contains text that cannot be encoded as UTF-8; `RecursionError` if it is nested too deep.
-    """
-    value: dict[str, Any] = json.loads(text)
-    if SURROGATE.search(text):
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
-def iter_lines(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield every complete line, without its line break, and its offset.
-
-    Parameters
-    ----------
-    read : callable
-        Returns the data at an offset, given a number of bytes.
-    size : int
-        Bytes to read.
-    """
-    start, rest = 0, b""
-    for at in range(0, size, READ_BYTES):
-        block = read(at, min(READ_BYTES, size - at))
-        *lines, last = block.split(b"\n")
-        for line in lines:
-            yield start, rest + line
-            start, rest = start + len(rest) + len(line) + 1, b""
-        rest += last
-        if len(rest) > LINE_BYTES:  # no line of ours is longer: damaged from here on
-            yield start, b""
-            return
 
 
 class LogWriter:
@@ -175,12 +146,10 @@ class LogWriter:
 
     Parameters
     ----------
-    folder : Path
     session : int
         Number of the job or command that holds the folder.
     rank : int or None
         None: a log of a command, or of a job before its ranks start.
-    header : Header
     """
 
     def __init__(self, folder: Path, session: int, rank: int | None, header: Header) -> None:
@@ -194,13 +163,7 @@ class LogWriter:
         return self._handle >= 0
 
     def write(self, line: bytes) -> None:
-        """Append a sealed line; a failed write is undone.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written.
-        """
+        """Append a sealed line; a failed write is undone; raises `OSError` if it cannot be written."""
         if self._handle < 0:
             self._handle = create(self.path)
             sync(self.path.parent)
@@ -256,16 +219,3 @@ def write_all(handle: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(handle, view) :]
-
-
-def strings(value: Any, where: str) -> tuple[str, ...]:
-    """Return a JSON list of strings.
-
-    Raises
-    ------
-    DataError
-        If it is not such a list.
-    """
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise DataError(f"{where}: {str(value)[:60]!r}; expected a list of strings")
-    return tuple(value)

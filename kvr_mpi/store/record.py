@@ -41,14 +41,16 @@ Fields in `ASKED_FOR` are only there if a job asked for them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from math import inf, isfinite, nan
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError, create_model
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.log import parse, strings
+from kvr_mpi.plain import Strict, explain, read_plain
 
 J = TypeVar("J", dict[str, Any], list[dict[str, Any]])
 STATUSES = ("done", "error")
@@ -224,80 +226,53 @@ def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
     return {**{name: values[name] for name in HEAD}, "pieces": list(pieces), **values}
 
 
-def read_head(line: bytes) -> dict[str, Any]:
-    """Parse the beginning of a record's line: the fields of `HEAD`, and pieces. Faster than parsing the whole line.
+@dataclass(frozen=True, slots=True)
+class RecordHead:
+    """The beginning of a record's line."""
 
-    Raises
-    ------
-    DataError, ValueError, KeyError
-        If the line does not begin with these fields.
+    id: str
+    status: Literal["done", "error"]
+    error: str
+    finished_at: str
+    pieces: tuple[str, ...]
+
+
+def read_head(line: bytes) -> RecordHead:
+    """Parse the beginning of a record's line, which is faster than parsing it all; raises `ValueError`."""
+    return read_plain(RecordHead, line.partition(HEAD_END)[0] + b"}")
+
+
+Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+# What a line may have in a field of each type; null stands for minus infinity in an array, else for NaN.
+STORED: dict[str, Any] = {
+    "str": str,
+    "int": Whole,
+    "float": float | None,
+    "tuple[int, ...]": tuple[Whole, ...],
+    "tuple[float, ...]": tuple[float | None, ...],
+}
+STORED_FIELDS: dict[str, Any] = {
+    **{name: (STORED[kind], None if name in ASKED_FOR else ...) for name, kind in KINDS.items()},
+    "status": (Literal["done", "error"], ...),
+    "pieces": (tuple[str, ...], ...),
+    "seal": (str, ...),
+}
+_Line = create_model("_Line", __base__=Strict, **STORED_FIELDS)
+
+
+def read_record(line: bytes, where: str) -> Record:
+    """Parse a record's line, whose checksum is valid; missing fields of `ASKED_FOR` get their defaults.
+
+    Raises `DataError` if a field is missing, unknown, or of another type; the message begins with `where`.
     """
-    values = parse(line.partition(HEAD_END)[0] + b"}")
-    if [*values] != [*HEAD, "pieces"] or not all(isinstance(values[name], str) for name in HEAD):
-        raise DataError(f"a record begins with {', '.join(map(str, values))[:60]}; expected {', '.join(HEAD)}")
-    if values["status"] not in STATUSES:
-        raise DataError(f"status is {values['status'][:60]!r}; expected one of {', '.join(STATUSES)}")
-    return {**values, "pieces": strings(values["pieces"], "pieces")}
-
-
-def read_record(values: Mapping[str, Any], where: str) -> Record:
-    """Parse a record's line; missing fields of `ASKED_FOR` get their defaults.
-
-    Parameters
-    ----------
-    where : str
-        For messages.
-
-    Raises
-    ------
-    DataError
-        If a field is missing, unknown, or of another type.
-    """
-    if strange := values.keys() - KINDS.keys() - {"pieces"}:
-        raise DataError(f"{where} has unknown fields: {', '.join(sorted(map(str, strange))[:5])}")
-    strings(values.get("pieces"), f"{where}: pieces")
-    found: dict[str, Any] = {}
-    for name, kind in KINDS.items():
-        if name in values:
-            found[name] = _read_field(values[name], name, kind, where)
-        elif name not in ASKED_FOR:
-            raise DataError(f"{where}: {name} is missing")
-    record = Record(**found)
-    if record.status not in STATUSES:
-        raise DataError(f"{where}: status is {record.status[:60]!r}; expected one of {', '.join(STATUSES)}")
-    return record
-
-
-def _read_field(value: Any, name: str, kind: str, where: str) -> Any:
-    if name in ARRAYS:
-        is_real = name in REALS
-        if isinstance(value, list) and (_are_reals(value) if is_real else _are_whole(value)):
-            return tuple(-inf if one is None else float(one) for one in value) if is_real else tuple(value)
-        expected = "a list of numbers" if is_real else "a list of whole numbers"
-    elif kind == "str":
-        if isinstance(value, str):
-            return value
-        expected = "text"
-    else:
-        if _is_number(value, kind == "float"):
-            return float(value) if kind == "float" else value
-        if kind == "float" and value is None:
-            return nan
-        expected = "a number" if kind == "float" else "a whole number"
-    raise DataError(f"{where}: {name} is {str(value)[:60]!r}; expected {expected}")
-
-
-def _are_whole(values: list[Any]) -> bool:
-    """Whether all values are 64-bit integers; fast, since token ids make up most of a record."""
-    return {*map(type, values)} <= {int} and (not values or (_is_number(min(values)) and _is_number(max(values))))
-
-
-def _are_reals(values: list[Any]) -> bool:
-    return all(one is None or _is_number(one, is_real=True) for one in values)
-
-
-def _is_number(value: Any, is_real: bool = False) -> bool:
-    """Whether a value is a 64-bit number."""
-    if type(value) is int:
-        return -(1 << 63) <= value < 1 << 63
-    return is_real and type(value) is float and isfinite(value)
+    try:
+        stored = _Line.model_validate_json(line)
+    except ValidationError as error:
+        raise DataError(f"{where}: {explain(error)}") from error
+    found: dict[str, Any] = {name: getattr(stored, name) for name in stored.model_fields_set & KINDS.keys()}
+    for name, value in found.items():
+        if name in REALS:
+            found[name] = tuple(-inf if one is None else one for one in value)
+        elif value is None:
+            found[name] = nan
+    return Record(**found)

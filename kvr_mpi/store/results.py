@@ -6,22 +6,27 @@ The checksum of each record is verified when it is read.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from kvr_mpi.errors import ConfigError, DataError
-from kvr_mpi.store.cost import Cost
-from kvr_mpi.store.folder import Index, Place, open_document, read_records
-from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.log import Header
-from kvr_mpi.store.record import STATUSES, Record
+from kvr_mpi.disk import VOLUME_NAME, is_output_folder
+from kvr_mpi.documents import Corpus
+from kvr_mpi.errors import ConfigError, DataError, MissingError, counted
+from kvr_mpi.store.cost import Cost, total_cost
+from kvr_mpi.store.folder import Place, Survey, has_results, survey
+from kvr_mpi.store.kv import KeysValues, refuse_compressed
+from kvr_mpi.store.log import Header, is_sealed
+from kvr_mpi.store.record import STATUSES, Record, read_record
 from kvr_mpi.store.run import read_run_file
-from kvr_mpi.store.shares import find_runs, index_runs, read_header_of, tell_missing
-from kvr_mpi.store.stored_kv import KeysValues, StoredKV
+from kvr_mpi.store.shares import check_corpus, check_same_job, find_runs, tell_missing
+from kvr_mpi.store.stored_kv import StoredKV, open_pieces
+from kvr_mpi.store.summary import Summary, count_reasons
+from kvr_mpi.store.volumes import Source, open_source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     import transformers
 
 NAMED = 3  # maximum number of ids in a message
+OPEN_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +83,43 @@ class Results:
 
     paths : files and folders of the results.
     header : settings that all answers depend on, and the model's name, architecture and dtype.
+    places : location of each document, by id.
     missing : descriptions of missing shares and documents; always empty unless opened with `partial`.
     left : number of documents of a single run without a record; None if not known.
-    index : location of each document.
+    gone, unreadable : documents whose keys and values no longer exist, or are in a damaged file, with the reason.
+    damaged : damaged files, with the damage; their contents are skipped.
+    costs : cost of each rank in each session.
     """
 
     paths: tuple[Path, ...]
     header: Header
-    missing: tuple[str, ...]
-    left: int | None
-    index: Index = field(repr=False)
+    places: dict[str, Place] = field(repr=False)
+    missing: tuple[str, ...] = ()
+    left: int | None = None
+    gone: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    damaged: dict[Path, str] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Survey) -> Self:
+        """Return the documents of a run, without any if nothing is stored yet."""
+        places, gone, unreadable = found.locate()
+        damaged = {Path(piece.path): why for piece, why in found.spoilt.items()}
+        damaged |= {found.folder / name: why for name, why in found.damaged.items()}
+        header = next(reversed(found.headers.values()), Header({}, {}))
+        return cls(
+            (found.folder,), header, places, gone=gone, unreadable=unreadable, damaged=damaged, costs=found.costs
+        )
 
     def __len__(self) -> int:
-        return len(self.index.places)
+        return len(self.places)
 
     def __iter__(self) -> Iterator[Record]:
         return self.records()
 
     def __contains__(self, document_id: object) -> bool:
-        return document_id in self.index.places
+        return document_id in self.places
 
     def __getitem__(self, document_id: str) -> Record:
         """Read one document.
@@ -108,11 +132,11 @@ class Results:
             If the record is damaged.
         """
         self.place(document_id)
-        (record,) = read_records(self.index, [document_id])
+        (record,) = self.read([document_id])
         return record
 
     def __str__(self) -> str:
-        found = self.index.summary()
+        found = self.summary()
         where = str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} runs"
         left = f", {self.left} left" if self.left else ""
         gone = f"; {tell_missing(self.missing)}" if self.missing else ""
@@ -121,7 +145,12 @@ class Results:
     @property
     def cost(self) -> Cost:
         """Cost of the run so far: node, GPU and core seconds, and joules if they could be read."""
-        return self.index.cost
+        return total_cost(self.costs.values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of the keys and values of all documents."""
+        return sum(place.kv_bytes for place in self.places.values())
 
     @property
     def software(self) -> dict[str, str]:
@@ -146,7 +175,34 @@ class Results:
         """Sorted ids, of all documents or of those with status ``done`` or ``error``."""
         if status is not None and status not in STATUSES:
             raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
-        return self.index.ids(status)
+        return sorted(
+            name for name, place in self.places.items() if status in (None, "done" if place.is_done else "error")
+        )
+
+    def summary(self) -> Summary:
+        """Count the documents by status."""
+        reasons = [(name, place.reason, 1) for name, place in self.places.items() if not place.is_done]
+        return Summary(len(self) - len(reasons), len(reasons), count_reasons(reasons))
+
+    def read(self, ids: Iterable[str]) -> Iterator[Record]:
+        """Read the records of these documents, and verify their checksums; raises `DataError` if one is damaged."""
+        joules = self.cost.joules_per_rank_s
+        with ExitStack() as stack:
+            sources: dict[Path, Source] = {}
+            for name in ids:
+                place = self.places[name]
+                if place.source not in sources:
+                    if len(sources) == OPEN_FILES:
+                        stack.close()
+                        sources.clear()
+                    sources[place.source] = stack.enter_context(open_source(place.source))
+                line = sources[place.source].read(place.at, place.size)
+                if not is_sealed(line):
+                    raise DataError(f"{place.source}: the record of {name!r} is damaged (checksum)")
+                record = read_record(line, f"{place.source}: {name!r}")
+                if (record.id, record.status) != (name, "done" if place.is_done else "error"):
+                    raise DataError(f"{place.source}: the record of {name!r} has changed since it was indexed")
+                yield replace(record, joules=joules * record.rank_s) if joules else record
 
     def records(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> Iterator[Record]:
         """Iterate over records, sorted by id.
@@ -163,7 +219,7 @@ class Results:
         DataError
             If a record is damaged; those before it are valid.
         """
-        found = read_records(self.index, self.ids(status))
+        found = self.read(self.ids(status))
         return found if where is None else filter(where, found)
 
     def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
@@ -225,26 +281,19 @@ class Results:
         DataError
             If the document is damaged.
         """
-        self.place(document_id)
-        with open_document(self.index, document_id) as found:
-            yield found
+        record = self[document_id]
+        with closing(open_pieces(document_id, self.places[document_id].pieces)) as kv:
+            yield record, kv
 
     def place(self, document_id: str) -> Place:
-        """Locate a document.
-
-        Raises
-        ------
-        ConfigError
-            If no document has this id; the message lists the most similar ids.
-        """
-        places = self.index.places
-        if document_id not in places:
-            close = difflib.get_close_matches(str(document_id), places, NAMED)
-            some = [*dict.fromkeys([*close, *sorted(places)])][:NAMED]
+        """Locate a document; raises `ConfigError` with the most similar ids if no document has this one."""
+        if document_id not in self.places:
+            close = difflib.get_close_matches(str(document_id), self.places, NAMED)
+            some = [*dict.fromkeys([*close, *sorted(self.places)])][:NAMED]
             raise ConfigError(
                 f"no document {document_id!r} in {self}; it has, for example, {', '.join(map(repr, some))}"
             )
-        return places[document_id]
+        return self.places[document_id]
 
 
 def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool = False) -> Results:
@@ -269,16 +318,120 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
     """
     if not paths:
         raise ConfigError("open_results() needs at least one path: a result file or the output folder of a run")
-    runs = find_runs([Path(path) for path in paths])
-    index, missing = index_runs(runs, verify=verify)
+    found = read_results([Path(path) for path in paths], verify=verify)
     if verify:
-        for _ in read_records(index, index.ids()):
+        for _ in found:
             pass
-    if missing and not partial:
-        raise DataError(f"{tell_missing(missing)}; partial=True opens the data that exist")
-    run = read_run_file(runs.paths[0]) if len(runs.paths) == 1 else None
-    left = None if run is None else len(set(run.wanted) - index.places.keys())
-    return Results(runs.paths, read_header_of(runs.paths), missing, left, index)
+    if found.missing and not partial:
+        raise DataError(f"{tell_missing(found.missing)}; partial=True opens the data that exist")
+    return found
+
+
+def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged: bool = False) -> Results:
+    """Locate every document of runs (see `find_runs`), also if shares or documents are missing (`Results.missing`).
+
+    With `verify`, the digests of keys and values are verified now; they are verified in any case when data are read, as
+    for records. With `passes_damaged`, damaged files are skipped, and listed in `Results.damaged`.
+
+    Raises `DataError` if there is nothing to read (`MissingError`: no such folder), a file is damaged, a document is in
+    two runs, or the runs belong to different jobs, or are shares of different corpora.
+    """
+    runs, shares = find_runs(paths)
+    missing, several = [*shares], len(runs) > 1
+    joined: Results | None = None
+    left = None
+    first: dict[int, tuple[Path, Corpus]] = {}  # number of shares to the first run with that number
+    for path in runs:
+        run = read_run_file(path) if path.is_dir() else None
+        if several and run is not None:
+            if (corpus := run.corpus()) is None:
+                run = None
+            else:
+                check_corpus(path, corpus, run.share, first)
+        wanted = None if run is None else {*run.wanted}
+        if several and path.is_dir() and not has_results(path):
+            if wanted is None or wanted:  # if there are fewer documents than shares, some shares are empty
+                missing.append(f"{path} has no results yet")
+            continue
+        found = _read_run(path, verify=verify, passes_damaged=passes_damaged)
+        left = None if wanted is None else len(wanted - found.places.keys())
+        # The contents of a damaged log are unknown; the contents of a volume are listed in a log.
+        spoilt = [(file, why) for file, why in found.damaged.items() if not VOLUME_NAME.fullmatch(file.name)]
+        missing += [f"{file} is damaged ({why}): needs --resume" for file, why in spoilt]
+        if found.gone:
+            missing.append(f"{path} has lost keys and values of {counted(len(found.gone), 'document')}: needs --resume")
+        elif several and wanted is not None and left:
+            missing.append(f"{path} has {left} of {counted(len(wanted), 'document')} left: needs --resume")
+        if joined is None:
+            joined = found
+        else:
+            _add(joined, found)
+    if joined is None:
+        raise DataError(f"no results: {'; '.join(missing)}")
+    return replace(joined, paths=runs, missing=tuple(missing), left=None if several else left)
+
+
+def _read_run(path: Path, *, verify: bool, passes_damaged: bool) -> Results:
+    """Locate each document of a run or in a file of results."""
+    if not path.exists():
+        raise MissingError(
+            f"{path}: no such file or folder; expected a result file (*.h5) or the output folder of a run"
+        )
+    if VOLUME_NAME.fullmatch(path.name):
+        raise DataError(f"{path}: a file of keys and values only; expected its folder, {path.parent}, or a results.h5")
+    if path.is_dir() and not has_results(path):
+        names = os.listdir(path)
+        if not names:
+            raise DataError(f"{path} is empty; a job that has just begun loads its model first")
+        if not is_output_folder(path, names):
+            raise DataError(f"{path}: no result file (*.h5) found; expected one, or the output folder of a run")
+    found = _look(path, verify)
+    identities = [(source, header.identity) for source, header in found.headers.items()]
+    for source, identity in identities[1:]:
+        if identity != identities[0][1]:
+            raise DataError(f"{identities[0][0]} and {source} are of different jobs; expected the files of one run")
+    results = Results.of(found)
+    if results.damaged and not passes_damaged:
+        told = "; ".join(f"{file}: {why}" for file, why in sorted(results.damaged.items()))
+        raise DataError(
+            f"damaged: {told}. `kvr-run JOB.toml --resume` sets such files aside and processes their documents again"
+        )
+    if not found.records and not results.damaged:
+        raise DataError(f"{path}: no document is stored yet; see `kvr status {path}`")
+    return replace(results, paths=(path,))
+
+
+def _look(path: Path, verify: bool) -> Survey:
+    """Survey a run; try again if a running job merged and removed its files meanwhile."""
+    for attempt in (1, 2):
+        try:
+            found = survey(path)
+            if verify:
+                found.verify()
+        except OSError as error:
+            if attempt == 2:
+                raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+            continue
+        if attempt == 2 or not (found.damaged or found.spoilt or found.missing):
+            break
+    return found
+
+
+def _add(joined: Results, share: Results) -> None:
+    """Add a share's documents to the others'; none may be in two shares."""
+    check_same_job(joined.paths[0], joined.header, share.paths[0], share.header)
+    if twice := share.places.keys() & joined.places.keys():
+        name = min(twice)
+        here, there = joined.places[name].source.parent, share.places[name].source.parent
+        raise DataError(
+            f"document {name!r} is in {here} and in {there}, and so are {len(twice) - 1} others; expected shares "
+            f"of one corpus, each document in one share only"
+        )
+    joined.places.update(share.places)
+    joined.gone.update(share.gone)
+    joined.unreadable.update(share.unreadable)
+    joined.damaged.update(share.damaged)
+    joined.costs.update(share.costs)
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from kvr_mpi.disk import LOG_NAME, PART, RUN_FILE, read_regular, replacing
 from kvr_mpi.documents import Corpus, numbers_of
@@ -48,7 +48,7 @@ VALUE_CHARS = 200  # maximum length of a setting in a message
 Mode = Literal["new", "overwrite", "resume", "extend"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """A folder that this job may write to.
 
@@ -59,25 +59,6 @@ class Run:
     done: set[str]
     failed: set[str]
     lock: Lock
-
-    @property
-    def session(self) -> int:
-        """Number of this job among all that have used the folder."""
-        return self.lock.number
-
-    def check(self, *, anew: bool = False) -> None:
-        """Raise `OutputError` if the folder was taken by another job, replaced or removed; see `Lock.check`."""
-        self.lock.check(anew=anew)
-
-    def close(self) -> None:
-        """Release the folder for other jobs."""
-        self.lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_run(
@@ -95,7 +76,6 @@ def open_run(
 
     Parameters
     ----------
-    folder : Path
     header : Header
         Its identity has to match the existing results.
     corpus : Corpus
@@ -134,14 +114,14 @@ def open_run(
         elif mode == "new":
             check_fresh(folder)
         with LogWriter(folder, lock.number, None, header) as log:
-            index = _recover(folder, header, say, log).index()
-            done, failed = set(index.ids("done")), set(index.ids("error"))
+            places, _, _ = _recover(folder, header, say, log).locate()
             wanted = {corpus.entries[number].id for number in corpus.share(share)}
             stale = _check_job(
-                folder, header, corpus, share, (done | failed, wanted), owner.job, say, log, extends=mode == "extend"
+                folder, header, corpus, share, ({*places}, wanted), owner.job, say, log, extends=mode == "extend"
             )
-        known = wanted - stale
-        return Run(done & known, set() if retry_failed else failed & known, lock)
+        known = places.keys() & wanted - stale
+        done = {name for name in known if places[name].is_done}
+        return Run(done, set() if retry_failed else known - done, lock)
     except OSError as error:
         lock.release()
         raise OutputError(f"output.path {str(folder)!r} cannot be used: {error}") from error
@@ -153,16 +133,7 @@ def open_run(
 def check_settings(folder: Path, identity: dict[str, Any]) -> None:
     """Refuse to continue a run with other settings, as far as they are known before torch is imported.
 
-    Parameters
-    ----------
-    folder : Path
-    identity : dict
-        Settings that the answers depend on; `open_run` checks those that depend on the model (`OF_MODEL`).
-
-    Raises
-    ------
-    OutputError
-        The message says what differs.
+    `open_run` checks those that depend on the model (`OF_MODEL`). Raises `OutputError`, which says what differs.
     """
     header = None
     with contextlib.suppress(DataError, OSError):  # `open_run` sets damaged files aside
@@ -172,16 +143,10 @@ def check_settings(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def check_same_documents(folder: Path, corpus: Corpus) -> None:
-    """Refuse to continue a run with other documents, before a model is loaded.
-
-    Raises
-    ------
-    OutputError
-        The message says what differs.
-    """
-    begun = begun_with(folder)
-    if begun is not None and survey(folder).records:
-        _check_corpus(folder, begun[1], corpus)
+    """Refuse to continue a run with other documents, before a model is loaded; the `OutputError` says what differs."""
+    before = known_corpus(folder)
+    if before is not None and survey(folder).records:
+        _check_corpus(folder, before, corpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +172,12 @@ class RunFile:
         ids = self.listed["ids"]
         return [ids[number] for number in numbers_of(len(ids), len(self.listed["prompts"]), self.share)]
 
+    def corpus(self) -> Corpus | None:
+        """Return its documents; None if their list is damaged."""
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            return Corpus.from_json(self.listed)
+        return None
+
 
 def read_run_file(folder: Path) -> RunFile | None:
     """Read the run file without parsing each document; None if it is missing, damaged or not a run file."""
@@ -222,18 +193,10 @@ def read_run_file(folder: Path) -> RunFile | None:
     return None
 
 
-def begun_with(folder: Path) -> tuple[RunFile, Corpus] | None:
-    """Read the run file and its documents; None if either is missing or damaged."""
-    stored = read_run_file(folder)
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        return None if stored is None else (stored, Corpus.from_json(stored.listed))
-    return None
-
-
 def known_corpus(folder: Path) -> Corpus | None:
     """Return a run's list of documents, for `scan_corpus`; None if it is missing or damaged."""
-    begun = begun_with(folder)
-    return None if begun is None else begun[1]
+    stored = read_run_file(folder)
+    return None if stored is None else stored.corpus()
 
 
 def is_of_job(folder: Path, job: str) -> bool:
@@ -256,7 +219,7 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
     for path, why in {piece.path: why for piece, why in found.spoilt.items()}.items():
         say(f"warning: {path} is damaged: {why}; the documents concerned are processed again")
     if found.spoilt:
-        _drop(log, found.index().unreadable)
+        _drop(log, found.locate()[2])
     if damaged or found.spoilt:
         found = survey(folder)
     for name in found.unlisted:
@@ -322,33 +285,26 @@ def _check_job(
     *,
     extends: bool,
 ) -> set[str]:
-    """Refuse a job with other settings or documents than the run's; record what the run is.
+    """Refuse a job with other settings or documents than the run's, and write ``run.json``.
 
-    Parameters
-    ----------
-    documents : (set of str, set of str)
-        Documents with records, and documents that the job has to process.
-    log : LogWriter
-    extends : bool
-        Allow other documents.
-
-    Returns
-    -------
-    set of str
-        Documents whose records are no longer valid because their text has changed.
+    `documents` are those with records, and those that the job has to process. Returns the ids of documents whose
+    records are no longer valid because their text has changed, which is allowed if the job `extends` the run.
     """
     recorded, wanted = documents
-    begun, stale, gone = begun_with(folder), set[str](), set[str]()
-    if begun is not None:
-        gone = {*begun[0].gone}
-    if begun is not None and recorded:
-        stored, before = begun
+    stored, stale, gone = read_run_file(folder), set[str](), set[str]()
+    before = None if stored is None else stored.corpus()
+    if stored is not None and before is not None:
+        gone = {*stored.gone}
+    if stored is not None and before is not None and recorded:
         _check_identity(folder, stored.identity, header.identity)
         if not extends:
             _check_corpus(folder, before, corpus)
         else:
-            stale, left = _extend(folder, before, corpus, recorded, say)
-            gone = (gone | left) & recorded - wanted
+            changes = changes_of(before, corpus)
+            if told := _describe(changes):
+                say(f"{folder} is extended: {told}; results of documents that are gone are kept")
+            stale = (changes["changed"] | changes["new"]) & recorded  # new: a document that is there again
+            gone = (gone | changes["gone"]) & recorded - wanted
             if stale:
                 _drop(log, stale)
     elif recorded and extends:
@@ -359,7 +315,7 @@ def _check_job(
     elif recorded:
         say(f"warning: {folder / RUN_FILE} is missing or damaged: whether the documents are still the same is unknown")
     if others := recorded - wanted - gone:
-        first = ALL if begun is None else begun[0].share
+        first = ALL if stored is None or before is None else stored.share
         raise OutputError(
             f"cannot resume {folder}: it has {counted(len(others), 'document')} that this job does not process "
             f"({_some(sorted(others))}); it was started with {_share_text(first)}, this job has "
@@ -368,23 +324,11 @@ def _check_job(
     listed = {"share": [share.start, share.step], "corpus": corpus.to_json(), "gone": sorted(gone)}
     line = seal({"identity": header.identity, "model": header.model, "job": job, **listed})
     path = folder / RUN_FILE
-    if begun is None or read_regular(path, RUN_FILE_BYTES) != line:
+    if before is None or read_regular(path, RUN_FILE_BYTES) != line:
         with replacing(path) as stream:
             stream.write(line)
         sync(folder)
     return stale
-
-
-def _extend(folder: Path, before: Corpus, now: Corpus, recorded: set[str], say: Say) -> tuple[set[str], set[str]]:
-    """Compare a run's documents with the corpus; return those whose text changed, and those that are gone.
-
-    A recorded document that reappears in the corpus counts as changed, too.
-    """
-    changes = changes_of(before, now)
-    told = _describe(changes)
-    if told:
-        say(f"{folder} is extended: {told}; results of documents that are gone are kept")
-    return (changes["changed"] | changes["new"]) & recorded, changes["gone"] & recorded
 
 
 def _share_text(share: slice) -> str:
@@ -410,11 +354,8 @@ def differing_settings(
         if isinstance(mine, dict) and isinstance(theirs, dict):
             yield from differing_settings(mine, theirs, f"{key}.")
         elif mine != theirs:
-            yield key, *_around_difference(_value_text(mine), _value_text(theirs))
-
-
-def _value_text(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value, ensure_ascii=False)
+            texts = ("not set" if each is None else json.dumps(each, ensure_ascii=False) for each in (mine, theirs))
+            yield key, *_around_difference(*texts)
 
 
 def _around_difference(one: str, other: str) -> tuple[str, str]:

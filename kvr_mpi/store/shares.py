@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvr_mpi.disk import LOCK_NAME, LOG_NAME, RUN_FILE, VOLUME_NAME
 from kvr_mpi.documents import Corpus
-from kvr_mpi.errors import DataError, counted
-from kvr_mpi.store.folder import Index, has_results, index_run, join_indexes, read_run_header
+from kvr_mpi.errors import DataError
+from kvr_mpi.store.folder import read_run_header
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.run import begun_with, differing_documents, differing_settings, read_run_file
+from kvr_mpi.store.run import differing_documents, differing_settings, read_run_file
 from kvr_mpi.store.volumes import RESULTS
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)
@@ -21,99 +20,46 @@ MAX_SHARES = 1_000_000  # larger numbers in folder names are ignored
 NAMED = 8  # maximum number of missing items in a message
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """The files and folders of runs, and the missing ones.
-
-    paths : in the order they were given; the shares in one folder by number.
-    missing : descriptions of the shares of the same corpus that are not among the paths.
-    """
-
-    paths: tuple[Path, ...]
-    missing: tuple[str, ...] = ()
-
-
-def find_runs(paths: Sequence[Path]) -> Runs:
+def find_runs(paths: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """Find runs: files of results, run folders, and folders of run folders.
 
     A folder that contains a log, a volume or a ``run.json`` is a run. Any other folder stands for the runs in it, even
-    if it also contains a merged result file or a stale lock.
-
-    Returns
-    -------
-    Runs
-        `missing` is empty if the only path is itself a run.
+    if it also contains a merged result file or a stale lock. Also describes the shares of the same corpus that are not
+    among the runs, unless the only path is itself a run.
     """
     found: list[Path] = []
     for path in paths:
         found += _runs_in(path) or [path]
     several = len(found) > 1 or list(paths) != found
-    return Runs(tuple(dict.fromkeys(found)), tuple(_missing(found)) if several else ())
-
-
-def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False) -> tuple[Index, tuple[str, ...]]:
-    """Locate every document of all runs, and describe what is missing: shares, and documents that are lost.
-
-    With several runs, documents without a record are missing, too. The parameters are those of `index_run`.
-
-    Raises
-    ------
-    DataError
-        If there is nothing to read, a file is damaged, a document is in two runs, or the runs belong to different
-        jobs, or are shares of different corpora.
-    """
-    missing, indexes, several = list(runs.missing), [], len(runs.paths) > 1
-    first: dict[int, tuple[Path, Corpus]] = {}  # number of shares to the first run with that number
-    for path in runs.paths:
-        begun = begun_with(path) if several and path.is_dir() else None
-        wanted = None
-        if begun is not None:
-            stored, corpus = begun
-            _check_corpus(path, corpus, stored.share, first)
-            wanted = {*stored.wanted}
-        if several and path.is_dir() and not has_results(path):
-            if wanted is None or wanted:  # if there are fewer documents than shares, some shares are empty
-                missing.append(f"{path} has no results yet")
-            continue
-        index = index_run(path, verify=verify, passes_damaged=passes_damaged)
-        # The contents of a damaged log are unknown; the contents of a volume are listed in a log.
-        spoilt = [(file, why) for file, why in index.damaged.items() if not VOLUME_NAME.fullmatch(file.name)]
-        missing += [f"{file} is damaged ({why}): needs --resume" for file, why in spoilt]
-        if index.gone:
-            missing.append(f"{path} has lost keys and values of {counted(len(index.gone), 'document')}: needs --resume")
-        elif wanted is not None and (left := len(wanted - index.places.keys())):
-            missing.append(f"{path} has {left} of {counted(len(wanted), 'document')} left: needs --resume")
-        indexes.append(index)
-    if not indexes:
-        raise DataError(f"no results: {'; '.join(missing)}")
-    if several:
-        read_header_of(runs.paths)
-    return join_indexes(indexes), tuple(missing)
+    return tuple(dict.fromkeys(found)), tuple(_missing(found)) if several else ()
 
 
 def read_header_of(paths: Sequence[Path]) -> Header:
     """Read the header of runs; runs without results have none.
 
-    Raises
-    ------
-    DataError
-        If no run has results, or the runs belong to different jobs; the message says what differs.
+    Raises `DataError` if no run has results, or the runs belong to different jobs; the message says what differs.
     """
     found: tuple[Path, Header] | None = None
     for path in paths:
         header = read_run_header(path)
         if header is None:
             continue
-        if found is not None and (differing := list(differing_settings(found[1].identity, header.identity))):
-            told = "; ".join(f"{key}: {mine} and {theirs}" for key, mine, theirs in differing[:NAMED])
-            raise DataError(f"{found[0]} and {path} are of different jobs ({told}); expected shares of one job")
+        if found is not None:
+            check_same_job(*found, path, header)
         found = found or (path, header)
     if found is None:
         raise DataError(f"no result file (*.h5) in {', '.join(map(str, paths[:NAMED]))}; expected the output of a run")
     return found[1]
 
 
-def _check_corpus(path: Path, corpus: Corpus, share: slice, first: dict[int, tuple[Path, Corpus]]) -> None:
+def check_same_job(one: Path, its: Header, other: Path, others: Header) -> None:
+    """Refuse runs of different jobs; the message says what differs."""
+    if differing := list(differing_settings(its.identity, others.identity)):
+        told = "; ".join(f"{key}: {mine} and {theirs}" for key, mine, theirs in differing[:NAMED])
+        raise DataError(f"{one} and {other} are of different jobs ({told}); expected shares of one job")
+
+
+def check_corpus(path: Path, corpus: Corpus, share: slice, first: dict[int, tuple[Path, Corpus]]) -> None:
     """Refuse shares that were started with different corpora, since some documents would be in none of them."""
     if share.step == 1:
         return

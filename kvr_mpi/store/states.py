@@ -57,13 +57,13 @@ class RankState:
     host: str
     began_s: UnixTime
     doing: str
-    what: str
     since_s: UnixTime
-    prompt_tokens: Count
-    new_tokens: Count
     deadline_s: UnixTime | None
     every_s: Annotated[float, Field(gt=0, lt=1e6)]
     written_at_s: UnixTime
+    what: str = ""
+    prompt_tokens: Count = 0
+    new_tokens: Count = 0
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     prefilled: Count = 0
 
@@ -86,20 +86,8 @@ class RankState:
 class StateWriter:
     """Updates this rank's file from a thread until it is closed.
 
-    A write error is logged once, and the job continues without the file.
-
-    Parameters
-    ----------
-    folder : Path
-        Of the run.
-    rank, size, session : int
-        This rank, the number of ranks, and the number of this job in the folder.
-    deadline_s : float or None
-        Unix time at which the batch system ends the job.
-    say : callable
-        Receives log lines.
-    tensor_parallel : int
-        Of the job.
+    A write error is logged once, and the job continues without the file. `session` is the number of this job in the
+    folder, `deadline_s` the Unix time at which the batch system ends it.
     """
 
     def __init__(
@@ -113,20 +101,16 @@ class StateWriter:
         tensor_parallel: int = 1,
     ) -> None:
         self._say, now = say, time.time()
-        self.every_s = max(EVERY_S, size / WRITES_PER_S)
         self._state = RankState(
-            rank=rank,
-            size=size,
-            session=session,
-            host=socket.gethostname(),
+            rank,
+            size,
+            session,
+            socket.gethostname(),
             began_s=now,
             doing=STARTING,
-            what="",
             since_s=now,
-            prompt_tokens=0,
-            new_tokens=0,
             deadline_s=deadline_s,
-            every_s=self.every_s,
+            every_s=max(EVERY_S, size / WRITES_PER_S),
             written_at_s=now,
             tensor_parallel=tensor_parallel,
         )
@@ -168,16 +152,15 @@ class StateWriter:
         self._handle = None
 
     def _run(self) -> None:
-        while not self._closed.wait(self.every_s):
+        while not self._closed.wait(self._state.every_s):
             self._write()
 
     def _write(self) -> None:
         assert self._handle is not None
-        prompt_tokens, new_tokens, prefilled = self._count()
-        now = replace(self._state, prefilled=prefilled, written_at_s=time.time())
-        state = replace(now, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        counts = dict(zip(("prompt_tokens", "new_tokens", "prefilled"), self._count(), strict=True))
+        state = asdict(self._state) | counts | {"written_at_s": time.time()}
         try:
-            os.pwrite(self._handle, json.dumps(asdict(state)).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
+            os.pwrite(self._handle, json.dumps(state).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
             os.fsync(self._handle)  # on a network file system other nodes see it only then
         except OSError as error:
             if not self._closed.is_set():

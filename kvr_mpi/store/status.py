@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kvr_mpi.errors import DataError, MissingError
-from kvr_mpi.store.folder import Index, survey
+from kvr_mpi.store.folder import survey
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
+from kvr_mpi.store.results import Results
 from kvr_mpi.store.run import read_run_file
 from kvr_mpi.store.states import RankState, read_states, silent_ranks
 from kvr_mpi.store.summary import count_reasons
@@ -66,13 +67,7 @@ class Status:
 
 
 def read_status(folder: Path, now_s: float | None = None) -> Status:
-    """Read the progress of a run, without changing anything.
-
-    Raises
-    ------
-    DataError
-        If there is no run in the folder.
-    """
+    """Read the progress of a run, without changing anything; raises `DataError` if there is no run in the folder."""
     if not folder.is_dir():
         raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
     found, lock, run = survey(folder), read_lock(folder), read_run_file(folder)
@@ -82,15 +77,15 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         raise DataError(f"{folder}: not a run; expected the output folder of a run")
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
-    index, wanted = found.index(), None if run is None else run.wanted
+    results, wanted = Results.of(found), None if run is None else run.wanted
     if wanted is not None:  # results of documents that are gone are kept (`kvr-run --extend`)
-        index = Index({name: place for name in wanted if (place := index.places.get(name))})
-    summary, times = index.summary(), [place.finished_s for place in index.places.values() if place.is_done]
+        results = replace(results, places={name: results.places[name] for name in wanted if name in results})
+    summary, times = results.summary(), [place.finished_s for place in results.places.values() if place.is_done]
     session = lock.number if lock else 0
     since = lock.since_s if lock else 0.0
     overall = _rate(times, since, now if alive else max(times, default=0.0))
     lately = _rate(times, max(since, now - LATELY_S), now) if alive else None
-    left = None if wanted is None else len(set(wanted) - index.places.keys())
+    left = None if wanted is None else len(set(wanted) - results.places.keys())
     rate = lately or overall
     ranks = read_states(folder, session) if alive else ()
     eta = 3600 * left / rate if alive and left is not None and rate else None

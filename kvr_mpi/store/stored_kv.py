@@ -1,7 +1,8 @@
-"""A document's keys and values in open files, as one piece or as the pieces of several ranks.
+"""A document's keys and values: in one piece, or in pieces that several ranks wrote, read as one.
 
-Blocks of tokens are verified against their digests as they are read. Module ``kv`` describes, writes and opens the
-layout in a file.
+A rank stores the keys and values of its own tokens; in a tensor-parallel group, of its own KV heads. A record lists the
+ids of all pieces that it needs. An id names the document, tokens and heads, and has a digest of the prompt and the
+tokens, so that a piece of another attempt is never used. ``results.h5`` stores a document as one piece.
 """
 
 from __future__ import annotations
@@ -9,148 +10,68 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import Bits, as_tensor, digest_of, read_bits, type_name
-from kvr_mpi.store.hdf5 import explained, size_bytes, where
-from kvr_mpi.store.head_rows import HeadRows
+from kvr_mpi.store.hdf5 import explained, group_in, type_name
+from kvr_mpi.store.kv import CachedTokens, HeadRows, KeysValues, StoredLayer, StoredPiece, open_kv
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.volumes import KV, key_of, open_volume
 from kvr_mpi.topology import KVHeads
 
-if TYPE_CHECKING:
-    import h5py
-    import torch
-
-KeysValues = tuple["torch.Tensor", "torch.Tensor"]
-# Tokens per digest.
-BLOCK_TOKENS = 256
 TOKENS_DIM, HEADS_DIM = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class CachedTokens:
-    """The token ids of stored keys and values, and the bounds of the document's text.
+class Piece:
+    """The location and contents of a piece.
 
-    ids : the prompt, then the stored tokens of the answer.
-    text : bounds of the document's text in `ids`.
-    first : index of the first token whose keys and values are stored here; see ``pieces`` for earlier tokens.
-    compression : method and settings with which heads dropped tokens; empty: all tokens are stored.
-    rows : tokens that each head keeps, by compressed layer.
-    heads : KV heads that are stored here, with tensor parallelism; None: all.
+    id : of `piece_id`.
+    path : the volume.
+    bytes : size of keys and values.
+    sha256 : hash of `StoredPiece.seal`.
     """
 
-    ids: Sequence[int]
-    text: tuple[int, int]
-    first: int = 0
-    compression: str = ""
-    rows: Mapping[int, HeadRows] = field(default_factory=dict)
-    heads: KVHeads | None = None
+    id: str
+    path: str
+    bytes: int
+    sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoredLayer:
-    """One layer's keys and values (tokens, kv_heads, head_dim) in an open file.
+def seal_pieces(pieces: Sequence[Piece]) -> str:
+    """Combine the hashes of a document's pieces; empty if there are none."""
+    seals = "".join(piece.sha256 for piece in pieces)
+    return seals if len(pieces) < 2 else hashlib.sha256(seals.encode()).hexdigest()
 
-    digests : (blocks, 2), per `block_tokens` tokens.
-    rows : head and token of each row, if each head keeps its own tokens; then "tokens" below means rows.
+
+def piece_id(record: Record, tokens: CachedTokens | None) -> str:
+    """Return the id of a rank's part of a document; tokens are None if unknown."""
+    ids, first, heads = ([], 0, None) if tokens is None else (list(tokens.ids), tokens.first, tokens.heads)
+    digest = hashlib.sha256(json.dumps([record.prompt_sha256, ids]).encode()).hexdigest()[:16]
+    of = "" if heads is None else f"{heads.first}-{heads.last}:"
+    return f"{record.id}/{first}-{len(ids)}:{of}{digest}"
+
+
+def piece_ids(record: Record, own: CachedTokens | None) -> list[str]:
+    """Return the ids of all pieces of a document, in order; the record's slices are the ranks' token ranges.
+
+    `own` are the tokens of the piece stored by the rank that writes the record.
     """
-
-    number: int
-    keys: h5py.Dataset
-    values: h5py.Dataset
-    digests: Any
-    block_tokens: int = BLOCK_TOKENS
-    rows: HeadRows | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return int(self.keys.shape[0])
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of KV heads."""
-        return int(self.keys.shape[1]) if self.rows is None else len(self.rows.counts)
-
-    @property
-    def bytes(self) -> int:
-        """Size of keys and values."""
-        return size_bytes(self.keys) + size_bytes(self.values)
-
-    def read(self, first: int = 0, last: int | None = None) -> KeysValues:
-        """Read the keys and values of a range of tokens, without conversion, each (tokens, kv_heads, head_dim).
-
-        Raises
-        ------
-        DataError
-            If a block is damaged, or the dtype is not one that keys and values have.
-        """
-        stop = self.tokens if last is None else last
-        if not 0 <= first <= stop <= self.tokens:
-            raise DataError(f"{where(self.keys)} has {self.tokens} tokens; {first} to {stop} were requested")
-        return as_tensor(self.keys, self._bits(0, first, stop)), as_tensor(self.values, self._bits(1, first, stop))
-
-    def check(self) -> None:
-        """Verify all checksums, block by block.
-
-        Raises
-        ------
-        DataError
-            If a block is damaged.
-        """
-        for start in range(0, self.tokens, 4 * self.block_tokens):
-            self.read(start, min(start + 4 * self.block_tokens, self.tokens))
-
-    def _bits(self, column: int, first: int, last: int) -> Bits:
-        """Read a range of tokens of keys (column 0) or values (1), and verify the blocks that contain them."""
-        dataset, block = (self.keys, self.values)[column], self.block_tokens
-        start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
-        bits = read_bits(dataset, start, stop)
-        for at in range(start, stop, block):
-            if digest_of(bits[at - start : at - start + block]) != self.digests[at // block, column]:
-                raise DataError(
-                    f"{where(dataset)} is damaged: tokens {at} to {min(at + block, self.tokens)} differ from what "
-                    f"was written (checksum)"
-                )
-        return bits[first - start : last - start]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """One rank's part of a document's keys and values, in an open file; empty if nothing is stored.
-
-    tokens : their tokens; None if the file does not record them.
-    """
-
-    layers: tuple[StoredLayer, ...] = ()
-    tokens: CachedTokens | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Size of all layers."""
-        return sum(layer.bytes for layer in self.layers)
-
-    def check(self) -> None:
-        """Verify all checksums; see `StoredLayer.check`."""
-        for layer in self.layers:
-            layer.check()
-
-    def seal(self) -> str:
-        """Hash of the metadata and digests; empty if nothing is stored."""
-        if not self.layers:
-            return ""
-        known: list[Any] | None = None
-        if (tokens := self.tokens) is not None:
-            known = [list(tokens.ids), list(tokens.text), *([tokens.first] if tokens.first else [])]
-            known += [tokens.compression] if tokens.compression else []
-            known += [] if tokens.heads is None else [[tokens.heads.first, tokens.heads.last, tokens.heads.of]]
-        return hashlib.sha256(json.dumps([known, list(map(_facts, self.layers))]).encode()).hexdigest()
+    if own is None:
+        return [piece_id(record, None)]
+    bounds = [(start, stop) for start, stop in itertools.pairwise(record.slices) if start < own.first]
+    heads = [None] if own.heads is None else own.heads.shares
+    return [
+        piece_id(record, replace(own, ids=own.ids[:stop], first=start, heads=each))
+        for start, stop in [*bounds, (own.first, len(own.ids))]
+        for each in heads
+    ]
 
 
 class LayerFormat(NamedTuple):
@@ -210,7 +131,8 @@ class StoredKV:
     ) -> KeysValues:
         """Read a layer's keys and values of a range of tokens, without conversion, each (tokens, kv_heads, head_dim).
 
-        Only pieces that overlap the range are read.
+        Only pieces that overlap the range are read. Raises `DataError` if a block is damaged, or the dtype is not one
+        that keys and values have.
 
         Parameters
         ----------
@@ -220,39 +142,26 @@ class StoredKV:
             Range of tokens, or of rows if each head keeps its own tokens. `last` is exclusive; None: to the end.
         heads : (int, int), optional
             Range of KV heads, the last exclusive; None: all. Not for layers where each head keeps its own tokens.
-
-        Raises
-        ------
-        DataError
-            If a block is damaged, or the dtype is not one that keys and values have.
         """
-        import torch
-
-        pieces, is_compressed = self._of_layer(layer), self.rows(layer) is not None
-        if is_compressed:  # one row of pieces, whose heads are stored one after the other
+        grid = self._of_layer(layer)
+        if self.rows(layer) is not None:  # one row of pieces, whose heads are stored one after the other
             assert heads is None, "some heads of a compressed layer are read by their rows"
-            pieces = [[piece] for piece in pieces[0]]
-        tokens = sum(row[0].tokens for row in pieces)
+            grid = [[one] for one in grid[0]]
+        tokens = sum(row[0].tokens for row in grid)
         stop, at, found = tokens if last is None else last, 0, []
         if not 0 <= first <= stop <= tokens:
             raise DataError(f"layer {layer} has {tokens} tokens; {first} to {stop} were requested")
-        for row in pieces:
+        for row in grid:
             start, end = max(first - at, 0), min(stop - at, row[0].tokens)
             if start < end:
                 found.append(_read_row(row, start, end, heads))
             at += row[0].tokens
-        found = found or [_read_row(pieces[0], 0, 0, heads)]
-        if len(found) == 1:
-            return found[0]
-        keys, values = (torch.cat(each, TOKENS_DIM) for each in zip(*found, strict=True))
-        return keys, values
+        return _concatenated(found or [_read_row(grid[0], 0, 0, heads)], TOKENS_DIM)
 
     def check(self) -> None:
-        """Verify all checksums, a layer of a piece at a time; see `StoredLayer.check`."""
+        """Verify all checksums, a piece at a time; see `StoredPiece.check`."""
         for piece in itertools.chain.from_iterable(self.pieces):
-            for layer in piece.layers:
-                with explained(Path(layer.keys.file.filename)):
-                    layer.check()
+            piece.check()
 
     def _of_layer(self, layer: int) -> list[list[StoredLayer]]:
         index = self.layers.index(layer)
@@ -261,25 +170,89 @@ class StoredKV:
 
 def _read_row(row: Sequence[StoredLayer], first: int, last: int, heads: tuple[int, int] | None) -> KeysValues:
     """Read some tokens and heads of adjacent pieces; digests cover all heads of a piece."""
-    import torch
-
     found, at = [], 0
-    for piece in row:
-        count = piece.keys.shape[HEADS_DIM]
+    for layer in row:
+        count = layer.keys.shape[HEADS_DIM]
         start, end = (0, count) if heads is None else (max(heads[0] - at, 0), min(heads[1] - at, count))
         if start < end:
-            with explained(Path(piece.keys.file.filename)):
-                keys, values = piece.read(first, last)
-            found.append((keys, values) if (start, end) == (0, count) else (keys[:, start:end], values[:, start:end]))
+            keys, values = layer.read(first, last)
+            found.append((keys[:, start:end], values[:, start:end]))
         at += count
-    if len(found) == 1:
-        return found[0]
-    keys, values = (torch.cat(each, HEADS_DIM) for each in zip(*found, strict=True))
+    return _concatenated(found, HEADS_DIM)
+
+
+def _concatenated(parts: Sequence[KeysValues], dim: int) -> KeysValues:
+    if len(parts) == 1:
+        return parts[0]
+    import torch
+
+    keys, values = (torch.cat(each, dim) for each in zip(*parts, strict=True))
     return keys, values
 
 
-def _facts(layer: StoredLayer) -> list[Any]:
+def open_pieces(name: str, pieces: Sequence[Piece], *, is_part: bool = False) -> StoredKV:
+    """Open all pieces of a document's keys and values; data are read later.
+
+    With `is_part`, a single piece is read as it is, even if it is not a whole document. Raises `DataError`, which
+    begins with `name`, if a piece is damaged, or the pieces do not fit together.
+    """
+    files: dict[Path, Any] = {}
+    found = []
+    with ExitStack() as stack:
+        for piece in pieces:
+            path = Path(piece.path)
+            with explained(path):
+                if path not in files:
+                    files[path] = stack.enter_context(open_volume(path))
+                group = group_in(group_in(files[path], KV), key_of(piece.id))
+                found.append(open_kv(group, piece.bytes, piece.sha256))
+        rows, tokens = (((found[0],),), found[0].tokens) if is_part else _join(name, found)
+        return StoredKV(rows, tokens, stack.pop_all())
+
+
+def _join(name: str, found: Sequence[StoredPiece]) -> tuple[tuple[tuple[StoredPiece, ...], ...], CachedTokens | None]:
+    """Arrange pieces in rows by tokens, each by heads; also return the tokens of the whole document.
+
+    Raises `DataError` if tokens or heads are missing, or the pieces have different prompts, layers or dtypes.
+    """
+    if not found:
+        return ((StoredPiece(),),), None
+    known = [(piece.tokens, piece) for piece in found if piece.tokens is not None]
+    if len(found) == 1 and not any(tokens.first or tokens.heads is not None for tokens, _ in known):
+        return ((found[0],),), found[0].tokens
+    if len(known) != len(found):
+        raise DataError(f"{name}: its keys and values are in pieces that do not record their tokens")
+    known.sort(key=lambda one: (one[0].first, 0 if one[0].heads is None else one[0].heads.first))
+    rows = [[*row] for _, row in itertools.groupby(known, key=lambda one: (one[0].first, len(one[0].ids)))]
+    whole, like = rows[-1][-1]
+    starts, stops = [row[0][0].first for row in rows], [len(row[0][0].ids) for row in rows]
+    if starts != [0, *stops[:-1]]:
+        raise DataError(
+            f"{name}: its keys and values begin at the tokens {starts} and end at {stops}; some are missing"
+        )
+    for tokens, piece in known:
+        about, count = f"{name}: its keys and values from token {tokens.first} on", len(tokens.ids) - tokens.first
+        if list(tokens.ids) != list(whole.ids[: len(tokens.ids)]) or tokens.compression != whole.compression:
+            raise DataError(f"{about} are of another prompt")
+        kinds = ([_kind(layer) for layer in each.layers] for each in (piece, like))
+        for here, there in itertools.zip_longest(*kinds):
+            if here != there:
+                raise DataError(f"{about} have the layer {here}; expected {there}")
+        if wrong := [layer.tokens for layer in piece.layers if layer.rows is None and layer.tokens != count]:
+            raise DataError(f"{about} have {wrong[0]} tokens; expected {count}")
+    for row in rows:
+        heads: list[KVHeads | None] = [tokens.heads for tokens, _ in row]
+        if heads != ([None] if heads[0] is None else list(heads[0].shares)):
+            raise DataError(f"{name}: KV heads are missing for its tokens from {row[0][0].first} on")
+    kept: dict[int, HeadRows] = {}
+    for layers in zip(*(piece.layers for _, piece in rows[0]), strict=True):
+        if some := [layer.rows for layer in layers if layer.rows is not None]:
+            counts = itertools.chain.from_iterable(one.counts for one in some)
+            kept[layers[0].number] = HeadRows(tuple(counts), np.concatenate([one.positions for one in some]))
+    return tuple(tuple(piece for _, piece in row) for row in rows), replace(whole, first=0, heads=None, rows=kept)
+
+
+def _kind(layer: StoredLayer) -> tuple[Any, ...]:
+    """Return what the layers of all pieces have in common: number, shapes of a token, dtypes, whether compressed."""
     arrays = layer.keys, layer.values
-    shapes, types = [list(one.shape) for one in arrays], [type_name(one) for one in arrays]
-    rows = [] if layer.rows is None else layer.rows.facts()
-    return [layer.number, shapes, types, layer.block_tokens, np.asarray(layer.digests).tolist(), *rows]
+    return layer.number, *(one.shape[1:] for one in arrays), *map(type_name, arrays), layer.rows is not None

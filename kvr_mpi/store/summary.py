@@ -38,15 +38,8 @@ def shorten(error: str) -> str:
 def count_reasons(errors: Iterable[tuple[str, str, int]]) -> dict[str, int]:
     """Count errors by cause, the most frequent first.
 
-    Parameters
-    ----------
-    errors : iterable of (str, str, int)
-        Id of a document or "", its shortened message, and the number of documents with this message.
-
-    Returns
-    -------
-    dict
-        From the first message of each cause to its number of documents.
+    Each error has the id of a document or "", its shortened message, and the number of documents with this message.
+    Maps the first message of each cause to its number of documents.
     """
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()

@@ -25,20 +25,9 @@ OWN_FOLDERS = (TRACES, STATES)
 
 
 def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> None:
-    """Refuse a target file before the command starts its work.
+    """Refuse a target file before the command starts its work: a run's own, one that it `reads`, or an existing one.
 
-    Parameters
-    ----------
-    path : Path
-    overwrite : bool
-        Whether the command may replace an existing file; never a file that it reads, or a run's own.
-    reads : iterable of Path
-        Files that the command reads.
-
-    Raises
-    ------
-    OutputError
-        With the reason, and what to do.
+    With `overwrite`, the command may replace an existing file. Raises `OutputError` with the reason, and what to do.
     """
     folder = path.parent
     if not folder.is_dir():
@@ -68,17 +57,8 @@ def _run_that_owns(path: Path) -> Path | None:
 def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
     """Refuse an output folder in which a job would hide, mix or delete the results of another.
 
-    Parameters
-    ----------
-    folder : Path
-        It need not exist.
-    reads : iterable of Path
-        Runs that the job reads: files or folders of results.
-
-    Raises
-    ------
-    OutputError
-        With the reason, and what to do.
+    `reads` are runs that the job reads, files or folders; the folder need not exist. Raises `OutputError` with the
+    reason, and what to do.
     """
     there = folder.resolve()
     for read in filter(Path.exists, reads):

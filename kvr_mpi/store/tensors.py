@@ -9,16 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.disk import PART, create
 from kvr_mpi.errors import OutputError
-from kvr_mpi.store.folder import Index, open_document
-from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.log import Header
+from kvr_mpi.store.kv import refuse_compressed
+from kvr_mpi.store.results import Results
 from kvr_mpi.store.rewrite import replaced
 from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.store.volumes import key_of
@@ -31,30 +30,23 @@ SUFFIX, ABOUT = ".safetensors", "kvr-mpi"
 MOST_NAME_BYTES, KEPT_OF_NAME = 255, 150
 
 
-def export_kv(
-    index: Index, header: Header, ids: Iterable[str], folder: Path, *, overwrite: bool = False
-) -> Iterator[tuple[str, Path]]:
-    """Write a file for each of these documents that has keys and values; yield (id, file).
+def export_kv(results: Results, folder: Path, *, overwrite: bool = False) -> int:
+    """Write a file for each document that has keys and values; return their number.
 
-    Raises
-    ------
-    DataError
-        If a document is damaged; the files before it are complete.
-    ConfigError
-        If a document's keys and values are compressed.
-    OutputError
-        If a file cannot be written, or exists already.
+    Raises `DataError` if a document is damaged (the files before it are complete), `ConfigError` if its keys and values
+    are compressed, and `OutputError` if a file cannot be written, or exists already.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ids:
-        with open_document(index, name) as (record, kv):
+    count = 0
+    for name in results.ids("done"):
+        with results.open(name) as (record, kv):
             refuse_compressed(kv.compression, name, "kvr export --kv")
             tensors, whose = dict(_tensors(kv)), kv.tokens
         if not tensors:
             continue
-        about: dict[str, Any] = {**asdict(header), "record": record.as_dict(), "text": None}
+        about: dict[str, Any] = {**asdict(results.header), "record": record.as_dict(), "text": None}
         if whose is not None:
             import torch
 
@@ -66,7 +58,8 @@ def export_kv(
         with replaced(file) as part:
             os.close(create(part))  # created exclusively: safetensors would follow a symbolic link
             save_file(tensors, part, metadata={ABOUT: json.dumps(about)})
-        yield name, file
+        count += 1
+    return count
 
 
 def file_name(key: str) -> str:

@@ -17,11 +17,13 @@ A job that resumes a run adds its own files.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -132,18 +134,8 @@ class RankTrace:
 class TraceWriter:
     """Writes the spans of a rank's recorder from a thread until it is closed.
 
-    A write error is logged once, and the job continues without a trace.
-
-    Parameters
-    ----------
-    folder : Path
-        Of the run.
-    offset_s : float
-        Unix time on rank 0's clock minus ``time.perf_counter``.
-    limit_bytes : int
-        Maximum size of the file.
-    say : callable
-        Receives log lines.
+    A write error is logged once, and the job continues without a trace. `offset_s` is Unix time on rank 0's clock minus
+    ``time.perf_counter``, `limit_bytes` the maximum size of the file.
     """
 
     def __init__(
@@ -217,7 +209,7 @@ class TraceWriter:
             memory = self._event("C", "memory", time.perf_counter())
             lines.append(f"{_encode(memory | {'args': {'resident bytes': _resident_bytes()}})},\n")
         lines += drawn
-        fitting = _fitting(lines, self._left)
+        fitting = bisect_right(list(itertools.accumulate(map(len, lines))), self._left)
         is_full = fitting < len(lines)
         if is_full:
             full = self._event("M", "full", time.perf_counter()) | {"args": {"bytes": self._limit}}
@@ -240,28 +232,23 @@ class TraceWriter:
 
     def _as_line(self, span: Span) -> str:
         """Convert a span to an event; peers are ranks of the job."""
-        prompt, values, title = self._prompts.get(span.prompt), list[str](), f'"{span.kind}"'
+        prompt, name, args = self._prompts.get(span.prompt), str(span.kind), dict[str, Any]()
         if span.kind == "layer":
-            title = f'"layer {span.layer}"'
+            name = f"layer {span.layer}"
         elif span.kind == "prefill" and prompt is not None:
-            title = _encode(f"prefill {prompt.document}")
-            values = [f'"tokens":{prompt.tokens},"slice":[{prompt.start},{prompt.stop}],"strategy":"{prompt.strategy}"']
-        if span.prompt >= 0:
-            values.append(f'"prompt":{span.prompt}')
-        if span.layer >= 0:
-            values.append(f'"layer":{span.layer}')
+            name = f"prefill {prompt.document}"
+            args = {"tokens": prompt.tokens, "slice": [prompt.start, prompt.stop], "strategy": prompt.strategy}
+        peer = -1
         if span.peer >= 0:
             first = 0 if prompt is None else prompt.first_rank
             peer = in_lane_of(self._header.rank, first + span.peer, self._header.tensor_parallel)
-            values.append(f'"peer":{peer}')
+        numbers = {"prompt": span.prompt, "layer": span.layer, "peer": peer}
+        args |= {key: number for key, number in numbers.items() if number >= 0}
         if span.amount:
-            values.append(f'"{"answers" if span.kind == "decode" else "bytes"}":{span.amount}')
-        began_us = round(1e6 * (span.began_s + self._offset_s))
+            args["answers" if span.kind == "decode" else "bytes"] = span.amount
+        event = self._event("X", name, span.began_s, self._row_of(span))
         took_us = round(1e6 * (span.ended_s - span.began_s))
-        return (
-            f'{{"ph":"X","name":{title},"cat":"{span.kind}","pid":{self._process},"tid":{self._row_of(span)},'
-            f'"ts":{began_us},"dur":{took_us},"args":{{{",".join(values)}}}}},\n'
-        )
+        return f"{_encode(event | {'cat': span.kind, 'dur': took_us, 'args': args})},\n"
 
     def _row_of(self, span: Span) -> int:
         """Find a row of the timeline without overlap; new rows are named."""
@@ -273,15 +260,6 @@ class TraceWriter:
             self._add("thread_name", {"name": ROW_NAMES[ROWS[span.kind]]}, row)
         self._row_ends[row] = max(span.ended_s, self._row_ends.get(row, span.ended_s))
         return row
-
-
-def _fitting(lines: list[str], size_bytes: int) -> int:
-    """Return how many of the lines fit into `size_bytes`."""
-    for number, line in enumerate(lines):
-        size_bytes -= len(line)
-        if size_bytes < 0:
-            return number
-    return len(lines)
 
 
 def _resident_bytes() -> int:
@@ -309,15 +287,8 @@ def remove_traces(folder: Path) -> None:
 def read_traces(folder: Path, skipped: Say | None = None) -> Iterator[RankTrace]:
     """Read every rank's trace of every job of a run; damaged lines are counted.
 
-    Parameters
-    ----------
-    skipped : callable, optional
-        Called with the reason when a file is skipped; None: the first such file raises.
-
-    Raises
-    ------
-    DataError
-        If a file cannot be read, is not a trace of a run, or has another version.
+    A file that cannot be read, is not a trace of a run, or has another version raises `DataError`, or calls `skipped`
+    with the reason.
     """
     for path in trace_files(folder):
         try:
@@ -369,35 +340,29 @@ def _read_header(path: Path, opening: bytes, line: bytes = b"") -> TraceHeader:
 
 def _add_event(trace: RankTrace, clocks: list[tuple[float, float, float]], event: dict[str, Any]) -> None:
     """Add an event if its values have the expected types."""
-    at_s, name, values = _finite(event["ts"]) / 1e6, event["name"], event["args"]
+    at_s, name, values = _number(event["ts"], int, float) / 1e6, event["name"], event["args"]
     if event["ph"] == "X":
-        kind, took_s = event["cat"], _finite(event["dur"]) / 1e6
+        kind, took_s = event["cat"], _number(event["dur"], int, float) / 1e6
         if kind not in ROWS or took_s < 0:
             raise ValueError(kind)
-        whole = {key: _whole(values[key]) for key in ("prompt", "layer", "peer") if key in values}
-        amount = _whole(values.get("bytes", values.get("answers", 0)))
+        whole = {key: _number(values[key], int) for key in ("prompt", "layer", "peer") if key in values}
+        amount = _number(values.get("bytes", values.get("answers", 0)), int)
         trace.spans.append(Span(kind, at_s, at_s + took_s, **whole, amount=amount))
     elif event["ph"] == "C":
-        trace.memory.append((at_s, _whole(values["resident bytes"])))
+        trace.memory.append((at_s, _number(values["resident bytes"], int)))
     elif name == "prompt":
-        trace.prompts[_whole(values["number"])] = read_plain(TracedPrompt, values)
+        trace.prompts[_number(values["number"], int)] = read_plain(TracedPrompt, values)
     elif name == "clock":
-        clocks.append((at_s, _finite(values["ahead_s"]), _finite(values["error_s"])))
+        clocks.append((at_s, _number(values["ahead_s"], int, float), _number(values["error_s"], int, float)))
     else:
         trace.is_full |= name == "full"
         trace.has_ended |= name == "ended"
 
 
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > 1 << 53:
+def _number(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds or not abs(value) <= 1 << 53:
         raise TypeError(value)
     return value
-
-
-def _finite(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e17:
-        raise TypeError(value)
-    return float(value)
 
 
 def _aligned(trace: RankTrace, clocks: list[tuple[float, float, float]]) -> RankTrace:

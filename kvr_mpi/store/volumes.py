@@ -18,12 +18,11 @@ their own checksums, other arrays those of HDF5. Files of any other version are 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from urllib.parse import quote
 
 import h5py
@@ -31,12 +30,13 @@ import numpy as np
 
 from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, open_regular
 from kvr_mpi.errors import DataError, ForeignError
-from kvr_mpi.store.hdf5 import create_hdf5, dataset_in, open_hdf5, read_attribute, write_attribute
-from kvr_mpi.store.log import READ_BYTES, VOLUME, iter_lines, seal
+from kvr_mpi.store.hdf5 import create_hdf5, dataset_in, open_hdf5, read_attribute, where, write_attribute
+from kvr_mpi.store.log import LINE_BYTES, VOLUME, seal
 
 RESULTS = "results.h5"
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 5
 LOG, RECORDS, KV = "log", "records", "kv"
+BLOCK_BYTES = 4 << 20
 
 
 def is_ours(name: str) -> bool:
@@ -64,31 +64,24 @@ def volume_line(volume: Path, pieces: Mapping[str, tuple[int, str]]) -> bytes:
     return seal({"line": VOLUME, "name": volume.name, "size_bytes": volume.stat().st_size, "pieces": pieces})
 
 
-def check_schema(file: h5py.File) -> None:
-    """Raise `ForeignError` if an HDF5 file was written by another program or version."""
-    if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
-        raise ForeignError(
-            f"{file.filename} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"
-        )
-    version = read_attribute(file, "schema_version", int)
-    if version != SCHEMA_VERSION:
-        remedy = "upgrade kvr-mpi" if version > SCHEMA_VERSION else "process its documents again"
-        raise ForeignError(
-            f"{file.filename} has schema version {version}; this kvr-mpi reads version {SCHEMA_VERSION} only: {remedy}"
-        )
-
-
 @contextmanager
 def open_volume(path: Path) -> Iterator[h5py.File]:
     """Open one of our files for reading, after checking its schema.
 
-    Raises
-    ------
-    DataError
-        If it is missing, damaged, foreign, or has another schema version; also for damage found while it is open.
+    Raises `DataError` if it is missing, damaged, foreign, or has another schema version; also for damage found while it
+    is open.
     """
     with open_hdf5(path) as file:
-        check_schema(file)
+        if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
+            raise ForeignError(
+                f"{path} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"
+            )
+        version = read_attribute(file, "schema_version", int)
+        if version != SCHEMA_VERSION:
+            remedy = "upgrade kvr-mpi" if version > SCHEMA_VERSION else "process its documents again"
+            raise ForeignError(
+                f"{path} has schema version {version}; this kvr-mpi reads version {SCHEMA_VERSION} only: {remedy}"
+            )
         yield file
 
 
@@ -99,7 +92,7 @@ def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
     space = h5py.h5s.create_simple((lines.seek(0, os.SEEK_END),))
     data = h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, dcpl=plist)
     at = lines.seek(0)
-    while block := lines.read(READ_BYTES):
+    while block := lines.read(BLOCK_BYTES):
         space.select_hyperslab((at,), (len(block),))
         data.write(h5py.h5s.create_simple((len(block),)), space, np.frombuffer(block, np.uint8))
         at += len(block)
@@ -109,45 +102,51 @@ def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
 class Source:
     """The lines of an open log or ``results.h5``.
 
-    parts : functions that read bytes, given offset and number, with the total size; the last part has the records.
+    ranges : offset and bytes of its lines; the last range has the records.
     """
 
     path: Path
-    parts: tuple[tuple[Callable[[int, int], bytes], int], ...]
+    stream: BinaryIO
+    ranges: tuple[tuple[int, int], ...]
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield every line with its offset in its part; for a record, this is the position for `read`."""
-        for read, size in self.parts:
-            yield from iter_lines(read, size)
+        """Yield every complete line, without its line break, with its offset in the file."""
+        for at, size in self.ranges:
+            end = at + size
+            self.stream.seek(at)
+            while line := self.stream.readline(min(LINE_BYTES, end - at)):
+                if line.endswith(b"\n"):
+                    yield at, line[:-1]
+                elif len(line) == LINE_BYTES:  # no line of ours is longer: damaged from here on
+                    yield at, b""
+                    break
+                at += len(line)
 
     def read(self, at: int, size: int) -> bytes:
-        """Read the line of a record."""
-        return self.parts[-1][0](at, size)
+        """Read a line."""
+        return os.pread(self.stream.fileno(), size, at)
 
 
 @contextmanager
 def open_source(path: Path) -> Iterator[Source]:
-    """Open a log, or ``results.h5``, for reading.
-
-    Raises
-    ------
-    DataError
-        If it cannot be read, as for `open_volume`.
-    """
+    """Open a log, or ``results.h5``, for reading; raises `DataError` if it cannot be read, as for `open_volume`."""
     if not LOG_NAME.fullmatch(path.name):
         with open_volume(path) as file:
-            found = [dataset_in(file, name, "u", (1,)) for name in (LOG, RECORDS)]
-            yield Source(path, tuple((partial(_bytes_of, data), int(data.shape[0])) for data in found))
-        return
-    try:
-        stream = open_regular(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+            ranges = tuple(_range_of(dataset_in(file, name, "u", (1,))) for name in (LOG, RECORDS))
+            stream: BinaryIO = os.fdopen(os.dup(file.id.get_vfd_handle()), "rb")
+    else:
+        try:
+            stream = open_regular(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        ranges = ((0, os.fstat(stream.fileno()).st_size),)
     with stream:
-        handle = stream.fileno()
-        yield Source(path, ((lambda at, size: os.pread(handle, size, at), os.fstat(handle).st_size),))
+        yield Source(path, stream, ranges)
 
 
-def _bytes_of(data: Any, at: int, size: int) -> bytes:
-    found: bytes = data[at : at + size].tobytes()
-    return found
+def _range_of(data: h5py.Dataset) -> tuple[int, int]:
+    """Return the offset of a dataset of bytes in its file, and its size."""
+    size, offset = int(data.shape[0]), data.id.get_offset()
+    if data.dtype.itemsize != 1 or (size and offset is None):
+        raise DataError(f"{where(data)} is not stored as {size} bytes in one place, as expected")
+    return offset or 0, size

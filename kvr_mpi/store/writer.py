@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,12 +27,11 @@ import h5py
 from kvr_mpi.disk import truncate
 from kvr_mpi.errors import WriteError
 from kvr_mpi.store.cost import Cost
-from kvr_mpi.store.kv import write_kv
+from kvr_mpi.store.kv import CachedTokens, KeysValues, PieceWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.log import LINE_BYTES, Header, LogWriter, seal, sync
-from kvr_mpi.store.pieces import piece_id, piece_ids
 from kvr_mpi.store.record import Record, record_values
-from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
+from kvr_mpi.store.stored_kv import piece_id, piece_ids
 from kvr_mpi.store.volumes import KV, create_volume, key_of, volume_line
 from kvr_mpi.trace import Recorder
 
@@ -53,31 +52,14 @@ MARGIN_BYTES = 256 << 10
 IN_FLIGHT_BYTES = 512 << 20
 
 
-class _Mark(Enum):
-    END = "of a document"
-    DROP = "the document: some of its layers could not be fetched"
-    DUE = "something is old enough"
-    STOP = "the thread"
-
-
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """A document to be written; its layers follow."""
+    """A document to be written; `began_s` on ``time.perf_counter``."""
 
     record: Record
     tokens: CachedTokens | None
     has_record: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    content: KeysValues | None
-    size_bytes: int
-    copied: Copied | None = None  # set while a GPU may still be copying
-
-
-class _DroppedError(Exception):
-    """A document is discarded."""
+    began_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(slots=True)
@@ -111,13 +93,10 @@ class LayersWriter:
 class ResultWriter:
     """Writes one rank's results.
 
-    Once something could not be written, every call raises `WriteError`; data that were already durable
-    stay.
+    Once something could not be written, every call raises `WriteError`; data that were already durable stay.
 
     Parameters
     ----------
-    folder : Path
-    rank : int
     header : Header
         The first line of the log.
     session : int or None
@@ -147,12 +126,14 @@ class ResultWriter:
         self._log = LogWriter(folder, session, rank, header)
         self._sync_s: float | None = None  # when the log must be synced
         self._volume: _Volume | None = None
+        self._piece: PieceWriter | None = None  # of the document that is being written
         self._count, self._began_s = 0, time.monotonic()
-        self._tasks: queue.SimpleQueue[_Document | _Layer | _Mark | threading.Event] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._room, self._waiting_bytes = threading.Condition(), 0
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self._error: Exception | None = None
         self._free = ""  # free space at the time of the error
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._work, name=f"kvr-results-{rank}", daemon=True)
         self._thread.start()
 
@@ -166,41 +147,31 @@ class ResultWriter:
     ) -> None:
         """Add a record, and this rank's keys and values of the document.
 
-        Parameters
-        ----------
-        record : Record
-        layers : iterable of (keys, values) or None
-            Each layer's (tokens, kv_heads, head_dim), on any device; copied, so they may change afterwards.
-        tokens : CachedTokens or None
-            Their tokens.
-        has_record : bool
-            False: another rank writes the record.
+        `layers` has each layer's keys and values (tokens, kv_heads, head_dim), on any device, or None; they are copied,
+        so they may change afterwards. `tokens` are their tokens. Without `has_record` another rank writes the record.
         """
-        with self._writing(_Document(record, tokens, has_record)) as document:
+        with self.writing_piece(record, tokens, has_record=has_record) as document:
             for layer in layers:
                 document.add_layer(layer)
 
     @contextlib.contextmanager
-    def writing_piece(self, record: Record, tokens: CachedTokens) -> Iterator[LayersWriter]:
-        """Add keys and values of a document whose record another rank writes; nothing else may be written meanwhile.
+    def writing_piece(
+        self, record: Record, tokens: CachedTokens | None, *, has_record: bool = False
+    ) -> Iterator[LayersWriter]:
+        """Add keys and values layer by layer, as `write` does; nothing else may be written meanwhile.
 
         If the block raises, or the document is dropped, its layers are discarded.
         """
-        with self._writing(_Document(record, tokens, has_record=False)) as document:
-            yield document
-
-    @contextlib.contextmanager
-    def _writing(self, document: _Document) -> Iterator[LayersWriter]:
         self._check()
-        self._tasks.put(document)
-        layers = LayersWriter(lambda layer: self._tasks.put(self._copy(layer)))
+        document, numbers = _Document(record, tokens, has_record), itertools.count()
+        layers = LayersWriter(lambda layer: self._put(document, next(numbers), layer))
         try:
             yield layers
         except BaseException:
             layers.drop()
             raise
         finally:
-            self._tasks.put(_Mark.DROP if layers.is_dropped else _Mark.END)
+            self._tasks.put(partial(self._end, document, layers.is_dropped))
 
     def end_with(self, cost: Cost) -> None:
         """Set this rank's total cost, which `close` writes."""
@@ -209,7 +180,8 @@ class ResultWriter:
     def flush(self) -> None:
         """Wait until everything written is durable."""
         reached = threading.Event()
-        self._tasks.put(reached)
+        self._tasks.put(self._settle)
+        self._tasks.put(reached.set)
         while self._thread.is_alive() and not reached.wait(1):
             pass
         self._check()
@@ -217,19 +189,20 @@ class ResultWriter:
     def close(self) -> None:
         """Flush everything, and end the thread."""
         if self._thread.is_alive():
-            self._tasks.put(_Mark.STOP)
+            self._tasks.put(self._stop)
             self._thread.join()
         self._check()
 
-    def _copy(self, layer: KeysValues | None) -> _Layer:
+    def _put(self, document: _Document, number: int, layer: KeysValues | None) -> None:
+        """Copy a layer of a document, once there is room, and queue it."""
         if layer is None:
-            return _Layer(None, 0)
+            return
         size = sum(tensor.numel() * tensor.element_size() for tensor in layer)
         with self._room:
             self._room.wait_for(lambda: self._waiting_bytes == 0 or self._waiting_bytes + size <= IN_FLIGHT_BYTES)
             self._waiting_bytes += size
-        keys, values = (self._to_host(tensor) for tensor in layer)
-        return _Layer((keys, values), size, mark_copies(layer[0].device))
+        copies = self._to_host(layer[0]), self._to_host(layer[1])
+        self._tasks.put(partial(self._add_layer, document, number, copies, size, mark_copies(layer[0].device)))
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to contiguous host memory, reusing a buffer if possible.
@@ -241,11 +214,11 @@ class ResultWriter:
             copy = spare.pop() if spare else None
         return copy_to_host(tensor, copy)
 
-    def _release(self, layer: _Layer) -> None:
-        """Let a blocked `write` continue, and keep the buffer for the next layer of the same shape."""
+    def _release(self, layer: KeysValues, size_bytes: int) -> None:
+        """Let a blocked `write` continue, and keep the buffers for the next layer of the same shape."""
         with self._room:
-            self._waiting_bytes -= layer.size_bytes
-            for tensor in layer.content or ():
+            self._waiting_bytes -= size_bytes
+            for tensor in layer:
                 key = (tensor.shape, tensor.dtype)
                 if key not in self._spare and len(self._spare) > 1:  # more: buffers of another document's shapes
                     self._spare.clear()
@@ -275,91 +248,59 @@ class ResultWriter:
     # The methods below run in the writer thread.
 
     def _work(self) -> None:
-        task = None
-        while task is not _Mark.STOP:
-            task = self._next()
+        while not self._is_stopped:
             try:
-                began_s, volume = time.perf_counter(), self._volume
-                if isinstance(task, _Document):
-                    self._add(task)
-                    self._end_what_is_due()
-                elif task is _Mark.DUE:
-                    self._end_what_is_due()
-                else:
-                    self._end_volume()
-                    if task is _Mark.STOP and self._last_cost is not None:
-                        self._add_cost(self._last_cost)
-                    self._sync()
-                if isinstance(task, _Document) or volume is not self._volume:
-                    self._recorder.note("write", began_s, prompt=-1)
+                with contextlib.suppress(queue.Empty):
+                    self._tasks.get(timeout=self._wait_s())()
+                self._end_what_is_due()
             except Exception as error:
                 self._free = self._free or self._space()  # before the unfinished volume makes room again
                 self._error = self._error or error
                 self._give_up()
-            if isinstance(task, threading.Event):
-                task.set()
         with contextlib.suppress(OSError):
             self._log.close()
 
-    def _next(self) -> _Document | _Layer | _Mark | threading.Event:
+    def _wait_s(self) -> float | None:
+        """Return the time until the volume, the cost or the log is due; None if nothing is."""
         due = [self._sync_s] if self._sync_s is not None else []
-        due += [self._volume.due_s] if self._volume is not None else []
+        due += [self._volume.due_s] if self._volume is not None and self._piece is None else []
         due += [self._cost_s] if self._cost is not None else []
-        try:
-            return self._tasks.get(timeout=max(0.0, min(due) - time.monotonic()) if due else None)
-        except queue.Empty:
-            return _Mark.DUE
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
-    def _layers(self) -> Iterator[_Layer]:
-        """Yield a document's layers."""
-        while not isinstance(task := self._tasks.get(), _Mark):
-            assert isinstance(task, _Layer)
-            yield task
-            self._release(task)
-        if task is _Mark.DROP:
-            raise _DroppedError
-
-    def _contents(self, layers: Iterable[_Layer]) -> Iterator[KeysValues | None]:
-        for layer in layers:
-            if layer.copied is not None:
-                layer.copied.wait()
-            self._check_space(layer.size_bytes)
-            yield layer.content
-
-    def _add(self, document: _Document) -> None:
-        layers = self._layers()
+    def _add_layer(
+        self, document: _Document, number: int, layer: KeysValues, size_bytes: int, copied: Callable[[], None] | None
+    ) -> None:
         try:
             if self._error is None:
-                stored = self._add_piece(document, self._contents(layers))
-                if document.has_record:
-                    self._add_record(document, has_kv=stored)
-        except _DroppedError:
-            pass
+                if copied is not None:
+                    copied()
+                self._check_space(size_bytes)
+                self._piece = self._piece or self._new_piece(document)
+                self._piece.add(number, layer)
         finally:
-            with contextlib.suppress(_DroppedError):
-                for _ in layers:  # drain the layers that were not written
-                    pass
+            self._release(layer, size_bytes)
 
-    def _add_piece(self, document: _Document, contents: Iterator[KeysValues | None]) -> bool:
-        """Write a document's layers; return whether there were any."""
-        before = 0  # number of first layers without keys and values
-        for first in contents:
-            if first is not None:
-                break
-            before += 1
-        else:
-            return False
+    def _new_piece(self, document: _Document) -> PieceWriter:
         volume = self._volume = self._volume or self._open()
         name = piece_id(document.record, document.tokens)
-        key, layers = key_of(name), itertools.chain([None] * before, [first], contents)
         if volume.pieces.pop(name, None):  # left by an attempt that failed
-            del volume.file[KV][key]
-        try:
-            volume.pieces[name] = write_kv(volume.file[KV], key, layers, document.tokens)
-        except _DroppedError:
-            del volume.file[KV][key]
-            raise
-        return True
+            del volume.file[KV][key_of(name)]
+        return PieceWriter(volume.file[KV], key_of(name), document.tokens)
+
+    def _end(self, document: _Document, is_dropped: bool) -> None:
+        """Complete a document, or discard its layers."""
+        piece, self._piece = self._piece, None
+        if self._error is not None:
+            return
+        if piece is not None:
+            assert self._volume is not None
+            if is_dropped:
+                piece.discard()
+            else:
+                self._volume.pieces[piece_id(document.record, document.tokens)] = piece.finish()
+        if document.has_record and not is_dropped:
+            self._add_record(document, has_kv=piece is not None)
+        self._recorder.note("write", document.began_s, prompt=-1)
 
     def _add_record(self, document: _Document, *, has_kv: bool) -> None:
         record = document.record
@@ -385,8 +326,9 @@ class ResultWriter:
     def _end_what_is_due(self) -> None:
         """Close the volume and sync the log when they are old or large enough."""
         now, volume = time.monotonic(), self._volume
-        if volume is not None and (now > volume.due_s or volume.file.id.get_filesize() > VOLUME_BYTES):
-            self._end_volume()
+        if volume is not None and self._piece is None:
+            if now > volume.due_s or volume.file.id.get_filesize() > VOLUME_BYTES:
+                self._end_volume()
         if now >= self._cost_s and self._cost is not None:
             self._cost_s = now + COST_S
             if self._log.is_begun:
@@ -402,9 +344,10 @@ class ResultWriter:
 
     def _end_volume(self) -> None:
         """Complete the volume: close, sync and list it."""
-        volume = self._volume
+        volume, began_s = self._volume, time.perf_counter()
         if volume is None or self._error is not None:
             return
+        assert self._piece is None, "a document is being written"
         with self._room:
             self._spare.clear()
         volume.file.close()
@@ -416,6 +359,19 @@ class ResultWriter:
         else:
             volume.path.unlink()
         self._volume = None
+        self._recorder.note("write", began_s, prompt=-1)
+
+    def _settle(self) -> None:
+        """Make everything durable."""
+        self._end_volume()
+        self._sync()
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+        self._end_volume()
+        if self._last_cost is not None:
+            self._add_cost(self._last_cost)
+        self._sync()
 
     def _sync(self) -> None:
         self._sync_s = None
@@ -423,7 +379,7 @@ class ResultWriter:
 
     def _give_up(self) -> None:
         """Remove the unfinished volume to free its space."""
-        self._sync_s = None
+        self._sync_s, self._piece = None, None
         volume, self._volume = self._volume, None
         if volume is not None:
             with contextlib.suppress(OSError):
@@ -434,28 +390,10 @@ class ResultWriter:
                 volume.path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """A CUDA event that is recorded after some copies."""
-
-    device: torch.device
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        """Wait for the copies; can be called from any thread, whatever its current GPU."""
-        import torch
-
-        torch.cuda.set_device(self.device)
-        self.event.synchronize()
-
-
 def copy_to_host(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     """Copy a tensor to contiguous host memory; from a GPU asynchronously, in the order of its stream.
 
-    Parameters
-    ----------
-    into : Tensor or None
-        Host buffer of the same shape and dtype to reuse; None: allocate one, pinned if the tensor is on a GPU.
+    `into` is a host buffer of the same shape and dtype to reuse; without one, it is allocated, pinned for a GPU.
     """
     if into is None:
         import torch
@@ -466,12 +404,17 @@ def copy_to_host(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tenso
     return into
 
 
-def mark_copies(device: torch.device) -> Copied | None:
-    """Record an event in a GPU's current stream; None for host memory, which is copied synchronously."""
+def mark_copies(device: torch.device) -> Callable[[], None] | None:
+    """Return a function that waits in any thread for the copies so far from a GPU; None for host memory."""
     if device.type != "cuda":
         return None
     import torch
 
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
-    return Copied(device, event)
+
+    def wait() -> None:
+        torch.cuda.set_device(device)  # a new thread's is GPU 0
+        event.synchronize()
+
+    return wait

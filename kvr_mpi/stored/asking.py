@@ -69,7 +69,7 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
     OutputError
         If a job is still writing the run.
     """
-    runs = find_runs([Path(each) for each in paths]).paths
+    runs, _ = find_runs([Path(each) for each in paths])
     for path in runs:
         if path.is_dir() and is_alive(path):
             raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until it has ended")
@@ -82,15 +82,12 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
 def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[str, Frame]:
     """Make the frame around a stored document's text for each question, by the question's name.
 
+    Raises `ConfigError` if another model or tokenizer produced the keys and values.
+
     Parameters
     ----------
     weights : str
         From `hash_weights`.
-
-    Raises
-    ------
-    ConfigError
-        If another model or tokenizer produced the keys and values.
     """
     questions = spec.questions
     if questions is None:

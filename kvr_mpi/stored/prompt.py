@@ -16,8 +16,8 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.store.pieces import Piece, open_pieces
-from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
+from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,6 @@ class StoredPrefix:
         ----------
         ids : sequence of int
             The prompt's token ids.
-        loaded : LoadedModel
         """
         ids = tuple(ids[: self.tokens])
         stored = _Stored(self, ids, loaded)
@@ -60,16 +59,12 @@ class StoredPrefix:
 def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTokens]:
     """Open the keys and values of a stored prompt, and read their tokens.
 
+    Raises `DataError` if files are missing, damaged, different from `pieces`, or without tokens.
+
     Parameters
     ----------
     name : str
         The document's id.
-    pieces : sequence of Piece
-
-    Raises
-    ------
-    DataError
-        If files are missing, damaged, different from `pieces`, or without tokens.
     """
     for piece in pieces:
         if not Path(piece.path).is_file():

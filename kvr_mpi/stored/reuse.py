@@ -22,9 +22,8 @@ from kvr_mpi.job.combinations import REUSE, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.plain import from_plain
-from kvr_mpi.store.folder import open_document
-from kvr_mpi.store.shares import find_runs, index_runs
-from kvr_mpi.store.stored_kv import BLOCK_TOKENS
+from kvr_mpi.store.kv import BLOCK_TOKENS
+from kvr_mpi.store.results import read_results
 from kvr_mpi.stored.asking import check_made_by
 from kvr_mpi.stored.prompt import StoredPrefix
 from kvr_mpi.transport import Transport, on_root, share_json, together
@@ -63,20 +62,14 @@ def hash_blocks(ids: Sequence[int]) -> list[str]:
 
 
 def scan_beginnings(path: str) -> StoredBeginnings:
-    """List the token blocks with which the prompts of a run begin.
-
-    Raises
-    ------
-    DataError
-        If the run cannot be read.
-    """
-    index, _ = index_runs(find_runs([Path(path)]))
+    """List the token blocks with which the prompts of a run begin; raises `DataError` if the run cannot be read."""
+    results = read_results([Path(path)])
     found, passed_over = StoredBeginnings([], {}), 0
-    for name in index.ids("done"):
-        if not index.places[name].pieces:
+    for name in results.ids("done"):
+        if not results.places[name].pieces:
             continue
         try:
-            with open_document(index, name) as (_, kv):
+            with results.open(name) as (_, kv):
                 whose = kv.tokens
         except DataError:
             continue  # not used; `kvr inspect` explains the error
@@ -87,7 +80,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
             continue
         for each in hash_blocks(whose.ids):
             found.hashes.setdefault(each, len(found.documents))
-        found.documents.append(StoredPrefix(name, index.places[name].pieces, len(whose.ids)))
+        found.documents.append(StoredPrefix(name, results.places[name].pieces, len(whose.ids)))
     return replace(found, passed_over=passed_over)
 
 

@@ -154,7 +154,7 @@ def test_the_example_runs_under_mpirun(tmp_path: Path, mpirun: Any, tiny_model_d
 
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     """As Python, in the order of its cells, beside a run where the demo's would be."""
-    take(tmp_path / "runs" / "demo", mode="new", corpus=corpus_of("abc")).close()
+    take(tmp_path / "runs" / "demo", mode="new", corpus=corpus_of("abc")).lock.release()
     write(tmp_path / "runs" / "demo", 0, [record("a"), record("b", "error"), record("c")])
     book = json.loads((ROOT / "docs" / "results.ipynb").read_text())
     assert all(not cell.get("outputs") for cell in book["cells"]), "what it shows is of somebody's machine"

@@ -12,14 +12,14 @@ from made_runs import HEADER, NAMES, corpus_of, record, take, write
 
 from kvr_mpi import open_results
 from kvr_mpi.errors import ConfigError, DataError, MissingError
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.writer import ResultWriter
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run over ten documents: eight done, one failed, one left."""
-    take(tmp_path / "out", mode="new", corpus=corpus_of(NAMES)).close()
+    take(tmp_path / "out", mode="new", corpus=corpus_of(NAMES)).lock.release()
     names = [name for name in NAMES if name != "f"]
     write(tmp_path / "out", 0, [record(name, "error" if name == "b" else "done") for name in names], kv=True)
     return tmp_path / "out"
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 def write_share(parent: Path, number: int, count: int, names: list[str]) -> None:
     path, share = parent / f"share-{number}-of-{count}", slice(number, None, count)
-    take(path, mode="new", corpus=corpus_of(names), share=share).close()
+    take(path, mode="new", corpus=corpus_of(names), share=share).lock.release()
     write(path, 0, [record(name) for name in names[share]])
 
 
@@ -86,7 +86,7 @@ def test_shares_are_one_and_what_is_not_whole_is_refused(tmp_path: Path) -> None
         open_results(tmp_path)
     found = open_results(tmp_path, partial=True)
     assert len(found) == 7 and "share 1 of 3" in found.missing[0] and "share 1 of 3" in str(found)
-    take(tmp_path / "share-1-of-3", mode="new", corpus=corpus_of(NAMES), share=slice(1, None, 3)).close()
+    take(tmp_path / "share-1-of-3", mode="new", corpus=corpus_of(NAMES), share=slice(1, None, 3)).lock.release()
     write(tmp_path / "share-1-of-3", 0, [record(NAMES[1])])
     with pytest.raises(DataError, match=r"share-1-of-3 has \d of \d documents left"):
         open_results(tmp_path)
@@ -103,7 +103,7 @@ def test_shares_that_do_not_belong_together_are_refused_saying_what_differs(tmp_
 def test_a_share_of_nothing_is_not_missing(tmp_path: Path) -> None:
     for number in range(3):
         path, share = tmp_path / f"share-{number}-of-3", slice(number, None, 3)
-        take(path, mode="new", corpus=corpus_of("xy"), share=share).close()
+        take(path, mode="new", corpus=corpus_of("xy"), share=share).lock.release()
         if number < 2:
             write(path, 0, [record("xy"[number])])
     assert open_results(tmp_path).ids() == ["x", "y"]

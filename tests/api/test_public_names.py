@@ -28,8 +28,8 @@ METHODS = {
     "ChainPrefill": {"bounds", "decode_rank", "ids", "logits", "seconds"},
     "DocumentKV": {"layers", "numpy", "text", "to_cache", "token_ids", "tokens"},
     "Results": {
-        *("columns", "cost", "header", "ids", "index", "kv", "left", "missing"),
-        *("open", "paths", "place", "records", "software", "to_pandas"),
+        *("columns", "cost", "costs", "damaged", "gone", "header", "ids", "kv", "kv_bytes", "left", "missing", "of"),
+        *("open", "paths", "place", "places", "read", "records", "software", "summary", "to_pandas", "unreadable"),
     },
     "RunOutcome": {"exit_code", "folder", "is_complete", "open"},
 }

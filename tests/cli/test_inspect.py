@@ -90,7 +90,7 @@ def test_a_run_without_records_is_told_from_no_run(tmp_path: Path, run_kvr: Kvr)
     for folder in (empty, other):
         folder.mkdir()
     (other / "notes.txt").touch()
-    take(begun, mode="new").close()
+    take(begun, mode="new").lock.release()
     for command in ("inspect", "export"):
         for folder, words in (
             (empty, "is empty; a job that has just begun loads its model first"),

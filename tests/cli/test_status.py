@@ -44,7 +44,7 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.
         CliRunner().invoke(group, ["merge", str(tmp_path)], catch_exceptions=False)
     for writer in writers:
         writer.close()
-    monkeypatch.setattr("kvr_mpi.cli.status.time", SimpleNamespace(sleep=lambda seconds: run.close()))
+    monkeypatch.setattr("kvr_mpi.cli.status.time", SimpleNamespace(sleep=lambda seconds: run.lock.release()))
     watched = CliRunner().invoke(group, ["status", str(tmp_path), "--watch"]).output
     assert watched.count("documents ") == 2, "watching goes on, and ends with the job"
     assert watched.index("job       running") < watched.index("job       not running")
@@ -55,7 +55,7 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.
 def test_damage_is_seen_and_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=str(tmp_path)):
         read_status(tmp_path)
-    take(tmp_path, mode="new").close()
+    take(tmp_path, mode="new").lock.release()
     for rank, name in enumerate("abc"):
         write(tmp_path, rank, [record(name)], kv=True)
     files = sorted(tmp_path.glob("kv-*.h5"))

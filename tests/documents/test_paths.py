@@ -48,7 +48,7 @@ def test_output_folders_hold_no_documents(tmp_path: Path, monkeypatch: pytest.Mo
     wanted = ["a.txt", "accounts/log-0001.jsonl", "log-2023.jsonl", "project/notes.md"]
     write_files(tmp_path, *wanted, "project/run.json")
     for name in ("out", "deep/out", "deep/locked"):
-        take(tmp_path / name, mode="new").close()
+        take(tmp_path / name, mode="new").lock.release()
         write_results(tmp_path / name, 0, [record("a")])
         write_files(tmp_path / name, "answers.jsonl")
     for file in (*(tmp_path / "deep" / "out").glob(".lock-*"), tmp_path / "deep" / "locked" / "run.json"):

@@ -54,7 +54,7 @@ def resident(pid: int) -> int:
 def done(out: Path) -> int:
     """How many documents the results, or the logs, have."""
     if (out / "results.h5").exists():
-        return len(survey(out).index().places)
+        return len(survey(out).locate()[0])
     return sum(log.read_bytes().count(b'\n{"id": ') for log in out.glob("log-*.jsonl"))
 
 

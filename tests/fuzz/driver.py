@@ -62,7 +62,7 @@ def make_samples(folder: Path) -> None:
     run = take(folder / "run")
     write(folder / "run", 0, [record(name) for name in "abc"], kv=True)
     write(folder / "run", 1, [record("d"), record("e", "error"), record("dir/c", answer="\u00e9" * 50)])
-    run.close()
+    run.lock.release()
     (folder / "run" / "expected.json").write_text(json.dumps(exported(folder / "run")))
     shutil.copytree(folder / "run", folder / "merged", dirs_exist_ok=True)
     merge_run(folder / "merged")

@@ -12,7 +12,7 @@ from made_runs import HEADER, record
 from pretended_cuda import Event, GpuTensor, PretendedCuda
 
 from kvr_mpi.store.folder import survey
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.writer import ResultWriter
 
 GPU = torch.device("cuda", 3)

@@ -20,11 +20,11 @@ from made_runs import STAMP, take, write
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError
-from kvr_mpi.report.charts import draw_first_token, draw_memory, draw_progress, draw_speedup
+from kvr_mpi.report.charts import Chart, draw_first_token, draw_memory, draw_progress, draw_speedup
 from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers, page_of
 from kvr_mpi.report.timeline import TracedRun, read_timelines
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, read_traces
+from kvr_mpi.store.traces import RankTrace, TracedPrompt, TraceHeader, TraceWriter, read_traces
 from kvr_mpi.trace import Recorder, Span
 
 HOSTILE = [
@@ -64,7 +64,12 @@ def done(name: str, **more: Any) -> Record:
 
 
 def page_with(records: Sequence[Record]) -> bytes:
-    return make_page(FACTS, records, None, (0.0, 0.0))
+    return make_page(FACTS, records, TracedRun())
+
+
+def drawn(chart: Chart | str) -> Chart:
+    assert isinstance(chart, Chart), chart
+    return chart
 
 
 def packed(page: bytes) -> Any:
@@ -108,7 +113,7 @@ def test_no_document_is_ever_markup(text: str, tmp_path: Path) -> None:
             Record("bad", "error", error=f"{word} failed", finished_at=STAMP),
         ]
         facts = replace(FACTS, name=word, model=word)
-        pages.append(make_page(facts, records, read_timelines(read_traces(folder)), (1e-3, 1e-7)))
+        pages.append(make_page(facts, records, read_timelines(read_traces(folder))))
     first, second = (Elements(page) for page in pages)
     kinds = [{(tag, *given) for tag, given in elements.found} for elements in (first, second)]
     assert kinds[0] == kinds[1], "the same elements, whatever is said"
@@ -123,14 +128,17 @@ def test_the_time_of_a_run_and_its_failures_are_counted_as_they_were() -> None:
     short = [done(name, finished_at=one, ttft_s=40.0) for name, one in zip("ab", at, strict=True)]
     split = [short[0], replace(short[1], parts=8, decode_s=5000.0)]
     whole = [short[0], replace(short[1], decode_s=5000.0)]
-    assert draw_progress(split).title == draw_progress(short).title != draw_progress(whole).title
+    titles = [drawn(draw_progress(each)).title for each in (split, short, whole)]
+    assert titles[0] == titles[1] != titles[2]
     at = [f"2026-01-01T00:00:{second:02}.000+00:00" for second in range(10, 40, 3)]
     answered = [done(f"{number}", finished_at=one, ttft_s=10.0) for number, one in enumerate(at[:4])]
     failed = [Record(f"{number}", "error", error="empty", finished_at=one) for number, one in enumerate(at[4:], 4)]
-    title = draw_progress([*answered, *failed]).title
+    title = drawn(draw_progress([*answered, *failed])).title
     assert title.startswith("4 documents answered, 6 failed in ") and title.endswith("389 answers per hour"), title
-    run = TracedRun(names={0: "rank 0"}, memory=[(0, [(0.0, 1 << 30), (9.0, 1 << 30)]), (0, [(500.0, 1 << 31)] * 2)])
-    assert str(draw_memory(run).drawing).count('<polyline class="s-ours"') == 2, "no line from job to job"
+    header = TraceHeader(0, 1, 1, "here", "cpu", 1)
+    memory = [[(0.0, 1 << 30), (9.0, 1 << 30)], [(500.0, 1 << 31)] * 2]
+    run = TracedRun([RankTrace(header, memory=samples) for samples in memory])
+    assert str(drawn(draw_memory(run)).drawing).count('<polyline class="s-ours"') == 2, "no line from job to job"
 
 
 def test_a_page_asks_for_nothing_and_forbids_it() -> None:
@@ -152,7 +160,7 @@ def test_a_page_asks_for_nothing_and_forbids_it() -> None:
 
 
 def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:
-    take(tmp_path, mode="new").close()
+    take(tmp_path, mode="new").lock.release()
     write(tmp_path, 0, [done("a"), done("b", prompt_tokens=901), done("c", slices=(0, 100), prompt_tokens=800)])
     page = page_of(tmp_path)[0].decode()
     assert (
@@ -185,22 +193,21 @@ def test_prompts_that_reused_most_of_their_tokens_are_compared_with_none() -> No
     """Two prompts about each document: the second finds the document's keys and values, and runs on one rank."""
     first = [done(f"{name} first", ttft_s=9.0) for name in "abc"]
     second = [done(f"{name} second", computed_tokens=13, slices=(0, 900), ttft_s=0.5) for name in "abc"]
-    chart = draw_first_token([*first, *second])
-    assert chart.title == draw_first_token(first).title and chart.drawing is not None
-    assert draw_first_token([done("split", parts=8)]).drawing is None, "the times of several prompts"
-    assert draw_first_token(first[:2]).drawing is None, "too few for a chart"
+    assert drawn(draw_first_token([*first, *second])).title == drawn(draw_first_token(first)).title
+    assert isinstance(draw_first_token([done("split", parts=8)]), str), "the times of several prompts"
+    assert isinstance(draw_first_token(first[:2]), str), "too few for a chart"
     for records in (second, [*first, *second]):
-        assert draw_speedup(records, None, (0.0, 0.0)).drawing is None
+        assert isinstance(draw_speedup(records, TracedRun()), str)
     # A template's beginning, which is computed once for all documents, is a small part of a prompt.
     few = [done("d", computed_tokens=880, slices=(0, 900), ttft_s=18.0), *first]
-    assert "2 ranks are 2.0 times as fast as 1" in draw_speedup(few, None, (0.0, 0.0)).title
-    rate = draw_first_token([done("d", computed_tokens=880, ttft_s=2.0)] * 3).title
+    assert "2 ranks are 2.0 times as fast as 1" in drawn(draw_speedup(few, TracedRun())).title
+    rate = drawn(draw_first_token([done("d", computed_tokens=880, ttft_s=2.0)] * 3)).title
     assert "440" in rate and "450" not in rate, "what was computed, by the seconds"
 
 
 @pytest.mark.parametrize("damage", ["no trace\n", "[\n{},\n", "a link"])
 def test_a_damaged_trace_is_named_and_the_others_are_drawn(damage: str, tmp_path: Path) -> None:
-    take(tmp_path, mode="new").close()
+    take(tmp_path, mode="new").lock.release()
     write(tmp_path, 0, [done("a")])
     record_run(tmp_path, ["a"])
     bad = tmp_path / "trace" / "0002-0000.json"
@@ -217,7 +224,7 @@ def test_clocks_that_were_not_aligned_are_noticed(tmp_path: Path, ahead_s: float
     record_run(tmp_path, ["a"], ahead_s)
     run = read_timelines(read_traces(tmp_path))
     assert run.backwards == backwards
-    page = make_page(FACTS, [done("a")], run, (0.0, 0.0)).decode()
+    page = make_page(FACTS, [done("a")], run).decode()
     assert ("arrived before they were sent" in page) == bool(backwards)
 
 

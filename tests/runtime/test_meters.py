@@ -100,7 +100,7 @@ def test_documents_share_what_a_run_has_spent(tmp_path: Path, run_job: Any, monk
     results = open_results(first.folder)
     assert len(results) == 5 and results.cost.joules and before.cost.joules
     assert results.cost.joules > before.cost.joules and results.cost.core_s > before.cost.core_s
-    assert len(results.index.costs) == 3, "two ranks, and then one"
+    assert len(results.costs) == 3, "two ranks, and then one"
     assert f"cost: {results.cost.describe(5)}" in page_of(tmp_path / "out")[0].decode()
     records = list(results)
     assert sum(record.joules for record in records) == pytest.approx(results.cost.joules)

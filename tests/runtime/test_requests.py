@@ -23,8 +23,8 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.sources import TextSource
 from kvr_mpi.requests.split import PromptConfig, Split
-from kvr_mpi.store.pieces import Piece
 from kvr_mpi.store.record import Record
+from kvr_mpi.store.stored_kv import Piece
 from kvr_mpi.stored.prompt import StoredPrefix
 
 FRAME = Frame(head=(1, 2), tail=(3,), max_tokens=23)  # twenty tokens for the text

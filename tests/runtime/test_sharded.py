@@ -54,12 +54,12 @@ def check_only_own(folder: Path) -> None:
     for volume in folder.glob("kv-*.h5"):
         with h5py.File(volume) as file:
             written.update(list(file["kv"]))
-    for name, place in results.index.places.items():
+    for name, place in results.places.items():
         record, pieces = results[name], place.pieces
         assert len(pieces) == len({piece.path for piece in pieces}) == max(1, len(record.slices) - 1)
         with results.open(name) as (_, kv):
             assert [row[0].tokens.first for row in kv.pieces] == list(record.slices[: len(pieces)])
-    assert written == Counter(key_of(piece) for place in results.index.places.values() for piece in place.needs)
+    assert written == Counter(key_of(piece) for place in results.places.values() for piece in place.needs)
 
 
 def check_same(folder: Path, truth: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
-from kvr_mpi.store.stored_kv import StoredLayer
+from kvr_mpi.store.kv import StoredLayer
 
 QUESTIONS = ("Who wrote it, and what for?", "When?", "What is it about, in one word?")
 DOCUMENTS = ("doc-2.txt", "doc-3.txt", "doc-4.txt")

@@ -24,7 +24,7 @@ from kvr_mpi.report.page import RunFacts, make_page
 from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.planning import plan_job
-from kvr_mpi.store.folder import index_run, read_run_header
+from kvr_mpi.store.folder import read_run_header
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
@@ -89,7 +89,7 @@ def test_what_groups_store_is_what_one_process_stores(run_job: Any, ask_about: A
     """In pieces, asked by other groups; done again where heads are lost; and when the pieces are put together."""
     alone, pieces = run_job(1, KV), run_job(4, GROUPS, KV, to="pieces")
     # Of two slices of two lanes each; short prompts, of one group each, have two.
-    assert sum(len(place.pieces) for place in index_run(pieces.folder).places.values()) > 10
+    assert sum(len(place.pieces) for place in open_results(pieces.folder).places.values()) > 10
     wanted, found = (run_job(n, *more, of=ask_about(of.folder)) for n, of, *more in ((1, alone), (2, pieces, GROUPS)))
     assert len(wanted.tokens) == 10 and found.tokens == wanted.tokens
     assert all(one.computed_tokens < 64 for one in found.records.values()), "the documents are loaded"
@@ -161,5 +161,5 @@ def test_every_rank_is_in_the_trace_with_its_group(run_job: Any) -> None:
         for lane in timeline.lanes:  # keys and values of other heads are no rank's concern
             peers = {span.peer for span in lane.spans if span.kind in ("send", "receive", "wait")}
             assert peers <= {(lane.rank + 2) % 4}
-    page = make_page(RunFacts("a run", "tiny", "kvr_mpi 0"), list(open_results(folder)), run, (0.0, 0.0)).decode()
+    page = make_page(RunFacts("a run", "tiny", "kvr_mpi 0"), list(open_results(folder)), run).decode()
     assert "rank 3 (group 1.1)" in page and "rank 2 (group 1.0)" in trace_files(folder)[2].read_text()

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from made_runs import new_writer, resume
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.log import Header, seal, unseal
-from kvr_mpi.store.pieces import piece_id
 from kvr_mpi.store.record import ARRAYS, ASKED_FOR, REALS, Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.stored_kv import piece_id
 from kvr_mpi.store.volumes import SCHEMA_VERSION, key_of
 
 HEADER = Header(
@@ -167,13 +167,13 @@ def unwritten(place: str, shape: tuple[int, ...], dtype: str, **options: Any) ->
     return instead(place, lambda file, outside: file.create_dataset(place, shape, dtype, **options))
 
 
-def deflated(place: str) -> Damage:
-    """Store the same values through a filter that kvr-mpi never uses, as a bomb would be."""
+def chunked(place: str, compression: str | None = None) -> Damage:
+    """Store the same values in chunks, or through a filter that kvr-mpi never uses, as a bomb would be."""
 
     def damage(file: h5py.File, outside: Path) -> None:
         values = file[place][()]
         del file[place]
-        file.create_dataset(place, data=values, chunks=True, compression="gzip")
+        file.create_dataset(place, data=values, chunks=True, compression=compression)
 
     return damage
 
@@ -219,8 +219,11 @@ PLACES = ("records", "log", A, LAYER, KEYS, f"{LAYER}/digests", f"{A}/token_ids"
 DAMAGE: dict[str, Damage] = {
     **{name: damage for place in PLACES for name, damage in misplaced(place).items()},
     # In the records.
-    "records-deflated": deflated("records"),
-    "log-deflated": deflated("log"),
+    "records-deflated": chunked("records", "gzip"),
+    "log-deflated": chunked("log", "gzip"),
+    "records-chunked": chunked("records"),
+    "log-chunked": chunked("log"),
+    "records-wide": replaced("records", np.zeros(8, np.uint16)),
     "line-cut": relined(lambda line: b'{"id": "a", "st\n'),
     "line-unsealed": relined(lambda line: b'{"id": "a"}\n'),
     "line-deep": relined(lambda line: DEEP + b"\n"),
@@ -291,7 +294,8 @@ DAMAGE: dict[str, Damage] = {
     "keys-unwritten": unwritten(KEYS, (4, 1, 4), "f4"),
     "keys-unwritten-chunks": unwritten(KEYS, (4, 1, 4), "f4", chunks=(4, 1, 4)),
     "keys-huge": unwritten(KEYS, (2**40, 2**5, 2**5), "f4", chunks=(8, 8, 8), compression="gzip"),
-    "keys-deflated": deflated(KEYS),
+    "keys-deflated": chunked(KEYS, "gzip"),
+    "layer-with-more": lambda file, outside: file.create_group(f"{LAYER}/more"),
     "keys-integers": replaced(KEYS, np.zeros((4, 1, 4), dtype=np.int32)),
     "digests-other": replaced(f"{LAYER}/digests", np.zeros((1, 2), np.int64)),
     "digests-huge": unwritten(f"{LAYER}/digests", (2**40, 2), "i8", chunks=(64, 2)),

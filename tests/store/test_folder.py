@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from constants import TESTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_runs import HEADER, record, result_files, write
+from made_runs import HEADER, new_writer, record, result_files, write
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import survey
@@ -24,7 +25,6 @@ from kvr_mpi.store.log import DROPPED, PRUNED, LogWriter, seal, unseal
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import finish_run, merge_run, merge_runs
-from kvr_mpi.store.shares import Runs
 from kvr_mpi.store.volumes import RESULTS
 from kvr_mpi.store.writer import ResultWriter
 
@@ -80,7 +80,7 @@ def test_a_merge_keeps_records_and_bits_and_removes_the_logs(tmp_path: Path) -> 
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     records, arrays = list(open_results(folder)), bits(folder)
     assert len(arrays) == 3 * 2
-    assert merge_runs(Runs((folder,)), target) == ()
+    assert merge_runs([folder], target) == ()
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before, "into another file"
     result = merge_run(folder)
     assert result_files(folder) == [RESULTS]
@@ -132,6 +132,16 @@ def test_a_merge_at_the_end_of_a_run_that_has_no_room_or_no_time_leaves_its_logs
     assert len(said) == 1 and os.strerror(errno.EFBIG) in said[0] and len(said[0].splitlines()) == 1
     assert f"kvr merge {tmp_path}" in said[0]
     assert finish_run(tmp_path) == tmp_path / RESULTS and len(list(open_results(tmp_path))) == 3 * 3
+
+
+def test_a_merge_without_room_for_keys_and_values_is_no_damage(tmp_path: Path) -> None:
+    writer, layer, said = new_writer(tmp_path), torch.ones(4096, 2, 8), list[str]()
+    writer.write(record("a"), [(layer, layer)])
+    writer.close()
+    with largest_file(40_000):
+        assert finish_run(tmp_path, say=said.append) == tmp_path
+    assert len(said) == 1 and os.strerror(errno.EFBIG) in said[0]
+    assert finish_run(tmp_path) == tmp_path / RESULTS and bits(tmp_path)["a", 0][0] == layer.numpy().tobytes()
 
 
 def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -26,15 +26,15 @@ def begin(folder: Path, *records: Any, **options: Any) -> None:
     run = take(folder, mode="new", **options)
     assert not run.done and not run.failed
     write(folder, 0, records, header=options.get("header", HEADER))
-    run.close()
+    run.lock.release()
 
 
 def test_a_folder_is_begun_once_and_may_be_begun_again_before_its_first_document(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     assert known_corpus(tmp_path) is None
     run = take(folder, mode="new")
-    assert (run.done, run.failed, run.session) == (set(), set(), 1) and known_corpus(folder) == corpus_of(NAMES)
-    run.close()
+    assert (run.done, run.failed, run.lock.number) == (set(), set(), 1) and known_corpus(folder) == corpus_of(NAMES)
+    run.lock.release()
     (folder / f"{RESULTS}{PART}").write_bytes(b"half")
     other = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, {})
     begin(folder, record("x"), corpus=corpus_of("xyz"), header=other)
@@ -83,7 +83,7 @@ def test_overwrite_deletes_our_files_and_no_others(tmp_path: Path) -> None:
     assert run.done == set() and list(tmp_path.glob("*.jsonl")) == [] and list(tmp_path.glob("*damaged*")) == []
     assert result_files(tmp_path) == ["measurements.h5", RESULTS]
     assert all(other.read_text() == "mine" for other in others)
-    run.close()
+    run.lock.release()
 
 
 @pytest.mark.parametrize("name", [RESULTS, "kv-0001-0000-00000.h5"])
@@ -124,7 +124,7 @@ def test_another_job_is_refused_by_name(tmp_path: Path, options: dict[str, Any],
             take(tmp_path, **options)
         assert known_corpus(tmp_path) == corpus_of(NAMES) and list(open_results(tmp_path)) == [record("a")]
         assert resume(tmp_path, corpus=corpus_of(reversed(NAMES)))[0] == {"a"}  # their order does not matter
-        take(tmp_path).close()
+        take(tmp_path).lock.release()
         merge_run(tmp_path)
     (tmp_path / RUN_FILE).unlink()
     if "header" in options:
@@ -182,7 +182,7 @@ def test_a_job_writes_beside_earlier_ones_even_if_their_locks_were_deleted(tmp_p
     for lock in tmp_path.glob(".lock-*"):
         lock.unlink()
     run = take(tmp_path)
-    assert run.session == 2 and run.done == {"a"}
+    assert run.lock.number == 2 and run.done == {"a"}
     write(tmp_path, 0, [record("b")])
-    run.close()
+    run.lock.release()
     assert [each.id for each in open_results(tmp_path)] == ["a", "b"]

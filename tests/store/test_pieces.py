@@ -14,13 +14,12 @@ import torch
 from made_runs import HEADER, record, stored_layers, write
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.folder import index_run
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.log import DROPPED, LogWriter, seal
-from kvr_mpi.store.pieces import open_pieces
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.results import open_results
+from kvr_mpi.store.results import open_results, read_results
 from kvr_mpi.store.rewrite import finish_run, list_stored, merge_run, prune_kv
-from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
+from kvr_mpi.store.stored_kv import StoredKV, open_pieces
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import KVHeads
 
@@ -89,9 +88,9 @@ def test_whoever_reads_reads_them_as_one(tmp_path: Path, slices: tuple[int, ...]
     write_all(tmp_path, whole(slices), size)
     with open_results(tmp_path).open(NAME) as (_, kv):
         check_whole(kv)
-    assert index_run(tmp_path).kv_bytes == 4 * KEYS.nbytes
+    assert open_results(tmp_path).kv_bytes == 4 * KEYS.nbytes
     merge_run(tmp_path)
-    assert len(index_run(tmp_path).places[NAME].pieces) == 1, "what is merged does not know how it was cut"
+    assert len(open_results(tmp_path).places[NAME].pieces) == 1, "what is merged does not know how it was cut"
     with open_results(tmp_path).open(NAME) as (_, kv):
         check_whole(kv)
 
@@ -105,12 +104,12 @@ def test_a_piece_of_another_attempt_stands_for_none(tmp_path: Path) -> None:
     other = whole((0, PROMPT), "b")
     write_piece(tmp_path, other, 3, 0, two[0])
     write_piece(tmp_path, other, 4, 0, two[1], ids=(*IDS[:-1], 7))
-    assert not index_run(tmp_path).places
+    assert not read_results([tmp_path]).places
     write_piece(tmp_path, replace(of, prompt_sha256="1" * 64), 5, 0)
-    assert not index_run(tmp_path).places
+    assert not read_results([tmp_path]).places
     write_piece(tmp_path, of, 6, 0)
     write_piece(tmp_path, other, 7, 0, two[1])
-    assert index_run(tmp_path).places.keys() == {NAME, "b"}
+    assert open_results(tmp_path).places.keys() == {NAME, "b"}
     merge_run(tmp_path)
     for name in (NAME, "b"):
         assert torch.equal(stored_layers(tmp_path, name)[2][0], KEYS)
@@ -124,7 +123,7 @@ def test_pieces_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write_all(tmp_path / "two", whole(CUTS[1]), 2)
     for rank, start in enumerate(CUTS[3][:-1]):
         write_piece(tmp_path / "other", whole(CUTS[3]), rank, start, ids=(7, *IDS[1:]))
-    three, two, other = ([*index_run(tmp_path / name).places[NAME].pieces] for name in ("three", "two", "other"))
+    three, two, other = ([*open_results(tmp_path / name).places[NAME].pieces] for name in ("three", "two", "other"))
     for pieces, words in (
         (three[1:], "some are missing"),
         ([three[0], *three[2:]], "some are missing"),
@@ -205,6 +204,32 @@ def test_a_merge_that_is_killed_while_it_tidies_up_can_be_done_again(
     assert [path.name for path in tmp_path.iterdir()] == ["results.h5"]
 
 
+def test_a_volume_with_parts_of_two_documents_keeps_those_of_one(tmp_path: Path) -> None:
+    for rank, (start, stop) in enumerate(((0, 5), (5, HELD))):
+        writer, layer = ResultWriter(tmp_path, rank, HEADER, 1), (KEYS[start:stop], -KEYS[start:stop])
+        for name in (NAME, "b"):
+            tokens = CachedTokens(IDS[:stop], (1, min(9, stop)), start)
+            writer.write(whole((0, 5, PROMPT), name), [layer, None, layer], tokens, has_record=rank == 1)
+        writer.close()
+    prune_kv(tmp_path, 2, [NAME])
+    assert list_stored(open_results(tmp_path)) == ["b"] and len(list(tmp_path.glob("kv-0002-*"))) == 2
+    with open_results(tmp_path).open("b") as (_, kv):
+        check_whole(kv)
+
+
+def test_a_run_that_outgrows_its_file_of_results_loses_nothing_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all(tmp_path, whole((0, 5, PROMPT)))
+    finish_run(tmp_path)
+    monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 100)
+    write_all(tmp_path, whole((0, 7, PROMPT), "b"), session=2)
+    finish_run(tmp_path)
+    assert len(list(tmp_path.glob("kv-*"))) == 2
+    for name in (NAME, "b"):
+        assert torch.equal(stored_layers(tmp_path, name)[2][0], KEYS)
+
+
 def test_large_keys_and_values_stay_in_their_volumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the records are in one file all the same; documents that come later are added."""
     monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 100)
@@ -218,7 +243,7 @@ def test_large_keys_and_values_stay_in_their_volumes(tmp_path: Path, monkeypatch
     for name in (NAME, "b"):
         assert torch.equal(stored_layers(tmp_path, name)[2][0], KEYS)
     prune_kv(tmp_path, 3, [NAME])
-    assert list_stored(index_run(tmp_path)) == ["b"] and len(list(tmp_path.glob("kv-*"))) == 2
+    assert list_stored(open_results(tmp_path)) == ["b"] and len(list(tmp_path.glob("kv-*"))) == 2
     assert torch.equal(stored_layers(tmp_path, "b")[2][0], KEYS)
     merge_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["results.h5"]

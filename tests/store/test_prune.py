@@ -14,23 +14,22 @@ from made_runs import kv_in, new_writer, record, resume, take
 
 from kvr_mpi.cli.prune import parse_size
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, DataError, counted
-from kvr_mpi.store.folder import index_run
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import choose_pruned, finish_run, list_stored
-from kvr_mpi.store.stored_kv import CachedTokens
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 
 
 def kept(folder: Path) -> set[str]:
-    return set(list_stored(index_run(folder, verify=True)))
+    return set(list_stored(open_results(folder)))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Five documents, a day between each; one of them failed."""
     folder = tmp_path / "run"
-    take(folder, mode="new").close()
+    take(folder, mode="new").lock.release()
     for rank, names in enumerate(("ab", "cde")):
         writer = new_writer(folder, rank)
         for name in names:
@@ -74,7 +73,7 @@ def test_what_is_named_goes_and_records_stay(
 
 
 def test_age_counts_from_when_a_document_was_finished(run: Path) -> None:
-    index, now_s = index_run(run), NOW.timestamp()
+    index, now_s = open_results(run), NOW.timestamp()
     assert list_stored(index) == ["a", "b", "c", "d"]
     for days, gone in ((10, ""), (3.5, "ab"), (2.5, "abc"), (0, "abcd")):
         assert choose_pruned(index, older_than_s=86_400 * days, now_s=now_s) == [*gone]
@@ -104,10 +103,10 @@ def test_prune_refuses_what_is_not_there(run: Path, tmp_path: Path, run_kvr: Any
     code, _, err = run_kvr("prune", run, "--doc", "e")
     assert code == EXIT_CONFIG and "'e'" in err
     assert run_kvr("prune", tmp_path / "no", "--keep", "0")[0] == EXIT_CONFIG
-    lock = take(run)
+    holder = take(run)
     try:
         code, _, err = run_kvr("prune", run, "--keep", "0")
         assert code == EXIT_CONFIG and "is in use" in err
     finally:
-        lock.close()
+        holder.lock.release()
     assert [parse_size(text) for text in ("12", "1.5 KiB", "2G", "3TB")] == [12, 1536, 2 << 30, 3 << 40]

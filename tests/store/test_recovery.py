@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import h5py
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from made_runs import kv_in, new_writer, record, result_files, resume, stored_layers, write
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.log import iter_lines, seal, unseal
+from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.log import seal, unseal
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.volumes import Source, open_source
 
 Damage = Callable[[bytes, int], bytes]
 LOG = "log-0001-0000.jsonl"
@@ -36,16 +38,21 @@ def test_a_sealed_line_comes_back_or_is_known_to_be_damaged(value: dict[str, obj
 
 
 @given(st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"")), max_size=6), st.binary(max_size=3))
-def test_lines_come_back_in_blocks_of_any_size(lines: list[bytes], torn: bytes) -> None:
+def test_lines_come_back_from_a_part_of_a_file(lines: list[bytes], torn: bytes) -> None:
     content = b"".join(line + b"\n" for line in lines) + torn.replace(b"\n", b"")
-    with pytest.MonkeyPatch.context() as patch:
-        for size in (1, 2, 3, 7, 100):
-            patch.setattr("kvr_mpi.store.log.READ_BYTES", size)
-            found = list(iter_lines(lambda at, count: content[at : at + count], len(content)))
-            assert [line for _, line in found] == lines
-            assert all(content[at : at + len(line)] == line for at, line in found)
-        patch.setattr("kvr_mpi.store.log.LINE_BYTES", 30)  # a line without an end is no reason to read on
-        assert list(iter_lines(lambda at, count: b"x" * count, 1 << 40)) == [(0, b"")]
+    with TemporaryFile() as stream:
+        stream.write(b"before\n" + content + b"\nafter\n")
+        source = Source(Path("log"), stream, ((7, len(content)),))
+        found = list(source.lines())
+        assert [line for _, line in found] == lines
+        assert all(source.read(at, len(line)) == line for at, line in found)
+
+
+def test_a_line_without_an_end_is_no_reason_to_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvr_mpi.store.volumes.LINE_BYTES", 30)
+    (tmp_path / LOG).write_bytes(b"x" * 29 + b"\n" + b"x" * 90 + b"\nx\n")
+    with open_source(tmp_path / LOG) as source:
+        assert list(source.lines()) == [(0, b"x" * 29), (30, b"")]
 
 
 @pytest.fixture(scope="module")

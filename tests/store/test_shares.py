@@ -32,7 +32,7 @@ def array(tmp_path: Path) -> Path:
     for number in range(COUNT):
         share = slice(number, None, COUNT)
         folder = tmp_path / "out" / f"share-{number}-of-{COUNT}"
-        take(folder, mode="new", corpus=corpus_of(NAMES), share=share).close()
+        take(folder, mode="new", corpus=corpus_of(NAMES), share=share).lock.release()
         write(folder, 0, [record(name, "error" if name in FAILED else "done") for name in NAMES[share]])
     return tmp_path / "out"
 
@@ -109,7 +109,7 @@ def test_a_gathered_file_does_not_hide_the_shares(array: Path, run_kvr: Kvr) -> 
         code, _, err = run_kvr(*command)
         assert code == EXIT_BAD_DATA and "share 3 of 12" in err
     assert {each.id for each in open_results(gathered)} == {name for n, name in enumerate(NAMES) if n % COUNT != 3}
-    take(share, mode="new", corpus=corpus_of(NAMES), share=slice(3, None, COUNT)).close()
+    take(share, mode="new", corpus=corpus_of(NAMES), share=slice(3, None, COUNT)).lock.release()
     write(share, 0, [record(name, answer="anew") for name in NAMES[3::COUNT]])
     found = rows(run_kvr("export", array)[1])
     assert sorted(found) == NAMES and found["doc-03"]["answer"] == "anew"
@@ -121,7 +121,7 @@ def test_shares_of_several_prompts_about_each_document_are_complete(tmp_path: Pa
     )
     for number, names in enumerate(("ac", "b")):
         folder, share = tmp_path / f"share-{number}-of-2", slice(number, None, 2)
-        take(folder, mode="new", corpus=corpus, share=share).close()
+        take(folder, mode="new", corpus=corpus, share=share).lock.release()
         write(folder, 0, [record(f"{name}#{prompt}") for name in names for prompt in corpus.prompts])
     assert open_results(tmp_path).missing == ()
 
@@ -130,7 +130,7 @@ def test_runs_that_are_no_shares_of_one_job_are_refused(array: Path, tmp_path: P
     target = ["-o", tmp_path / "all.h5"]
     other = Header({**HEADER.identity, "model": "another"}, HEADER.model)
     for folder, name, header in (("other", "x", other), ("again", "doc-03", HEADER)):
-        take(tmp_path / folder, mode="new", header=header, corpus=corpus_of([name])).close()
+        take(tmp_path / folder, mode="new", header=header, corpus=corpus_of([name])).lock.release()
         write(tmp_path / folder, 0, [record(name)], header=header)
     for command, wanted, words in (
         (

@@ -18,7 +18,7 @@ from kvr_mpi.cli import group
 from kvr_mpi.store.states import STATE_BYTES, RankState, StateWriter, read_states, remove_states, silent_ranks
 from kvr_mpi.store.status import read_status
 
-STATE = RankState(0, 4, 1, "here", 1000.0, "prefilling", "a.txt", 1100.0, 10, 2, None, 5.0, 1100.0)
+STATE = RankState(0, 4, 1, "here", 1000.0, "prefilling", 1100.0, None, 5.0, 1100.0, "a.txt", 10, 2)
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (one, other) = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)["ranks"]
         assert one["what"] == "a\x1b[2J.txt" and (other["prompt_tokens"], other["new_tokens"]) == (1000, 20)
     assert {each.doing for each in read_states(tmp_path, 1)} == {"ended"}
-    run.close()
+    run.lock.release()
     assert read_status(tmp_path).ranks == () == read_states(tmp_path, 2), "nobody is at work"
     remove_states(tmp_path)
     assert not (tmp_path / "states").exists()
@@ -73,7 +73,7 @@ def test_a_rank_that_has_gone_silent_is_named_first(tmp_path: Path) -> None:
         assert told[head + 1].startswith("rank 1 (group 0.1)") and "last seen prefilling b.txt" in told[head + 1]
         gone.unlink()
         assert read_status(tmp_path).silent == (), "it may be about to begin"
-    run.close()
+    run.lock.release()
 
 
 def test_stamps_are_held_against_each_other() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable
 from dataclasses import fields
 from math import inf, isfinite, nan
 from pathlib import Path
@@ -19,15 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import type_name
-from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.head_rows import HeadRows, open_head_rows
-from kvr_mpi.store.kv import open_kv, write_kv
+from kvr_mpi.store.hdf5 import group_in, type_name
+from kvr_mpi.store.kv import CachedTokens, HeadRows, KeysValues, PieceWriter, StoredPiece, open_kv, read_head_rows
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import ASKED_FOR, KINDS, OF_RUN, REALS, Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
-from kvr_mpi.store.stored_kv import CachedTokens, KeysValues, StoredPiece
 from kvr_mpi.store.volumes import KV, SCHEMA, SCHEMA_VERSION, create_volume, open_volume
 from kvr_mpi.store.writer import ResultWriter
 
@@ -60,6 +58,15 @@ RECORD = st.builds(Record, **{name: GIVEN.get(name, VALUES[kind]) for name, kind
 Layers = list[tuple[torch.Tensor, torch.Tensor] | None]
 
 
+def write_kv(parent: h5py.Group, key: str, layers: Iterable[Any], tokens: CachedTokens | None) -> tuple[int, str]:
+    """Write a piece; None stands for a layer without keys and values."""
+    writer = PieceWriter(parent, key, tokens)
+    for number, layer in enumerate(layers):
+        if layer is not None:
+            writer.add(number, layer)
+    return writer.finish()
+
+
 def layers_in(kv: h5py.Group, told: tuple[int, str]) -> dict[int, KeysValues]:
     """Read keys and values of a group; `told` is what `write_kv` returned."""
     return {layer.number: layer.read() for layer in open_kv(kv, *told).layers}
@@ -76,11 +83,6 @@ def as_stored(record: Record) -> dict[str, Any]:
         elif isinstance(value, float) and not isfinite(value):
             values[name] = nan
     return values
-
-
-def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Compare field by field and type by type; NaN is like NaN, and -0.0 unlike 0.0."""
-    return list(got) == list(wanted) and all(repr(got[name]) == repr(wanted[name]) for name in wanted)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -102,9 +104,9 @@ def test_every_field_of_records_side_by_side_comes_back(
     for record in records:
         writer.write(record)
     writer.close()
-    got = {record.id: record.as_dict() for record in open_results(folder)}
-    assert set(got) == {record.id for record in records}
-    assert all(same(got[record.id], as_stored(record)) for record in records)
+    got = [record.as_dict() for record in open_results(folder)]
+    wanted = [as_stored(record) for record in sorted(records, key=lambda record: record.id)]
+    assert repr(got) == repr(wanted), "NaN is like NaN, and -0.0 unlike 0.0"
 
 
 # The schema, seen by others
@@ -179,10 +181,9 @@ def test_layers_come_back_from_a_volume_and_keep_their_numbers(
     ]
     path = tmp_path_factory.mktemp("volume") / "a.h5"
     with create_volume(path) as file:
-        told = write_kv(file[KV], "a", iter(layers), None)
-        assert ("a" in file[KV]) == any(present)
+        told = write_kv(file[KV], "a", layers, None)
     with open_volume(path) as file:
-        got = layers_in(group_in(file[KV], "a"), told) if any(present) else {}
+        got = layers_in(group_in(file[KV], "a"), told)
     wanted = {number: layer for number, layer in enumerate(layers) if layer is not None}
     assert got.keys() == wanted.keys()
     for number, layer in wanted.items():
@@ -230,13 +231,6 @@ def test_what_was_written_is_read(path: Path) -> None:
     assert first.rows.bounds_before(0) == [(0, 0), (3, 3)]
 
 
-def test_another_method_is_found(path: Path) -> None:
-    with h5py.File(path, "r+") as file:
-        file["kv/a"].attrs.modify("compression", METHOD.replace("4", "2").encode())
-    with pytest.raises(DataError, match="is damaged"):
-        read(path)
-
-
 @pytest.mark.parametrize("name", ["keys", "values", "positions", "head_rows", "digests"])
 def test_a_flipped_bit_is_found_wherever_it_is(path: Path, name: str) -> None:
     with h5py.File(path) as file:
@@ -277,4 +271,4 @@ def test_rows_that_cannot_be_are_refused(tmp_path: Path, counts: Any, positions:
         if positions is not None:
             layer["positions"] = np.array(positions, np.int32)
         with pytest.raises(DataError, match=why):
-            open_head_rows(layer, (8, 1, 6))
+            read_head_rows(layer, (8, 1, 6))

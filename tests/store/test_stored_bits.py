@@ -19,9 +19,9 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefix_of_cache
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.store.folder import index_run
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.results import open_results
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.stored.prompt import StoredPrefix
 from kvr_mpi.transport import Transport
@@ -63,7 +63,7 @@ def test_to_the_bit_what_memory_gives(tmp_path: Path, name: str, bounds: tuple[i
     kept = run_local(
         partition.size, lambda chain: prefill_kvr(loaded, ids[:TOKENS], partition, chain, keeps_all=True).cache
     )
-    stored = StoredPrefix("a", index_run(tmp_path).places["a"].pieces, TOKENS).open(ids, loaded)
+    stored = StoredPrefix("a", open_results(tmp_path).places["a"].pieces, TOKENS).open(ids, loaded)
     prefixes: tuple[Any, ...] = (prefix_of_cache(ids[:TOKENS], kept[-1]), stored)
     ((one,), (other,)) = (prefill_packed(loaded, [ids], prefix=each, reserve_tokens=1) for each in prefixes)
     assert one.logits is not None and other.logits is not None and torch.equal(one.logits, other.logits)

@@ -17,7 +17,7 @@ from kvr_mpi.store.targets import answers_folders, check_file, check_output_fold
 
 
 def make_run(folder: Path, *names: str, share: slice = slice(0, None, 1)) -> Path:
-    take(folder, mode="new", corpus=corpus_of("abcd"), share=share).close()
+    take(folder, mode="new", corpus=corpus_of("abcd"), share=share).lock.release()
     write(folder, 0, [record(name) for name in names])
     return folder
 
@@ -87,7 +87,7 @@ def test_other_questions_go_to_a_new_folder_and_the_last_one_is_continued(
     names = [f"{run}-answers", f"{run}-answers-2", f"{run}-answers-3"]
     assert _answers_folder(run, True) == names[0], "there is nothing to continue"
     for folder, job in zip(map(Path, names[:2]), ("6", "7"), strict=True):
-        take(folder, mode="new", owner=this_process(job)).close()
+        take(folder, mode="new", owner=this_process(job)).lock.release()
     assert answers_folders(run) == names
     assert (_answers_folder(run, False), _answers_folder(run, True)) == (names[2], names[1])
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

@@ -23,7 +23,7 @@ from kvr_mpi.store.volumes import key_of
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
-    take(folder, mode="new").close()
+    take(folder, mode="new").lock.release()
     write(folder, 0, [record("a"), record("dir/b c"), record("é" * 200)], kv=True)
     write(folder, 1, [record("none"), record("e", "error")])
     return folder

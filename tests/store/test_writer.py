@@ -19,9 +19,9 @@ from made_runs import new_writer, record, result_files, resume, stored_layers, w
 import kvr_mpi.store.writer as writer_module
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import survey
-from kvr_mpi.store.pieces import piece_id
+from kvr_mpi.store.kv import CachedTokens, PieceWriter
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.stored_kv import piece_id
 
 pytestmark = pytest.mark.quick
 LOG, VOLUME = "log-0001-0000.jsonl", "kv-0001-0000-00000.h5"
@@ -57,19 +57,25 @@ def test_an_answer_counts_when_its_line_is_written_and_one_with_kv_when_that_is(
     writer.close()
 
 
-def test_a_volume_is_on_the_disk_before_it_is_listed_and_records_within_their_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced, real_sync = list[str](), os.fsync
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that have been synced; a volume has been before it is listed."""
+    found, real_sync = list[str](), os.fsync
 
     def sync(handle: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        assert path.name != LOG or b'"volume"' not in path.read_bytes() or VOLUME in synced
-        synced.append(path.name)
+        assert path.name != LOG or b'"volume"' not in path.read_bytes() or VOLUME in found
+        found.append(path.name)
         real_sync(handle)
 
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(writer_module, "SYNC_S", 0.05)
+    monkeypatch.setattr(writer_module, "SYNC_S", 0.02)
+    return found
+
+
+def test_a_volume_is_on_the_disk_before_it_is_listed_and_records_within_their_time(
+    tmp_path: Path, synced: list[str]
+) -> None:
     writer = new_writer(tmp_path)
     writer.write(record("a"))
     wait_for(lambda: LOG in synced)
@@ -147,14 +153,14 @@ def test_tensors_may_change_as_soon_as_write_returns(tmp_path: Path) -> None:
 
 def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "IN_FLIGHT_BYTES", 3 * 8192)
-    seen, real = [], writer_module.write_kv
+    seen, real = [], PieceWriter.add
 
-    def watched(*arguments: Any) -> Any:
+    def watched(*arguments: Any) -> None:
         time.sleep(0.02)
         seen.append(writer._waiting_bytes)
-        return real(*arguments)
+        real(*arguments)
 
-    monkeypatch.setattr(writer_module, "write_kv", watched)
+    monkeypatch.setattr(PieceWriter, "add", watched)
     writer = new_writer(tmp_path)
     layer = (torch.ones(1024, 1, 1), torch.ones(1024, 1, 1))
     for name in "abcdef":
@@ -203,3 +209,19 @@ def test_a_full_disk_is_said_and_what_was_durable_stays(
         (folder / VOLUME).unlink()
         write(folder, 0, [record(written[0])])
         assert ids(folder) == written
+
+
+def test_records_are_synced_and_no_volume_is_closed_while_the_layers_of_another_document_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+) -> None:
+    for name in ("VOLUME_S", "LEAST_VOLUME_S"):
+        monkeypatch.setattr(writer_module, name, 0.02)
+    writer = new_writer(tmp_path)
+    writer.write(record("a"))
+    with writer.writing_piece(record("b"), TOKENS, has_record=True) as document:
+        document.add_layer(LAYER)
+        wait_for(lambda: LOG in synced)
+        time.sleep(0.1)
+        document.add_layer(LAYER)
+    writer.close()
+    assert ids(tmp_path) == ["a", "b"] and [*stored_layers(tmp_path, "b")] == [0, 1]

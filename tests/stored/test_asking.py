@@ -13,9 +13,9 @@ import torch
 from made_jobs import TEXT, last_line, with_settings
 from made_runs import kv_in
 
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport.local import LocalTransport
 

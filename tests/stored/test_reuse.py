@@ -9,7 +9,7 @@ import pytest
 from made_jobs import TEXT, with_settings
 from test_asking import records
 
-from kvr_mpi.store.stored_kv import BLOCK_TOKENS
+from kvr_mpi.store.kv import BLOCK_TOKENS
 from kvr_mpi.stored.prompt import StoredPrefix
 from kvr_mpi.stored.reuse import StoredBeginnings, hash_blocks
 
