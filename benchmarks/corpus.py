@@ -266,7 +266,7 @@ def _ours(
         with closing(ResultWriter(folder, control.rank, prepared.header())) as writer:
             source, stop = open_source(prepared, corpus), Stop()
             stop.join(counters)
-            sink = ResultSink(writer, counters, quiet, keeps_kv=bool(prepared.spec.output.kv))
+            sink = ResultSink(prepared, writer, counters, quiet)
             context = open_context(prepared, source, sink, stop)
             work_through(prepared, JobRanks(ranks, ranks), shares, context, counters, Log(1).line)
         control.barrier()

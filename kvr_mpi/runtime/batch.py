@@ -35,21 +35,21 @@ from kvr_mpi.preflight.inputs import row_format
 from kvr_mpi.report.log import Detail, Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
-from kvr_mpi.requests.sources import Source, TextSource
-from kvr_mpi.requests.split import error_record
+from kvr_mpi.requests.sources import Source, TextSource, error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
-from kvr_mpi.runtime.leader import WorkerContext
+from kvr_mpi.runtime.leader import Leader, WorkerContext
 from kvr_mpi.runtime.meters import Meters
 from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.runtime.outcome import keep_outcome
+from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.stopping import Stop, listening
-from kvr_mpi.runtime.stored_source import StoredSource, check_askable, scan_stored
+from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
 from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
-from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
+from kvr_mpi.runtime.tracing import Trace, open_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
@@ -63,7 +63,7 @@ from kvr_mpi.store.log import software
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Run, check_same_documents, known_corpus, open_run
-from kvr_mpi.store.states import remove_states
+from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -150,8 +150,11 @@ def _run(
     counters = open_counters(world, FIRST_LIST + shares.slots)
     threads = torch.get_num_threads()  # read here: PyTorch keeps this number per thread
     has_bar = options.bar and world.rank == 0
+    if world.rank == 0:
+        remove_states(folder, but_of=session)
+    group_size = spec.parallel.tensor_parallel
     with (
-        open_states(folder, session, world, stop.deadline_s, log, spec.parallel.tensor_parallel) as states,
+        closing(StateWriter(folder, world.rank, world.size, session, stop.deadline_s, log.line, group_size)) as states,
         open_trace(prepared, folder, session, ranks, log, states) as trace,
         closing(
             ResultWriter(
@@ -164,7 +167,7 @@ def _run(
     ):
         source = open_source(prepared, corpus)
         stop.join(counters, None if run is None else run.check, ranks.peers)
-        sink = _open_sink(prepared, ranks, writer, counters, progress)
+        sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
         context = open_context(prepared, source, sink, stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
         world.barrier()
@@ -198,17 +201,6 @@ def open_context(
     return WorkerContext(source, sink, Decoder(setup, sink, stop, trace), stop, trace)
 
 
-def _open_sink(
-    setup: JobSetup, ranks: JobRanks, writer: ResultWriter, counters: Counters, progress: Progress
-) -> ResultSink:
-    """Open this rank's result sink, for the KV heads that it stores."""
-    part, kv = setup.loaded.part, bool(setup.spec.output.kv)
-    if part is None:
-        return ResultSink(writer, counters, progress, keeps_kv=kv)
-    heads = None if part.held.is_all else part.held
-    return ResultSink(writer, counters, progress, keeps_kv=kv and part.stores, tells=ranks.tells, heads=heads)
-
-
 def work_through(
     setup: JobSetup, ranks: JobRanks, shares: Shares, context: WorkerContext, counters: Counters, say: Say
 ) -> None:
@@ -227,8 +219,9 @@ def work_through(
         own = part.topology.chain_of(lane.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
-            runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say, context.trace.recorder)
-            ChainWorker(runner, queue, with_decoder(context, setup, chain, choice), everyone).run()
+            runner = ChainRunner(setup, chain, part.topology.ranks_of(own).start, context.trace.recorder)
+            leader = Leader(Planner(runner, say), queue, context) if everyone.rank == 0 else None
+            ChainWorker(runner, leader, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
     context.trace.tell("decoding", counted(context.decoder.running, "answer"))
     context.decoder.decode()
@@ -245,12 +238,11 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
         )
         raise ConfigError(f"--extend cannot be combined with {what}: {why}; choose another output.path")
     if spec.questions is not None:
-        stored = scan_stored(spec)
-        check_askable(spec, stored)
+        corpus, lines = scan_stored(spec)
         check_writable(folder)
-        for line in stored.describe():
+        for line in lines:
             log.line(line)
-        return stored.corpus.to_json()
+        return corpus.to_json()
     check_writable(folder)
     if others := find_others(spec):
         log.line(f"{describe_others(others)}: {name_files(others)}")
@@ -272,10 +264,7 @@ def open_source(setup: JobSetup, corpus: Corpus) -> Source:
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     """List a job's documents.
 
-    Parameters
-    ----------
-    known : Corpus, optional
-        An earlier list; files that have not changed since then are not read again.
+    known : an earlier list; files that have not changed since then are not read again.
 
     Raises
     ------

@@ -29,15 +29,8 @@ from kvr_mpi.transport import share_json
 class Decoder:
     """One rank's answers in progress.
 
-    Parameters
-    ----------
-    setup : JobSetup
-    sink : ResultSink
-    stop : Stop
-    trace : Trace
-        Records when this rank decodes, and how many answers.
-    group : Group, optional
-        The ranks that decode together and call `decode` at the same time; None: this rank alone.
+    trace : records when this rank decodes, and how many answers.
+    group : the ranks that decode together and call `decode` at the same time; None: this rank alone.
     """
 
     def __init__(
@@ -60,9 +53,10 @@ class Decoder:
         """Whether the ranks of the chain decode all their prompts together after a wave's prefill."""
         return self._batch.group.waits
 
-    def held(self, shared: Prefill | None = None, document: Share | None = None) -> Held:
+    def held(self, beginning: Prefill | Share | None) -> Held:
         """Return the memory in use on this rank, including the prefix or stored document that prompts continue."""
-        prefills = [*self._batch.prefills, *([] if shared is None else [shared])]
+        prefills = [*self._batch.prefills, *([beginning] if isinstance(beginning, Prefill) else [])]
+        document = beginning if isinstance(beginning, Share) else None
         return Held(self._batch.running, self._batch.group.held_bytes(prefills, document))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:

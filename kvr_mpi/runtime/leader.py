@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.errors import DataError, DocumentError
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.requests.sources import Source
-from kvr_mpi.requests.split import Split, error_record
-from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.requests.sources import Source, Split, error_record
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.plan import EndPrefill, Message, Plan
+from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace
@@ -48,21 +47,16 @@ class WorkerContext:
 class Leader:
     """Reads documents for a chain, and decides what it runs.
 
-    Parameters
-    ----------
-    runner : ChainRunner
-    queue : WorkQueue
-        Documents for this chain.
-    context : WorkerContext
+    queue : documents for this chain.
     """
 
-    def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext) -> None:
+    def __init__(self, planner: Planner, queue: WorkQueue, context: WorkerContext) -> None:
         self._queue, self._source, self._sink = queue, context.source, context.sink
         self._stop, self._trace = context.stop, context.trace
         self._pace = Pace(time.monotonic())
-        self._scheduler = WaveScheduler(runner, MAX_SEQUENCES)
+        self._scheduler = WaveScheduler(planner, MAX_SEQUENCES)
         self._has_documents = True
-        self._keys = (f"{runner.first_rank}-{runner.chain.size}.{number}" for number in itertools.count(1))
+        self._keys = (f"{planner.first_rank}-{planner.size}.{number}" for number in itertools.count(1))
         self._split: dict[str, Split] = {}  # documents in parts, by id
         self._parts: dict[str, Prompt] = {}  # their prompts, by key, until the outcome is known
 
@@ -85,10 +79,7 @@ class Leader:
     def next_message(self, put_off: int) -> Message:
         """Decide on the next message to the chain.
 
-        Parameters
-        ----------
-        put_off : int
-            Number of prompts of this wave that wait for a packed row.
+        put_off : number of prompts of this wave that wait for a packed row.
         """
         while True:
             wave_s = time.monotonic() - self._pace.wave_began_s
@@ -98,7 +89,6 @@ class Leader:
                 self._refuse_document(self._scheduler.next_prompt, str(error))
                 continue
             if isinstance(decision, Plan):
-                self._scheduler.start_next(decision)
                 return decision
             if decision is Next.DECODE or not self._take_document(put_off):
                 return EndPrefill(self._has_more, self.has_work)

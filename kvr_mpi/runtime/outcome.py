@@ -42,12 +42,8 @@ def keep_outcome(
     The first job of a model on a machine also measures its ranks, which takes some seconds. Errors here do not fail
     the job, whose answers are stored already.
 
-    Parameters
-    ----------
-    done : Tally
-        Sum over all ranks.
-    seconds, start_s : float
-        Time from the first document to the last, and time before that, as measured by rank 0.
+    done : sum over all ranks.
+    seconds, start_s : time from the first document to the last, and time before that, as measured by rank 0.
 
     Returns
     -------

@@ -8,10 +8,7 @@ class Pace:
 
     Work is in the job's unit (characters or predicted milliseconds); all times come from the same clock.
 
-    Parameters
-    ----------
-    now_s : float
-        Time at which the chain starts.
+    now_s : time at which the chain starts.
     """
 
     def __init__(self, now_s: float) -> None:

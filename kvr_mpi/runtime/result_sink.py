@@ -14,6 +14,7 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.work_queue import Slot
+from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.head_rows import HeadRows
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
@@ -26,34 +27,21 @@ Layers = list[KeysValues | None]
 
 
 class ResultSink:
-    """One rank's results.
-
-    Parameters
-    ----------
-    writer : ResultWriter
-    counters : Counters
-        The counters of `Slot`.
-    progress : Progress
-    keeps_kv : bool
-        Whether this rank stores keys and values.
-    tells : bool
-        Whether this rank stores and reports documents; one rank of each tensor-parallel group does.
-    heads : KVHeads or None
-        The KV heads of this rank in its tensor-parallel group; None: all.
-    """
+    """One rank's results; one rank of each tensor-parallel group stores and reports documents (`tells`)."""
 
     def __init__(
         self,
+        setup: JobSetup,
         writer: ResultWriter,
         counters: Counters,
         progress: Progress,
         *,
-        keeps_kv: bool,
         tells: bool = True,
-        heads: KVHeads | None = None,
     ) -> None:
-        self._writer, self._counters, self._progress, self._keeps_kv = writer, counters, progress, keeps_kv
-        self._tells, self._heads = tells, heads
+        self._writer, self._counters, self._progress, self._tells = writer, counters, progress, tells
+        part = setup.loaded.part  # of the model, with this rank's KV heads; None: all
+        self._keeps_kv = bool(setup.spec.output.kv) and (part is None or part.stores)
+        self._heads = None if part is None or part.held.is_all else part.held
 
     def report_prefill(self, name: str, prefill: Prefill, work: int) -> None:
         """Report a prefilled prompt, and add its work to the shared counter."""

@@ -246,13 +246,9 @@ def forecast_of(
 ) -> Forecast:
     """Forecast without running anything, from a hardware profile, a lookup table, or earlier jobs.
 
-    Parameters
-    ----------
-    hardware : str or None
-        A shipped profile, a JSON file with the same keys, a lookup table or a folder of them; None: the tables that
-        the job names (``parallel.partition``).
-    history : History, optional
-        Earlier jobs of this model on this machine, used if there is neither profile nor table.
+    hardware : a shipped profile, a JSON file with the same keys, a lookup table or a folder of them; None: the tables
+        that the job names (``parallel.partition``).
+    history : earlier jobs of this model on this machine, used if there is neither profile nor table.
 
     Raises
     ------
@@ -301,12 +297,8 @@ def with_memory(
 ) -> Forecast:
     """Add the maximum memory that any rank needs, and the memory that ranks have, to a forecast.
 
-    Parameters
-    ----------
-    config : PreTrainedConfig
-        Configuration of the model, or of a rank's part of it.
-    memory_bytes, held_bytes : float
-        Memory of a rank, and how much of it is in use before the first prompt.
+    config : configuration of the model, or of a rank's part of it.
+    memory_bytes, held_bytes : memory of a rank, and how much of it is in use before the first prompt.
     """
     settings = spec.compress
 

@@ -111,17 +111,10 @@ def schedule(
     A chain longer than a document's memory requires must have a parallel efficiency of at least `min_efficiency`,
     unless the batch would then end more than 2 % later, or later than with chains of one fixed length.
 
-    Parameters
-    ----------
-    documents : sequence of (str, int)
-        Unique ids and tokens; a document of 0 tokens is only an error record and takes no time.
-    ranks : int
-    seconds : callable
-        Maps (tokens, ranks) to the predicted time, from the first token of the prompt to the last of the answer.
-    fits : callable
-        Whether (tokens, ranks) fits into memory; if it does, all shorter documents must fit as well.
-    min_efficiency : float
-        Between 0 (end the batch as early as possible) and 1.
+    documents : unique ids and tokens; a document of 0 tokens is only an error record and takes no time.
+    seconds : maps (tokens, ranks) to the predicted time, from the first token of the prompt to the last of the answer.
+    fits : whether (tokens, ranks) fits into memory; if it does, all shorter documents must fit as well.
+    min_efficiency : between 0 (end the batch as early as possible) and 1.
 
     Raises
     ------

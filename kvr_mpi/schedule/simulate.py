@@ -82,18 +82,11 @@ def look_out(
 ) -> Outlook:
     """Prepare a forecast.
 
-    Parameters
-    ----------
-    model, is_offline
-        As in `find_workload`.
-    hardware : str or None
-        A profile or a JSON file; None: `HARDWARE`.
-    link_gigabytes_per_s : float or None
-        Bandwidth of each link in one direction; None: the profile's.
-    relay : str or None
-        None: as in our engine, or as in the paper if attention is eager.
-    tensor_parallel : int
-        Size of the tensor-parallel groups; each counts as one rank of the forecast.
+    model, is_offline : as in `find_workload`.
+    hardware : a profile or a JSON file; None: `HARDWARE`.
+    link_gigabytes_per_s : bandwidth of each link in one direction; None: the profile's.
+    relay : None: as in our engine, or as in the paper if attention is eager.
+    tensor_parallel : size of the tensor-parallel groups; each counts as one rank of the forecast.
 
     Raises
     ------

@@ -20,6 +20,8 @@ from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.documents.prompts import Frame, PromptText, encode_text
 from kvr_mpi.job import JobSpec
+from kvr_mpi.job.combinations import PROMPTS, why_no_effect
+from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.kv.layer import Retain
@@ -31,7 +33,7 @@ from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import identity_of
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.requests.split import PromptConfig
+from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
 from kvr_mpi.store.log import Header
 from kvr_mpi.stored.reuse import StoredBeginnings
@@ -116,6 +118,7 @@ class JobSetup:
             self.spec.generation.of_answers,
             self.spec.generation.score_column,
             self.spec.generation.seed,
+            why_no_effect(PROMPTS, self.spec, kinds_of(self.loaded)) is None,
         )
 
     @property

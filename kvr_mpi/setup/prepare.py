@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,18 +74,11 @@ def prepare(
 ) -> JobSetup:
     """Prepare a job's model; every rank calls this.
 
-    Parameters
-    ----------
-    spec : JobSpec
-    machine : Machine
-    world, chain : Transport
-        All ranks of the job, and those that share this chain's prompts (one from each tensor-parallel group).
-    say : callable
-        Logs a line; called only on rank 0 of the job.
-    loaded : LoadedModel, optional
-        The job's model, if it is loaded already.
-    ranks : JobRanks, optional
-        The communicators of tensor-parallel groups, if there are any.
+    world, chain : all ranks of the job, and those that share this chain's prompts (one from each tensor-parallel
+        group).
+    say : logs a line; called only on rank 0 of the job.
+    loaded : the job's model, if it is loaded already.
+    ranks : the communicators of tensor-parallel groups, if there are any.
 
     Raises
     ------
@@ -124,8 +117,8 @@ def prepare(
     )
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
-    frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
-    prefixes = together(world, partial(_compute_prefixes, loaded, frames, say))
+    frames = [frame, *question_frames.values(), *([reduce_frame] if spec.prompt.too_long == "split" else [])]
+    prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, say))
     footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies))
     free_bytes = _room(spec, loaded, ranks, sharing)
     paging = partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say)
@@ -284,25 +277,18 @@ def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say)
     if not spec.prompts:
         return frame_questions(spec, loaded, weights)
     frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in spec.prompts.items()}
-    for line in _describe_sharing(spec, loaded, frames):
-        say(line)
-    return frames
-
-
-def _describe_sharing(spec: JobSpec, loaded: LoadedModel, frames: Mapping[str, Frame]) -> list[str]:
-    """Return log lines if documents are prefilled several times for different prompts."""
-    if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
-        return [f"each document is prefilled {len(frames)} times, once per prompt: {why}"]
     groups: dict[object, list[str]] = {}
     for name, frame in frames.items():
         groups.setdefault((frame.head, frame.head_gaps), []).append(name)
-    if len(groups) == 1:
-        return []
-    told = "; ".join(", ".join(names) for names in groups.values())
-    return [
-        f"each document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so "
-        "nothing after that can be shared. Move the parts that differ behind {text}"
-    ]
+    if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
+        say(f"each document is prefilled {len(frames)} times, once per prompt: {why}")
+    elif len(groups) > 1:
+        told = "; ".join(", ".join(names) for names in groups.values())
+        say(
+            f"each document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so "
+            "nothing after that can be shared. Move the parts that differ behind {text}"
+        )
+    return frames
 
 
 def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> str:
@@ -333,18 +319,12 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
     return tuple(fitting), left_out
 
 
-def _repeated_frames(
-    spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
-) -> tuple[Frame, ...]:
-    """List the frames whose head is computed once for all documents."""
-    if spec.parallel.strategy == PLAIN or spec.questions is not None or spec.cache.is_rolling:
-        return ()
-    return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
-
-
-def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) -> tuple[SharedPrefix, ...]:
-    """Compute the common prefix of all prompts of a frame."""
-    if depends_on_length(loaded.model):  # their keys depend on each prompt's length
+def _compute_prefixes(
+    spec: JobSpec, loaded: LoadedModel, frames: Sequence[Frame], say: Say
+) -> tuple[SharedPrefix, ...]:
+    """Compute what all prompts of a frame begin with, once for all documents."""
+    is_repeated = spec.parallel.strategy != PLAIN and spec.questions is None and not spec.cache.is_rolling
+    if not is_repeated or depends_on_length(loaded.model):  # then keys depend on each prompt's length
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     if heads:

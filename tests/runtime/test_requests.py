@@ -21,8 +21,7 @@ from kvr_mpi.job import PromptSection
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.requests.sources import TextSource
-from kvr_mpi.requests.split import PromptConfig, Split
+from kvr_mpi.requests.sources import PromptConfig, Split, TextSource
 from kvr_mpi.store.pieces import Piece
 from kvr_mpi.store.record import Record
 from kvr_mpi.stored.prompt import StoredPrefix

@@ -13,7 +13,7 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.registry import KVR
-from kvr_mpi.runtime.slice_planner import SlicePlanner
+from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.tuning.table import Table
 
 RATES = Rates(1e-6, 1e-9)
@@ -23,8 +23,9 @@ def cut_over(
     size: int, rates: Sequence[Rates], table: Table | None = None, say: Any = print
 ) -> Callable[[int, int, int], Partition]:
     """How a chain of so many ranks cuts: takes new tokens, the rank that decodes, and known tokens."""
-    job: Any = SimpleNamespace(spec=None, free_bytes=[0] * size, rates=list(rates), table=table, strategies=(KVR,))
-    planner = SlicePlanner(job, size, slice(0, size), say)
+    setup: Any = SimpleNamespace(spec=None, free_bytes=[0] * size, rates=list(rates), table=table, strategies=(KVR,))
+    runner: Any = SimpleNamespace(setup=setup, chain=SimpleNamespace(size=size), first_rank=0)
+    planner = Planner(runner, say)
     return lambda tokens, decode_rank, known: planner.cut(KVR, known + tokens, known, decode_rank)
 
 
