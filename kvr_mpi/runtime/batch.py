@@ -121,7 +121,6 @@ def _run(
         )
 
     def open_folder() -> Run:
-        """Take over the output folder."""
         opened = open_run(
             folder,
             prepared.header(),
@@ -186,7 +185,9 @@ def _run(
             writer.end_with(cost)
     world.barrier()
     if run is not None:
-        _forget_states(run, folder)
+        with suppress(OutputError):  # another job has taken the folder
+            run.check(anew=True)
+            remove_states(folder)
     counters.close()
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)
@@ -280,13 +281,6 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     if not corpus.entries:
         raise CorpusError(f"documents.path {wanted.path}: the files contain no documents; expected at least one")
     return corpus
-
-
-def _forget_states(run: Run, folder: Path) -> None:
-    """Remove the ranks' state files, unless another job has taken the folder."""
-    with suppress(OutputError):
-        run.check(anew=True)
-        remove_states(folder)
 
 
 def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:

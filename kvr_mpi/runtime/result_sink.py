@@ -53,7 +53,12 @@ class ResultSink:
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
         """Store an answer, with keys and values if the job stores them, and report it."""
-        layers, tokens = self._stored_of(prefill, record, prompt) if self._keeps_kv else ([], None)
+        layers: Layers = []
+        tokens = None
+        if self._keeps_kv and prefill.share is not None:
+            layers, tokens = _stored_share(prefill.share, record, prompt, self._heads)
+        elif self._keeps_kv:
+            layers, tokens = _stored_cache(prefill, record, prompt, self._heads)
         if self._tells:
             self._writer.write(record, layers, tokens)
             self._tell(record, work)
@@ -84,14 +89,6 @@ class ResultSink:
         self._writer.write(record)
         self._tell(record, work)
 
-    def _stored_of(self, prefill: Prefill, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens | None]:
-        """Return the keys and values that this rank stores with an answer, and their tokens."""
-        if prefill.share is not None:
-            return _stored_share(prefill.share, record, prompt, self._heads)
-        layers, tokens = _stored_cache(prefill, record, prompt, self._heads)
-        # Some heads of some tokens could not be merged into a whole cache.
-        return [] if tokens is None and self._heads is not None else layers, tokens
-
     def _tell(self, record: Record, work: int) -> None:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
@@ -118,8 +115,9 @@ def _stored_cache(
         }
         return layers, CachedTokens(ids[: cache.length], prompt.text, 0, prefill.retained.method, rows, heads=held)
     ids = ids[: max((first + len(layer[0]) for layer in layers if layer is not None), default=0)]
-    whole = all(layer is None or first + len(layer[0]) == len(ids) for layer in layers)
-    return layers, CachedTokens(ids, prompt.text, first, heads=held) if whole else None
+    if all(layer is None or first + len(layer[0]) == len(ids) for layer in layers):
+        return layers, CachedTokens(ids, prompt.text, first, heads=held)
+    return [] if held is not None else layers, None  # some heads of some tokens could not be merged into a whole cache
 
 
 def _stored_share(

@@ -126,7 +126,9 @@ def open_trace(
     if not wanted.trace:
         yield Trace(Recorder(), states=states)
         return
-    left = share_json(world, on_root(world, lambda: TRACE_BYTES - _written_bytes(folder)))
+    left = share_json(
+        world, on_root(world, lambda: TRACE_BYTES - sum(file.stat().st_size for file in trace_files(folder)))
+    )
     # With a rolling cache, tokens attend to only part of the prompt, so the rates do not apply.
     rates = setup.rates[ranks.lane.rank] if setup.rates and setup.rolling is None else None
     layers = len(setup.loaded.shape.layers)
@@ -163,10 +165,6 @@ def open_trace(
         writer.add_clock(skew.ahead_s, skew.error_s)
     finally:
         writer.close()
-
-
-def _written_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in trace_files(folder))
 
 
 def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -262,11 +263,9 @@ def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Secon
     rows = {count: row for row, count in enumerate(distinct)}
     table = np.full((len(distinct), len(lengths)), NEVER, dtype=np.int64)
     for column, length in enumerate(lengths):
-        low, high = 0, len(distinct)  # find the longest document that fits; all shorter ones fit, too
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if fits(distinct[middle], length) else (low, middle)
-        for row, count in enumerate(distinct[:low]):
+        # Find the longest document that fits; all shorter ones fit, too.
+        fitting = bisect_left(distinct, True, key=lambda count: not fits(count, length))
+        for row, count in enumerate(distinct[:fitting]):
             if count >= length:
                 table[row, column] = _microseconds(seconds(count, length), count, length)
             elif count == 0 and length == 1:  # only an error record

@@ -123,7 +123,9 @@ def prepare(
     free_bytes = _room(spec, loaded, ranks, sharing)
     paging = partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say)
     arena = check_together(partial(paging, is_packed=why_alone is None and not plain))
-    costs = costs_of(loaded, world, say) if _needs_costs(spec, world, chain, strategies, sharing) else None
+    is_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
+    is_chosen |= spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
+    costs = costs_of(loaded, world, say) if world.size > 1 and (spec.planned or is_chosen) else None
     rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
     if rates and rolling is None:
         mine = rates if spec.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
@@ -163,14 +165,7 @@ def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work
 
 
 def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> tuple[LoadedModel, float]:
-    """Load the model, or its part in a tensor-parallel group, on every rank, and log a description.
-
-    Returns
-    -------
-    loaded : LoadedModel
-    once_s : float
-        Seconds that loading took on rank 0, if it converted a GGUF file first; else 0.
-    """
+    """Load the model, or its part in a tensor-parallel group; return it with `JobSetup.once_s`."""
     world = ranks.world
     if spec.parallel.tensor_parallel > 1 and ranks.tp_group is None:
         raise ConfigError(
@@ -333,13 +328,7 @@ def _compute_prefixes(
 
 
 def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
-    """Make the rolling cache that the job requests, if any, and verify that the model supports it.
-
-    Raises
-    ------
-    ConfigError
-        If the model does not support it.
-    """
+    """Make the rolling cache that the job requests, if any; refuse a model that does not support it."""
     rolling = rolling_of(spec.cache, spec.parallel.chunk_tokens)
     try:
         if rolling is not None:
@@ -364,19 +353,6 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     except ModelError:
         return replace(footprint, takes_chunks=False)
     return footprint
-
-
-def _needs_costs(
-    spec: JobSpec,
-    world: Transport,
-    chain: Transport,
-    strategies: Sequence[Strategy],
-    sharing: HeadSharing | str | None,
-) -> bool:
-    """Whether plans, strategies or decode modes depend on measured costs."""
-    are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
-    is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
-    return world.size > 1 and (spec.planned or are_chosen or is_decoding_chosen)
 
 
 def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:
