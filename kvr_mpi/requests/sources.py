@@ -65,10 +65,7 @@ class PromptConfig:
     def scoring(self, document: Document) -> PromptConfig:
         """Return the settings with the document's continuations to score, and with room for the longest.
 
-        Raises
-        ------
-        DocumentError
-            If the document's row has no valid continuations.
+        Raises `DocumentError` if the document's row has no valid continuations.
         """
         texts = self.generation.score or ()
         if self.score_column is not None:
@@ -81,10 +78,7 @@ class PromptConfig:
     def of(self, document: Document) -> PromptConfig:
         """Return the settings with the fields of a document's row filled in, and with room for its answer.
 
-        Raises
-        ------
-        DocumentError
-            If the fields leave no room for the document's text.
+        Raises `DocumentError` if the fields leave no room for the document's text.
         """
         own, asked = document.generation.max_new_tokens, self.scoring(document)
         new_tokens = asked.max_new_tokens if own is None else own
@@ -139,11 +133,6 @@ class Split:
     _received: dict[int, Record] = field(default_factory=dict)
 
     @property
-    def id(self) -> str:
-        """Id of the document."""
-        return self.document.id
-
-    @property
     def is_final(self) -> bool:
         """Whether the answer to the current prompt is the document's answer."""
         return len(self.texts) == 1
@@ -183,10 +172,7 @@ class Split:
     def receive(self, part: int, record: Record) -> bool:
         """Process the record of a part; after the last one, make the next texts and return True.
 
-        Raises
-        ------
-        DocumentError
-            If a part failed, or the answers are not shorter than the text.
+        Raises `DocumentError` if a part failed, or the answers are not shorter than the text.
         """
         self._received[part] = record
         if record.error:
@@ -221,13 +207,7 @@ class Source(Protocol):
         """Read a document; if that fails, the result contains the error."""
 
     def request(self, document: Document, work: int) -> Split:
-        """Make a document's prompts.
-
-        Raises
-        ------
-        DocumentError
-            If no prompt can be made, for example because the document is empty or too long.
-        """
+        """Make a document's prompts; raise `DocumentError` if none can be made, such as if it is empty or too long."""
 
 
 class TextSource:

@@ -77,11 +77,8 @@ RESPONSES = "responses.jsonl"
 def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world: Transport, log: Log) -> int:
     """Run a whole job; every rank calls this.
 
-    Returns
-    -------
-    int
-        Exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if the job was
-        stopped before the end.
+    Returns the exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if the job was
+    stopped before the end.
     """
     stop = Stop(environment.deadline_s)
 
@@ -263,14 +260,9 @@ def open_source(setup: JobSetup, corpus: Corpus) -> Source:
 
 
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
-    """List a job's documents.
+    """List a job's documents; raise `CorpusError` if there are none.
 
     known : an earlier list; files that have not changed since then are not read again.
-
-    Raises
-    ------
-    CorpusError
-        If there are no documents.
     """
     wanted = spec.documents
     if spec.questions is not None:
@@ -301,8 +293,13 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     log.line(f"cost: {index.cost.describe(summary.done)}")
     if log.level != "quiet":
         print_summary(summary, read_records(index, rows_of(index)), result)
-    code, line = conclusion(spec, summary.done, summary.failed)
-    log.line(line)
+    documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
+    code = EXIT_BAD_DATA if summary.failed > allowed else EXIT_OK
+    meaning = f"done; {counted(documents, _noun(spec))} answered"
+    if summary.failed:
+        of = counted(documents, _noun(spec))
+        meaning = f"done; {summary.failed} of {of} failed (allowed: {allowed}, output.max_failed)"
+    log.line(exit_line(code, meaning=meaning))
     return code
 
 
@@ -321,13 +318,3 @@ def write_batch(folder: Path, log: Log) -> None:
 def _noun(spec: JobSpec) -> str:
     """Return what a job's records are about."""
     return "question" if spec.questions is not None else "prompt" if spec.prompts else "document"
-
-
-def conclusion(spec: JobSpec, done: int, failed: int) -> tuple[int, str]:
-    """Return the exit code of a finished job, and its last line."""
-    allowed = spec.output.failures_allowed(done + failed)
-    code = EXIT_BAD_DATA if failed > allowed else EXIT_OK
-    if not failed:
-        return code, exit_line(code, meaning=f"done; {counted(done, _noun(spec))} answered")
-    of = counted(done + failed, _noun(spec))
-    return code, exit_line(code, meaning=f"done; {failed} of {of} failed (allowed: {allowed}, output.max_failed)")

@@ -67,10 +67,7 @@ class ChainRunner:
     def read_plan(self, prompt: Prompt, plan: Mapping[str, Any]) -> Plan:
         """Parse the leader's plan, as returned by `Plan.to_wire`.
 
-        Raises
-        ------
-        AgreementError
-            If the plan belongs to another prompt, or this rank has not computed the plan's prefix.
+        Raises `AgreementError` if it belongs to another prompt, or this rank has not computed its prefix.
         """
         ids, before = prompt.sha256, plan["before"]
         if (plan["key"], plan["ids_sha256"]) != (prompt.key, ids):
@@ -104,10 +101,7 @@ class ChainRunner:
     def begin(self, plan: Plan) -> Prefill | None:
         """Release the prefix of earlier prompts, and compute or open that of this prompt.
 
-        Returns
-        -------
-        Prefill or None
-            What this rank has computed.
+        Returns what this rank has computed, if anything.
         """
         self.beginning = None  # answers in progress keep the rows they need
         if plan.beginning is None:

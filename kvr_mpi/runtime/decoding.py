@@ -1,7 +1,6 @@
 """How a chain decodes: each rank its own prompts, or all ranks together, split by heads or by tokens.
 
-Sits between the rounds of a job and the ranks' `Decoder`. With ``[decode] mode = "auto"``, rank 0 chooses for all
-ranks before the first document.
+With ``[decode] mode = "auto"``, rank 0 chooses for all ranks before the first document.
 """
 
 from __future__ import annotations

@@ -31,19 +31,9 @@ def sample_heads(
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Apply the job's compression method to documents sampled from its corpus.
 
-    Returns
-    -------
-    profile : dict
-        In the format of `head_profile.read_profile`, with its origin.
-    left_out : list
-        Documents that are kept whole or cannot be read, each with the reason.
-
-    Raises
-    ------
-    ConfigError
-        If the job has no compression method, or one whose budget per head does not depend on the text.
-    CorpusError
-        If no document of the sample could be used.
+    Returns the profile in the format of `head_profile.read_profile`, and the documents that are kept whole or cannot be
+    read, each with the reason. Raises `ConfigError` if the job has no compression method, or one whose budget per head
+    does not depend on the text, and `CorpusError` if no document of the sample could be used.
     """
     if spec.compress is None or spec.compress.rule.compete is None:
         found = "no [compress]" if spec.compress is None else f"compress.method = {spec.compress.method!r}"

@@ -103,27 +103,23 @@ class Leader:
                 return False
             seconds = self._pace.seconds_for(self._queue.work_of(following), time.monotonic())
             if self._stop.has_time_for(seconds) and (number := self._queue.take_document()) is not None:
-                self._open_document(number)
+                document, work = self._source.read(number), self._queue.work_of(number)
+                self._trace.tell("reading", document.id)
+                self._pace.add_work(work)
+                try:
+                    self._add_prompts(self._source.request(document, work))
+                except (DocumentError, DataError) as error:
+                    self._sink.write_record(error_record(document, str(error)), work)
                 return True
         self._has_documents = False
         return False
 
-    def _open_document(self, number: int) -> None:
-        """Make a document's prompts."""
-        document, work = self._source.read(number), self._queue.work_of(number)
-        self._trace.tell("reading", document.id)
-        self._pace.add_work(work)
-        try:
-            self._add_prompts(self._source.request(document, work))
-        except (DocumentError, DataError) as error:
-            self._sink.write_record(error_record(document, str(error)), work)
-
     def _add_prompts(self, document: Split) -> None:
         prompts = document.make_prompts(self._keys)
         self._scheduler.add(prompts)
-        self._split.pop(document.id, None)
+        self._split.pop(document.document.id, None)
         if not document.is_final:
-            self._split[document.id] = document
+            self._split[document.document.id] = document
             self._parts |= {prompt.key: prompt for prompt in prompts}
 
     def _receive_part(self, key: str, record: Record) -> None:

@@ -45,10 +45,7 @@ def keep_outcome(
     done : sum over all ranks.
     seconds, start_s : time from the first document to the last, and time before that, as measured by rank 0.
 
-    Returns
-    -------
-    Expected or None
-        On rank 0, the duration that earlier jobs predict; None without earlier jobs, or if this job is not comparable.
+    Returns, on rank 0, the duration that earlier jobs predict; None without comparable earlier jobs.
     """
     spec, loaded = setup.spec, setup.loaded
     if not share_json(ranks, seconds >= LEAST_S and ranks.size <= MOST_RANKS and is_forecast(spec)):

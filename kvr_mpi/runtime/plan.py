@@ -129,13 +129,7 @@ ReadPlan = Callable[[Prompt, dict[str, Any]], Plan]
 
 
 def share_message(members: Transport, message: Message | None, read_plan: ReadPlan) -> Message:
-    """Broadcast the message of the leader, rank 0 of the chain.
-
-    Raises
-    ------
-    AgreementError
-        If a plan does not match its prompt.
-    """
+    """Broadcast the message of the leader, rank 0; raise `AgreementError` if a plan does not match its prompt."""
     header: dict[str, Any] = {}
     ids = b""
     if isinstance(message, Plan):

@@ -54,11 +54,8 @@ class Planner:
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
         """Plan a prompt with the last slice on `decode_rank`, or on the rank that decodes the prefix it continues.
 
-        Raises
-        ------
-        DocumentError
-            If the prompt does not fit on an empty chain, with the number of ranks that would suffice; if keys and
-            values are sharded and it has fewer tokens than the chain has ranks; or if the model has not all its ids.
+        Raises `DocumentError` if the prompt does not fit on an empty chain, with the number of ranks that would do; if
+        keys and values are sharded and it has fewer tokens than the chain has ranks; or if the model lacks an id.
         """
         self._setup.loaded.shape.check_ids(prompt.ids)
         held = self._runner.beginning

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -40,7 +39,8 @@ class ResultSink:
     ) -> None:
         self._writer, self._counters, self._progress, self._tells = writer, counters, progress, tells
         part = setup.loaded.part  # of the model, with this rank's KV heads; None: all
-        self._keeps_kv = bool(setup.spec.output.kv) and (part is None or part.stores)
+        # Of ranks of a group with the same heads, one stores them.
+        self.keeps_kv = bool(setup.spec.output.kv) and (part is None or part.stores)
         self._heads = None if part is None or part.held.is_all else part.held
 
     def report_prefill(self, name: str, prefill: Prefill, work: int) -> None:
@@ -55,9 +55,9 @@ class ResultSink:
         """Store an answer, with keys and values if the job stores them, and report it."""
         layers: Layers = []
         tokens = None
-        if self._keeps_kv and prefill.share is not None:
+        if self.keeps_kv and prefill.share is not None:
             layers, tokens = _stored_share(prefill.share, record, prompt, self._heads)
-        elif self._keeps_kv:
+        elif self.keeps_kv:
             layers, tokens = _stored_cache(prefill, record, prompt, self._heads)
         if self._tells:
             self._writer.write(record, layers, tokens)
@@ -67,20 +67,17 @@ class ResultSink:
 
     def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
         """Store this rank's shard of a prompt in the background; another rank stores the answer."""
-        if self._keeps_kv:
+        if self.keeps_kv:
             self._writer.write(record, *_stored_share(share, record, prompt, self._heads), has_record=False)
 
-    @contextmanager
-    def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: PromptText) -> Iterator[LayersWriter]:
+    def writing_slice(
+        self, record: Record, bounds: tuple[int, int], prompt: PromptText
+    ) -> AbstractContextManager[LayersWriter]:
         """Store this rank's keys and values layer by layer during prefill."""
-        if not self._keeps_kv:  # another rank of the group stores the same heads
-            yield LayersWriter(_forget)
-            return
         (start, stop), text = bounds, prompt.text
         text = min(text[0], stop), min(text[1], stop)
         tokens = CachedTokens(prompt.ids[:stop], text, start, heads=self._heads)
-        with self._writer.writing_piece(record, tokens) as layers:
-            yield layers
+        return self._writer.writing_piece(record, tokens)
 
     def write_record(self, record: Record, work: int) -> None:
         """Store a record without keys and values, and report it."""
@@ -93,10 +90,6 @@ class ResultSink:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
         self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED])
-
-
-def _forget(layer: KeysValues | None) -> None:
-    """Store nothing."""
 
 
 def _stored_cache(

@@ -53,12 +53,7 @@ class StoredDocument:
 def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
     """List the questions about the stored documents of a job, from `complete_questions`.
 
-    Returns
-    -------
-    corpus : Corpus
-        An entry for each document and question; `place` is the document's number.
-    lines : list of str
-        What will be loaded, and what is missing.
+    Returns an entry for each document and question, whose `place` is the document's number, and lines for the log.
 
     Raises
     ------

@@ -122,13 +122,16 @@ def open_trace(
 
     Clocks are compared at the beginning and at the end; in between, linear drift is assumed.
     """
-    wanted, world = setup.spec.output, ranks.world
-    if not wanted.trace:
+    world, left = ranks.world, 0
+    if setup.spec.output.trace:
+        left = share_json(
+            world, on_root(world, lambda: TRACE_BYTES - sum(file.stat().st_size for file in trace_files(folder)))
+        )
+        if left <= 0:
+            log.root(f"no trace: the traces of earlier jobs fill the {TRACE_BYTES >> 20} MiB allowed")
+    if left <= 0:
         yield Trace(Recorder(), states=states)
         return
-    left = share_json(
-        world, on_root(world, lambda: TRACE_BYTES - sum(file.stat().st_size for file in trace_files(folder)))
-    )
     # With a rolling cache, tokens attend to only part of the prompt, so the rates do not apply.
     rates = setup.rates[ranks.lane.rank] if setup.rates and setup.rolling is None else None
     layers = len(setup.loaded.shape.layers)
@@ -143,10 +146,6 @@ def open_trace(
         pair_s=0.0 if rates is None else rates.pair_s,
         tensor_parallel=setup.spec.parallel.tensor_parallel,
     )
-    if left <= 0:
-        log.root(f"no trace: the traces of earlier jobs fill the {TRACE_BYTES >> 20} MiB allowed")
-        yield Trace(Recorder(), states=states)
-        return
     recorder = Recorder(is_on=True)
     offset_s = time.time() - time.perf_counter()  # once, so that later clock adjustments do not matter
     skew = _measure_skew(world, header.host, offset_s)

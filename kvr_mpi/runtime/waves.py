@@ -74,13 +74,10 @@ class WaveScheduler:
     def decide(self, *, wave_s: float, has_documents: bool) -> Plan | Next:
         """Decide on the next action; a plan that is returned has left the queue, and its memory is accounted for.
 
+        Raises `DocumentError` if `next_prompt` cannot run on this chain.
+
         wave_s : seconds since the wave's prefill began.
         has_documents : whether the queue may have more documents.
-
-        Raises
-        ------
-        DocumentError
-            If `next_prompt` cannot run on this chain.
         """
         holds_any = any(held.sequences for held in self._held)
         if holds_any and wave_s > MAX_WAVE_S:

@@ -83,7 +83,10 @@ class ChainWorker:
         runner, rank = self._runner, self._chain.rank
         if not runner.goes_on(plan):
             self._prefill_rows()
-            self._begin(plan)
+            if plan.before is not None:
+                self._context.trace.begin_prompt(plan.before, self._chain, runner.first_rank)
+            if (beginning := runner.begin(plan)) is not None:
+                self._context.trace.end_prompt(beginning)
         if plan.in_rows:
             self._put_off += 1
             if plan.takes_all or rank == plan.decode_rank:
@@ -95,18 +98,11 @@ class ChainWorker:
         if runner.is_spread or rank == plan.decode_rank:
             self._context.decoder.start(plan.prompt, prefill)
 
-    def _begin(self, plan: Plan) -> None:
-        """Compute or open the prefix of the next prompts, and release the previous one."""
-        if plan.before is not None:
-            self._context.trace.begin_prompt(plan.before, self._chain, self._runner.first_rank)
-        if (prefill := self._runner.begin(plan)) is not None:
-            self._context.trace.end_prompt(prefill)
-
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
         prompt, runner = plan.prompt, self._runner
         is_written, is_home = prompt.is_final and runner.writes_own(plan), self._chain.rank == plan.decode_rank
-        if not is_written or is_home:
+        if not is_written or is_home or not self._context.sink.keeps_kv:
             (prefill,) = runner.prefill([plan])
             if is_written:  # this rank stores its slice with the answer
                 prefill.stored_tokens, _ = plan.bounds_on(self._chain.rank)

@@ -44,10 +44,7 @@ MEMORY_SHARE = {"cpu": 0.95, "cuda": 0.89}
 def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, after: str | None = None) -> Frame:
     """Make the frame around a document's text, with room for the answer; `after` as in `make_frame`.
 
-    Raises
-    ------
-    ConfigError
-        If prompt and answer do not fit into the model's context.
+    Raises `ConfigError` if prompt and answer do not fit into the model's context.
     """
     prompt = spec.prompt
     context = prompt.max_tokens or shape.max_tokens or 1 << 62
@@ -340,13 +337,7 @@ def with_memory(
 
 
 def _tables(place: Path, outline: Outline, tensor_parallel: int) -> list[Table]:
-    """Read the lookup tables of one machine for this model and dtype.
-
-    Raises
-    ------
-    ConfigError
-        If there are none, or the folder has tables of several machines.
-    """
+    """Read the lookup tables of one machine for this model and dtype; refuse tables of several machines."""
     if tensor_parallel > 1:
         raise ConfigError(
             f"lookup table {str(place)!r}: it was measured on ranks that hold the whole model, but the job has "

@@ -1,14 +1,9 @@
 """Placement of a corpus on ranks: which document runs on which chain, and when.
 
-Sits between the cost model, which predicts a document's time on a chain of any length, and the batch. A document is a
-*moldable* task: its number of ranks is chosen before it starts. Chains of one length are aligned blocks of ranks, and
-the longest chains run first, so that one communicator per length serves the whole job.
-
-`moldable` has the algorithms and their sources. The best plan with one fixed length is used unless mixed lengths are
-better.
-
-The schedule is deterministic: times are whole microseconds, so sums do not depend on their order, and ties are broken
-by id.
+A document is a *moldable* task: its number of ranks is chosen before it starts. Chains of one length are aligned blocks
+of ranks, and the longest chains run first, so that one communicator per length serves the whole job. `moldable` has the
+algorithms and their sources. The schedule is deterministic: times are whole microseconds, so sums do not depend on
+their order, and ties are broken by id.
 """
 
 from __future__ import annotations
@@ -40,10 +35,6 @@ class Placement:
     start_s: float
     end_s: float
     reason: str
-
-    def has(self, rank: int) -> bool:
-        """Whether a rank takes part."""
-        return self.first_rank <= rank < self.first_rank + self.ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,6 @@ from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.documents.prompts import Frame, PromptText, encode_text
 from kvr_mpi.job import JobSpec
-from kvr_mpi.job.combinations import PROMPTS, why_no_effect
-from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.kv.layer import Retain
@@ -57,7 +55,6 @@ class Machine:
 class JobSetup:
     """A job's model, ready on this rank, with all measurements.
 
-    frame, reduce_frame : the prompt around a document's text, and around the answers about its parts.
     question_frames : prompts around a document's text, by name: of questions about stored documents, or of `prompts`.
     weights : hash of all weights, if keys and values are stored or loaded; else empty.
     why_alone : why prompts are not packed; None if they are.
@@ -78,8 +75,7 @@ class JobSetup:
 
     spec: JobSpec
     loaded: LoadedModel
-    frame: Frame
-    reduce_frame: Frame
+    prompt_config: PromptConfig
     question_frames: Mapping[str, Frame]
     weights: str
     generation: GenerationConfig
@@ -104,22 +100,9 @@ class JobSetup:
         return self.spec.is_spread or isinstance(self.sharing, HeadSharing)
 
     @property
-    def prompt_config(self) -> PromptConfig:
-        """Settings for prompts."""
-        new_tokens = self.spec.generation.max_new_tokens
-        prompts = self.question_frames if self.spec.prompts else {}
-        return PromptConfig(
-            self.loaded.tokenizer,
-            self.spec.prompt,
-            self.frame,
-            self.reduce_frame,
-            new_tokens,
-            prompts,
-            self.spec.generation.of_answers,
-            self.spec.generation.score_column,
-            self.spec.generation.seed,
-            why_no_effect(PROMPTS, self.spec, kinds_of(self.loaded)) is None,
-        )
+    def frame(self) -> Frame:
+        """The prompt around a document's text."""
+        return self.prompt_config.frame
 
     @property
     def kernels(self) -> str:

@@ -18,13 +18,14 @@ import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.compress.compression import Compression, open_compression
+from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.placing import HeadSharing, open_sharing
 from kvr_mpi.decode.sampling import ends_of, make_generation_config
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError, Say, counted
-from kvr_mpi.job import JobSpec
+from kvr_mpi.job import EQUAL_TIME, JobSpec
 from kvr_mpi.job.combinations import PROMPTS, check_model_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.attention import why_no_flex
@@ -45,18 +46,20 @@ from kvr_mpi.prefill.self_check import check_chain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail
 from kvr_mpi.report.style import bytes_text
+from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.arena import open_arena
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_ranks import JobRanks, describe_groups
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all, silent
-from kvr_mpi.setup.rates import costs_of, describe_rates, rates_of, table_of
+from kvr_mpi.setup.rates import costs_of, describe_rates, table_of
 from kvr_mpi.store.log import software
 from kvr_mpi.stored.asking import frame_questions
 from kvr_mpi.stored.reuse import find_beginnings
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
 from kvr_mpi.transport import Transport, check_alike, gather_json, on_root, share_json, together
+from kvr_mpi.tuning.measure import measure_rates
 
 # Shorter instructions are computed with every prompt, since copying them would take as long.
 LEAST_PREFIX_TOKENS = 32
@@ -72,18 +75,13 @@ def prepare(
     loaded: LoadedModel | None = None,
     ranks: JobRanks | None = None,
 ) -> JobSetup:
-    """Prepare a job's model; every rank calls this.
+    """Prepare a job's model; every rank calls this. `ConfigError` if model and settings are incompatible.
 
     world, chain : all ranks of the job, and those that share this chain's prompts (one from each tensor-parallel
         group).
     say : logs a line; called only on rank 0 of the job.
     loaded : the job's model, if it is loaded already.
     ranks : the communicators of tensor-parallel groups, if there are any.
-
-    Raises
-    ------
-    ConfigError
-        If model, prompt and generation settings are incompatible.
     """
     say = say if world.rank == 0 else silent
     ranks = ranks or JobRanks(world, world)
@@ -126,15 +124,30 @@ def prepare(
     is_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     is_chosen |= spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
     costs = costs_of(loaded, world, say) if world.size > 1 and (spec.planned or is_chosen) else None
-    rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
+    rates: list[Rates] = []
+    if spec.parallel.partition == EQUAL_TIME and costs is not None:
+        rates = costs.rates(ranks.lane.size)
+    elif spec.parallel.partition == EQUAL_TIME and chain.size > 1:
+        say("measuring the speed of the ranks, for slices of equal time")
+        rates = measure_rates(loaded, ranks.lane)
     if rates and rolling is None:
         mine = rates if spec.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
         say(Detail(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS)))
     return JobSetup(
         spec=spec,
         loaded=loaded,
-        frame=frame,
-        reduce_frame=reduce_frame,
+        prompt_config=PromptConfig(
+            loaded.tokenizer,
+            spec.prompt,
+            frame,
+            reduce_frame,
+            spec.generation.max_new_tokens,
+            question_frames if spec.prompts else {},
+            spec.generation.of_answers,
+            spec.generation.score_column,
+            spec.generation.seed,
+            why_no_effect(PROMPTS, spec, kinds_of(loaded)) is None,
+        ),
         question_frames=question_frames,
         weights=weights,
         generation=generation,

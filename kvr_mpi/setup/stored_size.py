@@ -31,10 +31,7 @@ def stored_bytes(spec: JobSpec, frame: Frame, texts: Iterable[float], bytes_per_
 def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:
     """Return a log line about how much will be written for documents, by number; a sample of their texts is tokenised.
 
-    Raises
-    ------
-    OutputError
-        If there is not enough free space, or the folder no longer exists.
+    Raises `OutputError` if there is not enough free space, or the folder no longer exists.
     """
     good = [number for number in todo if corpus.entries[number].error is None]
     texts = [corpus.read(number).text[:SAMPLED_CHARS] for number in good[:: max(1, len(good) // SAMPLED)]]
