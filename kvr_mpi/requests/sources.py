@@ -211,12 +211,7 @@ class Source(Protocol):
 
 
 class TextSource:
-    """A corpus of texts.
-
-    prompt_config : settings for prompts.
-    find_prefix : finds the stored prefix of a prompt.
-    prompts : templates by name, if there are several prompts about each document.
-    """
+    """A corpus of texts; `prompts` are the templates by name if there are several prompts about each document."""
 
     def __init__(
         self,
@@ -243,7 +238,13 @@ class TextSource:
         config = self._config.of(document)
         request = Split(document, config, work)
         if document.messages:
-            request.texts = [_conversation(config, document)]
+            chat, most = encode_conversation(config.tokenizer, document.messages), config.frame.max_tokens
+            if len(chat) > most:  # conversations are never cut
+                raise DocumentError(
+                    f"too long: the conversation has {len(chat)} tokens; at most {most} fit with an answer of "
+                    f"{config.max_new_tokens}"
+                )
+            request.texts = [PromptText(tuple(chat), text=(0, len(chat)))]
             request.stored = self._find_prefix(request.texts[0].ids)
             return request
         ids = encode_text(config.tokenizer, document.text)
@@ -261,17 +262,6 @@ class TextSource:
             request.texts, request.stored = [prompt], self._find_prefix(prompt.ids)
             request.shared_tokens = config.shared_tokens(document, prompt)
         return request
-
-
-def _conversation(config: PromptConfig, document: Document) -> PromptText:
-    """Make the prompt of a conversation; conversations are never cut."""
-    ids, most = encode_conversation(config.tokenizer, document.messages), config.frame.max_tokens
-    if len(ids) > most:
-        raise DocumentError(
-            f"too long: the conversation has {len(ids)} tokens; at most {most} fit with an answer of "
-            f"{config.max_new_tokens}"
-        )
-    return PromptText(tuple(ids), text=(0, len(ids)))
 
 
 def _texts_of(column: str, value: Any) -> tuple[str, ...]:

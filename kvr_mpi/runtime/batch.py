@@ -49,7 +49,7 @@ from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.stopping import Stop, listening
 from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
 from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
-from kvr_mpi.runtime.tracing import Trace, open_trace
+from kvr_mpi.runtime.tracing import open_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
@@ -65,7 +65,6 @@ from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Run, check_same_documents, known_corpus, open_run
 from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.writer import ResultWriter
-from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
@@ -164,7 +163,7 @@ def _run(
         source = open_source(prepared, corpus)
         stop.join(counters, None if run is None else run.check, ranks.peers)
         sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
-        context = open_context(prepared, source, sink, stop, trace)
+        context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
         world.barrier()
         seconds, ended_s, left = progress.elapsed_s, log.elapsed_s, len(todo) - counters.read()[Slot.DONE]
@@ -189,14 +188,6 @@ def _run(
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
-
-
-def open_context(
-    setup: JobSetup, source: Source, sink: ResultSink, stop: Stop, trace: Trace | None = None
-) -> WorkerContext:
-    """Create the context of this rank's work: documents, results, answers in progress."""
-    trace = trace or Trace(Recorder())
-    return WorkerContext(source, sink, Decoder(setup, sink, stop, trace), stop, trace)
 
 
 def work_through(

@@ -49,9 +49,7 @@ class ChainRunner:
 
     All ranks of the chain call `begin` and `prefill` for the same prompts in the same order.
 
-    chain : the ranks that share prompts.
     first_rank : the first rank of the chain within the job.
-    recorder : records transfers.
     beginning : the prefix that the current prompts continue.
     """
 

@@ -29,18 +29,15 @@ from kvr_mpi.transport import share_json
 class Decoder:
     """One rank's answers in progress.
 
-    trace : records when this rank decodes, and how many answers.
     group : the ranks that decode together and call `decode` at the same time; None: this rank alone.
     """
 
     def __init__(
         self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group[Prompt] | None = None
     ) -> None:
-        self._compression, self._batch = setup.compression, setup.open_decode_batch(group)
-        self._kernels, self._loaded, tp_group = setup.kernels, setup.loaded, setup.loaded.tp_group
-        self._group_size = 1 if tp_group is None else tp_group.size
-        self._decodes = setup.spec.generation.max_new_tokens > 0  # otherwise only the prompt's logits are used
-        self._sink, self._stop, self._trace = sink, stop, trace
+        self._setup, self._sink, self._stop, self._trace = setup, sink, stop, trace
+        self._batch, self._kernels = setup.open_decode_batch(group), setup.kernels
+        self._group_size = setup.spec.parallel.tensor_parallel
         self._parts: list[tuple[str, Record]] = []
 
     @property
@@ -64,11 +61,12 @@ class Decoder:
         self._stop.announce()
         is_home, share = self._batch.group.is_home(prefill), prefill.share
         if prefill.error is None and is_home:
-            if self._compression is not None and prefill.retained is None and prefill.cache.is_ragged:
-                with guarded(self._loaded.tp_group):
-                    prefill.retained = size_of(self._loaded, prefill.cache, str(self._compression.settings))
+            loaded, compression = self._setup.loaded, self._setup.compression
+            if compression is not None and prefill.retained is None and prefill.cache.is_ragged:
+                with guarded(loaded.tp_group):
+                    prefill.retained = size_of(loaded, prefill.cache, str(compression.settings))
             self._trace.tally.prefilled += 1
-            if self._decodes:
+            if self._setup.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
                 self._sink.report_prefill(prompt.name, prefill, prompt.work)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
         if share is not None and came_through and not is_home and prompt.is_final:

@@ -83,10 +83,7 @@ def sample_heads(
 
 
 def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compression: Compression) -> Iterator[Counts]:
-    """Count the tokens that each head keeps of each prompt (layers, kv_heads); skip prompts that are kept whole.
-
-    loaded : a model prepared for chains.
-    """
+    """Count the tokens that each head keeps of each prompt (layers, kv_heads); skip prompts that are kept whole."""
     for prompt in prompts:
         retain = compression.retain(prompt.tokens, prompt.text)
         if retain is None:

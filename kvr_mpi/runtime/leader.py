@@ -29,13 +29,7 @@ from kvr_mpi.store.record import Record
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """Objects that a rank uses on every chain it joins.
-
-    source : source of documents, if this rank leads a chain.
-    sink : stores results.
-    decoder : the answers that this rank decodes.
-    trace : records this rank's work.
-    """
+    """Objects that a rank uses on every chain it joins; only leaders read from the source."""
 
     source: Source
     sink: ResultSink
@@ -45,10 +39,7 @@ class WorkerContext:
 
 
 class Leader:
-    """Reads documents for a chain, and decides what it runs.
-
-    queue : documents for this chain.
-    """
+    """Reads documents for a chain, and decides what it runs."""
 
     def __init__(self, planner: Planner, queue: WorkQueue, context: WorkerContext) -> None:
         self._queue, self._source, self._sink = queue, context.source, context.sink

@@ -31,11 +31,7 @@ LONGEST_TOKENS, NEAR_BITS = 1 << 20, 6
 
 
 class Planner:
-    """Plans the prompts of one chain; only its leader has one, the other ranks receive plans.
-
-    runner : the chain, which knows the prefix in memory.
-    say : logs a line.
-    """
+    """Plans the prompts of one chain; only its leader has one, the other ranks receive plans."""
 
     def __init__(self, runner: ChainRunner, say: Say) -> None:
         setup, size = runner.setup, runner.chain.size

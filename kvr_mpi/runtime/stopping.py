@@ -31,8 +31,7 @@ LAST_S = 8.0
 class Stop:
     """Whether to continue; after `join`, signals on other ranks count as well.
 
-    deadline_s : Unix time at which the batch system ends the job.
-    clock : returns the Unix time.
+    deadline_s : Unix time at which the batch system ends the job; `clock` returns the Unix time.
     """
 
     def __init__(self, deadline_s: float | None = None, *, clock: Callable[[], float] = time.time) -> None:

@@ -21,7 +21,7 @@ from kvr_mpi.report.style import bytes_text
 from kvr_mpi.requests.sources import Split
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.folder import Index, open_document, read_records
-from kvr_mpi.store.pieces import Piece, seal_pieces
+from kvr_mpi.store.pieces import seal_pieces
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
 from kvr_mpi.store.stored_kv import CachedTokens
@@ -122,10 +122,7 @@ def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
 
 
 class StoredSource:
-    """Questions about stored documents, and their prompts.
-
-    corpus : from `scan_stored`.
-    """
+    """Questions about stored documents, and their prompts; the corpus is that of `scan_stored`."""
 
     def __init__(self, setup: JobSetup, corpus: Corpus) -> None:
         self.corpus, self._setup = corpus, setup
@@ -169,20 +166,14 @@ class StoredSource:
             (record,) = read_records(self._index, [document_id])
             kv, tokens = open_prompt(document_id, pieces)
             kv.close()
-            self._open = record, tokens, self._prefix_of(document_id, tokens, pieces)
+            prefix = StoredPrefix(document_id, pieces, tokens.text[1], tokens.compression)
+            if self._recomputes and tokens.compression:
+                raise DocumentError(
+                    f"{document_id}: its stored keys and values are compressed ({tokens.compression}), but depend on "
+                    f"how the prompt continues, so they have to be computed again: prefill it in a run of its own"
+                )
+            self._open = record, tokens, None if self._recomputes else prefix
         return self._open
-
-    def _prefix_of(self, name: str, tokens: CachedTokens, pieces: tuple[Piece, ...]) -> StoredPrefix | None:
-        """Locate the stored text; None if it must be prefilled again."""
-        compression = tokens.compression
-        if not self._recomputes:
-            return StoredPrefix(name, pieces, tokens.text[1], compression)
-        if compression:
-            raise DocumentError(
-                f"{name}: its stored keys and values are compressed ({compression}), but depend on how the "
-                f"prompt continues, so they have to be computed again: prefill it in a run of its own"
-            )
-        return None
 
 
 def _index(spec: JobSpec) -> tuple[Index, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.compress.compression import Compression, open_compression
+from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.placing import HeadSharing, open_sharing
@@ -95,8 +95,16 @@ def prepare(
     why_alone = None if rolling is None else "rolling caches cannot be combined in a row yet"
     if rolling is None and not plain:
         why_alone = check_together(partial(why_not_packed, loaded))
-    for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
+    for line in left_out:
         say(line)
+    if compression is not None:
+        say(f"keys and values are compressed before answers are decoded ({compression.describe()})")
+    if (chunk_tokens := spec.chunk_tokens) != "auto":
+        longest = frame.max_tokens
+        whole = f"; no prompt is longer than {longest} tokens, so slices stay whole" if chunk_tokens >= longest else ""
+        say(f"slices are computed in chunks of {chunk_tokens} tokens{whole}")
+    if why_alone is not None:
+        say(f"documents are decoded one by one: {why_alone}")
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_heads(spec) or why_alone))
     check_alike(
         world,
@@ -265,19 +273,6 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     if spec.generation.json_schema is not None:
         Grammars(tokenizer, ends_of(generation)).matcher(spec.generation.json_schema)
     return loaded, frame, reduce_frame, generation
-
-
-def _describe_prompts(
-    spec: JobSpec, longest_tokens: int, compression: Compression | None, why_alone: str | None
-) -> Iterator[str]:
-    """Yield log lines about compression, chunks and decoding, if they differ from the defaults."""
-    if compression is not None:
-        yield f"keys and values are compressed before answers are decoded ({compression.describe()})"
-    if (chunk_tokens := spec.chunk_tokens) != "auto":
-        whole = f"; no prompt is longer than {longest_tokens} tokens, so slices stay whole"
-        yield f"slices are computed in chunks of {chunk_tokens} tokens{whole if chunk_tokens >= longest_tokens else ''}"
-    if why_alone is not None:
-        yield f"documents are decoded one by one: {why_alone}"
 
 
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
