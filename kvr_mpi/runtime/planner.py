@@ -14,7 +14,7 @@ from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Route
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.prefill.memory_budget import GIB, check_fits, check_rolling_fits
+from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, check_rolling_fits
 from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks, fastest
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.requests.prompt import Prompt
@@ -108,12 +108,11 @@ class Planner:
         is_compressed = prefix is not None and prefix.heads is not None  # one rank holds the rows that heads kept
         drop = self._drop_of(prompt, prefix)
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window - known):
-            alone = self._with_memory(Plan(Way.ALONE, prompt, prefix, decode_rank), drop)
-            if self.size == 1 and not is_compressed and self._setup.rolling is None:
-                with suppress(DocumentError):  # otherwise it may fit in chunks
-                    return self._checked(alone, drop)
-            else:
-                return self._checked(alone, drop)
+            try:
+                return self._with_memory(Plan(Way.ALONE, prompt, prefix, decode_rank), drop)
+            except DocumentError:
+                if self.size > 1 or is_compressed or self._setup.rolling is not None:
+                    raise  # otherwise it may fit in chunks
         is_stored = spec.questions is not None and prefix is not None and prefix.read is not None
         if spec.is_spread and (tokens := known if is_stored else prompt.tokens - known) < self.size:
             raise DocumentError(
@@ -121,7 +120,7 @@ class Planner:
                 f"least one; use shorter chains (parallel.ranks_per_chain), or output.kv = true"
             )
         if spec.is_spread and is_stored:
-            return self._checked(self._with_memory(Plan(Way.AFTER_STORED, prompt, prefix, decode_rank)), None)
+            return self._with_memory(Plan(Way.AFTER_STORED, prompt, prefix, decode_rank))
         strategy = self._choose_strategy(prompt.tokens, known, prompt.new_tokens, drop)
         partition = self.cut(strategy, prompt.tokens, known, decode_rank)
         if window is not None:
@@ -132,8 +131,7 @@ class Planner:
             return max(self._slice_bytes(routes, self.size - 1, prompt.new_tokens, drop)) <= min(self._free_bytes)
 
         chunks = choose_chunks(spec.chunk_tokens, strategy, self._setup.footprint, fits)
-        plan = Plan(Way.CHAIN, prompt, prefix, decode_rank, strategy, partition, chunks)
-        return self._checked(self._with_memory(plan, drop), drop)
+        return self._with_memory(Plan(Way.CHAIN, prompt, prefix, decode_rank, strategy, partition, chunks), drop)
 
     def _goes_alone(self, tokens: int, before_window: int | None) -> bool:
         """Whether one rank prefills a prompt, packed with others, because it is too short to be cut.
@@ -164,7 +162,10 @@ class Planner:
         return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # last pages are partly empty
 
     def _with_memory(self, plan: Plan, drop: PlannedDrop | None = None) -> Plan:
-        """Add what a prompt needs and keeps on each rank; a prefix that is in memory already is not counted."""
+        """Add what a prompt needs and keeps on each rank, and refuse it if it does not fit on an empty chain.
+
+        A prefix that is in memory already is not counted.
+        """
         prompt, rank, setup, before = plan.prompt, plan.decode_rank, self._setup, plan.before
         footprint, pack_tokens, own = setup.footprint, self._runner.pack_tokens, self._own_bytes(plan)
         kept, needs = self._on(rank, own if drop is None else own - drop.kv_bytes), None
@@ -192,7 +193,10 @@ class Planner:
         keep = range(self.size) if self._spec.is_spread and plan.takes_all else [rank]
         if not self._spec.generation.max_new_tokens:  # prefill ends the prompt
             keep = []
-        return replace(plan, needs=needs, kept={each: kept[each] for each in keep})
+        plan = replace(plan, needs=needs, kept={each: kept[each] for each in keep})
+        if before is None and footprint is not None:
+            self._check_fits(plan, footprint, drop)
+        return plan
 
     def _holds(self, plan: Plan) -> bool:
         """Whether the prefix that a prompt continues is in memory."""
@@ -232,11 +236,10 @@ class Planner:
             )
         return needs
 
-    def _checked(self, plan: Plan, drop: PlannedDrop | None) -> Plan:
+    def _check_fits(self, plan: Plan, footprint: Footprint, drop: PlannedDrop | None) -> None:
         """Refuse a prompt that does not fit on an empty chain."""
-        footprint, free, prompt = self._setup.footprint, min(self._free_bytes), plan.prompt
-        if footprint is None or plan.needs is None:
-            return plan
+        free, prompt = min(self._free_bytes), plan.prompt
+        assert plan.needs is not None
         if plan.way is Way.AFTER_STORED:
             needs = max(self._stored_bytes(plan, is_held=False)) + footprint.activation_bytes(plan.row_tokens)
             if needs > free:
@@ -259,7 +262,6 @@ class Planner:
                 is_spread=self._spec.is_spread,
                 drop=drop,
             )
-        return plan
 
     def _choose_strategy(self, tokens: int, known: int, new_tokens: int, drop: PlannedDrop | None) -> Strategy:
         """Choose the fastest strategy that fits on an empty chain; if none fits, one that supports chunks."""

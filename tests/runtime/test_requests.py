@@ -45,7 +45,7 @@ def prefill(tokens: int, seconds: float = 2.0) -> Prefill:
 
 def test_a_document_is_one_prompt(tokenizer: Any) -> None:
     document = request(tokenizer, "hello there")
-    assert document.id == "a.txt" and document.is_final
+    assert document.document.id == "a.txt" and document.is_final
     for wrong, why in (("", "has no tokens"), (SENTENCES, "20")):
         with pytest.raises(DocumentError, match=why):
             request(tokenizer, wrong)
