@@ -66,8 +66,7 @@ class Planner:
             with suppress(DocumentError):  # otherwise its whole prompt is planned
                 before = self._plan(prompt.beginning, prefix, decode_rank, None)
                 plan = self._with_memory(Plan(Way.AFTER_SHARED, prompt, prefix, decode_rank, before=before))
-                is_held = held is not None and held.key == plan.beginning
-                rows = self._on(decode_rank, self._setup.kv_bytes(before.prompt.tokens) if is_held else 0)
+                rows = self._on(decode_rank, self._setup.kv_bytes(before.prompt.tokens) if self._holds(plan) else 0)
                 if self.fits_beside(plan, rows):
                     return plan
         return self._plan(prompt, prefix, decode_rank, window)
@@ -134,10 +133,7 @@ class Planner:
         return self._with_memory(Plan(Way.CHAIN, prompt, prefix, decode_rank, strategy, partition, chunks), drop)
 
     def _goes_alone(self, tokens: int, before_window: int | None) -> bool:
-        """Whether one rank prefills a prompt, packed with others, because it is too short to be cut.
-
-        before_window : number of tokens before compression's observation window.
-        """
+        """Whether one rank prefills a prompt of so many tokens, of which some are before compression's window."""
         if self._setup.rolling is not None:
             return True
         if self._strategies[0].is_plain or self._spec.is_spread:
