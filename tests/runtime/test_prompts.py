@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvr_mpi.documents import Corpus, RowFormat, scan_corpus
-from kvr_mpi.prefill.registry import KVR
-from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.runtime.chain_runner import Beginning
-from kvr_mpi.runtime.plan import Way
-from kvr_mpi.runtime.planner import Planner
 
 PROMPTS = {
     "who": "Read this: {text} Who saw the second boat?",
@@ -66,39 +60,6 @@ def test_answers_are_those_of_each_prompt_alone(job: Path, run_job: Any) -> None
             longest = [record for name, record in found.items() if name.startswith("doc-4.txt")]
             computed = sorted(record.computed_tokens for record in longest)
             assert computed[0] < computed[1] < 80 < 200 < computed[2], way
-
-
-@pytest.mark.parametrize(
-    ("changed", "own"),
-    [
-        ({}, 5 + 4),
-        ({"arena": SimpleNamespace(spare_bytes=0)}, 44 + 5 + 4),  # of 300 tokens one page is shared, the rest copied
-        ({"attends_in_parts": False}, 305 + 4),  # a model's own attention needs a copy
-    ],
-)
-def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) -> None:
-    """What its prompts keep, in bytes of a token each, and need; the beginning only while it is not in memory."""
-    shape = SimpleNamespace(check_ids=lambda ids: None)
-    setup: Any = SimpleNamespace(
-        spec=SimpleNamespace(is_spread=False, questions=None, generation=SimpleNamespace(max_new_tokens=4)),
-        loaded=SimpleNamespace(attends_in_parts=changed.get("attends_in_parts", True), shape=shape),
-        footprint=SimpleNamespace(activation_bytes=lambda tokens: 1000, route_bytes=lambda route, **given: 0),
-        kv_bytes=lambda tokens: tokens,
-        retain_of=lambda prompt: None,
-        **{"arena": changed.get("arena"), "compression": None, "rolling": None, "table": None, "prefixes": ()},
-        **{"free_bytes": [9999] * 5, "rates": [], "strategies": (KVR,)},
-    )
-    runner: Any = SimpleNamespace(
-        setup=setup, chain=SimpleNamespace(size=5), first_rank=0, pack_tokens=2048, beginning=None
-    )
-    planner = Planner(runner, print)
-    prompt = Prompt(ids=tuple(range(305)), text=(0, 0), key="a", document_id="a", new_tokens=4, shared_tokens=300)
-    plan = planner.plan(prompt, 1)
-    assert plan.way is Way.AFTER_SHARED and plan.before is not None and plan.before.way is Way.ALONE
-    assert plan.kept == {1: 300 + own} and plan.needs == [0, 300 + own + 1000, 0, 0, 0]
-    runner.beginning = Beginning(plan.beginning, 1)
-    again = planner.plan(prompt, 0)
-    assert again.kept == {1: own} and again.needs == [0, own + 1000, 0, 0, 0]
 
 
 def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:

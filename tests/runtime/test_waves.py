@@ -6,12 +6,17 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvr_mpi.documents import Document
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.runtime.leader import Leader
+from kvr_mpi.runtime.plan import EndPrefill, Plan, Way
 from kvr_mpi.runtime.waves import MAX_WAVE_S, Held, Next, WaveScheduler
 
 FREE = 100
@@ -128,3 +133,38 @@ def test_a_long_wave_ends_as_soon_as_there_is_something_to_decode() -> None:
     assert isinstance(scheduler.decide(wave_s=late, has_documents=True), Planned)  # else it would wait for ever
     assert scheduler.decide(wave_s=late, has_documents=True) is Next.DECODE
     assert isinstance(scheduler.decide(wave_s=MAX_WAVE_S, has_documents=True), Planned)
+
+
+def test_a_part_that_does_not_fit_fails_its_document_once() -> None:
+    """Also if another part is being answered, whose record comes later."""
+    about: dict[str, Any] = {"document_id": "a", "new_tokens": 1, "parts": 3, "is_final": False}
+    parts = [Prompt(ids=(1, 2), key=f"{part}", part=part, **about) for part in range(3)]
+
+    def plan(prompt: Prompt, decode_rank: int) -> Plan:
+        if prompt.part == 1:
+            raise DocumentError("too large")
+        return Plan(Way.ALONE, prompt, None, decode_rank, needs=[1], kept={0: 1})
+
+    document: Any = SimpleNamespace(document=Document("a", ""), is_final=False, make_prompts=lambda keys: parts)
+    source: Any = SimpleNamespace(read=lambda number: document.document, request=lambda document_, work: document)
+    left, written = [0], list[Any]()
+    planner: Any = SimpleNamespace(size=1, first_rank=0, plan=plan, fits_beside=lambda plan, held: True)
+    queue: Any = SimpleNamespace(
+        peek_document=lambda: next(iter(left), None),
+        may_take=lambda put_off: True,
+        take_document=left.pop,
+        work_of=lambda number: 1,
+    )
+    context: Any = SimpleNamespace(
+        source=source,
+        sink=SimpleNamespace(write_record=lambda record, work: written.append(record)),
+        stop=SimpleNamespace(announce=lambda: None, listen=lambda: None, has_time_for=lambda seconds: True),
+        trace=SimpleNamespace(tell=lambda *words: None),
+    )
+    leader = Leader(planner, queue, context)
+    leader.begin_wave([Held()], [])
+    first = leader.next_message(0)
+    assert isinstance(first, Plan) and first.prompt.part == 0
+    assert leader.next_message(0) == EndPrefill(has_more=False, goes_on=False)
+    leader.begin_wave([Held()], [("0", parts[0].error_record(""))])
+    assert [(record.id, record.error) for record in written] == [("a", "too large")] and not leader.has_work
