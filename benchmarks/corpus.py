@@ -43,11 +43,14 @@ from kvr_mpi.job import EQUAL_TIME, JobSpec, load_job
 from kvr_mpi.preflight.checks import choose_chain_size
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.runtime.batch import open_context, open_source, scan_documents, work_through
+from kvr_mpi.runtime.batch import open_source, scan_documents, work_through
+from kvr_mpi.runtime.decoder import Decoder
+from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import share_out
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
@@ -55,6 +58,7 @@ from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import Topology
+from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import Name, open_transport
 from kvr_mpi.transport.counters import open_counters
@@ -266,8 +270,9 @@ def _ours(
         with closing(ResultWriter(folder, control.rank, prepared.header())) as writer:
             source, stop = open_source(prepared, corpus), Stop()
             stop.join(counters)
-            sink = ResultSink(writer, counters, quiet, keeps_kv=bool(prepared.spec.output.kv))
-            context = open_context(prepared, source, sink, stop)
+            sink = ResultSink(prepared, writer, counters, quiet)
+            trace = Trace(Recorder())
+            context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
             work_through(prepared, JobRanks(ranks, ranks), shares, context, counters, Log(1).line)
         control.barrier()
         seconds = time.perf_counter() - began

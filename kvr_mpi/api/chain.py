@@ -23,6 +23,7 @@ from kvr_mpi.preflight.checks import check_table
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.plan import Plan, share_message
+from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.transport import check_alike, on_root, share_json, together
@@ -105,7 +106,8 @@ class Chain:
             self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
             tell = say or (lambda line: None)
             self._setup = prepare(spec, machine, self._ranks, self._ranks, tell)
-            self._runner = ChainRunner(self._setup, self._ranks, slice(0, self._ranks.size), tell)
+            self._runner = ChainRunner(self._setup, self._ranks, 0)
+            self._planner = Planner(self._runner, tell) if self._ranks.rank == 0 else None
         self._prompts = 0  # number of prefilled prompts
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.decode_rank = self.size - 1
@@ -150,7 +152,6 @@ class Chain:
         """Prefill a prompt for the public method that all ranks call."""
         with ending_all(self._ranks):
             plan = self._agree_on_plan(prompt, method)
-            together(self._ranks, lambda: self._runner.check_fits(plan))
             done = self._run(plan)
 
             def check_done() -> None:
@@ -174,7 +175,7 @@ class Chain:
         DocumentError
             As for `prefill`.
         """
-        if self._runner.new_tokens == 0:
+        if self._setup.spec.generation.max_new_tokens == 0:
             raise ConfigError(
                 "generation.max_new_tokens = 0: this chain can only prefill; create it with at least 1 to generate"
             )
@@ -224,11 +225,12 @@ class Chain:
             return self.encode(given) if isinstance(given, str) else self._checked(tuple(map(int, given)))
 
         def make_plan() -> Plan:
+            assert self._planner is not None, "on rank 0"
             if mine is None:
                 raise ConfigError("rank 0 was given no prompt; only other ranks may leave it out")
             name = f"prompt {self._prompts}"
-            prompt = Prompt(ids=mine, key=name, document_id=name, new_tokens=self._runner.new_tokens)
-            return self._runner.plan(prompt, self.decode_rank)
+            prompt = Prompt(ids=mine, key=name, document_id=name, new_tokens=self._setup.spec.generation.max_new_tokens)
+            return self._planner.plan(prompt, self.decode_rank)
 
         def check(plan: Plan) -> None:
             if mine is not None and mine != plan.prompt.ids:
@@ -257,12 +259,9 @@ class Chain:
 
     def _run(self, plan: Plan) -> Prefill | None:
         """Prefill over the chain; a short prompt runs on the decode rank only."""
-        if plan.way.takes_all:
-            return plan.way.prefill([plan])[0]
-        alone = together(
-            self._ranks,
-            lambda: plan.way.prefill([plan]) if self.rank == self.decode_rank else [],
-        )
+        if plan.takes_all:
+            return self._runner.prefill([plan])[0]
+        alone = together(self._ranks, lambda: self._runner.prefill([plan]) if self.rank == self.decode_rank else [])
         return alone[0] if alone else None
 
     def _decode(self, prompt: Prompt, prefill: Prefill) -> Answer | None:

@@ -43,17 +43,17 @@ def measure_heads(job: Path, settings: tuple[str, ...], output: Path, *, overwri
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
     check_file(output, overwrite=overwrite)
-    setup, sample = sample_heads(
+    found, left_out = sample_heads(
         spec, read_environment().machine, spec.documents.limit or SAMPLED, lambda text: click.echo(text, err=True)
     )
-    for name, reason in sample.left_out:
+    for name, reason in left_out:
         click.echo(f"left out: {name}: {reason}", err=True)
-    found = sample.as_json(setup, spec.documents.path)
     with writing(output), replacing(output) as stream:
         stream.write((json.dumps(found) + "\n").encode())
-    mean = sample.counts.mean(0)
-    click.echo(f"{found['source']}: {len(mean)} layers of {mean.shape[1]} KV heads")
-    click.echo(f"a head keeps {mean.min():.0f} to {mean.max():.0f} tokens, {mean.mean():.0f} on average")
+    layers = found["counts"]
+    heads = [count for layer in layers for count in layer]
+    click.echo(f"{found['source']}: {len(layers)} layers of {len(layers[0])} KV heads")
+    click.echo(f"a head keeps {min(heads):.0f} to {max(heads):.0f} tokens, {statistics.mean(heads):.0f} on average")
     for what, cosines in found["similarity"].items():
         if cosines:
             click.echo(f"{what}: {statistics.mean(cosines):.3f} on average, minimum {min(cosines):.3f}")

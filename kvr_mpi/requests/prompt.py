@@ -79,6 +79,11 @@ class Prompt(PromptText):
         """The document's id and which part of it this is, for people."""
         return self.document_id + (f", part {self.part + 1} of {self.parts}" if self.parts > 1 else "")
 
+    @property
+    def beginning(self) -> Prompt:
+        """The prompt of the first tokens that others share; it is not answered."""
+        return replace(self, ids=self.ids[: self.shared_tokens], text=(0, 0), new_tokens=0)
+
     def to_wire(self) -> tuple[dict[str, Any], bytes]:
         """Return plain values for JSON, and the token ids as little-endian 32-bit integers."""
         plain = asdict(replace(self, ids=()))

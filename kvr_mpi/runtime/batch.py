@@ -35,21 +35,21 @@ from kvr_mpi.preflight.inputs import row_format
 from kvr_mpi.report.log import Detail, Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
-from kvr_mpi.requests.sources import Source, TextSource
-from kvr_mpi.requests.split import error_record
+from kvr_mpi.requests.sources import Source, TextSource, error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
-from kvr_mpi.runtime.leader import WorkerContext
+from kvr_mpi.runtime.leader import Leader, WorkerContext
 from kvr_mpi.runtime.meters import Meters
 from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.runtime.outcome import keep_outcome
+from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.stopping import Stop, listening
-from kvr_mpi.runtime.stored_source import StoredSource, check_askable, scan_stored
+from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
 from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
-from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
+from kvr_mpi.runtime.tracing import open_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
@@ -59,14 +59,12 @@ from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
 from kvr_mpi.store.folder import check_writable, survey
-from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import software
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Run, check_same_documents, known_corpus, open_run
-from kvr_mpi.store.states import remove_states
+from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.writer import ResultWriter
-from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
@@ -78,11 +76,8 @@ RESPONSES = "responses.jsonl"
 def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world: Transport, log: Log) -> int:
     """Run a whole job; every rank calls this.
 
-    Returns
-    -------
-    int
-        Exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if the job was
-        stopped before the end.
+    Returns the exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if the job was
+    stopped before the end.
     """
     stop = Stop(environment.deadline_s)
 
@@ -122,8 +117,7 @@ def _run(
         )
 
     def open_folder() -> Run:
-        """Take over the output folder."""
-        taken = open_run(
+        opened = open_run(
             folder,
             prepared.header(),
             corpus,
@@ -133,8 +127,8 @@ def _run(
             owner=environment.owner,
             say=log.line,
         )
-        held.enter_context(taken.lock)
-        return taken
+        held.enter_context(opened.lock)
+        return opened
 
     run = on_root(world, open_folder)
     # Only rank 0 lists the folder: listings on two ranks may differ.
@@ -152,8 +146,11 @@ def _run(
     counters = open_counters(world, FIRST_LIST + shares.slots)
     threads = torch.get_num_threads()  # read here: PyTorch keeps this number per thread
     has_bar = options.bar and world.rank == 0
+    if world.rank == 0:
+        remove_states(folder, but_of=session)
+    group_size = spec.parallel.tensor_parallel
     with (
-        open_states(folder, session, world, stop.deadline_s, log, spec.parallel.tensor_parallel) as states,
+        closing(StateWriter(folder, world.rank, world.size, session, stop.deadline_s, log.line, group_size)) as states,
         open_trace(prepared, folder, session, ranks, log, states) as trace,
         closing(
             ResultWriter(
@@ -166,8 +163,8 @@ def _run(
     ):
         source = open_source(prepared, corpus)
         stop.join(counters, None if run is None else run.lock.check, ranks.peers)
-        sink = _open_sink(prepared, ranks, writer, counters, progress)
-        context = open_context(prepared, source, sink, stop, trace)
+        sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
+        context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
         world.barrier()
         seconds, ended_s, left = progress.elapsed_s, log.elapsed_s, len(todo) - counters.read()[Slot.DONE]
@@ -185,30 +182,13 @@ def _run(
             writer.end_with(cost)
     world.barrier()
     if run is not None:
-        _forget_states(run.lock, folder)
+        with suppress(OutputError):  # another job has taken the folder
+            run.lock.check(anew=True)
+            remove_states(folder)
     counters.close()
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
-
-
-def open_context(
-    setup: JobSetup, source: Source, sink: ResultSink, stop: Stop, trace: Trace | None = None
-) -> WorkerContext:
-    """Create the context of this rank's work: documents, results, answers in progress."""
-    trace = trace or Trace(Recorder())
-    return WorkerContext(source, sink, Decoder(setup, sink, stop, trace), stop, trace)
-
-
-def _open_sink(
-    setup: JobSetup, ranks: JobRanks, writer: ResultWriter, counters: Counters, progress: Progress
-) -> ResultSink:
-    """Open this rank's result sink, for the KV heads that it stores."""
-    part, kv = setup.loaded.part, bool(setup.spec.output.kv)
-    if part is None:
-        return ResultSink(writer, counters, progress, keeps_kv=kv)
-    heads = None if part.held.is_all else part.held
-    return ResultSink(writer, counters, progress, keeps_kv=kv and part.stores, tells=ranks.tells, heads=heads)
 
 
 def work_through(
@@ -229,8 +209,9 @@ def work_through(
         own = part.topology.chain_of(lane.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
-            runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say, context.trace.recorder)
-            ChainWorker(runner, queue, with_decoder(context, setup, chain, choice), everyone).run()
+            runner = ChainRunner(setup, chain, part.topology.ranks_of(own).start, context.trace.recorder)
+            leader = Leader(Planner(runner, say), queue, context) if everyone.rank == 0 else None
+            ChainWorker(runner, leader, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
     context.trace.tell("decoding", counted(context.decoder.running, "answer"))
     context.decoder.decode()
@@ -247,12 +228,11 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
         )
         raise ConfigError(f"--extend cannot be combined with {what}: {why}; choose another output.path")
     if spec.questions is not None:
-        stored = scan_stored(spec)
-        check_askable(spec, stored)
+        corpus, lines = scan_stored(spec)
         check_writable(folder)
-        for line in stored.describe():
+        for line in lines:
             log.line(line)
-        return stored.corpus.to_json()
+        return corpus.to_json()
     check_writable(folder)
     if others := find_others(spec):
         log.line(f"{describe_others(others)}: {name_files(others)}")
@@ -272,17 +252,9 @@ def open_source(setup: JobSetup, corpus: Corpus) -> Source:
 
 
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
-    """List a job's documents.
+    """List a job's documents; raise `CorpusError` if there are none.
 
-    Parameters
-    ----------
-    known : Corpus, optional
-        An earlier list; files that have not changed since then are not read again.
-
-    Raises
-    ------
-    CorpusError
-        If there are no documents.
+    known : an earlier list; files that have not changed since then are not read again.
     """
     wanted = spec.documents
     if spec.questions is not None:
@@ -293,13 +265,6 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     if not corpus.entries:
         raise CorpusError(f"documents.path {wanted.path}: the files contain no documents; expected at least one")
     return corpus
-
-
-def _forget_states(lock: Lock, folder: Path) -> None:
-    """Remove the ranks' state files, unless another job has taken the folder."""
-    with suppress(OutputError):
-        lock.check(anew=True)
-        remove_states(folder)
 
 
 def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
@@ -320,8 +285,13 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     log.line(f"cost: {results.cost.describe(summary.done)}")
     if log.level != "quiet":
         print_summary(summary, rows_of(results), result)
-    code, line = conclusion(spec, summary.done, summary.failed)
-    log.line(line)
+    documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
+    code = EXIT_BAD_DATA if summary.failed > allowed else EXIT_OK
+    meaning = f"done; {counted(documents, _noun(spec))} answered"
+    if summary.failed:
+        of = counted(documents, _noun(spec))
+        meaning = f"done; {summary.failed} of {of} failed (allowed: {allowed}, output.max_failed)"
+    log.line(exit_line(code, meaning=meaning))
     return code
 
 
@@ -340,13 +310,3 @@ def write_batch(folder: Path, log: Log) -> None:
 def _noun(spec: JobSpec) -> str:
     """Return what a job's records are about."""
     return "question" if spec.questions is not None else "prompt" if spec.prompts else "document"
-
-
-def conclusion(spec: JobSpec, done: int, failed: int) -> tuple[int, str]:
-    """Return the exit code of a finished job, and its last line."""
-    allowed = spec.output.failures_allowed(done + failed)
-    code = EXIT_BAD_DATA if failed > allowed else EXIT_OK
-    if not failed:
-        return code, exit_line(code, meaning=f"done; {counted(done, _noun(spec))} answered")
-    of = counted(done + failed, _noun(spec))
-    return code, exit_line(code, meaning=f"done; {failed} of {of} failed (allowed: {allowed}, output.max_failed)")

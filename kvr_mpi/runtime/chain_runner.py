@@ -1,221 +1,142 @@
-"""Runs prompts on a chain of ranks: chooses how each prompt runs, and runs it.
+"""Runs planned prompts on a chain of ranks.
 
-Sits between the batch, which handles documents, and the ways to run a prompt (``ways``).
+The leader of the chain plans each prompt (``planner``); then all ranks that take part call `ChainRunner.prefill`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvr_mpi.errors import AgreementError, DocumentError, Say
-from kvr_mpi.job.combinations import PROMPTS, why_no_effect
-from kvr_mpi.job.model_kinds import kinds_of
+from kvr_mpi.errors import AgreementError
+from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.route import Range
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.packed import PACK_TOKENS
+from kvr_mpi.prefill.one_prompt import Prefill, prefix_of_cache
+from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import STRATEGIES
+from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.runtime.plan import Plan, Way, planned_drop
-from kvr_mpi.runtime.slice_planner import SlicePlanner
-from kvr_mpi.runtime.ways import AfterShared, AfterStored, Alone, InSteps, OverChain
+from kvr_mpi.runtime.plan import Plan, Way
 from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.topology import Rotation
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 
 
+@dataclass(slots=True)
+class Beginning:
+    """The prefix in memory that the chain's current prompts continue.
+
+    key : `Plan.beginning` of these prompts.
+    decode_rank : the rank that decodes them.
+    rows : what this rank holds of it: the prefill of a shared beginning, or its shard of a stored document.
+    prefix : the prefix as prompts use it, from the first one on.
+    """
+
+    key: Hashable
+    decode_rank: int
+    rows: Prefill | Share | None = None
+    prefix: SharedPrefix | None = None
+
+
 class ChainRunner:
     """A model on a chain of ranks, ready to run prompts.
 
-    All ranks of the chain call `begin` and `Way.prefill` for the same prompts in the same order.
+    All ranks of the chain call `begin` and `prefill` for the same prompts in the same order.
 
-    Parameters
-    ----------
-    setup : JobSetup
-    chain : Transport
-        The ranks that share prompts.
-    ranks : slice
-        The ranks of this chain within the job.
-    say : callable
-        Logs a line.
-    recorder : Recorder, optional
-        Records transfers.
+    first_rank : the first rank of the chain within the job.
+    beginning : the prefix that the current prompts continue.
     """
 
-    def __init__(
-        self, setup: JobSetup, chain: Transport, ranks: slice, say: Say, recorder: Recorder | None = None
-    ) -> None:
-        self.chain, self.first_rank, self._setup = chain, ranks.start, setup
-        self.new_tokens = setup.spec.generation.max_new_tokens  # per answer, unless the document sets its own limit
+    def __init__(self, setup: JobSetup, chain: Transport, first_rank: int, recorder: Recorder | None = None) -> None:
+        self.setup, self.chain, self.first_rank = setup, chain, first_rank
         self.is_spread = setup.spec.is_spread
-        self._slices = SlicePlanner(setup, chain.size, ranks, say)
-        if ranks.start == 0 and chain.rank == 0 and (choice := self._slices.describe_choice()):
-            say(choice)
-        self._free_bytes, device = setup.free_bytes[ranks], setup.loaded.device
+        device = setup.loaded.device
+        self.pack_tokens = PACK_TOKENS[device.type]  # of a packed row
         self.forwarder = Forwarder(chain, device=device, recorder=recorder) if chain.size > 1 else None
-        chain_has = (setup, chain, self._free_bytes, self._slices, self.forwarder)
-        self._alone = (Alone if setup.rolling is None else InSteps)(*chain_has)
-        self._over_chain = OverChain(*chain_has)
-        self.after_shared, self.after_stored = AfterShared(*chain_has), AfterStored(*chain_has)
-        self._ways: tuple[Way, ...] = self._alone, self._over_chain, self.after_shared, self.after_stored
-        self._decode_rank = 0  # for prompts that continue the prefix in memory
-        self._shares_nothing = why_no_effect(PROMPTS, setup.spec, kinds_of(setup.loaded)) is not None
+        self.beginning: Beginning | None = None
         self._opened: SharedPrefix | None = None  # the last stored prefix
-
-    def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
-        """Plan a prompt with the last slice on `decode_rank`; only on the chain's leader.
-
-        Other ranks receive the plan (`read_plan`).
-
-        Raises
-        ------
-        DocumentError
-            If keys and values are sharded and the prompt has fewer tokens than the chain has ranks.
-        """
-        prefix = self._prefix_of(prompt)
-        if not self._shares_nothing and prompt.shared_tokens > (prefix.tokens if prefix else 0):
-            before = self._plan(_beginning_of(prompt, prompt.shared_tokens), prefix, decode_rank)
-            plan = Plan(self.after_shared, prompt, prefix, decode_rank, before=before)
-            is_held = self.after_shared.at == self.after_shared.beginning(plan)
-            held = self.after_shared.beginning_bytes(plan) if is_held else [0] * self.chain.size
-            if self.fits_beside(plan, held):
-                return plan
-        return self._plan(prompt, prefix, decode_rank)
-
-    def _plan(self, prompt: Prompt, prefix: SharedPrefix | None, decode_rank: int) -> Plan:
-        """Plan a prompt without a prefix that is computed for several prompts."""
-        known, window = prefix.tokens if prefix else 0, self._window_of(prompt)
-        is_compressed = prefix is not None and prefix.heads is not None  # one rank holds the rows that heads kept
-        if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
-            alone = Plan(self._alone, prompt, prefix, decode_rank)
-            if self.chain.size > 1 or is_compressed or self._setup.rolling is not None:
-                return alone
-            with suppress(DocumentError):  # otherwise it may fit in chunks
-                self.check_fits(alone)
-                return alone
-        is_stored = self._setup.spec.questions is not None and prefix is not None and prefix.read is not None
-        if self.is_spread:
-            self._check_shareable(known if is_stored else prompt.tokens - known)
-            if is_stored:
-                return Plan(self.after_stored, prompt, prefix, decode_rank)
-        drop = planned_drop(self._setup, prompt, prefix)
-        strategy = self._slices.choose_strategy(prompt.tokens, known, prompt.new_tokens, drop)
-        partition = self._slices.cut(strategy, prompt.tokens, known, decode_rank)
-        if window is not None:
-            partition = partition.with_last_from(window[0], known)
-        chunks = self._slices.chunk_tokens(strategy, partition, known, prompt.new_tokens, drop)
-        return Plan(self._over_chain, prompt, prefix, decode_rank, strategy, partition, chunks)
-
-    def _goes_alone(self, tokens: int, before_window: int | None = None) -> bool:
-        """Whether one rank prefills a prompt, packed with others, because it is too short to be cut.
-
-        Parameters
-        ----------
-        before_window : int or None
-            Number of tokens before compression's observation window.
-        """
-        if self._setup.rolling is not None:
-            return True
-        if self._slices.is_plain or self.is_spread:
-            return False
-        size = self.chain.size
-        if before_window is not None and before_window < 2 * size:  # every slice before the last needs a token
-            return True
-        return self._slices.is_too_short(tokens) or (size == 1 and 2 * tokens <= self.pack_tokens)
-
-    @property
-    def pack_tokens(self) -> int:
-        """Tokens of a packed row."""
-        return PACK_TOKENS[self._setup.loaded.device.type]
-
-    def _check_shareable(self, tokens: int) -> None:
-        """Refuse a prompt that has too few tokens for a shard on every rank."""
-        if tokens < self.chain.size:
-            raise DocumentError(
-                f"too short: {tokens} tokens cannot be spread over {self.chain.size} ranks, each of which needs at "
-                f"least one; use shorter chains (parallel.ranks_per_chain), or output.kv = true"
-            )
 
     def read_plan(self, prompt: Prompt, plan: Mapping[str, Any]) -> Plan:
         """Parse the leader's plan, as returned by `Plan.to_wire`.
 
-        Raises
-        ------
-        AgreementError
-            If the plan belongs to another prompt, or this rank has not computed the plan's prefix.
+        Raises `AgreementError` if it belongs to another prompt, or this rank has not computed its prefix.
         """
-        ids = prompt.sha256
+        ids, before = prompt.sha256, plan["before"]
         if (plan["key"], plan["ids_sha256"]) != (prompt.key, ids):
             raise AgreementError(
                 f"rank {self.first_rank + self.chain.rank} received the plan of prompt {plan['key']} (token ids "
                 f"{plan['ids_sha256'][:16]}) with prompt {prompt.key} of {prompt.document_id} (token ids {ids[:16]})"
             )
-        bounds, before = plan["bounds"], plan["before"]
         return Plan(
-            next(way for way in self._ways if way.name == plan["way"]),
+            Way(plan["way"]),
             prompt,
-            self._prefix_of_tokens(prompt, plan["prefix_tokens"]),
+            self._known_prefix(prompt, plan["prefix_tokens"]),
             plan["decode_rank"],
             STRATEGIES[plan["strategy"]],
-            None if bounds is None else Partition(tuple(bounds)),
+            None if plan["bounds"] is None else Partition(tuple(plan["bounds"])),
             plan["chunk_tokens"],
-            None if before is None else self.read_plan(_beginning_of(prompt, prompt.shared_tokens), before),
+            None if before is None else self.read_plan(prompt.beginning, before),
         )
 
-    def pinned_rank(self, prompt: Prompt) -> int | None:
-        """Return the rank that holds the prefix or stored document that a prompt continues.
-
-        None if any rank can run it.
-        """
-        held = [way.at for way in self._ways if way.at is not None]
-        continues = (prompt.stored, prompt.ids[: prompt.shared_tokens])
-        return self._decode_rank if any(at in continues for at in held) else None
-
-    def check_fits(self, plan: Plan) -> None:
-        """Refuse a prompt that does not fit on an empty chain.
-
-        Raises
-        ------
-        DocumentError
-            Names the memory needed and the number of ranks that would suffice.
-        """
-        self._setup.loaded.shape.check_ids(plan.prompt.ids)
-        if self._setup.footprint is not None:
-            plan.way.check_fits(plan)
-
-    def fits_beside(self, plan: Plan, held_bytes: Sequence[int]) -> bool:
-        """Whether a prompt fits into the memory that is left on the ranks of the chain."""
-        if self._setup.footprint is None:  # plain transformers: memory is not predicted, so run one by one
-            return False
-        spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
-        return all(
-            not need or need + held + (spare if held else 0) <= free
-            for need, held, free in zip(plan.way.needs(plan), held_bytes, self._free_bytes, strict=True)
-        )
+    def open_stored(self, prompt: Prompt) -> SharedPrefix | None:
+        """Open the stored prefix of a prompt, unless it is open already; None if it has none."""
+        if prompt.stored is None:
+            return None
+        if self._opened is None or self._opened.source != prompt.stored:
+            self._opened = prompt.stored.open(prompt.ids, self.setup.loaded)
+        return self._opened
 
     def goes_on(self, plan: Plan) -> bool:
         """Whether a prompt can run without preparing or releasing a prefix."""
-        return all(way.at == (way.beginning(plan) if way is plan.way else None) for way in self._ways)
+        return plan.beginning == (None if self.beginning is None else self.beginning.key)
 
     def begin(self, plan: Plan) -> Prefill | None:
         """Release the prefix of earlier prompts, and compute or open that of this prompt.
 
-        Returns
-        -------
-        Prefill or None
-            What this rank has computed.
+        Returns what this rank has computed, if anything.
         """
-        for way in self._ways:  # release memory before anything is allocated
-            way.leave()
-        if (beginning := plan.way.beginning(plan)) is None:
+        self.beginning = None  # answers in progress keep the rows they need
+        if plan.beginning is None:
             return None
-        plan.way.at, self._decode_rank = beginning, plan.decode_rank
-        return plan.way.begin(plan)
+        self.beginning = beginning = Beginning(plan.beginning, plan.decode_rank)
+        if (before := plan.before) is None:  # its first question loads it
+            beginning.rows = share_of(self.setup, plan, self.chain.rank, self.chain.size)
+            return None
+        is_home = self.chain.rank == before.decode_rank
+        if not is_home and not before.takes_all:
+            return None
+        (found,) = self.prefill([before])
+        beginning.rows = found if is_home else None
+        return found
+
+    def writes_own(self, plan: Plan) -> bool:
+        """Whether every rank stores its own slice, although the decode rank has all keys and values.
+
+        Not with compression, which selects tokens on the last rank, and not if a rank has two slices.
+        """
+        assert plan.partition is not None
+        spec, size = self.setup.spec, self.chain.size
+        return spec.output.kv is True and spec.compress is None and 1 < size == plan.partition.size
+
+    def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
+        """Prefill prompts that continue the same prefix: several if they are `Plan.in_rows`, else one.
+
+        write : stores the keys and values of this rank's slice, layer by layer, if ranks store their own.
+        """
+        match row[0].way:
+            case Way.CHAIN:
+                return [self._prefill_slice(row[0], write)]
+            case Way.AFTER_STORED:
+                return self._prefill_after_stored(row)
+            case Way.AFTER_SHARED:
+                return self._prefill_after_shared(row)
+        return self._prefill_alone(row, row[0].prefix)
 
     def end_wave(self) -> None:
         """Close the file of the last stored prefix."""
@@ -226,32 +147,87 @@ class ChainRunner:
         if self.forwarder is not None:
             self.forwarder.close()
 
-    def _prefix_of(self, prompt: Prompt) -> SharedPrefix | None:
-        """Find a prefix of a prompt that has been computed; only on the leader. None if there is none."""
-        ids, window = prompt.ids, self._window_of(prompt)
-        end = len(ids) if window is None else window[0]  # the window needs queries, which a prefix does not have
-        fitting = (one for one in self._setup.prefixes if one.tokens <= end and ids[: one.tokens] == one.ids)
-        return self._stored_prefix(prompt) or next(fitting, None)
+    def _prefill_alone(self, row: Sequence[Plan], prefix: SharedPrefix | None) -> list[Prefill]:
+        """Prefill a packed row; prompts that are compressed or have a rolling cache run one by one."""
+        setup = self.setup
+        if setup.rolling is not None:
+            return [prefill_rolling(setup.loaded, plan.prompt.ids, setup.rolling) for plan in row]
+        retains = [setup.retain_of(plan.prompt) for plan in row]
+        rows = [row] if setup.why_alone is None and not any(retains) else [[plan] for plan in row]
+        return [
+            prefill
+            for some, retain in zip(rows, retains, strict=False)
+            for prefill in prefill_packed(
+                setup.loaded,
+                [plan.prompt.ids for plan in some],
+                reserve_tokens=[plan.prompt.new_tokens for plan in some],
+                prefix=prefix,
+                retain=retain,
+                arena=setup.arena,
+            )
+        ]
 
-    def _window_of(self, prompt: Prompt) -> Range | None:
-        """Return the tokens whose queries compression needs; None if it needs none."""
-        retain = self._setup.retain_of(prompt)
-        return None if retain is None else retain.window
+    def _prefill_slice(self, plan: Plan, write: WriteLayer | None) -> Prefill:
+        """Prefill this rank's slice; the last rank gets all keys and values, unless they are sharded."""
+        setup = self.setup
+        assert plan.partition is not None
+        return plan.strategy.prefill(
+            setup.loaded,
+            plan.prompt.ids,
+            plan.partition,
+            self.chain,
+            reserve_tokens=plan.prompt.new_tokens,
+            prefix=plan.prefix,
+            last=plan.decode_rank,
+            forwarder=self.forwarder,
+            spares_chain=True,
+            keeps_all=plan.is_beginning or (setup.spec.output.kv is True and not self.writes_own(plan)),
+            write_layer=write,
+            is_spread=self.is_spread,
+            retain=setup.retain_of(plan.prompt),
+            chunk_tokens=plan.chunk_tokens,
+            arena=setup.arena,
+        )
 
-    def _stored_prefix(self, prompt: Prompt) -> SharedPrefix | None:
-        """Open the stored prefix of a prompt, unless it is open already."""
-        if prompt.stored is None:
-            return None
-        if self._opened is None or self._opened.source != prompt.stored:
-            self._opened = prompt.stored.open(prompt.ids, self._setup.loaded)
-        return self._opened
+    def _prefill_after_shared(self, row: Sequence[Plan]) -> list[Prefill]:
+        """Continue the shared beginning; its time, slices and tokens count for the first prompt."""
+        beginning, before = self.beginning, row[0].before
+        assert beginning is not None and before is not None, "it continues the prompt that was prefilled last"
+        shared, is_first = beginning.rows, beginning.prefix is None
+        assert isinstance(shared, Prefill)
+        if shared.error is not None:
+            return [replace(shared, partition=Partition((0, plan.prompt.tokens)), logits=None) for plan in row]
+        if is_first:
+            beginning.prefix = prefix_of_cache(before.prompt.ids, shared.cache)
+        prefills = self._prefill_alone(row, beginning.prefix)
+        if is_first:
+            first = prefills[0]
+            first.seconds += shared.seconds
+            first.wait_s += shared.wait_s
+            first.send_wait_s += shared.send_wait_s
+            first.known_tokens, first.strategy = shared.known_tokens, shared.strategy
+            first.partition = Partition((*shared.partition.bounds[:-1], first.partition.tokens))
+        return prefills
 
-    def _prefix_of_tokens(self, prompt: Prompt, tokens: int) -> SharedPrefix | None:
+    def _prefill_after_stored(self, row: Sequence[Plan]) -> list[Prefill]:
+        """Prefill questions about one document; every rank of the chain returns the same."""
+        document = None if self.beginning is None else self.beginning.rows
+        assert isinstance(document, Share), "they are run before another document comes"
+        return prefill_stored(
+            self.setup.loaded,
+            [plan.prompt.ids for plan in row],
+            document,
+            self.chain,
+            reserve_tokens=[plan.prompt.new_tokens for plan in row],
+            last=row[0].decode_rank,
+        )
+
+    def _known_prefix(self, prompt: Prompt, tokens: int) -> SharedPrefix | None:
         """Find the prefix of a prompt that the leader's plan uses."""
         if not tokens:
             return None
-        ids, stored = prompt.ids[:tokens], self._stored_prefix(prompt)
-        found = next((one for one in (stored, *self._setup.prefixes) if one is not None and one.ids == ids), None)
+        ids, stored = prompt.ids[:tokens], self.open_stored(prompt)
+        found = next((one for one in (stored, *self.setup.prefixes) if one is not None and one.ids == ids), None)
         if found is None:
             raise AgreementError(
                 f"rank {self.first_rank + self.chain.rank} has not computed the first {tokens} tokens of prompt "
@@ -260,6 +236,12 @@ class ChainRunner:
         return found
 
 
-def _beginning_of(prompt: Prompt, tokens: int) -> Prompt:
-    """Make a prompt of another prompt's first tokens; it is not answered."""
-    return replace(prompt, ids=prompt.ids[:tokens], text=(0, 0), new_tokens=0)
+def share_of(setup: JobSetup, plan: Plan, rank: int, size: int) -> Share:
+    """Make a rank's shard of a stored document, over a chain of `size` ranks, without loading it."""
+    known = plan.known_tokens
+    place = Rotation.ending_at(size, plan.decode_rank).place_of(rank)
+    partition = share_out_stored(known, known, size)
+    longest_question = max(len(frame.tail) for frame in setup.question_frames.values())
+    longest = known + longest_question + setup.longest_answer
+    start, stop = partition.start(place), partition.stop(place)
+    return Share(setup.loaded, start, stop, known, longest, prefix=plan.prefix)

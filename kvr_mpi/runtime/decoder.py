@@ -29,25 +29,15 @@ from kvr_mpi.transport import share_json
 class Decoder:
     """One rank's answers in progress.
 
-    Parameters
-    ----------
-    setup : JobSetup
-    sink : ResultSink
-    stop : Stop
-    trace : Trace
-        Records when this rank decodes, and how many answers.
-    group : Group, optional
-        The ranks that decode together and call `decode` at the same time; None: this rank alone.
+    group : the ranks that decode together and call `decode` at the same time; None: this rank alone.
     """
 
     def __init__(
         self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group[Prompt] | None = None
     ) -> None:
-        self._compression, self._batch = setup.compression, setup.open_decode_batch(group)
-        self._kernels, self._loaded, tp_group = setup.kernels, setup.loaded, setup.loaded.tp_group
-        self._group_size = 1 if tp_group is None else tp_group.size
-        self._decodes = setup.spec.generation.max_new_tokens > 0  # otherwise only the prompt's logits are used
-        self._sink, self._stop, self._trace = sink, stop, trace
+        self._setup, self._sink, self._stop, self._trace = setup, sink, stop, trace
+        self._batch, self._kernels = setup.open_decode_batch(group), setup.kernels
+        self._group_size = setup.spec.parallel.tensor_parallel
         self._parts: list[tuple[str, Record]] = []
 
     @property
@@ -60,9 +50,10 @@ class Decoder:
         """Whether the ranks of the chain decode all their prompts together after a wave's prefill."""
         return self._batch.group.waits
 
-    def held(self, shared: Prefill | None = None, document: Share | None = None) -> Held:
+    def held(self, beginning: Prefill | Share | None) -> Held:
         """Return the memory in use on this rank, including the prefix or stored document that prompts continue."""
-        prefills = [*self._batch.prefills, *([] if shared is None else [shared])]
+        prefills = [*self._batch.prefills, *([beginning] if isinstance(beginning, Prefill) else [])]
+        document = beginning if isinstance(beginning, Share) else None
         return Held(self._batch.running, self._batch.group.held_bytes(prefills, document))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
@@ -70,11 +61,12 @@ class Decoder:
         self._stop.announce()
         is_home, share = self._batch.group.is_home(prefill), prefill.share
         if prefill.error is None and is_home:
-            if self._compression is not None and prefill.retained is None and prefill.cache.is_ragged:
-                with guarded(self._loaded.tp_group):
-                    prefill.retained = size_of(self._loaded, prefill.cache, str(self._compression.settings))
+            loaded, compression = self._setup.loaded, self._setup.compression
+            if compression is not None and prefill.retained is None and prefill.cache.is_ragged:
+                with guarded(loaded.tp_group):
+                    prefill.retained = size_of(loaded, prefill.cache, str(compression.settings))
             self._trace.tally.prefilled += 1
-            if self._decodes:
+            if self._setup.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
                 self._sink.report_prefill(prompt.name, prefill, prompt.work)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
         if share is not None and came_through and not is_home and prompt.is_final:

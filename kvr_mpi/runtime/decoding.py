@@ -1,7 +1,6 @@
 """How a chain decodes: each rank its own prompts, or all ranks together, split by heads or by tokens.
 
-Sits between the rounds of a job and the ranks' `Decoder`. With ``[decode] mode = "auto"``, rank 0 chooses for all
-ranks before the first document.
+With ``[decode] mode = "auto"``, rank 0 chooses for all ranks before the first document.
 """
 
 from __future__ import annotations
@@ -35,11 +34,19 @@ def choose_modes(
     choices = []
     for part, chain in zip(rounds, chains, strict=True):
         choice = _choose(setup, part, chain)
-        if setup.spec.decode.mode == "auto":
+        wanted, size = setup.spec.decode.mode, part.topology.ranks_per_chain
+        if wanted == "auto":
             choice = DecodeChoice(**share_json(ranks, asdict(choice)))
-        if ranks.rank == 0:
-            _say_choice(setup, choice, part.topology.ranks_per_chain, say)
         choices.append(choice)
+        if ranks.rank:
+            continue
+        if wanted == "auto":
+            say(str(choice))
+        elif wanted == "head-parallel" and choice.mode != wanted:
+            say(f"decode.mode = 'head-parallel' is replaced by data-parallel here: {choice.why}")
+        if choice.mode == "head-parallel":
+            assert isinstance(setup.sharing, HeadSharing)
+            say(f"answers are decoded by {size} ranks that share heads ({setup.sharing.describe(size)})")
     return choices
 
 
@@ -58,17 +65,6 @@ def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
     wave = _usual_wave(setup, part)
     measured_s = measure_decoding(setup.loaded, chain, wave.documents, setup.sharing.placing(chain.size))
     return choose_decoding(setup.costs, wave, setup.sharing.efficiency(size), measured_s)
-
-
-def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> None:
-    """Log the choice for a round, if the job leaves it open or requests head-parallel decoding."""
-    if setup.spec.decode.mode == "auto":
-        say(str(choice))
-    elif setup.spec.decode.mode == "head-parallel" and choice.mode != "head-parallel":
-        say(f"decode.mode = 'head-parallel' is replaced by data-parallel here: {choice.why}")
-    if choice.mode == "head-parallel":
-        assert isinstance(setup.sharing, HeadSharing)
-        say(f"answers are decoded by {ranks} ranks that share heads ({setup.sharing.describe(ranks)})")
 
 
 def _usual_wave(setup: JobSetup, part: Round) -> Wave:

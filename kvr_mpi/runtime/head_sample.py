@@ -6,7 +6,6 @@ One rank prefills each document's prompt as the job would and applies the compre
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,55 +20,20 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.runtime.batch import open_source, scan_documents
-from kvr_mpi.setup.job_setup import JobSetup, Machine
+from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.store.log import software
 from kvr_mpi.transport.local import LocalTransport
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadSample:
-    """Number of tokens that each head keeps, for a sample of documents.
-
-    documents : ids.
-    counts : (documents, layers, kv_heads).
-    left_out : documents that are kept whole or cannot be read, each with the reason.
-    """
-
-    documents: list[str]
-    counts: Counts
-    left_out: list[tuple[str, str]]
-
-    def as_json(self, setup: JobSetup, corpus: Sequence[str]) -> dict[str, Any]:
-        """Return the profile in the format of `head_profile.read_profile`, with its origin."""
-        compression = setup.compression
-        assert compression is not None, "only compressed prompts are counted"
-        raw, centred = similarities(self.counts) if len(self.documents) > 1 else ([], [])
-        return {
-            "counts": self.counts.mean(0).tolist(),
-            "source": f"{setup.loaded.name}, {compression.settings}, mean of "
-            f"{counted(len(self.documents), 'document')}",
-            "model": setup.loaded.fingerprint,
-            "name": setup.loaded.name,
-            "compress": compression.identity,
-            "corpus": list(corpus),
-            "documents": self.documents,
-            "of_each_document": self.counts.astype(int).tolist(),
-            "similarity": {"cosine": raw, "mean_centred": centred},
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "software": software(),
-        }
-
-
-def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> tuple[JobSetup, HeadSample]:
+def sample_heads(
+    spec: JobSpec, machine: Machine, documents: int, say: Say
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Apply the job's compression method to documents sampled from its corpus.
 
-    Raises
-    ------
-    ConfigError
-        If the job has no compression method, or one whose budget per head does not depend on the text.
-    CorpusError
-        If no document of the sample could be used.
+    Returns the profile in the format of `head_profile.read_profile`, and the documents that are kept whole or cannot be
+    read, each with the reason. Raises `ConfigError` if the job has no compression method, or one whose budget per head
+    does not depend on the text, and `CorpusError` if no document of the sample could be used.
     """
     if spec.compress is None or spec.compress.rule.compete is None:
         found = "no [compress]" if spec.compress is None else f"compress.method = {spec.compress.method!r}"
@@ -79,8 +43,10 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
         )
     corpus, alone = scan_documents(spec), LocalTransport()
     setup = prepare(spec, machine, alone, alone, say)
-    assert setup.compression is not None, "the job has [compress]"
-    source, names, left_out, counts = open_source(setup, corpus), [], [], []
+    compression, loaded = setup.compression, setup.loaded
+    assert compression is not None, "the job has [compress]"
+    source, counts = open_source(setup, corpus), dict[str, Counts]()
+    left_out: list[tuple[str, str]] = []
     share = range(len(corpus))[spec.documents.share]
     for number in share[:: max(1, len(share) // documents)][:documents]:
         document = source.read(number)
@@ -89,29 +55,35 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
         except DocumentError as error:
             left_out.append((document.id, str(error)))
             continue
-        of_prompts = list(retained_counts(setup.loaded, prompts, setup.compression))
+        of_prompts = list(retained_counts(loaded, prompts, compression))
         if not of_prompts:
             left_out.append((document.id, "shorter than the budget"))
             continue
-        names.append(document.id)
-        counts.append(np.mean(of_prompts, axis=0))
+        counts[document.id] = np.mean(of_prompts, axis=0)
         say(f"{document.id}: {sum(prompt.tokens for prompt in prompts)} tokens")
-    if not names:
+    if not counts:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out[:5])
         raise CorpusError(f"none of {counted(len(left_out), 'document')} is long enough to show what heads keep: {why}")
-    return setup, HeadSample(names, np.stack(counts), left_out)
+    of_each = np.stack(list(counts.values()))  # (documents, layers, kv_heads)
+    raw, centred = similarities(of_each) if len(counts) > 1 else ([], [])
+    profile = {
+        "counts": of_each.mean(0).tolist(),
+        "source": f"{loaded.name}, {compression.settings}, mean of {counted(len(counts), 'document')}",
+        "model": loaded.fingerprint,
+        "name": loaded.name,
+        "compress": compression.identity,
+        "corpus": list(spec.documents.path),
+        "documents": list(counts),
+        "of_each_document": of_each.astype(int).tolist(),
+        "similarity": {"cosine": raw, "mean_centred": centred},
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "software": software(),
+    }
+    return profile, left_out
 
 
 def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compression: Compression) -> Iterator[Counts]:
-    """Count the tokens that each head keeps of each prompt (layers, kv_heads); skip prompts that are kept whole.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        A model prepared for chains.
-    prompts : sequence of PromptText
-    compression : Compression
-    """
+    """Count the tokens that each head keeps of each prompt (layers, kv_heads); skip prompts that are kept whole."""
     for prompt in prompts:
         retain = compression.retain(prompt.tokens, prompt.text)
         if retain is None:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.errors import DataError, DocumentError
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.requests.sources import Source
-from kvr_mpi.requests.split import Split, error_record
-from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.requests.sources import Source, Split, error_record
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.plan import EndPrefill, Message, Plan
+from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace
@@ -30,13 +29,7 @@ from kvr_mpi.store.record import Record
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """Objects that a rank uses on every chain it joins.
-
-    source : source of documents, if this rank leads a chain.
-    sink : stores results.
-    decoder : the answers that this rank decodes.
-    trace : records this rank's work.
-    """
+    """Objects that a rank uses on every chain it joins; only leaders read from the source."""
 
     source: Source
     sink: ResultSink
@@ -46,23 +39,15 @@ class WorkerContext:
 
 
 class Leader:
-    """Reads documents for a chain, and decides what it runs.
+    """Reads documents for a chain, and decides what it runs."""
 
-    Parameters
-    ----------
-    runner : ChainRunner
-    queue : WorkQueue
-        Documents for this chain.
-    context : WorkerContext
-    """
-
-    def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext) -> None:
+    def __init__(self, planner: Planner, queue: WorkQueue, context: WorkerContext) -> None:
         self._queue, self._source, self._sink = queue, context.source, context.sink
         self._stop, self._trace = context.stop, context.trace
         self._pace = Pace(time.monotonic())
-        self._scheduler = WaveScheduler(runner, MAX_SEQUENCES)
+        self._scheduler = WaveScheduler(planner, MAX_SEQUENCES)
         self._has_documents = True
-        self._keys = (f"{runner.first_rank}-{runner.chain.size}.{number}" for number in itertools.count(1))
+        self._keys = (f"{planner.first_rank}-{planner.size}.{number}" for number in itertools.count(1))
         self._split: dict[str, Split] = {}  # documents in parts, by id
         self._parts: dict[str, Prompt] = {}  # their prompts, by key, until the outcome is known
 
@@ -85,10 +70,7 @@ class Leader:
     def next_message(self, put_off: int) -> Message:
         """Decide on the next message to the chain.
 
-        Parameters
-        ----------
-        put_off : int
-            Number of prompts of this wave that wait for a packed row.
+        put_off : number of prompts of this wave that wait for a packed row.
         """
         while True:
             wave_s = time.monotonic() - self._pace.wave_began_s
@@ -98,7 +80,6 @@ class Leader:
                 self._refuse_document(self._scheduler.next_prompt, str(error))
                 continue
             if isinstance(decision, Plan):
-                self._scheduler.start_next(decision)
                 return decision
             if decision is Next.DECODE or not self._take_document(put_off):
                 return EndPrefill(self._has_more, self.has_work)
@@ -113,27 +94,23 @@ class Leader:
                 return False
             seconds = self._pace.seconds_for(self._queue.work_of(following), time.monotonic())
             if self._stop.has_time_for(seconds) and (number := self._queue.take_document()) is not None:
-                self._open_document(number)
+                document, work = self._source.read(number), self._queue.work_of(number)
+                self._trace.tell("reading", document.id)
+                self._pace.add_work(work)
+                try:
+                    self._add_prompts(self._source.request(document, work))
+                except (DocumentError, DataError) as error:
+                    self._sink.write_record(error_record(document, str(error)), work)
                 return True
         self._has_documents = False
         return False
 
-    def _open_document(self, number: int) -> None:
-        """Make a document's prompts."""
-        document, work = self._source.read(number), self._queue.work_of(number)
-        self._trace.tell("reading", document.id)
-        self._pace.add_work(work)
-        try:
-            self._add_prompts(self._source.request(document, work))
-        except (DocumentError, DataError) as error:
-            self._sink.write_record(error_record(document, str(error)), work)
-
     def _add_prompts(self, document: Split) -> None:
         prompts = document.make_prompts(self._keys)
         self._scheduler.add(prompts)
-        self._split.pop(document.id, None)
+        self._split.pop(document.document.id, None)
         if not document.is_final:
-            self._split[document.id] = document
+            self._split[document.document.id] = document
             self._parts |= {prompt.key: prompt for prompt in prompts}
 
     def _receive_part(self, key: str, record: Record) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,13 +18,6 @@ from kvr_mpi.store.cost import NOT_READABLE, Cost
 POWERCAP = Path("/sys/class/powercap")
 # Zones that do not overlap: cores and graphics are part of a package, and ``psys`` contains the packages.
 ZONES = ("package", "dram")
-
-
-class Counter(Protocol):
-    """An energy counter."""
-
-    def joules(self) -> float:
-        """Joules since the counter was opened."""
 
 
 class Zone:
@@ -66,14 +59,10 @@ class Gpu:
 class Meters:
     """Time and energy that a rank has used since this object was created.
 
-    Parameters
-    ----------
-    device : torch.device
-        This rank's device; the energy of a GPU is counted as well.
-    ranks_here, rank_here : int
-        Number of ranks on this host, which share its processors and GPUs, and this rank's index among them.
-    powercap : Path, optional
-        Folder with the RAPL counters.
+    device : this rank's device; the energy of a GPU is counted as well.
+    ranks_here, rank_here : number of ranks on this host, which share its processors and GPUs, and this rank's index
+        among them.
+    powercap : folder with the RAPL counters.
     """
 
     def __init__(
@@ -83,7 +72,7 @@ class Meters:
         self._is_first = rank_here == 0
         self._gpus = min(1.0, torch.cuda.device_count() / ranks_here) if device.type == "cuda" else 0.0
         zones, why = _zones(powercap or POWERCAP)
-        self._counters: list[tuple[Counter, float]] = [(zone, 1 / ranks_here) for zone in zones]
+        self._counters: list[tuple[Zone | Gpu, float]] = [(zone, 1 / ranks_here) for zone in zones]
         about = [f"RAPL: {', '.join(sorted({zone.name.split('-')[0] for zone in zones}))}"] if zones else []
         if device.type == "cuda":
             try:
@@ -97,12 +86,8 @@ class Meters:
     def cost(self, tally: Tally, threads: int = 1, tells: bool = True) -> Cost:
         """Return the cost so far; call this every minute, so that no counter wraps around twice in between.
 
-        Parameters
-        ----------
-        threads : int
-            Threads of this rank.
-        tells : bool
-            Whether this rank counts the documents of its tensor-parallel group.
+        threads : threads of this rank.
+        tells : whether this rank counts the documents of its tensor-parallel group.
         """
         seconds = time.monotonic() - self._began_s
         return Cost(

@@ -6,9 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import Say
-from kvr_mpi.model import LoadedModel
 from kvr_mpi.report.log import Detail
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.schedule.forecast import forecast_measured
@@ -42,17 +40,10 @@ def keep_outcome(
     The first job of a model on a machine also measures its ranks, which takes some seconds. Errors here do not fail
     the job, whose answers are stored already.
 
-    Parameters
-    ----------
-    done : Tally
-        Sum over all ranks.
-    seconds, start_s : float
-        Time from the first document to the last, and time before that, as measured by rank 0.
+    done : sum over all ranks.
+    seconds, start_s : time from the first document to the last, and time before that, as measured by rank 0.
 
-    Returns
-    -------
-    Expected or None
-        On rank 0, the duration that earlier jobs predict; None without earlier jobs, or if this job is not comparable.
+    Returns, on rank 0, the duration that earlier jobs predict; None without comparable earlier jobs.
     """
     spec, loaded = setup.spec, setup.loaded
     if not share_json(ranks, seconds >= LEAST_S and ranks.size <= MOST_RANKS and is_forecast(spec)):
@@ -63,7 +54,10 @@ def keep_outcome(
     costs = setup.costs
     if costs is None and not share_json(ranks, history is not None):
         ranks.barrier()  # measure all ranks at once, since they also work at the same time
-        costs = _measured(loaded, say)
+        try:
+            costs = measure_costs(loaded, LocalTransport())
+        except Exception as error:  # such as too little memory
+            say(Detail(f"this job is not recorded for later plans, since this rank could not be measured: {error}"))
     if ranks.rank:
         return None
     try:
@@ -75,15 +69,6 @@ def keep_outcome(
     except (OSError, ValueError) as error:
         say(f"warning: this job is not recorded for later plans: {error}")
     return None
-
-
-def _measured(loaded: LoadedModel, say: Say) -> Costs | None:
-    """Measure this rank alone; return None if memory is short or anything else fails."""
-    try:
-        return measure_costs(loaded, LocalTransport())
-    except Exception as error:
-        say(Detail(f"this job is not recorded for later plans, since this rank could not be measured: {error}"))
-        return None
 
 
 def _kept(

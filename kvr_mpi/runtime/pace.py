@@ -7,11 +7,6 @@ class Pace:
     """Work and duration of a chain's waves.
 
     Work is in the job's unit (characters or predicted milliseconds); all times come from the same clock.
-
-    Parameters
-    ----------
-    now_s : float
-        Time at which the chain starts.
     """
 
     def __init__(self, now_s: float) -> None:

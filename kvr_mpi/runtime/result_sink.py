@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.work_queue import Slot
+from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.kv import CachedTokens, HeadRows, KeysValues
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.writer import LayersWriter, ResultWriter
@@ -25,34 +25,22 @@ Layers = list[KeysValues | None]
 
 
 class ResultSink:
-    """One rank's results.
-
-    Parameters
-    ----------
-    writer : ResultWriter
-    counters : Counters
-        The counters of `Slot`.
-    progress : Progress
-    keeps_kv : bool
-        Whether this rank stores keys and values.
-    tells : bool
-        Whether this rank stores and reports documents; one rank of each tensor-parallel group does.
-    heads : KVHeads or None
-        The KV heads of this rank in its tensor-parallel group; None: all.
-    """
+    """One rank's results; one rank of each tensor-parallel group stores and reports documents (`tells`)."""
 
     def __init__(
         self,
+        setup: JobSetup,
         writer: ResultWriter,
         counters: Counters,
         progress: Progress,
         *,
-        keeps_kv: bool,
         tells: bool = True,
-        heads: KVHeads | None = None,
     ) -> None:
-        self._writer, self._counters, self._progress, self._keeps_kv = writer, counters, progress, keeps_kv
-        self._tells, self._heads = tells, heads
+        self._writer, self._counters, self._progress, self._tells = writer, counters, progress, tells
+        part = setup.loaded.part  # of the model, with this rank's KV heads; None: all
+        # Of ranks of a group with the same heads, one stores them.
+        self.keeps_kv = bool(setup.spec.output.kv) and (part is None or part.stores)
+        self._heads = None if part is None or part.held.is_all else part.held
 
     def report_prefill(self, name: str, prefill: Prefill, work: int) -> None:
         """Report a prefilled prompt, and add its work to the shared counter."""
@@ -64,7 +52,12 @@ class ResultSink:
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
         """Store an answer, with keys and values if the job stores them, and report it."""
-        layers, tokens = self._stored_of(prefill, record, prompt) if self._keeps_kv else ([], None)
+        layers: Layers = []
+        tokens = None
+        if self.keeps_kv and prefill.share is not None:
+            layers, tokens = _stored_share(prefill.share, record, prompt, self._heads)
+        elif self.keeps_kv:
+            layers, tokens = _stored_cache(prefill, record, prompt, self._heads)
         if self._tells:
             self._writer.write(record, layers, tokens)
             self._tell(record, work)
@@ -73,20 +66,17 @@ class ResultSink:
 
     def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
         """Store this rank's shard of a prompt in the background; another rank stores the answer."""
-        if self._keeps_kv:
+        if self.keeps_kv:
             self._writer.write(record, *_stored_share(share, record, prompt, self._heads), has_record=False)
 
-    @contextmanager
-    def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: PromptText) -> Iterator[LayersWriter]:
+    def writing_slice(
+        self, record: Record, bounds: tuple[int, int], prompt: PromptText
+    ) -> AbstractContextManager[LayersWriter]:
         """Store this rank's keys and values layer by layer during prefill."""
-        if not self._keeps_kv:  # another rank of the group stores the same heads
-            yield LayersWriter(_forget)
-            return
         (start, stop), text = bounds, prompt.text
         text = min(text[0], stop), min(text[1], stop)
         tokens = CachedTokens(prompt.ids[:stop], text, start, heads=self._heads)
-        with self._writer.writing_piece(record, tokens) as layers:
-            yield layers
+        return self._writer.writing_piece(record, tokens)
 
     def write_record(self, record: Record, work: int) -> None:
         """Store a record without keys and values, and report it."""
@@ -95,22 +85,10 @@ class ResultSink:
         self._writer.write(record)
         self._tell(record, work)
 
-    def _stored_of(self, prefill: Prefill, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens | None]:
-        """Return the keys and values that this rank stores with an answer, and their tokens."""
-        if prefill.share is not None:
-            return _stored_share(prefill.share, record, prompt, self._heads)
-        layers, tokens = _stored_cache(prefill, record, prompt, self._heads)
-        # Some heads of some tokens could not be merged into a whole cache.
-        return [] if tokens is None and self._heads is not None else layers, tokens
-
     def _tell(self, record: Record, work: int) -> None:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
         self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED])
-
-
-def _forget(layer: KeysValues | None) -> None:
-    """Store nothing."""
 
 
 def _stored_cache(
@@ -129,8 +107,9 @@ def _stored_cache(
         }
         return layers, CachedTokens(ids[: cache.length], prompt.text, 0, prefill.retained.method, rows, heads=held)
     ids = ids[: max((first + len(layer[0]) for layer in layers if layer is not None), default=0)]
-    whole = all(layer is None or first + len(layer[0]) == len(ids) for layer in layers)
-    return layers, CachedTokens(ids, prompt.text, first, heads=held) if whole else None
+    if all(layer is None or first + len(layer[0]) == len(ids) for layer in layers):
+        return layers, CachedTokens(ids, prompt.text, first, heads=held)
+    return [] if held is not None else layers, None  # some heads of some tokens could not be merged into a whole cache
 
 
 def _stored_share(

@@ -31,12 +31,7 @@ LAST_S = 8.0
 class Stop:
     """Whether to continue; after `join`, signals on other ranks count as well.
 
-    Parameters
-    ----------
-    deadline_s : float or None
-        Unix time at which the batch system ends the job.
-    clock : callable
-        Returns the Unix time.
+    deadline_s : Unix time at which the batch system ends the job; `clock` returns the Unix time.
     """
 
     def __init__(self, deadline_s: float | None = None, *, clock: Callable[[], float] = time.time) -> None:
@@ -51,14 +46,9 @@ class Stop:
     def join(self, counters: Counters, check: Callable[[], None] | None = None, peers: Transport | None = None) -> None:
         """Exchange stop requests with the other ranks from now on.
 
-        Parameters
-        ----------
-        counters : Counters
-            The counters of `Slot`.
-        check : callable, optional
-            Raises an error if this job must not continue.
-        peers : Transport, optional
-            The ranks of this rank's tensor-parallel group, which must agree that time is up.
+        counters : the counters of `Slot`.
+        check : raises an error if this job must not continue.
+        peers : the ranks of this rank's tensor-parallel group, which must agree that time is up.
         """
         self._counters, self._check, self._peers = counters, check, peers
 
@@ -106,12 +96,8 @@ class Stop:
 def listening(stop: Stop, tell: Say, end: Say) -> Iterator[None]:
     """Request to stop at the first of `STOP_SIGNALS`, and call `end` at the second.
 
-    Parameters
-    ----------
-    tell : callable
-        Logs a line at the first signal; called in a thread, since the signal may interrupt a log call.
-    end : callable
-        Ends all ranks at once; receives a line with the reason.
+    tell : logs a line at the first signal; called in a thread, since the signal may interrupt a log call.
+    end : ends all ranks at once; receives a line with the reason.
     """
 
     def hear(number: int, frame: FrameType | None) -> None:

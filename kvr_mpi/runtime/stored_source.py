@@ -18,13 +18,13 @@ from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError, c
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.style import bytes_text
-from kvr_mpi.requests.split import Split
+from kvr_mpi.requests.sources import Split
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import Results, read_results
 from kvr_mpi.store.shares import tell_missing
-from kvr_mpi.store.stored_kv import Piece, seal_pieces
+from kvr_mpi.store.stored_kv import seal_pieces
 from kvr_mpi.stored.prompt import StoredPrefix, open_prompt
 
 # Work of a loaded token relative to a prefilled one, for the progress and the distribution over chains.
@@ -50,56 +50,26 @@ class StoredDocument:
     is_askable: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class StoredCorpus:
-    """Questions about stored documents.
+def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
+    """List the questions about the stored documents of a job, from `complete_questions`.
 
-    corpus : an entry for each document and question; `place` is the document's number.
-    documents : by number.
-    left_out : number of documents without an answer, and so without keys and values.
-    missing : descriptions of shares and documents that are missing.
-    """
-
-    corpus: Corpus
-    documents: tuple[StoredDocument, ...]
-    left_out: int = 0
-    missing: tuple[str, ...] = ()
-
-    def describe(self) -> list[str]:
-        """Describe what will be loaded and what is missing."""
-        good = [one for one in self.documents if one.error is None]
-        lines = [tell_missing(self.missing)] if self.missing else []
-        if self.left_out:
-            lines.append(f"skipped: {counted(self.left_out, 'document')} with error records")
-        size = bytes_text(sum(one.bytes for one in good))
-        lines.append(f"{counted(len(good), 'document')} will be loaded: {size} of keys and values")
-        if methods := [one.compression for one in good if one.compression]:
-            lines.append(f"compressed: {counted(len(methods), 'document')} ({'; '.join(sorted(set(methods)))})")
-        return lines
-
-
-def scan_stored(spec: JobSpec) -> StoredCorpus:
-    """Find the stored documents of a job with questions.
-
-    Parameters
-    ----------
-    spec : JobSpec
-        From `complete_questions`.
+    Returns an entry for each document and question, whose `place` is the document's number, and lines for the log.
 
     Raises
     ------
     ConfigError
         If stored documents are compressed and the job stores keys and values.
     CorpusError
-        If a named document does not exist, or no document has keys and values.
+        If a named document does not exist, no document has keys and values, or more documents cannot be asked about
+        than `output.max_failed` allows.
     DataError
-        If the run cannot be read.
+        If the run cannot be read, or is incomplete.
     """
     questions = spec.questions
     assert questions is not None and isinstance(questions.ask, dict)
     index = _results_of(spec)
     missing = index.missing
-    run = Path(spec.documents.path[0])
+    run, path = Path(spec.documents.path[0]), f"documents.path {spec.documents.path}"
     lost = {
         name: StoredDocument(name, run, error=f"{name} cannot be asked about: {why}; prefill it again")
         for name, why in index.unreadable.items()
@@ -110,59 +80,50 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
             f"questions.documents: {unknown[0]!r} is not among the {len(index.places)} documents of "
             f"{', '.join(spec.documents.path)}, such as {', '.join(map(repr, index.ids()[:3]))}"
         )
-    done = [name for name in dict.fromkeys(wanted) if name in lost or index.places[name].is_done][
-        : spec.documents.limit
+    done = [name for name in dict.fromkeys(wanted) if name in lost or index.places[name].is_done]
+    documents = [
+        lost[name] if name in lost else _look(index, name, is_sharded=spec.is_spread)
+        for name in done[: spec.documents.limit]
     ]
-    documents = tuple(lost[name] if name in lost else _look(index, name, is_sharded=spec.is_spread) for name in done)
-    if all(one.error is not None for one in documents):
+    good = [one for one in documents if one.error is None]
+    if not good:
         why = f": {documents[0].error or ''}" if documents else "".join(f": {one}" for one in missing[:1])
         raise (DataError if lost or index.damaged else CorpusError)(
-            f"documents.path {spec.documents.path}: none of its documents can be asked about{why}"
+            f"{path}: none of its documents can be asked about{why}"
         )
-    if spec.output.kv and (one := next((one for one in documents if one.compression), None)):
+    methods = [one.compression for one in good if one.compression]
+    if spec.output.kv and methods:
+        one = next(one for one in good if one.compression)
         raise ConfigError(
             f"output.kv = true cannot be combined with questions about {one.id}: it is compressed ({one.compression}), "
             f"so the stored keys and values would differ from those that the model computes; leave output.kv out"
         )
-    return StoredCorpus(_corpus(documents, questions.ask), documents, len(wanted) - len(done), missing)
-
-
-def check_askable(spec: JobSpec, found: StoredCorpus) -> None:
-    """Refuse incomplete runs, and runs with more unusable documents than `output.max_failed` allows.
-
-    Raises
-    ------
-    DataError
-        Names what is missing, and what to do.
-    CorpusError
-        Names an unusable document, and what to do.
-    """
-    if found.missing and spec.questions is not None and spec.questions.documents is None:
+    if missing and questions.documents is None:
         raise DataError(
-            f"documents.path {spec.documents.path}: {tell_missing(found.missing)}. Complete the run, name the "
-            "documents to ask about (--doc, questions.documents), or merge the others with `kvr merge -o FILE` "
-            "and ask about that file"
+            f"{path}: {tell_missing(missing)}. Complete the run, name the documents to ask about (--doc, "
+            "questions.documents), or merge the others with `kvr merge -o FILE` and ask about that file"
         )
-    wrong = [one for one in found.documents if not one.is_askable]
-    asked = len(found.corpus) // len(found.documents)
-    if asked * len(wrong) <= spec.output.failures_allowed(len(found.corpus)):
-        return
-    raise CorpusError(
-        f"documents.path {spec.documents.path}: {len(wrong)} of {len(found.documents)} documents cannot be asked "
-        f"about: {wrong[0].error}. Name the others with --doc (questions.documents), or set output.max_failed to "
-        f"{asked * len(wrong)} or more to get error records for these"
-    )
+    corpus = _corpus(documents, questions.ask)
+    wrong = [one for one in documents if not one.is_askable]
+    failed = len(questions.ask) * len(wrong)
+    if failed > spec.output.failures_allowed(len(corpus)):
+        raise CorpusError(
+            f"{path}: {len(wrong)} of {len(documents)} documents cannot be asked about: {wrong[0].error}. Name the "
+            f"others with --doc (questions.documents), or set output.max_failed to {failed} or more to get error "
+            "records for these"
+        )
+    lines = [tell_missing(missing)] if missing else []
+    if left_out := len(wanted) - len(documents):
+        lines.append(f"skipped: {counted(left_out, 'document')} with error records")
+    size = bytes_text(sum(one.bytes for one in good))
+    lines.append(f"{counted(len(good), 'document')} will be loaded: {size} of keys and values")
+    if methods:
+        lines.append(f"compressed: {counted(len(methods), 'document')} ({'; '.join(sorted(set(methods)))})")
+    return corpus, lines
 
 
 class StoredSource:
-    """Questions about stored documents, and their prompts.
-
-    Parameters
-    ----------
-    setup : JobSetup
-    corpus : Corpus
-        From `scan_stored`.
-    """
+    """Questions about stored documents, and their prompts; the corpus is that of `scan_stored`."""
 
     def __init__(self, setup: JobSetup, corpus: Corpus) -> None:
         self.corpus, self._setup = corpus, setup
@@ -205,20 +166,14 @@ class StoredSource:
             self._open = None
             kv, tokens = open_prompt(document_id, pieces)
             kv.close()
-            self._open = results[document_id], tokens, self._prefix_of(document_id, tokens, pieces)
+            prefix = StoredPrefix(document_id, pieces, tokens.text[1], tokens.compression)
+            if self._recomputes and tokens.compression:
+                raise DocumentError(
+                    f"{document_id}: its stored keys and values are compressed ({tokens.compression}), but depend on "
+                    f"how the prompt continues, so they have to be computed again: prefill it in a run of its own"
+                )
+            self._open = results[document_id], tokens, None if self._recomputes else prefix
         return self._open
-
-    def _prefix_of(self, name: str, tokens: CachedTokens, pieces: tuple[Piece, ...]) -> StoredPrefix | None:
-        """Locate the stored text; None if it must be prefilled again."""
-        compression = tokens.compression
-        if not self._recomputes:
-            return StoredPrefix(name, pieces, tokens.text[1], compression)
-        if compression:
-            raise DocumentError(
-                f"{name}: its stored keys and values are compressed ({compression}), but depend on how the "
-                f"prompt continues, so they have to be computed again: prefill it in a run of its own"
-            )
-        return None
 
 
 def _results_of(spec: JobSpec) -> Results:

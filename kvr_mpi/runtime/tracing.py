@@ -16,7 +16,7 @@ from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.store.states import StateWriter, remove_states
+from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.traces import TRACE_BYTES, TracedPrompt, TraceHeader, TraceWriter, trace_files
 from kvr_mpi.trace import Recorder, Span
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
@@ -26,19 +26,11 @@ from kvr_mpi.transport.links import Skew, measure_skews
 class Trace:
     """This rank's state and trace; nothing is recorded without writers.
 
-    Parameters
-    ----------
-    states : StateWriter, optional
-        Publishes the rank's state.
-    layers : int
-        Layers of the model.
-    rates : Rates or None
-        Measured rates of this rank.
+    states : publishes the rank's state.
+    layers : layers of the model.
+    rates : measured rates of this rank.
 
-    Attributes
-    ----------
-    tally : Tally
-        Sums of this rank's work.
+    tally : sums of this rank's work.
     """
 
     def __init__(
@@ -78,7 +70,7 @@ class Trace:
                 first_rank=first_rank + (plan.decode_rank if plan.partition is None else 0),
                 ranks=1 if plan.partition is None else chain.size,
                 decode_rank=0 if plan.partition is None else plan.decode_rank,
-                predicted_s=self._seconds(stop - start, start),
+                predicted_s=0.0 if self._rates is None else self._layers * self._rates.seconds(stop - start, start),
             )
         )
 
@@ -91,9 +83,21 @@ class Trace:
         tokens = sum(plan.prompt.tokens for plan in row)
         self._begin(TracedPrompt(name, 0, "packed", tokens, row[0].strategy.name, 0, tokens, rank, 1, 0))
 
-    def end_prompt(self, prefill: Prefill | None) -> None:
-        """Record the times of a prompt on this rank, layer by layer."""
-        if self._writer is None or prefill is None:
+    def end_prompt(self, prefill: Prefill) -> None:
+        """Record the times of a prompt on this rank."""
+        self.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
+        self._record(prefill)
+
+    def end_row(self, prefills: Sequence[Prefill], began_s: float) -> None:
+        """Record the times of packed prompts, once for each forward pass; `began_s` is of `time.perf_counter`."""
+        # Not the sum of `Prefill.seconds`: the first prompt's includes the shared prefix, which is counted already.
+        self.tally.busy_s += time.perf_counter() - began_s
+        for _, same_pass in itertools.groupby(prefills, lambda prefill: prefill.began_s):
+            self._record(next(same_pass))
+
+    def _record(self, prefill: Prefill) -> None:
+        """Record the spans of a prefill, layer by layer."""
+        if self._writer is None:
             return
         prompt, began_s = self.recorder.prompt, prefill.began_s
         # Its time may include a shared prefix, which has its own span.
@@ -103,33 +107,11 @@ class Trace:
         for layer in range(len(prefill.layer_begins_s)):
             self.recorder.add(Span("layer", edges[layer], edges[layer + 1], prompt, layer))
 
-    def end_row(self, prefills: Sequence[Prefill]) -> None:
-        """Record the times of packed prompts, once for each forward pass."""
-        for _, same_pass in itertools.groupby(prefills, lambda prefill: prefill.began_s):
-            self.end_prompt(next(same_pass))
-
     def _begin(self, prompt: TracedPrompt) -> None:
         assert self._writer is not None
         self.recorder.prompt = self._prompts
         self._writer.add_prompt(self._prompts, prompt)
         self._prompts += 1
-
-    def _seconds(self, tokens: int, before: int) -> float:
-        return 0.0 if self._rates is None else self._layers * self._rates.seconds(tokens, before)
-
-
-@contextmanager
-def open_states(
-    folder: Path, session: int, world: Transport, deadline_s: float | None, log: Log, tensor_parallel: int = 1
-) -> Iterator[StateWriter]:
-    """Publish this rank's state; every rank calls this, and none waits for another."""
-    if world.rank == 0:
-        remove_states(folder, but_of=session)
-    writer = StateWriter(folder, world.rank, world.size, session, deadline_s, log.line, tensor_parallel)
-    try:
-        yield writer
-    finally:
-        writer.close()
 
 
 @contextmanager
@@ -140,11 +122,16 @@ def open_trace(
 
     Clocks are compared at the beginning and at the end; in between, linear drift is assumed.
     """
-    wanted, world = setup.spec.output, ranks.world
-    if not wanted.trace:
+    world, left = ranks.world, 0
+    if setup.spec.output.trace:
+        left = share_json(
+            world, on_root(world, lambda: TRACE_BYTES - sum(file.stat().st_size for file in trace_files(folder)))
+        )
+        if left <= 0:
+            log.root(f"no trace: the traces of earlier jobs fill the {TRACE_BYTES >> 20} MiB allowed")
+    if left <= 0:
         yield Trace(Recorder(), states=states)
         return
-    left = share_json(world, on_root(world, lambda: TRACE_BYTES - _written_bytes(folder)))
     # With a rolling cache, tokens attend to only part of the prompt, so the rates do not apply.
     rates = setup.rates[ranks.lane.rank] if setup.rates and setup.rolling is None else None
     layers = len(setup.loaded.shape.layers)
@@ -159,10 +146,6 @@ def open_trace(
         pair_s=0.0 if rates is None else rates.pair_s,
         tensor_parallel=setup.spec.parallel.tensor_parallel,
     )
-    if left <= 0:
-        log.root(f"no trace: the traces of earlier jobs fill the {TRACE_BYTES >> 20} MiB allowed")
-        yield Trace(Recorder(), states=states)
-        return
     recorder = Recorder(is_on=True)
     offset_s = time.time() - time.perf_counter()  # once, so that later clock adjustments do not matter
     skew = _measure_skew(world, header.host, offset_s)
@@ -183,17 +166,10 @@ def open_trace(
         writer.close()
 
 
-def _written_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in trace_files(folder))
-
-
 def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:
     """Measure the offset of this rank's clock from rank 0's; messages are exchanged with one rank per host.
 
-    Parameters
-    ----------
-    offset_s : float
-        How far this rank's clock is ahead of ``time.perf_counter``, which all ranks of a host share.
+    offset_s : how far this rank's clock is ahead of ``time.perf_counter``, which all ranks of a host share.
     """
     hosts: list[str] = share_json(world, gather_json(world, host))
     offsets: list[float] = share_json(world, gather_json(world, offset_s))

@@ -28,17 +28,10 @@ FIRST_LIST = len(Slot)
 class WorkQueue:
     """Lists of documents; each document is taken by exactly one chain.
 
-    Parameters
-    ----------
-    lists : sequence of sequences of int
-        Document numbers for each chain; the same on every rank.
-    works : mapping
-        Work of each document.
-    own : int
-        Index of this chain's list.
-    counters : Counters
-    first_slot : int
-        Index of the first list's counter; each list's counter is the number of documents taken.
+    lists : document numbers for each chain; the same on every rank.
+    works : work of each document.
+    own : index of this chain's list.
+    first_slot : index of the first list's counter; each list's counter is the number of documents taken.
     """
 
     def __init__(

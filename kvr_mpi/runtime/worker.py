@@ -20,7 +20,6 @@ from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.leader import Leader, WorkerContext
 from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
 from kvr_mpi.runtime.waves import Held
-from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.setup.host_memory import HeapTrimmer
 from kvr_mpi.store.record import Record
 from kvr_mpi.topology import first_of_each
@@ -30,22 +29,17 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 class ChainWorker:
     """One rank of a chain.
 
-    Parameters
-    ----------
-    runner : ChainRunner
-    queue : WorkQueue
-        Documents for this chain.
-    context : WorkerContext
-    members : Transport
-        All ranks of the chain, for decisions and outcomes; `runner.chain` has one rank of each tensor-parallel group.
+    leader : on the first rank: decides for all.
+    members : all ranks of the chain, for decisions and outcomes; `runner.chain` has one rank of each tensor-parallel
+        group.
     """
 
-    def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext, members: Transport) -> None:
+    def __init__(self, runner: ChainRunner, leader: Leader | None, context: WorkerContext, members: Transport) -> None:
         self._runner, self._context, self._chain, self._members = runner, context, runner.chain, members
+        self._leader = leader
         self._heap = HeapTrimmer()
         self._rows: list[Plan] = []  # waiting on this rank for a packed row
         self._put_off = 0  # number of prompts waiting for a row on the whole chain
-        self._leader = Leader(runner, queue, context) if members.rank == 0 else None
 
     def run(self) -> None:
         """Work until no document is left or no more may be started.
@@ -89,43 +83,34 @@ class ChainWorker:
         runner, rank = self._runner, self._chain.rank
         if not runner.goes_on(plan):
             self._prefill_rows()
-            self._begin(plan)
-        if plan.way.in_rows:
+            if plan.before is not None:
+                self._context.trace.begin_prompt(plan.before, self._chain, runner.first_rank)
+            if (beginning := runner.begin(plan)) is not None:
+                self._context.trace.end_prompt(beginning)
+        if plan.in_rows:
             self._put_off += 1
-            if plan.way.takes_all or rank == plan.decode_rank:
+            if plan.takes_all or rank == plan.decode_rank:
                 self._rows.append(plan)
             return
         self._context.trace.begin_prompt(plan, self._chain, runner.first_rank)
         prefill = self._prefill_slice(plan)
-        self._end_prompt(prefill)
+        self._context.trace.end_prompt(prefill)
         if runner.is_spread or rank == plan.decode_rank:
             self._context.decoder.start(plan.prompt, prefill)
 
-    def _begin(self, plan: Plan) -> None:
-        """Compute or open the prefix of the next prompts, and release the previous one."""
-        if plan.before is not None:
-            self._context.trace.begin_prompt(plan.before, self._chain, self._runner.first_rank)
-        self._end_prompt(self._runner.begin(plan))
-
-    def _end_prompt(self, prefill: Prefill | None) -> None:
-        """Count the prompt if this rank computed it."""
-        self._context.trace.end_prompt(prefill)
-        if prefill is not None:
-            self._context.trace.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
-
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
-        prompt = plan.prompt
-        is_written, is_home = prompt.is_final and plan.way.writes_own(plan), self._chain.rank == plan.decode_rank
-        if not is_written or is_home:
-            (prefill,) = plan.way.prefill([plan])
+        prompt, runner = plan.prompt, self._runner
+        is_written, is_home = prompt.is_final and runner.writes_own(plan), self._chain.rank == plan.decode_rank
+        if not is_written or is_home or not self._context.sink.keeps_kv:
+            (prefill,) = runner.prefill([plan])
             if is_written:  # this rank stores its slice with the answer
                 prefill.stored_tokens, _ = plan.bounds_on(self._chain.rank)
             return prefill
         assert plan.partition is not None
         bounds = plan.bounds_on(self._chain.rank)
         with self._context.sink.writing_slice(prompt.begun_record(plan.partition), bounds, prompt) as layers:
-            (prefill,) = plan.way.prefill([plan], layers.add_layer)
+            (prefill,) = runner.prefill([plan], layers.add_layer)
             if prefill.error is not None:
                 layers.drop()
         return prefill
@@ -135,16 +120,14 @@ class ChainWorker:
         waiting, self._rows, self._put_off = self._rows, [], 0
         for row in _rows(waiting, self._runner.pack_tokens):
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
-            began = time.monotonic()
+            began_s = time.perf_counter()
             try:
-                prefills = row[0].way.prefill(row)
+                prefills = self._runner.prefill(row)
             except DataError as error:  # stored keys and values are damaged or incomplete
                 for plan in row:
                     self._context.sink.write_record(plan.prompt.error_record(str(error)), plan.prompt.document_work)
                 continue
-            # Not the sum of `prefill.seconds`: the first prompt's includes the shared prefix, which is counted already.
-            self._context.trace.tally.busy_s += time.monotonic() - began
-            self._context.trace.end_row(prefills)
+            self._context.trace.end_row(prefills, began_s)
             for plan, prefill in zip(row, prefills, strict=True):
                 self._context.decoder.start(plan.prompt, prefill)
 
@@ -169,7 +152,8 @@ class ChainWorker:
     def _exchange_parts(self) -> None:
         """Send the leader the memory in use on the ranks, and new records of document parts."""
         self._context.trace.tell("waiting", "for its chain's other ranks")
-        held = self._context.decoder.held(self._runner.after_shared.held, self._runner.after_stored.held)
+        beginning = self._runner.beginning
+        held = self._context.decoder.held(None if beginning is None else beginning.rows)
         parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
         self._members.barrier()  # sleeps while it waits, so that decoding ranks get the cores
         ranks = gather_json(self._members, [asdict(held), parts])

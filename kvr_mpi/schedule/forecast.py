@@ -44,10 +44,7 @@ MEMORY_SHARE = {"cpu": 0.95, "cuda": 0.89}
 def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, after: str | None = None) -> Frame:
     """Make the frame around a document's text, with room for the answer; `after` as in `make_frame`.
 
-    Raises
-    ------
-    ConfigError
-        If prompt and answer do not fit into the model's context.
+    Raises `ConfigError` if prompt and answer do not fit into the model's context.
     """
     prompt = spec.prompt
     context = prompt.max_tokens or shape.max_tokens or 1 << 62
@@ -246,13 +243,9 @@ def forecast_of(
 ) -> Forecast:
     """Forecast without running anything, from a hardware profile, a lookup table, or earlier jobs.
 
-    Parameters
-    ----------
-    hardware : str or None
-        A shipped profile, a JSON file with the same keys, a lookup table or a folder of them; None: the tables that
-        the job names (``parallel.partition``).
-    history : History, optional
-        Earlier jobs of this model on this machine, used if there is neither profile nor table.
+    hardware : a shipped profile, a JSON file with the same keys, a lookup table or a folder of them; None: the tables
+        that the job names (``parallel.partition``).
+    history : earlier jobs of this model on this machine, used if there is neither profile nor table.
 
     Raises
     ------
@@ -301,12 +294,8 @@ def with_memory(
 ) -> Forecast:
     """Add the maximum memory that any rank needs, and the memory that ranks have, to a forecast.
 
-    Parameters
-    ----------
-    config : PreTrainedConfig
-        Configuration of the model, or of a rank's part of it.
-    memory_bytes, held_bytes : float
-        Memory of a rank, and how much of it is in use before the first prompt.
+    config : configuration of the model, or of a rank's part of it.
+    memory_bytes, held_bytes : memory of a rank, and how much of it is in use before the first prompt.
     """
     settings = spec.compress
 
@@ -348,13 +337,7 @@ def with_memory(
 
 
 def _tables(place: Path, outline: Outline, tensor_parallel: int) -> list[Table]:
-    """Read the lookup tables of one machine for this model and dtype.
-
-    Raises
-    ------
-    ConfigError
-        If there are none, or the folder has tables of several machines.
-    """
+    """Read the lookup tables of one machine for this model and dtype; refuse tables of several machines."""
     if tensor_parallel > 1:
         raise ConfigError(
             f"lookup table {str(place)!r}: it was measured on ranks that hold the whole model, but the job has "

@@ -114,12 +114,8 @@ def is_forecast(spec: JobSpec) -> bool:
 def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float, limit_tokens: int) -> Expected:
     """Calibrate the cost model's forecast with at least one earlier job.
 
-    Parameters
-    ----------
-    prefill_s, decode_s : float
-        The cost model's forecast, for answers of `expected_tokens`.
-    limit_tokens : int
-        Maximum tokens of an answer.
+    prefill_s, decode_s : the cost model's forecast, for answers of `expected_tokens`.
+    limit_tokens : maximum tokens of an answer.
     """
     scale = median(job.seconds / (job.prefill_s + job.decode_s) for job in jobs)
     seconds = np.array([[job.seconds] for job in jobs])
@@ -199,13 +195,7 @@ def find_history(cache_dir: Path, fingerprint: str, dtype: str, ranks: int) -> H
 
 
 def keep(file: Path, history: History) -> None:
-    """Write a history.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
+    """Write a history; `OSError` if that fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as stream:
         stream.write(history.model_dump_json().encode())

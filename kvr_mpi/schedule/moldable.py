@@ -19,6 +19,7 @@ times are whole microseconds.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -180,7 +181,4 @@ def bounds(times: Table, lengths: Table, ranks: int) -> tuple[int, int, int]:
 
     low = max(area, longest)  # every document can end within this
     high = max(low, int(times[times < NEVER].max()))  # permits all lengths
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if feasible(middle) else (middle + 1, high)
-    return area, longest, low
+    return area, longest, low + bisect_left(range(low, high), True, key=feasible)

@@ -1,20 +1,16 @@
 """Placement of a corpus on ranks: which document runs on which chain, and when.
 
-Sits between the cost model, which predicts a document's time on a chain of any length, and the batch. A document is a
-*moldable* task: its number of ranks is chosen before it starts. Chains of one length are aligned blocks of ranks, and
-the longest chains run first, so that one communicator per length serves the whole job.
-
-`moldable` has the algorithms and their sources. The best plan with one fixed length is used unless mixed lengths are
-better.
-
-The schedule is deterministic: times are whole microseconds, so sums do not depend on their order, and ties are broken
-by id.
+A document is a *moldable* task: its number of ranks is chosen before it starts. Chains of one length are aligned blocks
+of ranks, and the longest chains run first, so that one communicator per length serves the whole job. `moldable` has the
+algorithms and their sources. The schedule is deterministic: times are whole microseconds, so sums do not depend on
+their order, and ties are broken by id.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,10 +35,6 @@ class Placement:
     start_s: float
     end_s: float
     reason: str
-
-    def has(self, rank: int) -> bool:
-        """Whether a rank takes part."""
-        return self.first_rank <= rank < self.first_rank + self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +103,10 @@ def schedule(
     A chain longer than a document's memory requires must have a parallel efficiency of at least `min_efficiency`,
     unless the batch would then end more than 2 % later, or later than with chains of one fixed length.
 
-    Parameters
-    ----------
-    documents : sequence of (str, int)
-        Unique ids and tokens; a document of 0 tokens is only an error record and takes no time.
-    ranks : int
-    seconds : callable
-        Maps (tokens, ranks) to the predicted time, from the first token of the prompt to the last of the answer.
-    fits : callable
-        Whether (tokens, ranks) fits into memory; if it does, all shorter documents must fit as well.
-    min_efficiency : float
-        Between 0 (end the batch as early as possible) and 1.
+    documents : unique ids and tokens; a document of 0 tokens is only an error record and takes no time.
+    seconds : maps (tokens, ranks) to the predicted time, from the first token of the prompt to the last of the answer.
+    fits : whether (tokens, ranks) fits into memory; if it does, all shorter documents must fit as well.
+    min_efficiency : between 0 (end the batch as early as possible) and 1.
 
     Raises
     ------
@@ -269,11 +254,9 @@ def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Secon
     rows = {count: row for row, count in enumerate(distinct)}
     table = np.full((len(distinct), len(lengths)), NEVER, dtype=np.int64)
     for column, length in enumerate(lengths):
-        low, high = 0, len(distinct)  # find the longest document that fits; all shorter ones fit, too
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if fits(distinct[middle], length) else (low, middle)
-        for row, count in enumerate(distinct[:low]):
+        # Find the longest document that fits; all shorter ones fit, too.
+        fitting = bisect_left(distinct, True, key=lambda count: not fits(count, length))
+        for row, count in enumerate(distinct[:fitting]):
             if count >= length:
                 table[row, column] = _microseconds(seconds(count, length), count, length)
             elif count == 0 and length == 1:  # only an error record

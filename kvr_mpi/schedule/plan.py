@@ -1,8 +1,6 @@
 """Plans of a job: which documents run on which ranks.
 
-Sits between the job and the loop over its documents: `kvr plan` shows the plan, and a job with
-``parallel.ranks_per_chain = "auto"`` follows it. `forecast` predicts a document's time and memory, and `placement`
-schedules the documents.
+`kvr plan` shows the plan, and a job with ``parallel.ranks_per_chain = "auto"`` follows it.
 """
 
 from __future__ import annotations

@@ -82,18 +82,11 @@ def look_out(
 ) -> Outlook:
     """Prepare a forecast.
 
-    Parameters
-    ----------
-    model, is_offline
-        As in `find_workload`.
-    hardware : str or None
-        A profile or a JSON file; None: `HARDWARE`.
-    link_gigabytes_per_s : float or None
-        Bandwidth of each link in one direction; None: the profile's.
-    relay : str or None
-        None: as in our engine, or as in the paper if attention is eager.
-    tensor_parallel : int
-        Size of the tensor-parallel groups; each counts as one rank of the forecast.
+    model, is_offline : as in `find_workload`.
+    hardware : a profile or a JSON file; None: `HARDWARE`.
+    link_gigabytes_per_s : bandwidth of each link in one direction; None: the profile's.
+    relay : None: as in our engine, or as in the paper if attention is eager.
+    tensor_parallel : size of the tensor-parallel groups; each counts as one rank of the forecast.
 
     Raises
     ------
@@ -125,29 +118,18 @@ def simulate(
         raise ConfigError(
             f"chunk_tokens = {chunk_tokens}: forecasts with chunks need relay = 'cut-through', not {found.relay!r}"
         )
-    check_contexts(found.work, contexts, max(ranks))
-    return [_row(found.costs, tokens, size, found.relay, chunk_tokens) for tokens in contexts for size in ranks]
-
-
-def check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) -> None:
-    """Refuse prompts that are too long for a model, or too short for the ranks.
-
-    Raises
-    ------
-    ConfigError
-        Names shapes for this length, or the maximum number of ranks.
-    """
     for tokens in contexts:
-        if work.max_tokens is not None and tokens > work.max_tokens:
+        if found.work.max_tokens is not None and tokens > found.work.max_tokens:
             longer = [name for name, shape in SHAPES.items() if (shape.max_tokens or tokens) >= tokens]
             raise ConfigError(
-                f"{tokens} tokens exceed the {work.max_tokens} of {work.name}; shapes for this length: "
+                f"{tokens} tokens exceed the {found.work.max_tokens} of {found.work.name}; shapes for this length: "
                 f"{', '.join(longer)}"
             )
-        if tokens < most_ranks:
+        if tokens < max(ranks):
             raise ConfigError(
-                f"{most_ranks} ranks for {tokens} tokens: every rank needs at least one; use at most {tokens} ranks"
+                f"{max(ranks)} ranks for {tokens} tokens: every rank needs at least one; use at most {tokens} ranks"
             )
+    return [_row(found.costs, tokens, size, found.relay, chunk_tokens) for tokens in contexts for size in ranks]
 
 
 def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: int | None) -> ForecastRow:

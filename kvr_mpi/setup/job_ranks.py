@@ -64,10 +64,7 @@ class JobRanks:
 def join_groups(world: Transport, control: Transport, topology: Topology, device: torch.device) -> JobRanks:
     """Make transports for the tensor-parallel group and the lane; every rank calls this.
 
-    Parameters
-    ----------
-    world, control : Transport
-        All ranks of the job: the transport for tensors, and that from `mpi.connect`.
+    world, control : all ranks of the job: the transport for tensors, and that from `mpi.connect`.
     """
     if topology.tensor_parallel == 1:
         return JobRanks(world, world)

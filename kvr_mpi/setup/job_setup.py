@@ -31,7 +31,7 @@ from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import identity_of
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.requests.split import PromptConfig
+from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
 from kvr_mpi.store.log import Header
 from kvr_mpi.stored.reuse import StoredBeginnings
@@ -55,7 +55,6 @@ class Machine:
 class JobSetup:
     """A job's model, ready on this rank, with all measurements.
 
-    frame, reduce_frame : the prompt around a document's text, and around the answers about its parts.
     question_frames : prompts around a document's text, by name: of questions about stored documents, or of `prompts`.
     weights : hash of all weights, if keys and values are stored or loaded; else empty.
     why_alone : why prompts are not packed; None if they are.
@@ -76,8 +75,7 @@ class JobSetup:
 
     spec: JobSpec
     loaded: LoadedModel
-    frame: Frame
-    reduce_frame: Frame
+    prompt_config: PromptConfig
     question_frames: Mapping[str, Frame]
     weights: str
     generation: GenerationConfig
@@ -102,21 +100,9 @@ class JobSetup:
         return self.spec.is_spread or isinstance(self.sharing, HeadSharing)
 
     @property
-    def prompt_config(self) -> PromptConfig:
-        """Settings for prompts."""
-        new_tokens = self.spec.generation.max_new_tokens
-        prompts = self.question_frames if self.spec.prompts else {}
-        return PromptConfig(
-            self.loaded.tokenizer,
-            self.spec.prompt,
-            self.frame,
-            self.reduce_frame,
-            new_tokens,
-            prompts,
-            self.spec.generation.of_answers,
-            self.spec.generation.score_column,
-            self.spec.generation.seed,
-        )
+    def frame(self) -> Frame:
+        """The prompt around a document's text."""
+        return self.prompt_config.frame
 
     @property
     def kernels(self) -> str:

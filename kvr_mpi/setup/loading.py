@@ -30,18 +30,11 @@ def load_on_all(
 ) -> LoadedModel:
     """Load a model on every rank and choose its kernels; every rank calls this.
 
-    Parameters
-    ----------
-    adapter : str, optional
-        Folder of a LoRA adapter, which is merged into the model.
-    kernels : str
-        Kernels for chains, as in a job's `model.kernels`.
-    say : callable, optional
-        Logs a line about the kernels.
-    tp_group : TensorParallelGroup, optional
-        The ranks among which the model is divided; each loads its part.
-    **arguments
-        Arguments of `load_model`.
+    adapter : folder of a LoRA adapter, which is merged into the model.
+    kernels : kernels for chains, as in a job's `model.kernels`.
+    say : logs a line about the kernels.
+    tp_group : the ranks among which the model is divided; each loads its part.
+    **arguments : arguments of `load_model`.
     """
     index = gpu_index(world, arguments.get("device", "auto"))
     load = partial(load_model, path, tp_group=tp_group, device_index=index, **arguments)

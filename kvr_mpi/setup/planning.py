@@ -133,17 +133,25 @@ class PlannedJob:
     @property
     def decoding(self) -> DecodeChoice | None:
         """Forecast of the longest chains' decode mode, if the job leaves it open."""
-        return _choose_decoding(self) if self.spec.decode.mode == "auto" else None
+        spec, forecast, shape = self.spec, self.forecast, self.outline.shape
+        if spec.decode.mode != "auto":
+            return None
+        wanted, all_ranks = spec.ranks_per_chain, self.schedule.ranks
+        lengths = {place.ranks for place in self.schedule.placements}
+        ranks = max(lengths, default=1) if spec.planned else all_ranks if wanted == "all" else int(wanted)
+        if why := why_not_heads(spec) or why_not_by_config(self.outline.config, shape):
+            return DecodeChoice("data-parallel", why)
+        texts = [tokens for _, tokens in self.texts]
+        tokens = min(forecast.frame.max_tokens, sum(texts) // len(texts))
+        kept = tokens if spec.compress is None else spec.compress.kept_of(tokens)
+        documents = min(-(-len(texts) // max(1, all_ranks // ranks)), ranks * MAX_SEQUENCES)
+        hidden_bytes = shape.hidden_size * self.outline.dtype.itemsize
+        wave = Wave(documents, ranks, kept + forecast.new_tokens / 2, forecast.new_tokens, hidden_bytes)
+        return choose_decoding(forecast.costs, wave, placement_of(spec.decode, shape).efficiency(ranks))
 
 
 def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) -> PlannedJob:
-    """Read a job's corpus, and plan the job for a number of ranks.
-
-    Raises
-    ------
-    ConfigError
-        If the speed of a rank is unknown.
-    """
+    """Read a job's corpus, and plan the job for a number of ranks; `ConfigError` if the speed of a rank is unknown."""
     parse_templates(spec)
     check_tensor_parallel(spec)
     check_system(spec.prompt.system)
@@ -184,13 +192,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
 
 
 def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
-    """Plan each share of a job's corpus for the same number of ranks.
-
-    Raises
-    ------
-    ConfigError
-        If there are fewer documents than shares.
-    """
+    """Plan each share of a job's corpus for the same number of ranks; `ConfigError` if a share would be empty."""
     if len(made.texts) < count:
         raise ConfigError(
             f"{count} shares of {counted(len(made.texts), 'document')}: some shares would be empty; choose "
@@ -214,20 +216,3 @@ def _count(spec: JobSpec, tokenizer: Any) -> Counted:
         of = "" if wanted.shard is None else f" of the share {wanted.shard}"
         raise CorpusError(f"documents.path {wanted.path}: the files contain no documents{of}; expected at least one")
     return counted
-
-
-def _choose_decoding(made: PlannedJob) -> DecodeChoice:
-    """Forecast the decode mode of a job's longest chains."""
-    spec, forecast, shape = made.spec, made.forecast, made.outline.shape
-    wanted, all_ranks = spec.ranks_per_chain, made.schedule.ranks
-    lengths = {place.ranks for place in made.schedule.placements}
-    ranks = max(lengths, default=1) if spec.planned else all_ranks if wanted == "all" else int(wanted)
-    if why := why_not_heads(spec) or why_not_by_config(made.outline.config, shape):
-        return DecodeChoice("data-parallel", why)
-    texts = [tokens for _, tokens in made.texts]
-    tokens = min(forecast.frame.max_tokens, sum(texts) // len(texts))
-    kept = tokens if spec.compress is None else spec.compress.kept_of(tokens)
-    documents = min(-(-len(texts) // max(1, all_ranks // ranks)), ranks * MAX_SEQUENCES)
-    hidden_bytes = shape.hidden_size * made.outline.dtype.itemsize
-    wave = Wave(documents, ranks, kept + forecast.new_tokens / 2, forecast.new_tokens, hidden_bytes)
-    return choose_decoding(forecast.costs, wave, placement_of(spec.decode, shape).efficiency(ranks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.compress.compression import Compression, open_compression
+from kvr_mpi.compress.compression import open_compression
+from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.placing import HeadSharing, open_sharing
 from kvr_mpi.decode.sampling import ends_of, make_generation_config
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError, Say, counted
-from kvr_mpi.job import JobSpec
+from kvr_mpi.job import EQUAL_TIME, JobSpec
 from kvr_mpi.job.combinations import PROMPTS, check_model_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.attention import why_no_flex
@@ -45,18 +46,20 @@ from kvr_mpi.prefill.self_check import check_chain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail
 from kvr_mpi.report.style import bytes_text
+from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.arena import open_arena
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_ranks import JobRanks, describe_groups
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all, silent
-from kvr_mpi.setup.rates import costs_of, describe_rates, rates_of, table_of
+from kvr_mpi.setup.rates import costs_of, describe_rates, table_of
 from kvr_mpi.store.log import software
 from kvr_mpi.stored.asking import frame_questions
 from kvr_mpi.stored.reuse import find_beginnings
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
 from kvr_mpi.transport import Transport, check_alike, gather_json, on_root, share_json, together
+from kvr_mpi.tuning.measure import measure_rates
 
 # Shorter instructions are computed with every prompt, since copying them would take as long.
 LEAST_PREFIX_TOKENS = 32
@@ -72,25 +75,13 @@ def prepare(
     loaded: LoadedModel | None = None,
     ranks: JobRanks | None = None,
 ) -> JobSetup:
-    """Prepare a job's model; every rank calls this.
+    """Prepare a job's model; every rank calls this. `ConfigError` if model and settings are incompatible.
 
-    Parameters
-    ----------
-    spec : JobSpec
-    machine : Machine
-    world, chain : Transport
-        All ranks of the job, and those that share this chain's prompts (one from each tensor-parallel group).
-    say : callable
-        Logs a line; called only on rank 0 of the job.
-    loaded : LoadedModel, optional
-        The job's model, if it is loaded already.
-    ranks : JobRanks, optional
-        The communicators of tensor-parallel groups, if there are any.
-
-    Raises
-    ------
-    ConfigError
-        If model, prompt and generation settings are incompatible.
+    world, chain : all ranks of the job, and those that share this chain's prompts (one from each tensor-parallel
+        group).
+    say : logs a line; called only on rank 0 of the job.
+    loaded : the job's model, if it is loaded already.
+    ranks : the communicators of tensor-parallel groups, if there are any.
     """
     say = say if world.rank == 0 else silent
     ranks = ranks or JobRanks(world, world)
@@ -104,8 +95,16 @@ def prepare(
     why_alone = None if rolling is None else "rolling caches cannot be combined in a row yet"
     if rolling is None and not plain:
         why_alone = check_together(partial(why_not_packed, loaded))
-    for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
+    for line in left_out:
         say(line)
+    if compression is not None:
+        say(f"keys and values are compressed before answers are decoded ({compression.describe()})")
+    if (chunk_tokens := spec.chunk_tokens) != "auto":
+        longest = frame.max_tokens
+        whole = f"; no prompt is longer than {longest} tokens, so slices stay whole" if chunk_tokens >= longest else ""
+        say(f"slices are computed in chunks of {chunk_tokens} tokens{whole}")
+    if why_alone is not None:
+        say(f"documents are decoded one by one: {why_alone}")
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_heads(spec) or why_alone))
     check_alike(
         world,
@@ -124,22 +123,39 @@ def prepare(
     )
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
-    frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
-    prefixes = together(world, partial(_compute_prefixes, loaded, frames, say))
+    frames = [frame, *question_frames.values(), *([reduce_frame] if spec.prompt.too_long == "split" else [])]
+    prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, say))
     footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies))
     free_bytes = _room(spec, loaded, ranks, sharing)
     paging = partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say)
     arena = check_together(partial(paging, is_packed=why_alone is None and not plain))
-    costs = costs_of(loaded, world, say) if _needs_costs(spec, world, chain, strategies, sharing) else None
-    rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
+    is_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
+    is_chosen |= spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
+    costs = costs_of(loaded, world, say) if world.size > 1 and (spec.planned or is_chosen) else None
+    rates: list[Rates] = []
+    if spec.parallel.partition == EQUAL_TIME and costs is not None:
+        rates = costs.rates(ranks.lane.size)
+    elif spec.parallel.partition == EQUAL_TIME and chain.size > 1:
+        say("measuring the speed of the ranks, for slices of equal time")
+        rates = measure_rates(loaded, ranks.lane)
     if rates and rolling is None:
         mine = rates if spec.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
         say(Detail(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS)))
     return JobSetup(
         spec=spec,
         loaded=loaded,
-        frame=frame,
-        reduce_frame=reduce_frame,
+        prompt_config=PromptConfig(
+            loaded.tokenizer,
+            spec.prompt,
+            frame,
+            reduce_frame,
+            spec.generation.max_new_tokens,
+            question_frames if spec.prompts else {},
+            spec.generation.of_answers,
+            spec.generation.score_column,
+            spec.generation.seed,
+            why_no_effect(PROMPTS, spec, kinds_of(loaded)) is None,
+        ),
         question_frames=question_frames,
         weights=weights,
         generation=generation,
@@ -170,14 +186,7 @@ def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work
 
 
 def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> tuple[LoadedModel, float]:
-    """Load the model, or its part in a tensor-parallel group, on every rank, and log a description.
-
-    Returns
-    -------
-    loaded : LoadedModel
-    once_s : float
-        Seconds that loading took on rank 0, if it converted a GGUF file first; else 0.
-    """
+    """Load the model, or its part in a tensor-parallel group; return it with `JobSetup.once_s`."""
     world = ranks.world
     if spec.parallel.tensor_parallel > 1 and ranks.tp_group is None:
         raise ConfigError(
@@ -266,43 +275,23 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     return loaded, frame, reduce_frame, generation
 
 
-def _describe_prompts(
-    spec: JobSpec, longest_tokens: int, compression: Compression | None, why_alone: str | None
-) -> Iterator[str]:
-    """Yield log lines about compression, chunks and decoding, if they differ from the defaults."""
-    if compression is not None:
-        yield f"keys and values are compressed before answers are decoded ({compression.describe()})"
-    if (chunk_tokens := spec.chunk_tokens) != "auto":
-        whole = f"; no prompt is longer than {longest_tokens} tokens, so slices stay whole"
-        yield f"slices are computed in chunks of {chunk_tokens} tokens{whole if chunk_tokens >= longest_tokens else ''}"
-    if why_alone is not None:
-        yield f"documents are decoded one by one: {why_alone}"
-
-
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
     """Make the frame of each question, or of each of the job's prompts, by name."""
     if not spec.prompts:
         return frame_questions(spec, loaded, weights)
     frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in spec.prompts.items()}
-    for line in _describe_sharing(spec, loaded, frames):
-        say(line)
-    return frames
-
-
-def _describe_sharing(spec: JobSpec, loaded: LoadedModel, frames: Mapping[str, Frame]) -> list[str]:
-    """Return log lines if documents are prefilled several times for different prompts."""
-    if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
-        return [f"each document is prefilled {len(frames)} times, once per prompt: {why}"]
     groups: dict[object, list[str]] = {}
     for name, frame in frames.items():
         groups.setdefault((frame.head, frame.head_gaps), []).append(name)
-    if len(groups) == 1:
-        return []
-    told = "; ".join(", ".join(names) for names in groups.values())
-    return [
-        f"each document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so "
-        "nothing after that can be shared. Move the parts that differ behind {text}"
-    ]
+    if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
+        say(f"each document is prefilled {len(frames)} times, once per prompt: {why}")
+    elif len(groups) > 1:
+        told = "; ".join(", ".join(names) for names in groups.values())
+        say(
+            f"each document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so "
+            "nothing after that can be shared. Move the parts that differ behind {text}"
+        )
+    return frames
 
 
 def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> str:
@@ -333,18 +322,12 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
     return tuple(fitting), left_out
 
 
-def _repeated_frames(
-    spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
-) -> tuple[Frame, ...]:
-    """List the frames whose head is computed once for all documents."""
-    if spec.parallel.strategy == PLAIN or spec.questions is not None or spec.cache.is_rolling:
-        return ()
-    return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
-
-
-def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) -> tuple[SharedPrefix, ...]:
-    """Compute the common prefix of all prompts of a frame."""
-    if depends_on_length(loaded.model):  # their keys depend on each prompt's length
+def _compute_prefixes(
+    spec: JobSpec, loaded: LoadedModel, frames: Sequence[Frame], say: Say
+) -> tuple[SharedPrefix, ...]:
+    """Compute what all prompts of a frame begin with, once for all documents."""
+    is_repeated = spec.parallel.strategy != PLAIN and spec.questions is None and not spec.cache.is_rolling
+    if not is_repeated or depends_on_length(loaded.model):  # then keys depend on each prompt's length
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     if heads:
@@ -353,13 +336,7 @@ def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) ->
 
 
 def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
-    """Make the rolling cache that the job requests, if any, and verify that the model supports it.
-
-    Raises
-    ------
-    ConfigError
-        If the model does not support it.
-    """
+    """Make the rolling cache that the job requests, if any; refuse a model that does not support it."""
     rolling = rolling_of(spec.cache, spec.parallel.chunk_tokens)
     try:
         if rolling is not None:
@@ -384,19 +361,6 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     except ModelError:
         return replace(footprint, takes_chunks=False)
     return footprint
-
-
-def _needs_costs(
-    spec: JobSpec,
-    world: Transport,
-    chain: Transport,
-    strategies: Sequence[Strategy],
-    sharing: HeadSharing | str | None,
-) -> bool:
-    """Whether plans, strategies or decode modes depend on measured costs."""
-    are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
-    is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
-    return world.size > 1 and (spec.planned or are_chosen or is_decoding_chosen)
 
 
 def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:

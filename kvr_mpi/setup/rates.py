@@ -9,7 +9,7 @@ from pathlib import Path
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.errors import Say
-from kvr_mpi.job import EQUAL_TIME, JobSpec
+from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.transport import Transport, together
@@ -33,18 +33,6 @@ def costs_of(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
         f"{1e3 * costs.step_s:.1f} ms per token"
     )
     return costs
-
-
-def rates_of(
-    spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None, say: Say
-) -> list[Rates]:
-    """Return the rates of all ranks if slices depend on them; rates in `costs` are not measured again."""
-    if spec.parallel.partition != EQUAL_TIME or (chain.size == 1 and costs is None):
-        return []
-    if costs is None:
-        say("measuring the speed of the ranks, for slices of equal time")
-        return measure_rates(loaded, world)
-    return costs.rates(world.size)
 
 
 def describe_rates(rates: Sequence[Rates], tokens: int) -> str:

@@ -19,22 +19,6 @@ SAMPLED, SAMPLED_CHARS = 32, 20_000
 DOUBT = 1.1
 
 
-def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) -> int:
-    """Estimate the bytes of keys and values of documents, by number, from a sample of their texts."""
-    chars = tokens = 0
-    good = [number for number in todo if corpus.entries[number].error is None]
-    for number in good[:: max(1, len(good) // SAMPLED)]:
-        text = corpus.read(number).text[:SAMPLED_CHARS]
-        chars += len(text)
-        tokens += len(encode_text(setup.loaded.tokenizer, text))
-    if not chars:
-        return 0
-    counts = [corpus.entries[number].chars * tokens / chars for number in good]
-    part = setup.loaded.part  # the group writes all of its heads once
-    shares = 1 if part is None else len(part.held.shares)
-    return stored_bytes(setup.spec, setup.frame, counts, shares * setup.loaded.shape.kv_bytes_per_token)
-
-
 def stored_bytes(spec: JobSpec, frame: Frame, texts: Iterable[float], bytes_per_token: float) -> int:
     """Estimate the bytes of keys and values of documents with `texts` tokens of text, for a whole model's tokens."""
     around = len(frame.head) + len(frame.tail) + spec.generation.max_new_tokens
@@ -45,14 +29,18 @@ def stored_bytes(spec: JobSpec, frame: Frame, texts: Iterable[float], bytes_per_
 
 
 def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:
-    """Return a log line about how much will be written.
+    """Return a log line about how much will be written for documents, by number; a sample of their texts is tokenised.
 
-    Raises
-    ------
-    OutputError
-        If there is not enough free space, or the folder no longer exists.
+    Raises `OutputError` if there is not enough free space, or the folder no longer exists.
     """
-    size = estimate_stored_bytes(setup, corpus, todo)
+    good = [number for number in todo if corpus.entries[number].error is None]
+    texts = [corpus.read(number).text[:SAMPLED_CHARS] for number in good[:: max(1, len(good) // SAMPLED)]]
+    tokens = sum(len(encode_text(setup.loaded.tokenizer, text)) for text in texts)
+    chars = sum(map(len, texts))
+    counts = [corpus.entries[number].chars * tokens / chars for number in good] if chars else []
+    part = setup.loaded.part  # the group writes all of its heads once
+    shares = 1 if part is None else len(part.held.shares)
+    size = stored_bytes(setup.spec, setup.frame, counts, shares * setup.loaded.shape.kv_bytes_per_token)
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:

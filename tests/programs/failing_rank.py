@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.cli import kvr_run
-from kvr_mpi.runtime.ways import OverChain
+from kvr_mpi.runtime.chain_runner import ChainRunner
 
-prefill, calls = OverChain.prefill, 0
+prefill, calls = ChainRunner.prefill, 0
 
 
-def breaking(way: OverChain, *args: Any) -> Any:
+def breaking(runner: ChainRunner, *args: Any) -> Any:
     global calls
     calls += 1
-    if calls == 2 and way.chain.rank == 1:
+    if calls == 2 and runner.chain.rank == 1:
         if marker:
             Path(marker[0]).write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
         print(f"failing at {time.time()}", flush=True)
         raise RuntimeError("broken on purpose")
-    return prefill(way, *args)
+    return prefill(runner, *args)
 
 
 job, *marker = sys.argv[1:]
-OverChain.prefill = breaking  # type: ignore[method-assign]
+ChainRunner.prefill = breaking  # type: ignore[method-assign]
 sys.argv = ["kvr-run", job]
 kvr_run()

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.cli import kvr_run
-from kvr_mpi.runtime.ways import OverChain
+from kvr_mpi.runtime.chain_runner import ChainRunner
 
 job, folder = sys.argv[1:]
 Path(folder).mkdir(exist_ok=True)
 (Path(folder) / str(os.getpid())).touch()
-prefill = OverChain.prefill
+prefill = ChainRunner.prefill
 
 
 def slowly(*args: Any, **kwargs: Any) -> Any:
@@ -22,6 +22,6 @@ def slowly(*args: Any, **kwargs: Any) -> Any:
     return prefill(*args, **kwargs)
 
 
-OverChain.prefill = slowly  # type: ignore[method-assign]
+ChainRunner.prefill = slowly  # type: ignore[method-assign]
 sys.argv = ["kvr-run", job]
 kvr_run()

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from kvr_mpi.documents import Corpus, RowFormat, scan_corpus
-from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.runtime.plan import Plan
-from kvr_mpi.runtime.ways import AfterShared, Alone
 
 PROMPTS = {
     "who": "Read this: {text} Who saw the second boat?",
@@ -65,38 +60,6 @@ def test_answers_are_those_of_each_prompt_alone(job: Path, run_job: Any) -> None
             longest = [record for name, record in found.items() if name.startswith("doc-4.txt")]
             computed = sorted(record.computed_tokens for record in longest)
             assert computed[0] < computed[1] < 80 < 200 < computed[2], way
-
-
-@pytest.mark.parametrize(
-    ("changed", "own"),
-    [
-        ({}, 5 + 4),
-        ({"arena": object()}, 44 + 5 + 4),  # of 300 tokens one page is shared, and the rest copied
-        ({"compression": SimpleNamespace(planned_drop=lambda *given: None)}, 305 + 4),
-        ({"loaded": SimpleNamespace(attends_in_parts=False, device=torch.device("cpu"))}, 305 + 4),
-    ],
-)
-def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) -> None:
-    """What its prompts keep, in bytes of a token each; compressed heads, and a model's own attention, need copies."""
-    whole: dict[str, Any] = {
-        "arena": None,
-        "compression": None,
-        "loaded": SimpleNamespace(attends_in_parts=True, device=torch.device("cpu")),
-    }
-    footprint = SimpleNamespace(activation_bytes=lambda tokens: 1000)
-    setup: Any = SimpleNamespace(kv_bytes=lambda tokens: tokens, footprint=footprint, **{**whole, **changed})
-    chain: Any = SimpleNamespace(size=2)
-    chain_has: Any = (setup, chain, [0, 0], None, None)
-    way, ids = AfterShared(*chain_has), tuple(range(305))
-    prompts = [
-        Prompt(ids=some, text=(0, 0), key=str(len(some)), document_id="a", new_tokens=new, shared_tokens=300)
-        for some, new in ((ids[:300], 0), (ids, 4))
-    ]
-    before = Plan(Alone(*chain_has), prompts[0], None, 1)
-    plan = Plan(way, prompts[1], None, 1, before=before)
-    assert way.kept(plan) == [0, 300 + own] and way.needs(plan) == [0, 300 + own + 1000]
-    way.at = way.beginning(plan)
-    assert way.kept(plan) == [0, own] and way.needs(plan) == [0, own + 1000]
 
 
 def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from kvr_mpi.job import PromptSection
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.requests.sources import TextSource
-from kvr_mpi.requests.split import PromptConfig, Split
+from kvr_mpi.requests.sources import PromptConfig, Split, TextSource
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.stored_kv import Piece
 from kvr_mpi.stored.prompt import StoredPrefix
@@ -46,7 +45,7 @@ def prefill(tokens: int, seconds: float = 2.0) -> Prefill:
 
 def test_a_document_is_one_prompt(tokenizer: Any) -> None:
     document = request(tokenizer, "hello there")
-    assert document.id == "a.txt" and document.is_final
+    assert document.document.id == "a.txt" and document.is_final
     for wrong, why in (("", "has no tokens"), (SENTENCES, "20")):
         with pytest.raises(DocumentError, match=why):
             request(tokenizer, wrong)

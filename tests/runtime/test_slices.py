@@ -10,21 +10,44 @@ import pytest
 from made_tables import a_table
 
 from kvr_mpi.costs.solve import Rates
-from kvr_mpi.errors import PartitionError
+from kvr_mpi.errors import DocumentError, PartitionError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.registry import KVR
-from kvr_mpi.runtime.slice_planner import SlicePlanner
+from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.runtime.chain_runner import Beginning
+from kvr_mpi.runtime.plan import Way
+from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.tuning.table import Table
 
 RATES = Rates(1e-6, 1e-9)
+
+
+def chain_of(size: int, **setup: Any) -> Any:
+    """A chain of so many ranks, with a byte for each token, and 1000 for activations."""
+    usual: dict[str, Any] = {
+        "spec": SimpleNamespace(
+            is_spread=False, questions=None, chunk_tokens="auto", generation=SimpleNamespace(max_new_tokens=4)
+        ),
+        "loaded": SimpleNamespace(attends_in_parts=True, shape=SimpleNamespace(check_ids=lambda ids: None)),
+        "footprint": SimpleNamespace(
+            activation_bytes=lambda tokens: 1000, route_bytes=lambda route, **given: 0, takes_chunks=False
+        ),
+        "kv_bytes": lambda tokens: tokens,
+        "retain_of": lambda prompt: None,
+        **{"free_bytes": [9999] * size, "rates": [], "strategies": (KVR,), "prefixes": ()},
+        **dict.fromkeys(("arena", "compression", "rolling", "table")),
+    }
+    chain = SimpleNamespace(size=size)
+    return SimpleNamespace(
+        setup=SimpleNamespace(**usual | setup), chain=chain, first_rank=0, pack_tokens=2048, beginning=None
+    )
 
 
 def cut_over(
     size: int, rates: Sequence[Rates], table: Table | None = None, say: Any = print
 ) -> Callable[[int, int, int], Partition]:
     """How a chain of so many ranks cuts: takes new tokens, the rank that decodes, and known tokens."""
-    job: Any = SimpleNamespace(spec=None, free_bytes=[0] * size, rates=list(rates), table=table, strategies=(KVR,))
-    planner = SlicePlanner(job, size, slice(0, size), say)
+    planner = Planner(chain_of(size, rates=list(rates), table=table), say)
     return lambda tokens, decode_rank, known: planner.cut(KVR, known + tokens, known, decode_rank)
 
 
@@ -51,3 +74,63 @@ def test_a_table_cuts_and_a_prompt_outside_of_it_is_warned_about_once() -> None:
     for tokens in (5000, 6000, 100):
         assert cut(tokens, 1, 0).tokens == tokens
     assert len(said) == 1 and "from 1024 to 4096 tokens on 2 ranks; a prompt of 5000 tokens" in said[0]
+
+
+def prompt_of(tokens: int, shared_tokens: int = 0) -> Prompt:
+    ids = tuple(range(tokens))
+    return Prompt(ids=ids, text=(0, 0), key="a", document_id="a", new_tokens=4, shared_tokens=shared_tokens)
+
+
+@pytest.mark.parametrize(
+    ("changed", "own"),
+    [
+        ({}, 5 + 4),
+        ({"arena": SimpleNamespace(spare_bytes=0)}, 44 + 5 + 4),  # of 300 tokens one page is shared, the rest copied
+        ({"loaded": SimpleNamespace(attends_in_parts=False)}, 305 + 4),  # a model's own attention needs a copy
+    ],
+)
+def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) -> None:
+    """What its prompts keep and need; the beginning only while it is not in memory."""
+    for loaded in changed.values():
+        loaded.shape = SimpleNamespace(check_ids=lambda ids: None)
+    planner = Planner(chain := chain_of(5, **changed), print)
+    plan = planner.plan(prompt_of(305, 300), 1)
+    assert plan.way is Way.AFTER_SHARED and plan.before is not None and plan.before.way is Way.ALONE
+    assert plan.kept == {1: 300 + own} and plan.needs == [0, 300 + own + 1000, 0, 0, 0]
+    chain.beginning = Beginning(plan.beginning, 1)
+    again = planner.plan(prompt_of(305, 300), 0)
+    assert again.kept == {1: own} and again.needs == [0, own + 1000, 0, 0, 0]
+
+
+def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
+    spec = SimpleNamespace(
+        is_spread=True, questions=None, chunk_tokens="auto", generation=SimpleNamespace(max_new_tokens=4)
+    )
+    assert Planner(chain_of(2), print).plan(prompt_of(997), 0).kept == {0: 1001}
+    sharded = Planner(chain_of(2, spec=spec), print)
+    assert sharded.plan(prompt_of(997), 0).kept == {0: 501, 1: 501}
+    with pytest.raises(DocumentError, match="1 tokens cannot be spread over 2 ranks"):
+        sharded.plan(prompt_of(1), 0)
+
+
+def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
+    footprint = SimpleNamespace(
+        activation_bytes=lambda tokens: 1000,
+        route_bytes=lambda route, **given: 20 * max(route.chunk_lengths),
+        takes_chunks=True,
+        shape=SimpleNamespace(kv_bytes_per_token=1),
+    )
+    planner = Planner(chain_of(1, footprint=footprint), print)
+    whole, chunked = planner.plan(prompt_of(400), 0), planner.plan(prompt_of(800), 0)
+    assert (whole.way, chunked.way, chunked.chunk_tokens) == (Way.ALONE, Way.CHAIN, 256)
+    with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
+        Planner(chain_of(1, footprint=footprint, free_bytes=[20]), print).plan(prompt_of(400), 0)
+
+
+def test_a_prompt_with_ids_that_the_model_lacks_is_refused() -> None:
+    def refuse(ids: Sequence[int]) -> None:
+        raise DocumentError(f"no id {max(ids)}")
+
+    loaded = SimpleNamespace(shape=SimpleNamespace(check_ids=refuse))
+    with pytest.raises(DocumentError, match="no id 2"):
+        Planner(chain_of(1, loaded=loaded), print).plan(prompt_of(3), 0)

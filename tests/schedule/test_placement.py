@@ -82,7 +82,7 @@ def test_a_plan_has_every_document_once_and_keeps_its_bounds(
         assert fits(place.tokens, place.ranks) and place.reason
         assert place.start_s < place.end_s <= plan.makespan_s
     for rank in range(ranks):
-        mine = [place for place in plan.placements if place.has(rank)]
+        mine = [place for place in plan.placements if place.first_rank <= rank < place.first_rank + place.ranks]
         # In the order of the list, so that all ranks of a chain meet: nothing waits for what comes later.
         assert all(a.end_s <= b.start_s for a, b in zip(mine, mine[1:], strict=False))
     # One communicator for each length: no rank is asked for a longer chain after a shorter one.

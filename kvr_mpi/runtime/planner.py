@@ -1,0 +1,318 @@
+"""Plans the prompts of a chain: how each runs, its strategy, slices and chunks, and its memory on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from kvr_mpi.compress.planned_drop import PlannedDrop
+from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.errors import DocumentError, Say, counted
+from kvr_mpi.kv.arena import PAGE_ROWS
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.route import Route
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, check_rolling_fits
+from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks, fastest
+from kvr_mpi.prefill.routes import relay
+from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.runtime.chain_runner import ChainRunner, share_of
+from kvr_mpi.runtime.plan import Plan, Way
+from kvr_mpi.topology import Rotation
+from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
+from kvr_mpi.tuning.table import Table
+
+# Shorter slices are not worth a rank.
+LEAST_SLICE_TOKENS = 64
+# Forecasts limit a prompt's length to LONGEST_TOKENS, and round it down to NEAR_BITS significant bits.
+LONGEST_TOKENS, NEAR_BITS = 1 << 20, 6
+
+
+class Planner:
+    """Plans the prompts of one chain; only its leader has one, the other ranks receive plans."""
+
+    def __init__(self, runner: ChainRunner, say: Say) -> None:
+        setup, size = runner.setup, runner.chain.size
+        self.first_rank, self.size = runner.first_rank, size
+        self._runner, self._setup, self._spec, self._say, self._has_warned = runner, setup, setup.spec, say, False
+        self._ranks = slice(self.first_rank, self.first_rank + size)
+        self._free_bytes, self._rates = setup.free_bytes[self._ranks], setup.rates[self._ranks]
+        # On one rank, all strategies but plain transformers do the same.
+        alone = setup.strategies[0] if setup.strategies[0].is_plain else KVR
+        self._strategies = setup.strategies if size > 1 else (alone,)
+        self._forecasts: dict[tuple[int, int], list[float]] = {}
+        self._chosen: dict[tuple[int, int, int, PlannedDrop | None], Strategy] = {}
+        if self.first_rank == 0 and (choice := self._describe_choice()):
+            say(choice)
+
+    def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
+        """Plan a prompt with the last slice on `decode_rank`, or on the rank that decodes the prefix it continues.
+
+        Raises `DocumentError` if the prompt does not fit on an empty chain, with the number of ranks that would do; if
+        keys and values are sharded and it has fewer tokens than the chain has ranks; or if the model lacks an id.
+        """
+        self._setup.loaded.shape.check_ids(prompt.ids)
+        held = self._runner.beginning
+        if held is not None and held.key in (prompt.stored, prompt.ids[: prompt.shared_tokens]):
+            decode_rank = held.decode_rank
+        window = self._window_of(prompt)
+        prefix = self._runner.open_stored(prompt) if prompt.stored is not None else None
+        # The window needs queries, which a prefix does not have.
+        ids = prompt.ids[:window]
+        prefix = prefix or next((one for one in self._setup.prefixes if ids[: one.tokens] == one.ids), None)
+        if prompt.shared_tokens > (prefix.tokens if prefix else 0):
+            with suppress(DocumentError):  # otherwise its whole prompt is planned
+                before = self._plan(prompt.beginning, prefix, decode_rank, None)
+                plan = self._with_memory(Plan(Way.AFTER_SHARED, prompt, prefix, decode_rank, before=before))
+                rows = self._on(decode_rank, self._setup.kv_bytes(before.prompt.tokens) if self._holds(plan) else 0)
+                if self.fits_beside(plan, rows):
+                    return plan
+        return self._plan(prompt, prefix, decode_rank, window)
+
+    def fits_beside(self, plan: Plan, held_bytes: Sequence[int]) -> bool:
+        """Whether a prompt fits into the memory that is left on the ranks of the chain."""
+        if plan.needs is None:  # plain transformers: memory is not predicted, so run one by one
+            return False
+        spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
+        return all(
+            not need or need + held + (spare if held else 0) <= free
+            for need, held, free in zip(plan.needs, held_bytes, self._free_bytes, strict=True)
+        )
+
+    def cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
+        """Cut a prompt by the job's table, into slices of equal time by the ranks' rates, or evenly.
+
+        known : number of first tokens that are not computed again; the first slice includes them.
+        decode_rank : the rank of the chain that has the last slice; the next rank, cyclically, has the first.
+        """
+        if not strategy.has_cuts:
+            return strategy.cut_evenly(tokens, self.size, known)
+        table, new = self._setup.table, tokens - known
+        if table is not None:
+            self._warn_outside(table, new)
+            return choose_slices(table, new, self.size).after(known)
+        if not self._rates:
+            return Partition.even(new, self.size).after(known)
+        first = Rotation.ending_at(self.size, decode_rank).first
+        # Every token also attends to the known ones, which adds the same cost to each.
+        rates = [Rates(rate.token_s + rate.pair_s * known, rate.pair_s) for rate in self._rates]
+        lengths = equal_time(new, [*rates[first:], *rates[:first]])
+        return Partition.by_ratio(new, lengths, QUANTUM_TOKENS).after(known)
+
+    def _plan(self, prompt: Prompt, prefix: SharedPrefix | None, decode_rank: int, window: int | None) -> Plan:
+        """Plan a prompt without a beginning that is prefilled for several prompts, and check that it fits."""
+        spec, known = self._spec, prefix.tokens if prefix else 0
+        is_compressed = prefix is not None and prefix.heads is not None  # one rank holds the rows that heads kept
+        drop = self._drop_of(prompt, prefix)
+        if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window - known):
+            try:
+                return self._with_memory(Plan(Way.ALONE, prompt, prefix, decode_rank), drop)
+            except DocumentError:
+                if self.size > 1 or is_compressed or self._setup.rolling is not None:
+                    raise  # otherwise it may fit in chunks
+        is_stored = spec.questions is not None and prefix is not None and prefix.read is not None
+        if spec.is_spread and (tokens := known if is_stored else prompt.tokens - known) < self.size:
+            raise DocumentError(
+                f"too short: {tokens} tokens cannot be spread over {self.size} ranks, each of which needs at "
+                f"least one; use shorter chains (parallel.ranks_per_chain), or output.kv = true"
+            )
+        if spec.is_spread and is_stored:
+            return self._with_memory(Plan(Way.AFTER_STORED, prompt, prefix, decode_rank))
+        strategy = self._choose_strategy(prompt.tokens, known, prompt.new_tokens, drop)
+        partition = self.cut(strategy, prompt.tokens, known, decode_rank)
+        if window is not None:
+            partition = partition.with_last_from(window, known)
+
+        def fits(chunk_tokens: int | None) -> bool:
+            routes = strategy.routes(partition, known, chunk_tokens)
+            return max(self._slice_bytes(routes, self.size - 1, prompt.new_tokens, drop)) <= min(self._free_bytes)
+
+        chunks = choose_chunks(spec.chunk_tokens, strategy, self._setup.footprint, fits)
+        return self._with_memory(Plan(Way.CHAIN, prompt, prefix, decode_rank, strategy, partition, chunks), drop)
+
+    def _goes_alone(self, tokens: int, before_window: int | None) -> bool:
+        """Whether one rank prefills a prompt of so many tokens, of which some are before compression's window."""
+        if self._setup.rolling is not None:
+            return True
+        if self._strategies[0].is_plain or self._spec.is_spread:
+            return False
+        if before_window is not None and before_window < 2 * self.size:  # every slice before the last needs a token
+            return True
+        return tokens < LEAST_SLICE_TOKENS * self.size or (self.size == 1 and 2 * tokens <= self._runner.pack_tokens)
+
+    def _window_of(self, prompt: Prompt) -> int | None:
+        """Return the first token whose queries compression needs; None if it needs none."""
+        retain = self._setup.retain_of(prompt)
+        return None if retain is None or retain.window is None else retain.window[0]
+
+    def _drop_of(self, prompt: Prompt, prefix: SharedPrefix | None) -> PlannedDrop | None:
+        """Predict what compression drops from a prompt; None if nothing, or if its prefix is compressed already."""
+        compression, arena = self._setup.compression, self._setup.arena
+        if compression is None or (prefix is not None and prefix.heads is not None):
+            return None
+        drop = compression.planned_drop(self._setup.loaded, prompt.tokens, prompt.text)
+        if drop is None or arena is None:
+            return drop
+        return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # last pages are partly empty
+
+    def _with_memory(self, plan: Plan, drop: PlannedDrop | None = None) -> Plan:
+        """Add what a prompt needs and keeps on each rank, and refuse it if it does not fit on an empty chain.
+
+        A prefix that is in memory already is not counted.
+        """
+        prompt, rank, setup, before = plan.prompt, plan.decode_rank, self._setup, plan.before
+        footprint, pack_tokens, own = setup.footprint, self._runner.pack_tokens, self._own_bytes(plan)
+        kept, needs = self._on(rank, own if drop is None else own - drop.kv_bytes), None
+        if plan.way is Way.AFTER_STORED:
+            kept = self._stored_bytes(plan, is_held=self._holds(plan))
+            if footprint is not None:
+                row_bytes = footprint.activation_bytes(max(plan.row_tokens, pack_tokens))
+                needs = [each + row_bytes for each in kept]
+        elif plan.partition is not None:
+            if self._spec.is_spread:
+                kept = [-(-kept[rank] // self.size)] * self.size
+            if footprint is not None:
+                routes = plan.strategy.routes(plan.partition, plan.known_tokens, plan.chunk_tokens)
+                needs = self._slice_bytes(routes, rank, prompt.new_tokens, drop)
+        elif footprint is not None and drop is not None:  # compressed prompts are not packed
+            route = relay(Partition((0, prompt.tokens)), 0)
+            needs = self._on(rank, footprint.route_bytes(route, reserve_tokens=prompt.new_tokens, drop=drop))
+        elif footprint is not None:
+            needs = self._on(rank, own + footprint.activation_bytes(pack_tokens))
+        if before is not None and not self._holds(plan):
+            beginning = self._on(rank, setup.kv_bytes(before.prompt.tokens))
+            kept = [own + each for own, each in zip(kept, beginning, strict=True)]
+            more = before.needs if before.takes_all and before.needs is not None else beginning
+            needs = None if needs is None else [own + each for own, each in zip(needs, more, strict=True)]
+        keep = range(self.size) if self._spec.is_spread and plan.takes_all else [rank]
+        if not self._spec.generation.max_new_tokens:  # prefill ends the prompt
+            keep = []
+        plan = replace(plan, needs=needs, kept={each: kept[each] for each in keep})
+        if before is None and footprint is not None:
+            self._check_fits(plan, footprint, drop)
+        return plan
+
+    def _holds(self, plan: Plan) -> bool:
+        """Whether the prefix that a prompt continues is in memory."""
+        held = self._runner.beginning
+        return held is not None and held.key == plan.beginning
+
+    def _on(self, rank: int, size: int) -> list[int]:
+        """Return a list with the bytes on one rank of the chain, and 0 on the others."""
+        return [size * (each == rank) for each in range(self.size)]
+
+    def _own_bytes(self, plan: Plan) -> int:
+        """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
+        tokens, setup = plan.prompt.tokens + plan.prompt.new_tokens, self._setup
+        if plan.before is None or not setup.loaded.attends_in_parts:  # a model's own attention needs a copy
+            return setup.kv_bytes(tokens)
+        shared = plan.before.prompt.tokens
+        return setup.kv_bytes(tokens - (shared if setup.arena is None else shared // PAGE_ROWS * PAGE_ROWS))
+
+    def _stored_bytes(self, plan: Plan, *, is_held: bool) -> list[int]:
+        """Bytes of a question's own tokens, and of each rank's shard of its document if it is not in memory."""
+        ranks = range(self.size)
+        found = [0 if is_held else share_of(self._setup, plan, rank, self.size).bytes_of_rows for rank in ranks]
+        tokens = plan.row_tokens + plan.prompt.new_tokens
+        found[plan.decode_rank] += tokens * self._setup.loaded.shape.kv_bytes_per_token
+        return found
+
+    def _slice_bytes(
+        self, routes: Sequence[Route], decode_rank: int, new_tokens: int, drop: PlannedDrop | None
+    ) -> list[int]:
+        """Bytes that each rank of the chain needs for its slice."""
+        assert self._setup.footprint is not None
+        needs = [0] * self.size
+        for route in routes:
+            rotation = Rotation.bringing(self.size, route.decode_position, decode_rank)
+            needs[rotation.rank_of(route.position)] = self._setup.footprint.route_bytes(
+                route, reserve_tokens=new_tokens, is_spread=self._spec.is_spread, drop=drop
+            )
+        return needs
+
+    def _check_fits(self, plan: Plan, footprint: Footprint, drop: PlannedDrop | None) -> None:
+        """Refuse a prompt that does not fit on an empty chain."""
+        free, prompt = min(self._free_bytes), plan.prompt
+        assert plan.needs is not None
+        if plan.way is Way.AFTER_STORED:
+            needs = max(self._stored_bytes(plan, is_held=False)) + footprint.activation_bytes(plan.row_tokens)
+            if needs > free:
+                raise DocumentError(
+                    f"a stored prompt of {plan.known_tokens} tokens over {counted(self.size, 'rank')}: each "
+                    f"needs {needs / GIB:.2f} GiB in addition to the weights, but has {free / GIB:.2f} GiB; use more "
+                    f"ranks"
+                )
+        elif plan.partition is None and self._setup.rolling is not None:
+            check_rolling_fits(footprint, self._setup.rolling, free)
+        elif plan.partition is None:
+            check_fits(footprint, Partition((0, prompt.tokens)), [free], prompt.new_tokens, drop=drop)
+        elif max(plan.needs) > free:  # unlike check_fits, this accounts for known tokens
+            check_fits(
+                footprint,
+                plan.partition,
+                [free] * self.size,
+                prompt.new_tokens,
+                partial(plan.strategy.make or relay, chunk_tokens=plan.chunk_tokens),
+                is_spread=self._spec.is_spread,
+                drop=drop,
+            )
+
+    def _choose_strategy(self, tokens: int, known: int, new_tokens: int, drop: PlannedDrop | None) -> Strategy:
+        """Choose the fastest strategy that fits on an empty chain; if none fits, one that supports chunks."""
+        if len(self._strategies) == 1:
+            return self._strategies[0]
+        key = tokens, known, new_tokens, drop
+        if key not in self._chosen:
+            first = self._strategies[fastest(self._forecast(tokens, known))]
+            order = [first, *(one for one in self._strategies if one is not first)]
+            free, last = min(self._free_bytes), self.size - 1
+            fitting = (
+                one
+                for one in order
+                if max(self._slice_bytes(one.routes(self.cut(one, tokens, known, last), known), last, new_tokens, drop))
+                <= free
+            )
+            self._chosen[key] = next(fitting, next((one for one in order if one.takes_chunks), order[0]))
+        return self._chosen[key]
+
+    def _describe_choice(self) -> str | None:
+        """Describe the forecast for the longest prompt in one line; None if there is only one strategy."""
+        if len(self._strategies) == 1:
+            return None
+        known = self._setup.prefixes[-1].tokens if self._setup.prefixes else 0
+        longest = self._clamp(self._setup.longest_tokens - known)
+        seconds = self._forecast(longest + known, known)
+        times = ", ".join(f"{one.name} {each:.3g} s" for one, each in zip(self._strategies, seconds, strict=True))
+        chosen = self._strategies[fastest(seconds)].name
+        return f"strategy = 'auto', on chains of {self.size} ranks: {chosen} (forecast for {longest} tokens: {times})"
+
+    def _clamp(self, tokens: int) -> int:
+        """Limit a prompt's length to the range of the lookup table."""
+        table, shortest, longest = self._setup.table, 1, LONGEST_TOKENS
+        if table is not None and table.key.ranks == self.size:
+            lengths = [entry.context_tokens for entry in table.entries]
+            shortest, longest = lengths[0], min(longest, lengths[-1])
+        return min(max(tokens, shortest), longest)
+
+    def _forecast(self, tokens: int, known: int) -> list[float]:
+        """Predict each strategy's seconds for a prompt of about `tokens` tokens, of which the first `known` exist."""
+        step = 1 << max(0, tokens.bit_length() - NEAR_BITS)
+        near = self._clamp(max(self.size, (tokens - known) // step * step))
+        if (near, known) not in self._forecasts:
+            costs, last = self._setup.chain_costs(self._ranks), self.size - 1
+            self._forecasts[near, known] = [
+                one.seconds(costs, self.cut(one, near + known, known, last), known) for one in self._strategies
+            ]
+        return self._forecasts[near, known]
+
+    def _warn_outside(self, table: Table, tokens: int) -> None:
+        """Log once that prompts are outside the range of the table."""
+        if not self._has_warned and is_outside(table, tokens, self.size):
+            self._has_warned = True
+            self._say(
+                f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
+                f"{self.size} ranks is outside this range: slices of such prompts come from the fitted rates of "
+                "the table"
+            )
