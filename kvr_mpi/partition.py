@@ -94,14 +94,9 @@ class Partition:
         return Partition((0, *(bound + tokens for bound in self.bounds[1:])))
 
     def with_last_from(self, token: int, known: int = 0) -> Partition:
-        """Move the start of the last slice back to `token` if it is later.
+        """Move the start of the last slice back to `token` if it is later; others shrink as little as possible.
 
-        Slices before it shrink as little as possible.
-
-        Parameters
-        ----------
-        known : int
-            Number of first tokens that are not computed; the first slice ends after them.
+        The first `known` tokens are not computed; the first slice ends after them.
 
         Raises
         ------

@@ -77,12 +77,8 @@ def place_best_effort(loads: Sequence[float], ranks: int) -> LayerPlacement:
 def place_with_equal_copies(loads: Sequence[float], ranks: int, copies: int) -> LayerPlacement:
     """Copy heads, and split each evenly over its copies (fair-copying, sections 4.1 to 4.3).
 
-    Copies are added one by one, each of the head with the heaviest pieces.
-
-    Parameters
-    ----------
-    copies : int
-        Largest number of pieces in addition to one per head (CH).
+    Copies are added one by one, each of the head with the heaviest pieces, up to `copies` in addition to one piece per
+    head (CH).
     """
     counts = [1] * len(loads)
     best = place_best_effort(loads, ranks)
@@ -108,14 +104,9 @@ def place_in_proportion(loads: Sequence[float], ranks: int) -> LayerPlacement:
 def place_layers(
     loads: Loads, ranks: int, place: Callable[[Sequence[float], int], LayerPlacement]
 ) -> list[LayerPlacement]:
-    """Place every layer independently, and rename ranks so that their total memory is balanced.
+    """Place every layer of loads (layers, kv_heads) by itself; rename ranks so that their total memory is balanced.
 
-    Parameters
-    ----------
-    loads : array
-        (layers, kv_heads).
-    place : callable
-        Places one layer, such as `place_best_effort`.
+    `place` places one layer, such as `place_best_effort`.
     """
     totals, placed = np.zeros(ranks), []
     for layer in loads:
@@ -185,12 +176,8 @@ def assign_rows(placed: LayerPlacement, counts: npt.NDArray[np.int64]) -> Owners
 
     Documents are not split, so the loads of the pieces are only met approximately.
 
-    Parameters
-    ----------
-    placed : LayerPlacement
-        Of one layer, by loads in proportion to the sums of `counts` over documents.
-    counts : array
-        Keys that each document's heads keep, (documents, kv_heads).
+    placed : of one layer, by loads in proportion to the sums of `counts` over documents.
+    counts : keys that each document's heads keep, (documents, kv_heads).
 
     Returns
     -------

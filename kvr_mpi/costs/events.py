@@ -22,17 +22,12 @@ if TYPE_CHECKING:
 
 
 def cut_through(costs: Costs, splits: Array) -> Array:
-    """Seconds to the first token if every segment is forwarded as it arrives (our engine).
+    """Seconds to the first token (splits,) if every segment is forwarded as it arrives (our engine).
 
     A rank sends its segment as soon as it is computed, attends to its own slice, then to each segment of the prefix,
     nearest first, as they arrive. It never waits for a later rank (receives are posted ahead), so one pass over the
     ranks computes all layers of each rank together. In the last layer, the last rank attends only from the last token,
     which takes negligible time.
-
-    Returns
-    -------
-    array of float
-        (splits,).
     """
     count, ranks = splits.shape
     layer = np.arange(costs.layers)
@@ -49,7 +44,7 @@ def cut_through(costs: Costs, splits: Array) -> Array:
         if rank == ranks - 1 > 0:
             pair_s[-1] = 0.0
         prefix_s = own * pair_s + costs.copy_token_s / speed  # per token of the prefix
-        own_s = own * own * pair_s * (1.0 if costs.eager else 0.5)
+        own_s = own * own * pair_s * costs.square_share
         spent = np.cumsum(qkv_s + own_s + before * prefix_s + rest_s, axis=1)
         spent_before = np.concatenate([np.zeros((count, 1)), spent[:, :-1]], axis=1)
         # A layer cannot start before its kernels are launched ...
@@ -118,15 +113,10 @@ class Link:
 
 
 def store_and_forward(costs: Costs, splits: Array) -> Array:
-    """Seconds to the first token if a rank forwards the whole prefix at once (the paper's section 4.1).
+    """Seconds to the first token (splits,) if a rank forwards the whole prefix at once (the paper's section 4.1).
 
     A message starts when the sender has the prefix and its own keys and values, and the receiver has started its layer
     and posted its receive. Attention waits for the prefix; a layer ends when its message is sent.
-
-    Returns
-    -------
-    array of float
-        (splits,).
     """
     count, ranks = splits.shape
     speeds = np.ones(ranks) if costs.speeds is None else np.asarray(costs.speeds)

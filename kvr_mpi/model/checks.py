@@ -17,13 +17,7 @@ _NUMBER = re.compile(r"\.\d+\.")
 
 
 def check_config(config: Any) -> None:
-    """Refuse a contradictory configuration.
-
-    Raises
-    ------
-    ModelError
-        Names all contradictions.
-    """
+    """Refuse a contradictory configuration with a `ModelError` that names all contradictions."""
     found = list(_contradictions(config.get_text_config()))
     if found:
         raise ModelError(f"config.json: {'; '.join(found)}")
@@ -77,14 +71,9 @@ def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterat
 
 
 def check_loaded(model: Any, info: Mapping[str, Iterable[Any]]) -> None:
-    """Refuse a model with missing, unused or newly initialised weights, or invalid rotary frequencies.
+    """Refuse a model with missing, unused or newly initialised weights, or invalid rotary frequencies (`ModelError`).
 
     `info` is what ``from_pretrained(output_loading_info=True)`` returns.
-
-    Raises
-    ------
-    ModelError
-        Names some of them.
     """
     missing = sorted(map(str, info.get("missing_keys", ())))
     if missing:
@@ -109,13 +98,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse bfloat16 on GPUs that emulate it slowly.
-
-    Raises
-    ------
-    ModelError
-        Names the dtypes to choose from.
-    """
+    """Refuse bfloat16 on GPUs that emulate it slowly; the `ModelError` names the dtypes to choose from."""
     import torch
 
     if device.type != "cuda" or dtype != torch.bfloat16:

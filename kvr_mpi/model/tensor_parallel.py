@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.model.shape import meta_model
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.topology import KVHeads, share_of
 
@@ -124,10 +123,35 @@ def why_no_plan(config: Any) -> str | None:
     return None
 
 
-def why_no_vocabulary(model: Any) -> str | None:
-    """Return why a model's vocabulary cannot be divided; None if it can."""
+def why_not_by_plan(model: Any) -> str | None:
+    """Return why a model is not divided by transformers' plan alone; None if it is.
+
+    In attention and MLP, every parameter must be in a linear layer or in experts of the plan, or in a norm of single
+    heads or a router, which ranks have whole. Any other would be silently wrong.
+
+    model : a whole model or a rank's part, for whose configuration `why_no_plan` is None; may be on ``meta``.
+    """
+    import torch
+
     if dict(getattr(model, "_tp_plan", None) or {}).get("lm_head") != "colwise_gather_output":
         return "transformers' plan does not divide its vocabulary"
+    config, plan = model.config, model.config.base_model_tp_plan
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name, parameter in model.base_model.named_parameters():
+        path = in_plan(name)
+        module = path.rpartition(".")[0]
+        if not module.startswith((ATTENTION, MLP)):
+            is_known = module == "embed_tokens" or parameter.shape == (config.hidden_size,)
+        elif plan.get(module) in ("colwise", "rowwise"):
+            is_known = type(model.base_model.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear
+        elif module in (f"{ATTENTION}q_norm", f"{ATTENTION}k_norm"):
+            is_known = parameter.shape == (head_dim,)
+        else:
+            is_known = path in plan or module == f"{MLP}gate"
+        if not is_known:
+            return f"{name} of shape {tuple(parameter.shape)} is not divided as transformers' plan says"
+        if module == f"{ATTENTION}q_proj" and parameter.shape[0] != config.num_attention_heads * head_dim:
+            return f"{config.num_attention_heads} query heads do not make up {parameter.shape[0]} features"
     return None
 
 
@@ -176,47 +200,6 @@ def part_config(config: Any, part: Part) -> Any:
     first, last = share_of(config.vocab_size, part.rank, part.size)
     mine.vocab_size, mine.pad_token_id = last - first, None
     return mine
-
-
-def check_part(config: Any, mine: Any, part: Part) -> None:
-    """Compare the shapes of a part's matrices with the plan's division of the whole, without loading weights.
-
-    Raises
-    ------
-    ModelError
-        Names a matrix that is not divided as planned.
-    """
-    import torch
-
-    whole_model, part_model = meta_model(config, torch.bfloat16), meta_model(mine, torch.bfloat16)
-    if why := why_no_vocabulary(whole_model):
-        raise ModelError(f"{type(whole_model).__name__}: {why}; use tensor_parallel = 1")
-    plan: Mapping[str, str] = config.base_model_tp_plan
-    whole, found = whole_model.state_dict(), part_model.state_dict()
-    for name in whole.keys() | found.keys():
-        if name not in whole or name not in found or found[name].shape != _planned(name, whole[name], plan, part):
-            shapes = " and ".join(str(tuple(one[name].shape)) for one in (whole, found) if name in one)
-            raise ModelError(
-                f"{type(whole_model).__name__}: {name} of shape {shapes} is not divided as transformers' plan says; "
-                f"use tensor_parallel = 1"
-            )
-
-
-def _planned(name: str, whole: torch.Tensor, plan: Mapping[str, str], part: Part) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a parameter."""
-    module, _, kind = _NUMBER.sub(".*", name).rpartition(".")
-    module = module.removeprefix("model.")
-    shape, leaf = list(whole.shape), module.rpartition(".")[2]
-    if (path := f"{module}.{kind}") in plan and module == EXPERTS:  # (experts, out, in), not in a Linear
-        dim, packs = (1, 2) if plan[path] == "packed_colwise" else (2, 1)
-        first, last = part.bounds(kind, shape[dim] // packs)
-        shape[dim] = packs * (last - first)
-    elif plan.get(module) in ("colwise", "rowwise") or leaf in ("embed_tokens", "lm_head"):
-        dim = DIVIDED_DIMS[leaf]
-        if dim < len(shape):  # the bias of summed products is whole
-            first, last = part.bounds(leaf, shape[dim])
-            shape[dim] = last - first
-    return tuple(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +252,7 @@ def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, Wei
 
 
 def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
-    """Return this rank's slice; transformers and `check_part` refuse wrong shapes."""
+    """Return this rank's slice; transformers refuses wrong shapes."""
     leaf, shape = name.split(".")[-2:-1], list(tensor.get_shape())
     dim = DIVIDED_DIMS.get(leaf[0]) if leaf else None
     if dim is None:

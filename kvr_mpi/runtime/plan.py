@@ -130,7 +130,7 @@ def planned_drop(setup: JobSetup, prompt: PromptText, prefix: SharedPrefix | Non
     """Predict what compression drops from a prompt; None if nothing, or if the stored prompt is compressed already."""
     if setup.compression is None or (prefix is not None and prefix.heads is not None):
         return None
-    drop, arena = setup.compression.planned_drop(setup.loaded, prompt.tokens, prompt.text), setup.arena
+    drop, arena = setup.compression.planned_drop(prompt.tokens, prompt.text), setup.arena
     if drop is None or arena is None:
         return drop
     return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # last pages are partly empty

@@ -54,17 +54,11 @@ def describe_range(table: Table) -> str:
 
 
 def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) -> dict[Path, Table]:
-    """Load the tables that fit what is known about these ranks.
+    """Load the tables that fit what is known about these ranks, from a table or a folder of tables.
 
-    Parameters
-    ----------
-    path : Path
-        A table, or a folder of tables.
-    here : mapping
-        Some fields of a `Key`, by name. Models are compared by their fingerprints. Machines are compared by `device`,
-        not by the name `hardware`.
-    remedy : str
-        What to do if no table fits.
+    here : some fields of a `Key`, by name. Models are compared by fingerprint, machines by `device`, not by the name
+        `hardware`.
+    remedy : what to do if no table fits.
 
     Raises
     ------
@@ -80,13 +74,7 @@ def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) ->
 
 
 def find_table(path: Path, here: Key) -> Table:
-    """Load the only table that fits these ranks.
-
-    Raises
-    ------
-    ConfigError
-        If no table fits, or several do.
-    """
+    """Load the only table that fits these ranks; a `ConfigError` if none fits, or several do."""
     fitting = find_tables(path, {name: getattr(here, name) for name in ("model", "dtype", "device", "ranks")})
     if len(fitting) > 1:
         names = ", ".join(file.name for file in fitting)

@@ -71,20 +71,7 @@ class Refit:
 
 
 def refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> Refit:
-    """Find the slices for one length.
-
-    Parameters
-    ----------
-    costs : Costs
-        Initial estimate of the rates; it need not be accurate.
-    run : callable
-        Runs one partition.
-
-    Raises
-    ------
-    DataError
-        If repeated runs give no valid times.
-    """
+    """Find the slices for one length, from an initial estimate of the rates, which need not be accurate."""
     split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), QUANTUM_TOKENS)
     predicted_s = chain_seconds(costs, split.lengths)
     result = Refit(split, costs)
@@ -151,7 +138,7 @@ def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
     own = np.asarray(lengths, dtype=float)
     before = np.cumsum(own) - own
     speeds = np.ones(len(own)) if costs.speeds is None else np.asarray(costs.speeds)
-    pairs = own * before + own * own * (1.0 if costs.eager else 0.5)
+    pairs = own * before + own * own * costs.square_share
     qkv_s = costs.layer_s / 2 + own * costs.qkv_token_s / speeds
     attention_s = (pairs * costs.pair_s + before * costs.copy_token_s) / speeds
     rest_s = costs.layer_s / 2 + own * costs.rest_token_s / speeds
@@ -227,12 +214,7 @@ def _scaled(costs: Costs, factors: Array) -> Costs:
 
 
 def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Observation, int]:
-    """Run a split; repeat invalid or absurd measurements, and return the shortest valid one.
-
-    Returns
-    -------
-    (Observation, int)
-        The observation, and the number of runs.
+    """Run a split; repeat invalid or absurd measurements; return the shortest valid one, and the number of runs.
 
     Raises
     ------

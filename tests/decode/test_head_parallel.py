@@ -18,7 +18,6 @@ from models import COMMON, CONFIGS, STATES, WHOLE, random_model, tiny
 from rows import alone, batch_of, finish, other_prompt
 
 from benchmarks.kept import keep_only
-from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.placement import (
     LayerPlacement,
     Piece,
@@ -28,6 +27,7 @@ from kvr_mpi.compress.placement import (
     place_statically,
     place_with_equal_copies,
 )
+from kvr_mpi.compress.settings import DecodeSettings
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.placing import HeadSharing, open_sharing
