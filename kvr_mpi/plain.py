@@ -49,10 +49,7 @@ class Strict(BaseModel):
 def read_plain(kind: type[T], given: bytes | Mapping[str, Any]) -> T:
     """Read an object from JSON, parsed or not; no value is converted, and unknown keys are ignored.
 
-    Raises
-    ------
-    ValueError
-        If it is not JSON, a field is missing, or a value has another type or range; the message names them.
+    A `ValueError` names what is no JSON, missing, or of another type or range.
     """
     text = given if isinstance(given, bytes) else json.dumps(given).encode()
     try:

@@ -54,10 +54,6 @@ class LayerPlacement:
         """Number of pieces in addition to one per head."""
         return len(self.pieces) - len({piece.head for piece in self.pieces})
 
-    def renamed(self, names: Sequence[int]) -> LayerPlacement:
-        """Move rank r's pieces to rank ``names[r]``."""
-        return replace(self, pieces=tuple(replace(piece, rank=names[piece.rank]) for piece in self.pieces))
-
 
 def place_statically(loads: Sequence[float], ranks: int) -> LayerPlacement:
     """Give each rank the same number of heads, in order, as tensor parallelism does (SHA).
@@ -115,7 +111,7 @@ def place_layers(
         names = [0] * ranks
         for mine, name in zip(np.argsort(-found.loads, kind="stable"), np.argsort(totals, kind="stable"), strict=True):
             names[int(mine)] = int(name)
-        found = found.renamed(names)
+        found = LayerPlacement(ranks, tuple(replace(piece, rank=names[piece.rank]) for piece in found.pieces))
         totals += found.loads
         placed.append(found)
     return placed
@@ -174,15 +170,11 @@ def spill_over(loads: Sequence[float], ranks: int, copies: int, limit: float) ->
 def assign_rows(placed: LayerPlacement, counts: npt.NDArray[np.int64]) -> Owners:
     """Assign the documents of each head to its pieces: the largest first, to the piece that lacks the most load.
 
-    Documents are not split, so the loads of the pieces are only met approximately.
+    Documents are not split, so the loads of the pieces are only met approximately. Returns the rank of each (documents,
+    kv_heads).
 
     placed : of one layer, by loads in proportion to the sums of `counts` over documents.
     counts : keys that each document's heads keep, (documents, kv_heads).
-
-    Returns
-    -------
-    array
-        The rank of each, (documents, kv_heads).
     """
     owners = np.zeros_like(counts)
     for head in range(counts.shape[1]):

@@ -120,10 +120,7 @@ def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
     `each`, which is the mean count. The rest of the budget goes to the best tokens of all heads together. The paper's
     code distributes the whole budget by competition, and then moves each head's count towards the floor.
 
-    Returns
-    -------
-    torch.Tensor
-        (kv_heads,), int64; they add up to ``kv_heads * each``.
+    Returns counts (kv_heads,), int64, that add up to ``kv_heads * each``.
     """
     heads, candidates = scores.shape
     safe = min(int(FLOOR * each), candidates)

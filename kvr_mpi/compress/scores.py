@@ -18,16 +18,11 @@ KERNEL = 5
 
 
 def window_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, *, start: int) -> torch.Tensor:
-    """Score the tokens before a window.
+    """Score the tokens before a window (kv_heads, start), float32.
 
     query : of the window's tokens (1, heads, window, head_dim), heads a multiple of kv_heads.
     keys : of all tokens up to the window's last (1, kv_heads, start + window, head_dim).
     start : tokens before the window.
-
-    Returns
-    -------
-    torch.Tensor
-        (kv_heads, start), float32.
     """
     window, kv_heads = query.shape[2], keys.shape[1]
     later = torch.ones(window, window, dtype=torch.bool, device=query.device).triu(1)

@@ -40,10 +40,7 @@ def chain_seconds(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cu
 def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through") -> Array:
     """Time to the first token of many splits at once, given as lengths in tokens (splits, ranks).
 
-    Raises
-    ------
-    PartitionError
-        If a slice is empty, or `costs.speeds` are of another number of ranks.
+    A `PartitionError` if a slice is empty, or `costs.speeds` are of another number of ranks.
     """
     if splits.shape[1] == 0 or not (splits > 0).all():
         raise PartitionError(f"slice lengths {splits.tolist()}: every rank needs at least one token")

@@ -94,12 +94,8 @@ def profiles() -> list[str]:
 def load_hardware(name_or_path: str) -> Hardware:
     """Read a shipped profile or a file.
 
-    Raises
-    ------
-    ConfigError
-        If there is neither; the message lists the profiles.
-    DataError
-        If the file is damaged, or a rate is missing, negative or not finite.
+    A `ConfigError`, which lists the profiles, if there is neither; a `DataError` if the file is damaged, or a rate is
+    missing, negative or not finite.
     """
     shipped = profiles()
     if name_or_path.lower() in shipped:

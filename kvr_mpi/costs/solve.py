@@ -38,16 +38,11 @@ def equal_time(tokens: float, rates: Sequence[Rates], share: float = 0.5) -> lis
 
     Solves c_i (a_i + b_i (P_i + share c_i)) = t for slice lengths c_i that add up to the prompt, with P_i tokens before
     slice i: later ranks attend to a longer prefix and get shorter slices. The sum of the lengths grows with t by a
-    power between 1/2 and 1, so a few secant steps in logarithms find t.
+    power between 1/2 and 1, so a few secant steps in logarithms find t. ``Partition.by_ratio`` rounds the lengths.
 
     tokens : length of the prompt.
     rates : of each rank; a slower rank gets a shorter slice.
     share : computed part of a slice's attention square: 1/2 if causal, 1 if all is computed and then masked.
-
-    Returns
-    -------
-    list of float
-        Lengths that add up to `tokens`; round them with ``Partition.by_ratio``.
     """
 
     def lengths_in(seconds: float) -> list[float]:

@@ -160,12 +160,8 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
     """Count the work of any causal LM by running a few tokens on the ``meta`` device.
 
     Every multiplication is counted when it is called, so only the active experts of a mixture count. No weights are
-    read or allocated. `dtype_bytes` is the size of weights, keys and values.
-
-    Raises
-    ------
-    ConfigError
-        If the model calls no known attention.
+    read or allocated. `dtype_bytes` is the size of weights, keys and values. A model that calls no known attention is a
+    `ConfigError`.
     """
     import torch
 

@@ -24,11 +24,9 @@ def check_config(config: Any) -> None:
 
 
 def _contradictions(text: Any) -> Iterator[str]:
-    layers, longest = getattr(text, "num_hidden_layers", None), getattr(text, "max_position_embeddings", None)
-    if isinstance(layers, int) and layers < 1:
-        yield f"num_hidden_layers = {layers}, expected at least 1"
-    if isinstance(longest, int) and longest < 1:
-        yield f"max_position_embeddings = {longest}, expected at least 1"
+    for name in ("num_hidden_layers", "max_position_embeddings"):
+        if isinstance(number := getattr(text, name, None), int) and number < 1:
+            yield f"{name} = {number}, expected at least 1"
     heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
         yield f"num_attention_heads = {heads} and num_key_value_heads = {kv_heads}, expected a multiple of the latter"
@@ -43,7 +41,7 @@ def _contradictions(text: Any) -> Iterator[str]:
             yield f"eos_token_id = {token}, expected one of the {vocab} tokens: no answer would ever end"
     parameters = getattr(text, "rope_parameters", None) or {}
     for each in [parameters, *(one for one in parameters.values() if isinstance(one, dict))]:
-        yield from _rope_contradictions(each, longest)
+        yield from _rope_contradictions(each, getattr(text, "max_position_embeddings", None))
 
 
 def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterator[str]:

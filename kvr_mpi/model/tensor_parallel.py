@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.tp_group import TensorParallelGroup
@@ -166,12 +166,7 @@ def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
 def part_of(config: Any, rank: int, size: int) -> Part:
     """Return a rank's part of a model.
 
-    Raises
-    ------
-    ConfigError
-        If the heads cannot be divided over so many ranks.
-    ModelError
-        If this architecture cannot be divided.
+    A `ConfigError` if the heads cannot be divided over so many ranks, a `ModelError` if the architecture cannot be.
     """
     name = type(config).__name__.removesuffix("Config")
     if why := why_no_plan(config):
@@ -207,24 +202,18 @@ class WeightSlice:
     """A rank's slice of a tensor in a file, with the interface that transformers expects.
 
     tensor : safetensors slice, not read yet.
-    dim : the divided dimension; None: the whole tensor.
+    part : of its leading dimensions; empty: the whole tensor.
     is_zero : read zeros; for the bias of summed products, which only one rank adds.
     """
 
     tensor: Any
-    dim: int | None
-    first: int = 0
-    last: int = 0
+    part: tuple[slice, ...] = ()
     is_zero: bool = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the slice into newly allocated memory."""
-        found: torch.Tensor
-        if self.dim is None:
-            found = self.tensor[...].clone()
-            return found.zero_() if self.is_zero else found
-        found = self.tensor[self.first : self.last] if self.dim == 0 else self.tensor[:, self.first : self.last]
-        return found.clone()
+        found: torch.Tensor = self.tensor[self.part or ...].clone()
+        return found.zero_() if self.is_zero else found
 
     def get_dtype(self) -> str:
         """Return the dtype as the file names it."""
@@ -233,9 +222,9 @@ class WeightSlice:
     def get_shape(self) -> list[int]:
         """Return the shape of the slice."""
         shape = list(self.tensor.get_shape())
-        if self.dim is not None:
-            shape[self.dim] = self.last - self.first
-        return shape
+        return [len(range(*part.indices(length))) for part, length in zip(self.part, shape, strict=False)] + shape[
+            len(self.part) :
+        ]
 
 
 def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, WeightSlice]:
@@ -253,13 +242,13 @@ def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, Wei
 
 def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
     """Return this rank's slice; transformers refuses wrong shapes."""
-    leaf, shape = name.split(".")[-2:-1], list(tensor.get_shape())
-    dim = DIVIDED_DIMS.get(leaf[0]) if leaf else None
-    if dim is None:
-        return WeightSlice(tensor, None)
+    leaf, shape = "".join(name.split(".")[-2:-1]), tensor.get_shape()
+    if leaf not in DIVIDED_DIMS:
+        return WeightSlice(tensor)
+    dim = DIVIDED_DIMS[leaf]
     if dim >= len(shape):
-        return WeightSlice(tensor, None, is_zero=part.rank > 0)
-    return WeightSlice(tensor, dim, *part.bounds(leaf[0], shape[dim]))
+        return WeightSlice(tensor, is_zero=part.rank > 0)
+    return WeightSlice(tensor, (slice(None),) * dim + (slice(*part.bounds(leaf, shape[dim])),))
 
 
 def in_plan(name: str) -> str:
@@ -296,30 +285,20 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
                 raise ModelError(f"{type(model).__name__}: the router of the experts {name} is unknown")
             # If rounding sent a token to different experts on two ranks, the sum would mix halves of both.
             router.register_forward_hook(lambda part, given, made: tuple(map(tp_group.agree_on, made)))
-    model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), tp_group, first, last))
+    embedding = model.get_input_embeddings()
+    embed = embedding.forward
+
+    def embed_by_all(ids: torch.Tensor) -> torch.Tensor:
+        """Embed tokens (1, tokens) to (1, tokens, hidden_size); each rank has the rows of some tokens."""
+        if tp_group.is_alone:  # a model with a smaller vocabulary
+            return cast("torch.Tensor", embed(ids % (last - first)))
+        is_own = (ids >= first) & (ids < last)
+        rows = embed((ids - first).masked_fill(~is_own, 0)).masked_fill(~is_own.unsqueeze(-1), 0)
+        return tp_group.all_reduce(rows)
+
+    embedding.forward = embed_by_all
     model.get_output_embeddings().register_forward_hook(gather_logits)
     model.config.vocab_size, model.config.pad_token_id = config.vocab_size, config.pad_token_id
     for owner in (model, model.base_model):
         if hasattr(owner, "vocab_size"):
             owner.vocab_size = config.vocab_size
-
-
-def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int, last: int) -> torch.nn.Module:
-    """Make an embedding that combines those of all ranks, each of which has some tokens."""
-    import torch
-
-    class SharedEmbedding(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = embedding
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            """Embed tokens (1, tokens) to (1, tokens, hidden_size)."""
-            if tp_group.is_alone:  # a model with a smaller vocabulary
-                rows: torch.Tensor = self.part(ids % (last - first))
-                return rows
-            is_own = (ids >= first) & (ids < last)
-            rows = self.part(torch.where(is_own, ids - first, 0)).masked_fill(~is_own.unsqueeze(-1), 0)
-            return tp_group.all_reduce(rows)
-
-    return SharedEmbedding()

@@ -56,14 +56,11 @@ def describe_range(table: Table) -> str:
 def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) -> dict[Path, Table]:
     """Load the tables that fit what is known about these ranks, from a table or a folder of tables.
 
+    A `ConfigError` lists the differences if no table fits.
+
     here : some fields of a `Key`, by name. Models are compared by fingerprint, machines by `device`, not by the name
         `hardware`.
     remedy : what to do if no table fits.
-
-    Raises
-    ------
-    ConfigError
-        If no table fits; the message lists the differences.
     """
     found = {file: (table, _differences(table.key, here)) for file, table in load_tables(path).items()}
     fitting = {file: table for file, (table, differences) in found.items() if not differences}

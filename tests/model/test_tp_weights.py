@@ -17,7 +17,7 @@ from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model import tensor_parallel as tp
-from kvr_mpi.model.tensor_parallel import WeightSlice, part_of, why_not_by_plan, why_not_divided
+from kvr_mpi.model.tensor_parallel import WeightSlice, part_of, why_not_divided
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.setup.job_ranks import JobRanks
@@ -116,38 +116,13 @@ def test_what_cannot_be_divided_is_refused(config: Any, why: str) -> None:
         part_of(config, 0, 2)
 
 
-class Sinks(tf.LlamaForCausalLM):
-    """A layer with one number for each head: of a rank's part it would be another head's, without a word."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(config.num_attention_heads))
-
-
-class WideNorm(tf.LlamaForCausalLM):
-    """A norm over the features of all heads: a rank's own would be normed by themselves."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model.layers[0].self_attn.q_norm = torch.nn.RMSNorm(config.hidden_size)
-
-
-class SecondMlp(tf.LlamaForCausalLM):
-    """An MLP that the plan does not name: its ranks' products would not be summed."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model.layers[0].mlp.shared = tf.models.llama.modeling_llama.LlamaMLP(config)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [(Sinks, "sinks"), (WideNorm, "q_norm"), (SecondMlp, "mlp.shared"), (tf.LlamaForCausalLM, None)]
-)
-def test_parameters_outside_the_plan_are_refused_by_name(kind: Any, name: str | None) -> None:
-    """By ranks of a group and by ranks that share heads alike."""
-    config = tf.LlamaConfig(**COMMON, num_key_value_heads=2)
-    why = why_not_by_plan(kind(config))
-    assert (why is None) if name is None else (name in str(why))
+def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would divide it and not sum its products, without a word."""
+    folder, _ = make_folder(tmp_path / "llama", "llama")
+    plan = {name: way for name, way in tf.LlamaConfig.base_model_tp_plan.items() if "down_proj" not in name}
+    monkeypatch.setattr(tf.LlamaConfig, "base_model_tp_plan", plan)
+    with pytest.raises(ModelError, match=r"layers.0.mlp.down_proj.weight of shape .* is not divided as .* plan says"):
+        on_groups(folder, 1, 2, lambda ranks, loaded: None)
 
 
 def test_a_width_that_does_not_follow_the_configuration_is_refused(
