@@ -15,8 +15,13 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.errors import PartitionError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kvr_mpi.costs.hardware import Hardware
     from kvr_mpi.costs.workload import Workload
+
+    Array = npt.NDArray[np.float64]
 
 # Limits for values read from files.
 RateS = Annotated[float, Field(ge=0, lt=1e7)]
@@ -100,6 +105,11 @@ class Costs:
     def decode_key_s(self) -> float:
         """Time to attend to one key in all layers in decoding."""
         return self.layers * (self.pair_s if self.kept_token_s is None else self.kept_token_s)
+
+    def around_attention(self, tokens: Array, speed: Array | float, ranks: int) -> tuple[Array, Array]:
+        """Return the times of slices in a layer before and after attention, on ranks of this speed in a chain."""
+        overhead_s = self.layer_s / 2 if ranks > 1 else 0.0
+        return overhead_s + tokens * self.qkv_token_s / speed, overhead_s + tokens * self.rest_token_s / speed
 
     def rates(self, ranks: int, token_weight: float = 1.0) -> list[Rates]:
         """Rates of each rank, with `token_s` multiplied by `token_weight`."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds, equal_time_lengths
+from kvr_mpi.costs.events import busy_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import DataError, Say, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
@@ -127,25 +128,6 @@ def _solve(start: Costs, observations: Sequence[Observation], theta: Array, devi
         ftol=FIT_TOLERANCE,
     )
     return np.asarray(solved.x)
-
-
-def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
-    """Return the computing time of every rank of a chain in the cost model (ranks,).
-
-    All ranks except the last stop once the last layer's keys and values are computed; there the last rank computes
-    attention of its last token only.
-    """
-    own = np.asarray(lengths, dtype=float)
-    before = np.cumsum(own) - own
-    speeds = np.ones(len(own)) if costs.speeds is None else np.asarray(costs.speeds)
-    pairs = own * before + own * own * costs.square_share
-    qkv_s = costs.layer_s / 2 + own * costs.qkv_token_s / speeds
-    attention_s = (pairs * costs.pair_s + before * costs.copy_token_s) / speeds
-    rest_s = costs.layer_s / 2 + own * costs.rest_token_s / speeds
-    layer_s = np.maximum(qkv_s + attention_s + rest_s, costs.launch_floor_s)
-    busy_s = (costs.layers - 1) * layer_s + qkv_s
-    busy_s[-1] += rest_s[-1] + costs.head_s
-    return np.asarray(busy_s)
 
 
 def _logs(costs: Costs, observations: Sequence[Observation]) -> tuple[Array, Array]:
