@@ -51,8 +51,8 @@ def main(profile: str, ranks: str, copies: int, budget: int, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps({"source": found.source, "rows": rows}))
         return
-    mean = found.counts.mean()
-    click.echo(f"{found.source}; {found.layers} layers, {found.kv_heads} KV heads, {mean:.0f} tokens each on average")
+    (layers, kv_heads), mean = found.counts.shape, found.counts.mean()
+    click.echo(f"{found.source}; {layers} layers, {kv_heads} KV heads, {mean:.0f} tokens each on average")
     columns = ("ranks", "placement", "copies", "E_sync", "E", "ratio to SHA", "fullest / mean", "ms a layer")
     print_table(columns, [[_shown(row[name]) for name in row] for row in rows])
     click.echo(METHOD)
@@ -72,7 +72,7 @@ def _rows(profile: HeadProfile, ranks: int, copies: int) -> list[dict[str, Any]]
         began = time.perf_counter()
         counts = profile.counts
         placed[name] = place.place_layers(counts, ranks, way) if way else research.place_by_total(counts, ranks)
-        took_ms[name] = 1e3 * (time.perf_counter() - began) / profile.layers
+        took_ms[name] = 1e3 * (time.perf_counter() - began) / len(counts)
     rows = []
     for name, layers in placed.items():
         totals = np.sum([layer.loads for layer in layers], axis=0)

@@ -35,13 +35,9 @@ KINDS = {
 
 
 def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
-    """Whether a job has used a folder for its output.
+    """Whether a job has used a folder, with files of these names, for its output.
 
-    Parameters
-    ----------
-    folder : Path or str
-    names : iterable of str
-        Names of the files in it. Other programs also write a ``run.json``, so its first bytes are checked.
+    Other programs also write a ``run.json``, so its first bytes are checked.
     """
     there = set(names)
     if any(map(LOCK_NAME.fullmatch, there)):
@@ -70,25 +66,13 @@ def rank_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; pipes could block, and devices could be endless.
-
-    Raises
-    ------
-    OSError
-        Also if it is not a regular file.
-    """
+    """Open a file for reading; an `OSError` unless it is regular: pipes could block, and devices could be endless."""
     _check_regular(os.stat(path).st_mode, path)  # opening a device may already have effects
     return os.fdopen(_checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), path), "rb")
 
 
 def read_regular(path: Path, limit_bytes: int) -> bytes:
-    """Read a regular file up to a maximum size.
-
-    Raises
-    ------
-    OSError
-        Also if it is larger, or not a regular file.
-    """
+    """Read a regular file; an `OSError` also if it is larger than the limit."""
     with open_regular(path) as stream:
         data = stream.read(limit_bytes + 1)
     if len(data) > limit_bytes:

@@ -11,17 +11,9 @@ FORMATS = "minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s"
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration like ``sbatch --time``: ``90`` is 90 minutes, ``1-12`` one day and twelve hours.
+    """Parse a duration like ``sbatch --time`` to seconds: ``90`` is 90 minutes, ``1-12`` one day and twelve hours.
 
-    Returns
-    -------
-    float
-        Seconds.
-
-    Raises
-    ------
-    ConfigError
-        If it is in none of SLURM's formats.
+    Raises a `ConfigError` if it is in none of SLURM's formats.
     """
     found = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text.strip(" "))
     if found is None:

@@ -112,12 +112,8 @@ class AgreementError(KvrError):
 class TransportError(KvrError):
     """The ranks cannot communicate: no MPI, or a launcher that does not match it.
 
-    Parameters
-    ----------
-    found : str
-        What happened.
-    remedy : str
-        What to do about it, if known.
+    found : what happened.
+    remedy : what to do about it, if known.
     """
 
     exit_code = EXIT_NO_TRANSPORT

@@ -27,15 +27,8 @@ def cut_range(start: int, stop: int, every: int | None) -> Iterator[tuple[int, i
 class Partition:
     """Slice bounds of one prompt: rank i owns tokens ``bounds[i]`` to ``bounds[i + 1]``.
 
-    Parameters
-    ----------
-    bounds : tuple of int
-        ``size + 1`` strictly increasing token positions, the first 0, the last the prompt's length.
-
-    Raises
-    ------
-    PartitionError
-        If a slice is empty or the bounds do not start at 0.
+    bounds : ``size + 1`` strictly increasing token positions, the first 0, the last the prompt's length; otherwise a
+        `PartitionError`.
     """
 
     bounds: tuple[int, ...]
@@ -94,19 +87,10 @@ class Partition:
         return Partition((0, *(bound + tokens for bound in self.bounds[1:])))
 
     def with_last_from(self, token: int, known: int = 0) -> Partition:
-        """Move the start of the last slice back to `token` if it is later.
+        """Move the start of the last slice back to `token` if it is later; others shrink as little as possible.
 
-        Slices before it shrink as little as possible.
-
-        Parameters
-        ----------
-        known : int
-            Number of first tokens that are not computed; the first slice ends after them.
-
-        Raises
-        ------
-        PartitionError
-            If the tokens before `token` do not suffice for the other slices.
+        The first `known` tokens are not computed; the first slice ends after them. A `PartitionError` if the tokens
+        before `token` do not suffice for the other slices.
         """
         if token - known < self.size - 1:
             raise PartitionError(

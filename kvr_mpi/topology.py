@@ -21,21 +21,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A job's ranks as chains of equal length.
+    """A job's ranks as chains of equal length; a `ConfigError` if such a layout is impossible.
 
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks of the job.
-    ranks_per_chain : int
-        If it does not divide the ranks, the last ranks are in no chain.
-    tensor_parallel : int
-        Ranks of a group; divides `ranks_per_chain`.
-
-    Raises
-    ------
-    ConfigError
-        If such a layout is impossible.
+    ranks : of the job.
+    ranks_per_chain : if it does not divide the ranks, the last ranks are in no chain.
+    tensor_parallel : ranks of a group; divides `ranks_per_chain`.
     """
 
     ranks: int

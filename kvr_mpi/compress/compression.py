@@ -14,19 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from kvr_mpi.compress.budget import Budget, TokenCounts
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
 from kvr_mpi.compress.planned_drop import PlannedDrop, compressed_layers, planned_drop
+from kvr_mpi.compress.registry import share_budget
 from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.kv.layer import Retain, SliceLayer
 from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.tensor_parallel import Part
-from kvr_mpi.model.tp_group import TensorParallelGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +46,14 @@ class Compression:
     """A compression method with its settings, for one model.
 
     layers : indices of the compressed layers, whose queries see all tokens; the others keep everything they have.
-    kv_heads : KV heads of a layer, over all ranks.
-    part, tp_group : this rank's heads, and the ranks that have the other heads; None: this rank has all heads.
+    kv_heads : KV heads of a layer, over all ranks of a tensor-parallel group.
     """
 
     settings: CompressSettings
+    loaded: LoadedModel
     layers: tuple[int, ...]
     kv_heads: int
     profile: HeadProfile | None = None
-    part: Part | None = None
-    tp_group: TensorParallelGroup | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -71,59 +68,45 @@ class Compression:
         return f"{self.settings}; {counted(len(self.layers), 'layer')} of {counted(self.kv_heads, 'KV head')}"
 
     def window_of(self, tokens: int, text: Range) -> Range | None:
-        """Return a prompt's observation window: heads choose among the tokens before it, and keep all tokens after it.
+        """Return the range of a prompt's observation window; None if the whole prompt is kept.
 
-        Parameters
-        ----------
-        tokens : int
-            Of the prompt.
-        text : (int, int)
-            Range of the document's text in the prompt.
-
-        Returns
-        -------
-        (int, int) or None
-            The window's range, empty if the method does not observe; None if the whole prompt is kept.
+        Heads choose among the tokens before the window, and keep all tokens after it. It is empty if the method does
+        not observe. `text` is the range of the document's text in the prompt.
         """
         stop = text[1] if self.settings.observes == "document" else tokens
         if self.settings.kept_of(stop) >= stop:
             return None
         return stop - self.settings.observed_tokens, stop
 
-    def planned_drop(self, loaded: LoadedModel, tokens: int, text: Range) -> PlannedDrop | None:
+    def planned_drop(self, tokens: int, text: Range) -> PlannedDrop | None:
         """Predict what this rank drops of a prompt, and the memory for choosing; None if all of it is kept."""
         if (window := self.window_of(tokens, text)) is None:
             return None
+        loaded = self.loaded
         heads = loaded.model.config.get_text_config().num_attention_heads
-        group_ranks = 1 if self.part is None else self.part.size
+        group_ranks = 1 if loaded.part is None else loaded.part.size
         return planned_drop(self.settings, loaded.shape, heads, tokens, window[1], group_ranks)
 
     def retain(self, tokens: int, text: Range) -> Retain | None:
-        """Return what heads keep of a prompt, chosen layer by layer; None if all of it is kept.
-
-        Parameters
-        ----------
-        tokens : int
-            Of the prompt.
-        text : (int, int)
-            Range of the document's text in the prompt.
-        """
+        """Return what heads keep of a prompt, chosen layer by layer; None if all of it is kept."""
         if (window := self.window_of(tokens, text)) is None:
             return None
-        each = self.settings.kept_of(window[1]) - self.settings.observed_tokens
-        budget = Budget(each, window[0], len(self.layers), self.kv_heads)
-        counts = self.settings.rule.share_out(budget, self.settings.window, self.profile)
-        observed = window if self.settings.rule.observes else None
-        return Retain(observed, partial(self._choose, window, each, counts))
+        each, rule = self.settings.kept_of(window[1]) - self.settings.observed_tokens, self.settings.rule
+        weights = np.ones((len(self.layers), self.kv_heads))
+        if rule.weigh is not None:
+            beyond = None if self.profile is None else (self.profile.counts - self.settings.window).clip(0)
+            weights *= rule.weigh(each, window[0], len(self.layers), beyond)
+        shares = torch.from_numpy(share_budget(weights, each, window[0]))
+        return Retain(window if rule.observes else None, partial(self._choose, window, each, shares))
 
     def _choose(
-        self, window: Range, each: int, counts: TokenCounts, layer: SliceLayer
+        self, window: Range, each: int, shares: torch.Tensor, layer: SliceLayer
     ) -> Sequence[torch.Tensor] | None:
         """Choose the tokens that each KV head of a layer keeps: candidates, the window and what follows it."""
         if layer.layer_idx not in self.layers:
             return None
         scores = self._scores(layer, window)
-        shares = torch.from_numpy(counts[self.layers.index(layer.layer_idx)]).to(scores.device)
+        shares = shares[self.layers.index(layer.layer_idx)].to(scores.device)
         if self.settings.rule.compete is not None:
             shares = self.settings.rule.compete(self._of_all_heads(scores), each)
         always = torch.arange(window[0], layer.length, device=scores.device)
@@ -132,15 +115,16 @@ class Compression:
     @property
     def _own(self) -> tuple[int, int]:
         """Range of this rank's KV heads."""
-        return (0, self.kv_heads) if self.part is None else self.part.own_kv_heads
+        part = self.loaded.part
+        return (0, self.kv_heads) if part is None else part.own_kv_heads
 
     def _of_all_heads(self, scores: torch.Tensor) -> torch.Tensor:
         """Gather a group's scores (own heads, tokens) to (kv_heads, tokens), bitwise equal on all ranks."""
-        if self.tp_group is None:
+        if (tp_group := self.loaded.tp_group) is None:
             return scores
         whole = scores.new_zeros(self.kv_heads, scores.shape[1])
         whole[slice(*self._own)] = scores
-        return self.tp_group.all_reduce(whole)
+        return tp_group.all_reduce(whole)
 
     def _scores(self, layer: SliceLayer, window: Range) -> torch.Tensor:
         """Score the tokens before the window (this rank's heads, tokens)."""
@@ -173,10 +157,7 @@ def size_of(loaded: LoadedModel, cache: Any, method: str) -> RetainedSize:
 def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compression:
     """Prepare a method for a model.
 
-    Raises
-    ------
-    ConfigError
-        If the model does not keep keys and values per head, or the profile is of another model.
+    A `ConfigError` if the model does not keep keys and values per head, or the profile is of another model.
     """
     shape, name = loaded.shape, f"compress.method = {settings.method!r}: {loaded.shape.architecture}"
     if shape.has_states:
@@ -197,7 +178,7 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
         )
     heads = {shape.layers[idx].num_kv_heads for idx in layers}
     sizes = {shape.layers[idx].key_dim + shape.layers[idx].value_dim for idx in layers}
-    if len(heads) > 1 or (settings.rule.over_layers and len(sizes) > 1):
+    if len(heads) > 1 or (settings.rule.weigh is not None and len(sizes) > 1):
         raise ConfigError(
             f"{name} has layers of {' and '.join(map(str, sorted(heads)))} KV heads of {sorted(sizes)} elements, but "
             f"the budget is distributed over heads of one size; choose method = 'snapkv' or leave [compress] out"
@@ -206,42 +187,26 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
     if part is not None and not part.is_alone_with_heads:
         raise ConfigError(
             f"{name} has {part.kv_heads} KV heads, so the {part.size} ranks of a tensor-parallel group share heads, "
-            f"each with only "
-            f"some of the queries needed; choose parallel.tensor_parallel <= {part.kv_heads}, or leave [compress] out"
+            f"each with only some of the queries needed; choose parallel.tensor_parallel <= {part.kv_heads}, or leave "
+            f"[compress] out"
         )
     kv_heads = heads.pop() if part is None else part.kv_heads
-    profile = _profile_for(settings, loaded, len(layers), kv_heads)
-    return Compression(settings, layers, kv_heads, profile, part, loaded.tp_group)
-
-
-def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, kv_heads: int) -> HeadProfile | None:
-    """Read the method's profile, and check that it is of this model."""
-    if settings.profile is None:
-        return None
-    window = settings.window
-    # Only the proportions of counts beyond the window matter: any budget above the window gives the same shares.
-    profile = read_profile(Path(settings.profile), budget=2 * window, kv_heads=kv_heads, window=window)
-    check_profile(f"compress.profile = {settings.profile!r}", profile, loaded, layers, kv_heads)
-    return profile
+    profile = None
+    if settings.profile is not None:
+        window = settings.window
+        # Only the proportions of counts beyond the window matter: any budget above the window gives the same shares.
+        profile = read_profile(Path(settings.profile), budget=2 * window, kv_heads=kv_heads, window=window)
+        check_profile(f"compress.profile = {settings.profile!r}", profile, loaded, len(layers), kv_heads)
+    return Compression(settings, loaded, layers, kv_heads, profile)
 
 
 def check_profile(name: str, profile: HeadProfile, loaded: LoadedModel, layers: int, kv_heads: int) -> None:
-    """Check that a profile is of this model.
-
-    Parameters
-    ----------
-    name : str
-        The setting and its value.
-
-    Raises
-    ------
-    ConfigError
-        If layers, heads or the model it was measured on differ.
-    """
-    if (profile.layers, profile.kv_heads) != (layers, kv_heads):
+    """Raise a `ConfigError` if a profile is of another model; `name` is the setting and its value."""
+    own_layers, own_heads = profile.counts.shape
+    if (own_layers, own_heads) != (layers, kv_heads):
         raise ConfigError(
-            f"{name} is for {profile.layers} layers of {profile.kv_heads} KV heads, but {loaded.shape.architecture} "
-            f"here has {layers} of {kv_heads}; create one with kvr search JOB --heads"
+            f"{name} is for {own_layers} layers of {own_heads} KV heads, but {loaded.shape.architecture} here has "
+            f"{layers} of {kv_heads}; create one with kvr search JOB --heads"
         )
     if profile.model and profile.model != loaded.fingerprint:
         raise ConfigError(

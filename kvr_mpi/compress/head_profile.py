@@ -38,29 +38,14 @@ class HeadProfile:
     source: str
     model: str = ""
 
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return int(self.counts.shape[0])
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of KV heads per layer."""
-        return int(self.counts.shape[1])
-
 
 def counts_from_scores(scores: Counts, kv_heads: int, budget: int, window: int = HEADKV_WINDOW) -> Counts:
     """Convert scores of query heads to counts as HeadKV divides its budget, averaging over each KV head's queries.
 
     HeadKV's own code has a budget per query head; here it is per KV head, which determines memory and time.
 
-    Parameters
-    ----------
-    scores : array
-        (layers, query heads), not negative.
-    kv_heads : int
-    budget : int
-        Mean count of a KV head, including the window.
+    scores : (layers, query heads), not negative.
+    budget : mean count of a KV head, including the window.
 
     Raises
     ------
@@ -92,15 +77,8 @@ def read_profile(
 ) -> HeadProfile:
     """Read a profile: ours, HeadKV's scores (``{"layer-head": [scores]}``), or a table of DuoAttention's gates.
 
-    Parameters
-    ----------
-    budget, kv_heads, window
-        For HeadKV's scores; `kv_heads` defaults to a quarter of the query heads, as Llama 3 8B has them.
-
-    Raises
-    ------
-    DataError
-        If the file is none of these.
+    `budget`, `kv_heads` and `window` are for HeadKV's scores; `kv_heads` defaults to a quarter of the query heads, as
+    Llama 3 8B has them. Any other file is a `DataError`.
     """
     if not path.is_file():
         raise MissingError(f"{path}: no such file; expected a head profile (.json or .tsv)")
@@ -124,15 +102,10 @@ def read_profile(
 
 
 def similarities(counts: Counts) -> tuple[list[float], list[float]]:
-    """Compare each document's counts with the mean of the others: raw and mean-centred cosines.
+    """Compare counts (documents, layers, kv_heads) with the mean of the others: raw and mean-centred cosines.
 
     FairKV's Table 1 has raw cosines. These are always near 1, since all counts are positive; mean-centred cosines show
-    whether the same heads keep more.
-
-    Parameters
-    ----------
-    counts : array
-        (documents, layers, kv_heads), at least two documents.
+    whether the same heads keep more. There must be two documents or more.
     """
     flat = counts.reshape(len(counts), -1)
     others = (flat.sum(0) - flat) / (len(flat) - 1)

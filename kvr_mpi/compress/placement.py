@@ -54,10 +54,6 @@ class LayerPlacement:
         """Number of pieces in addition to one per head."""
         return len(self.pieces) - len({piece.head for piece in self.pieces})
 
-    def renamed(self, names: Sequence[int]) -> LayerPlacement:
-        """Move rank r's pieces to rank ``names[r]``."""
-        return replace(self, pieces=tuple(replace(piece, rank=names[piece.rank]) for piece in self.pieces))
-
 
 def place_statically(loads: Sequence[float], ranks: int) -> LayerPlacement:
     """Give each rank the same number of heads, in order, as tensor parallelism does (SHA).
@@ -77,12 +73,8 @@ def place_best_effort(loads: Sequence[float], ranks: int) -> LayerPlacement:
 def place_with_equal_copies(loads: Sequence[float], ranks: int, copies: int) -> LayerPlacement:
     """Copy heads, and split each evenly over its copies (fair-copying, sections 4.1 to 4.3).
 
-    Copies are added one by one, each of the head with the heaviest pieces.
-
-    Parameters
-    ----------
-    copies : int
-        Largest number of pieces in addition to one per head (CH).
+    Copies are added one by one, each of the head with the heaviest pieces, up to `copies` in addition to one piece per
+    head (CH).
     """
     counts = [1] * len(loads)
     best = place_best_effort(loads, ranks)
@@ -108,14 +100,9 @@ def place_in_proportion(loads: Sequence[float], ranks: int) -> LayerPlacement:
 def place_layers(
     loads: Loads, ranks: int, place: Callable[[Sequence[float], int], LayerPlacement]
 ) -> list[LayerPlacement]:
-    """Place every layer independently, and rename ranks so that their total memory is balanced.
+    """Place every layer of loads (layers, kv_heads) by itself; rename ranks so that their total memory is balanced.
 
-    Parameters
-    ----------
-    loads : array
-        (layers, kv_heads).
-    place : callable
-        Places one layer, such as `place_best_effort`.
+    `place` places one layer, such as `place_best_effort`.
     """
     totals, placed = np.zeros(ranks), []
     for layer in loads:
@@ -124,7 +111,7 @@ def place_layers(
         names = [0] * ranks
         for mine, name in zip(np.argsort(-found.loads, kind="stable"), np.argsort(totals, kind="stable"), strict=True):
             names[int(mine)] = int(name)
-        found = found.renamed(names)
+        found = LayerPlacement(ranks, tuple(replace(piece, rank=names[piece.rank]) for piece in found.pieces))
         totals += found.loads
         placed.append(found)
     return placed
@@ -183,19 +170,11 @@ def spill_over(loads: Sequence[float], ranks: int, copies: int, limit: float) ->
 def assign_rows(placed: LayerPlacement, counts: npt.NDArray[np.int64]) -> Owners:
     """Assign the documents of each head to its pieces: the largest first, to the piece that lacks the most load.
 
-    Documents are not split, so the loads of the pieces are only met approximately.
+    Documents are not split, so the loads of the pieces are only met approximately. Returns the rank of each (documents,
+    kv_heads).
 
-    Parameters
-    ----------
-    placed : LayerPlacement
-        Of one layer, by loads in proportion to the sums of `counts` over documents.
-    counts : array
-        Keys that each document's heads keep, (documents, kv_heads).
-
-    Returns
-    -------
-    array
-        The rank of each, (documents, kv_heads).
+    placed : of one layer, by loads in proportion to the sums of `counts` over documents.
+    counts : keys that each document's heads keep, (documents, kv_heads).
     """
     owners = np.zeros_like(counts)
     for head in range(counts.shape[1]):

@@ -37,20 +37,11 @@ def compressed_layers(shape: ModelShape) -> tuple[int, ...]:
 def planned_drop(
     settings: CompressSettings, shape: ModelShape, heads: int, tokens: int, stop: int | None, group_ranks: int = 1
 ) -> PlannedDrop | None:
-    """Predict what a rank drops of a prompt; None if the whole prompt is kept and no layer is moved.
+    """Predict what a rank drops of a prompt; None if the whole prompt is kept.
 
-    Parameters
-    ----------
-    shape : ModelShape
-        Of this rank's part of the model.
-    heads : int
-        Query heads of a layer.
-    tokens : int
-        Of the prompt.
-    stop : int or None
-        End of the observation window; later tokens are kept. None: not known; nothing is counted as dropped.
-    group_ranks : int
-        Ranks that share the heads of a layer.
+    shape, heads : of this rank's part of the model; `heads` are the query heads of a layer.
+    stop : end of the observation window; later tokens are kept. None: not known; nothing is counted as dropped.
+    group_ranks : ranks that share the heads of a layer.
     """
     last = tokens if stop is None else stop
     layers, dropped = [shape.layers[idx] for idx in compressed_layers(shape)], last - settings.kept_of(last)

@@ -1,7 +1,8 @@
-"""The compression methods: for each a function that divides the budget, and an entry with what it observes and reads.
+"""The compression methods: how each divides the budget of a prompt over heads, and which settings it reads.
 
 Jobs, ``kvr search --heads`` and the quality bench take their methods from here. `compression.Compression` applies them.
-Tokens are chosen by their scores (`scores`), within the counts that a method gives.
+Tokens are chosen by their scores (`scores`), within the counts that a method gives. Settings are checked without torch
+and numpy.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # settings are checked without torch
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
-    from kvr_mpi.compress.budget import Budget, TokenCounts
-    from kvr_mpi.compress.head_profile import HeadProfile
-
+    TokenCounts = npt.NDArray[np.int64]
+    Weights = npt.NDArray[np.float64]
 
 # StreamingLLM's first tokens, as in its paper.
 SINKS = 4
@@ -23,8 +25,9 @@ SINKS = 4
 PYRAMID_BETA = 20.0
 # Ada-SnapKV's, as in kvpress.
 FLOOR = 0.2
-# (budget, window, profile) to the number of candidates each head keeps (layers, kv_heads); the same for every text.
-ShareOut = Callable[["Budget", int, "HeadProfile | None"], "TokenCounts"]
+# (mean count, candidates, layers, the profile's counts beyond the window) to the weights by which heads share the
+# budget (layers, kv_heads) or (layers, 1); the same for every text.
+Weigh = Callable[[int, int, int, "Weights | None"], "Weights"]
 # (scores (kv_heads, candidates), mean count) to the number of candidates each head of one layer keeps (kv_heads,).
 Compete = Callable[["torch.Tensor", int], "torch.Tensor"]
 
@@ -34,14 +37,14 @@ class Method:
     """A method that chooses the tokens each KV head keeps.
 
     name : in jobs, records and tables.
-    share_out : distributes the budget over layers and heads.
-    compete : distributes a layer's budget over its heads by the text's own scores instead; None: not used.
     reads : settings in addition to those that all methods read.
+    weigh : distributes the budget over layers and heads; None: all heads keep the same number.
+    compete : distributes a layer's budget over its heads by the text's own scores instead; None: not used.
     """
 
     name: str
-    share_out: ShareOut
-    reads: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    weigh: Weigh | None = None
     compete: Compete | None = None
 
     @property
@@ -55,26 +58,37 @@ class Method:
         return "profile" in self.reads
 
     @property
-    def over_layers(self) -> bool:
-        """Whether layers keep different numbers of tokens, so that their heads have to be of one size."""
-        return self.share_out is not evenly
-
-    @property
     def is_even(self) -> bool:
         """Whether all heads of all layers keep the same number of tokens."""
-        return self.compete is None and not self.over_layers
+        return self.compete is None and self.weigh is None
 
 
-def evenly(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
-    """Give every head of every layer the same number.
+def share_budget(weights: Weights, each: int, candidates: int) -> TokenCounts:
+    """Divide a budget of `each` tokens per head, on average, over heads by their weights (layers, kv_heads).
 
-    StreamingLLM (arXiv:2309.17453) fills it with the first tokens and the most recent ones, SnapKV (arXiv:2404.14469)
-    with the tokens that the window attends to most.
+    No head gets more than the `candidates`, of which there are at least `each`; the excess goes to the other heads.
     """
-    return budget.evenly()
+    import numpy as np
+
+    flat = np.maximum(weights.ravel().astype(np.float64), 0)
+    total, shares = each * flat.size, np.zeros(flat.size)
+    is_open = np.ones(flat.size, dtype=bool)
+    while is_open.any():
+        left = total - candidates * int((~is_open).sum())
+        among = flat[is_open]
+        shares[is_open] = left * (among / among.sum() if among.sum() > 0 else np.full(among.size, 1 / among.size))
+        full = is_open & (shares >= candidates)
+        if not full.any():
+            break
+        shares[full] = candidates
+        is_open &= ~full
+    counts = np.floor(shares + 1e-9).astype(np.int64)
+    rest = np.where(counts < candidates, shares - counts, -1.0)
+    counts[np.argsort(-rest, kind="stable")[: total - int(counts.sum())]] += 1
+    return counts.reshape(weights.shape)
 
 
-def pyramidkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
+def pyramidkv_weights(each: int, candidates: int, layers: int, profile: Weights | None) -> Weights:
     """Give lower layers more, since attention narrows upwards (PyramidKV, arXiv:2406.02069, section 4.2).
 
     Counts fall linearly from the first layer to the last, which keeps 1 / `PYRAMID_BETA` of the mean. If the first
@@ -82,22 +96,20 @@ def pyramidkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -
     """
     import numpy as np
 
-    least = budget.each / PYRAMID_BETA
-    most = min(2 * budget.each - least, budget.candidates)
-    line = np.linspace(most, 2 * budget.each - most, budget.layers)
-    return budget.by_weight(line[:, np.newaxis])
+    least = each / PYRAMID_BETA
+    most = min(2 * each - least, candidates)
+    return np.linspace(most, 2 * each - most, layers)[:, np.newaxis]
 
 
-def headkv_counts(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
+def headkv_weights(each: int, candidates: int, layers: int, profile: Weights | None) -> Weights:
     """Give more to heads that were found to retrieve or reason (HeadKV, arXiv:2410.19258).
 
-    Counts are the same for every prompt: those of a profile, beyond the window, scaled to the budget over all heads of
-    the model (`head_profile` converts published scores to a profile). HeadKV's own code repeats keys before it caches
-    them, so its budget is per *query* head: with groups of four, a budget of 128 there is up to 512 tokens of a KV
-    head. Here the budget is per KV head, which determines memory.
+    The weights are the counts of a profile beyond the window (`head_profile` converts published scores to a profile).
+    HeadKV's own code repeats keys before it caches them, so its budget is per *query* head: with groups of four, a
+    budget of 128 there is up to 512 tokens of a KV head. Here it is per KV head, which determines memory.
     """
     assert profile is not None, "it is read when the job is set up"
-    return budget.by_weight((profile.counts - window).clip(0))
+    return profile
 
 
 def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
@@ -108,10 +120,7 @@ def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
     `each`, which is the mean count. The rest of the budget goes to the best tokens of all heads together. The paper's
     code distributes the whole budget by competition, and then moves each head's count towards the floor.
 
-    Returns
-    -------
-    torch.Tensor
-        (kv_heads,), int64; they add up to ``kv_heads * each``.
+    Returns counts (kv_heads,), int64, that add up to ``kv_heads * each``.
     """
     heads, candidates = scores.shape
     safe = min(int(FLOOR * each), candidates)
@@ -120,13 +129,15 @@ def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
     return safe + (chosen // max(1, candidates - safe)).bincount(minlength=heads)
 
 
+# StreamingLLM (arXiv:2309.17453) keeps the first tokens and the most recent ones, SnapKV (arXiv:2404.14469) those that
+# the window attends to most.
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method("streaming-llm", evenly, ()),
-        Method("snapkv", evenly, ("window",)),
-        Method("pyramidkv", pyramidkv_counts, ("window",)),
-        Method("ada-snapkv", evenly, ("window",), compete=adakv_counts),
-        Method("headkv", headkv_counts, ("window", "profile")),
+        Method("streaming-llm"),
+        Method("snapkv", ("window",)),
+        Method("pyramidkv", ("window",), pyramidkv_weights),
+        Method("ada-snapkv", ("window",), compete=adakv_counts),
+        Method("headkv", ("window", "profile"), headkv_weights),
     )
 }

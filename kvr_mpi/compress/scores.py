@@ -18,23 +18,11 @@ KERNEL = 5
 
 
 def window_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, *, start: int) -> torch.Tensor:
-    """Score the tokens before a window.
+    """Score the tokens before a window (kv_heads, start), float32.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        Of the window's tokens (1, heads, window, head_dim), heads a multiple of kv_heads.
-    keys : torch.Tensor
-        Of all tokens up to the window's last (1, kv_heads, start + window, head_dim).
-    params : AttentionParams
-        The layer's scale, soft cap and sinks.
-    start : int
-        Tokens before the window.
-
-    Returns
-    -------
-    torch.Tensor
-        (kv_heads, start), float32.
+    query : of the window's tokens (1, heads, window, head_dim), heads a multiple of kv_heads.
+    keys : of all tokens up to the window's last (1, kv_heads, start + window, head_dim).
+    start : tokens before the window.
     """
     window, kv_heads = query.shape[2], keys.shape[1]
     later = torch.ones(window, window, dtype=torch.bool, device=query.device).triu(1)
@@ -68,10 +56,7 @@ def recency_scores(tokens: int, kv_heads: int, device: torch.device) -> torch.Te
 def top_tokens(scores: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
     """Choose the tokens with each head's highest scores (kv_heads, tokens), as many as its count (kv_heads,).
 
-    Returns
-    -------
-    list of torch.Tensor
-        For each head the positions, ascending, int64.
+    Returns each head's positions, ascending, int64.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)  # ties: the first token, on every rank
     return [tokens[:count].sort().values for tokens, count in zip(order, counts.tolist(), strict=True)]

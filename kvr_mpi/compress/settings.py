@@ -1,4 +1,4 @@
-"""The section ``[compress]`` of a job, with its checks."""
+"""The sections ``[compress]`` and ``[decode]`` of a job, with their checks."""
 
 from __future__ import annotations
 
@@ -47,10 +47,7 @@ class CompressSettings(Strict):
     @model_validator(mode="after")
     def _settings_fit_the_method(self) -> CompressSettings:
         method = self.rule
-        # Compare values: a job is sent to ranks with all its defaults set.
-        changed = [name for name in OWN_SETTINGS if getattr(self, name) != type(self).model_fields[name].default]
-        foreign = [name for name in changed if name not in method.reads]
-        if foreign:
+        if foreign := [name for name in self.changed(*OWN_SETTINGS) if name not in method.reads]:
             raise ValueError(
                 f"compress.{foreign[0]} is not used with method = {method.name!r}, which uses "
                 f"{', '.join((*method.reads, 'budget'))} and observes; leave it out"
@@ -90,3 +87,34 @@ class CompressSettings(Strict):
         """Describe the settings in a few words, for records and logs."""
         given = self.model_dump(exclude_none=True, exclude={"method", *(set(OWN_SETTINGS) - set(self.rule.reads))})
         return f"{self.method}: " + ", ".join(f"{name} {value}" for name, value in given.items())
+
+
+class DecodeSettings(Strict):
+    """How the ranks of a chain decode the prompts they have prefilled, and where heads are placed."""
+
+    mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
+        "data-parallel",
+        description="data-parallel: each rank decodes its own prompts; head-parallel: all ranks decode all "
+        "prompts, each with some of the heads; auto: the faster forecast",
+    )
+    placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
+        "proportional",
+        description="how heads are assigned to ranks: in order; by the number of tokens they keep; also with copies",
+    )
+    profile: str | None = Field(
+        None, min_length=1, description="file with counts to place heads by; default: the number of tokens they keep"
+    )
+
+    @model_validator(mode="after")
+    def _settings_fit_the_mode(self) -> DecodeSettings:
+        if self.mode == "data-parallel" and (changed := self.changed("placement", "profile")):
+            raise ValueError(
+                f"decode.{changed[0]} is not used with mode = 'data-parallel', where every rank holds all heads of its "
+                f"prompts; leave it out, or choose mode = 'head-parallel' or 'auto'"
+            )
+        if self.placement == "static" and self.profile is not None:
+            raise ValueError(
+                "decode.profile is not used with placement = 'static', which places heads in order; leave it out, or "
+                "choose another placement"
+            )
+        return self

@@ -38,17 +38,9 @@ def chain_seconds(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cu
 
 
 def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through") -> Array:
-    """Time to the first token of many splits at once.
+    """Time to the first token of many splits at once, given as lengths in tokens (splits, ranks).
 
-    Parameters
-    ----------
-    splits : array
-        (splits, ranks) lengths in tokens.
-
-    Raises
-    ------
-    PartitionError
-        If a slice is empty, or `costs.speeds` are of another number of ranks.
+    A `PartitionError` if a slice is empty, or `costs.speeds` are of another number of ranks.
     """
     if splits.shape[1] == 0 or not (splits > 0).all():
         raise PartitionError(f"slice lengths {splits.tolist()}: every rank needs at least one token")
@@ -59,7 +51,7 @@ def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through"
 
 def single_seconds(costs: Costs, tokens: float) -> float:
     """Time to the first token of one process, at nominal speed."""
-    layer_s = tokens * costs.token_s + tokens**2 * _dense(costs) * costs.pair_s
+    layer_s = tokens * costs.token_s + tokens**2 * costs.square_share * costs.pair_s
     head_s = costs.head_s * (tokens if costs.eager else 1.0)
     return costs.layers * max(layer_s, costs.launch_floor_s) + head_s
 
@@ -67,11 +59,8 @@ def single_seconds(costs: Costs, tokens: float) -> float:
 def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) -> float:
     """Time to the first token of tensor and sequence parallelism: even slices, an all-gather in every layer.
 
-    Parameters
-    ----------
-    dense : bool
-        As in the paper (Fig. 4), every rank attends to the whole prompt and masks the tokens after its own.
-        Otherwise the tokens after its own are skipped, and the last rank has the most work.
+    If `dense`, every rank attends to the whole prompt and masks the tokens after its own, as in the paper (Fig. 4).
+    Otherwise these are skipped, and the last rank has the most work.
     """
     if ranks == 1:
         return single_seconds(costs, tokens)
@@ -89,10 +78,7 @@ def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) 
 def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: bool = False) -> float:
     """Time to the first token of zigzag ring attention, with transfers hidden behind the previous step.
 
-    Parameters
-    ----------
-    saves_last_layer : bool
-        The last layer computes attention only for the last token, as in a chain.
+    With `saves_last_layer`, the last layer computes attention only for the last token, as in a chain.
     """
     if ranks == 1:
         return single_seconds(costs, tokens)
@@ -100,7 +86,7 @@ def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: b
     copies_s = (tokens - own) * costs.copy_token_s
     speed = min(costs.speeds or (1.0,))
     # A rank's two ranges of own / 2 tokens attend to two of another rank: half of the four blocks is causal.
-    step_s = own**2 * (1.0 if costs.eager else 0.5) * costs.pair_s / speed
+    step_s = own**2 * costs.square_share * costs.pair_s / speed
     hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
     attention_s = step_s + (ranks - 1) * max(step_s, hop_s)
     tokens_s = costs.layer_s + (own * costs.token_s + copies_s) / speed
@@ -110,32 +96,21 @@ def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: b
     return (costs.layers - 1) * layer_s + max(last_s, costs.launch_floor_s) + head_s
 
 
-def _dense(costs: Costs) -> float:
-    return 1.0 if costs.eager else 0.5
-
-
 def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: float = 1.0) -> list[float]:
     """Slice lengths for which all ranks compute equally long, without transfers (`equal_time`).
 
-    Parameters
-    ----------
-    token_weight : float
-        Below 1, later slices are shorter than with equal time; above 1, longer.
+    A `token_weight` below 1 makes later slices shorter than with equal time; above 1, longer.
     """
-    return equal_time(tokens, costs.rates(ranks, token_weight), _dense(costs))
+    return equal_time(tokens, costs.rates(ranks, token_weight), costs.square_share)
 
 
 def best_split(
     costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-through", quantum: int = 64
 ) -> tuple[Partition, float]:
-    """Find the slices with the shortest time to the first token in the model.
+    """Find the slices with the shortest time to the first token in the model; return them and their seconds.
 
-    Starts from slices of equal time and descends in the event model, finally in steps of the quantum.
-
-    Returns
-    -------
-    (Partition, float)
-        The slices, whose inner bounds are multiples of `quantum` (of 1 for short prompts), and their seconds.
+    Starts from slices of equal time and descends in the event model, finally in steps of the quantum. Inner bounds are
+    multiples of `quantum`, or of 1 for short prompts.
     """
     partition = Partition.by_ratio(tokens, search_split(costs, tokens, ranks, relay), quantum)
     if 1 < ranks <= RANKS_MOVED_ALONE:
@@ -210,7 +185,7 @@ def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
     """
     first = equal_time_lengths(costs, tokens, ranks)[0]
     speed = (costs.speeds or (1.0,))[0]
-    layer_s = first * (costs.token_s + first * _dense(costs) * costs.pair_s) / speed
+    layer_s = first * (costs.token_s + first * costs.square_share * costs.pair_s) / speed
     layers = costs.layers - (ranks > 1)
     return max(layers * layer_s, costs.layers * costs.launch_floor_s)
 

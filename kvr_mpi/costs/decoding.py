@@ -61,12 +61,8 @@ def step_seconds(
 ) -> tuple[float, float]:
     """Return the times of a data-parallel and a head-parallel step, the latter with its share of sending the KV cache.
 
-    Parameters
-    ----------
-    efficiency : float
-        Of the placement of heads on ranks (`placement.sync_efficiency`).
-    measured_s : (float, float), optional
-        Both times without attention, measured on these ranks; default: computed from `costs`.
+    efficiency : of the placement of heads on ranks (`placement.sync_efficiency`).
+    measured_s : both times without attention, measured on these ranks; default: computed from `costs`.
     """
     apart_s, shared_s = measured_s or (
         costs.step_s + (wave.own_documents - 1) * costs.row_s,

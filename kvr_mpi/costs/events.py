@@ -9,47 +9,37 @@ Arrays named `splits` have the slice lengths in tokens, (splits, ranks).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvr_mpi.costs.layer_costs import Costs
-
-    Array = NDArray[np.float64]
+    from kvr_mpi.costs.layer_costs import Array, Costs
 
 
 def cut_through(costs: Costs, splits: Array) -> Array:
-    """Seconds to the first token if every segment is forwarded as it arrives (our engine).
+    """Seconds to the first token (splits,) if every segment is forwarded as it arrives (our engine).
 
     A rank sends its segment as soon as it is computed, attends to its own slice, then to each segment of the prefix,
     nearest first, as they arrive. It never waits for a later rank (receives are posted ahead), so one pass over the
     ranks computes all layers of each rank together. In the last layer, the last rank attends only from the last token,
     which takes negligible time.
-
-    Returns
-    -------
-    array of float
-        (splits,).
     """
     count, ranks = splits.shape
     layer = np.arange(costs.layers)
     floors = costs.launch_floor_s * layer
-    overhead_s = costs.layer_s if ranks > 1 else 0.0
     stops = np.cumsum(splits, axis=1)
     link = Link(costs, splits, stops)
     ends = np.zeros((count, costs.layers))
     for rank, speed in enumerate(costs.speeds or (1.0,) * ranks):
         own, before = splits[:, rank, None], stops[:, rank, None] - splits[:, rank, None]
-        qkv_s = overhead_s / 2 + own * costs.qkv_token_s / speed
-        rest_s = overhead_s / 2 + own * costs.rest_token_s / speed
+        qkv_s, rest_s = costs.around_attention(own, speed, ranks)
         pair_s = np.full(costs.layers, costs.pair_s / speed)
         if rank == ranks - 1 > 0:
             pair_s[-1] = 0.0
         prefix_s = own * pair_s + costs.copy_token_s / speed  # per token of the prefix
-        own_s = own * own * pair_s * (1.0 if costs.eager else 0.5)
+        own_s = own * own * pair_s * costs.square_share
         spent = np.cumsum(qkv_s + own_s + before * prefix_s + rest_s, axis=1)
         spent_before = np.concatenate([np.zeros((count, 1)), spent[:, :-1]], axis=1)
         # A layer cannot start before its kernels are launched ...
@@ -118,24 +108,17 @@ class Link:
 
 
 def store_and_forward(costs: Costs, splits: Array) -> Array:
-    """Seconds to the first token if a rank forwards the whole prefix at once (the paper's section 4.1).
+    """Seconds to the first token (splits,) if a rank forwards the whole prefix at once (the paper's section 4.1).
 
     A message starts when the sender has the prefix and its own keys and values, and the receiver has started its layer
     and posted its receive. Attention waits for the prefix; a layer ends when its message is sent.
-
-    Returns
-    -------
-    array of float
-        (splits,).
     """
     count, ranks = splits.shape
     speeds = np.ones(ranks) if costs.speeds is None else np.asarray(costs.speeds)
-    overhead_s = costs.layer_s if ranks > 1 else 0.0
     bounds = np.cumsum(splits, axis=1)
     before = bounds - splits
     pairs = splits * (bounds if costs.eager else before + splits / 2)
-    before_s = overhead_s / 2 + splits * costs.qkv_token_s / speeds
-    after_s = overhead_s / 2 + splits * costs.rest_token_s / speeds
+    before_s, after_s = costs.around_attention(splits, speeds, ranks)
     attention_s = pairs * costs.pair_s / speeds
     copy_s = bounds * costs.copy_token_s / speeds
     copy_s[:, 0] = 0.0
@@ -154,3 +137,20 @@ def store_and_forward(costs: Costs, splits: Array) -> Array:
         ends += after_s
     head_s = costs.head_s * (splits[:, -1] if costs.eager else 1.0)
     return np.maximum(ends[:, -1], costs.layers * costs.launch_floor_s) + head_s
+
+
+def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
+    """Return the computing time of every rank of a chain with slices of these lengths (ranks,).
+
+    All ranks except the last stop once the last layer's keys and values are computed; there the last rank computes
+    attention of its last token only.
+    """
+    own = np.asarray(lengths, dtype=float)
+    before = np.cumsum(own) - own
+    speeds = np.ones(len(own)) if costs.speeds is None else np.asarray(costs.speeds)
+    pairs = own * before + own * own * costs.square_share
+    qkv_s, rest_s = costs.around_attention(own, speeds, len(own))
+    attention_s = (pairs * costs.pair_s + before * costs.copy_token_s) / speeds
+    busy_s = (costs.layers - 1) * np.maximum(qkv_s + attention_s + rest_s, costs.launch_floor_s) + qkv_s
+    busy_s[-1] += rest_s[-1] + costs.head_s
+    return np.asarray(busy_s)

@@ -10,10 +10,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from kvr_mpi.disk import read_regular
 from kvr_mpi.errors import ConfigError, DataError
+from kvr_mpi.plain import Strict, explain
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -22,19 +23,15 @@ Positive = Annotated[float, Field(ge=1, le=1e24)]
 NotNegative = Annotated[float, Field(ge=0, le=1e6)]
 
 
-class ModelRates(BaseModel):
+class ModelRates(Strict):
     """Rates that depend on a model's implementation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     score_s: NotNegative | None = None
     launch_floor_s: NotNegative | None = None
 
 
-class Hardware(BaseModel):
+class Hardware(Strict):
     """Rates of one rank, and of its link to the next rank."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1, description="where the figures come from")]
@@ -97,12 +94,8 @@ def profiles() -> list[str]:
 def load_hardware(name_or_path: str) -> Hardware:
     """Read a shipped profile or a file.
 
-    Raises
-    ------
-    ConfigError
-        If there is neither; the message lists the profiles.
-    DataError
-        If the file is damaged, or a rate is missing, negative or not finite.
+    A `ConfigError`, which lists the profiles, if there is neither; a `DataError` if the file is damaged, or a rate is
+    missing, negative or not finite.
     """
     shipped = profiles()
     if name_or_path.lower() in shipped:
@@ -112,13 +105,9 @@ def load_hardware(name_or_path: str) -> Hardware:
     try:
         return Hardware.model_validate_json(text)
     except ValidationError as error:
-        found = "; ".join(
-            f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}"
-            + ("" if item["type"] in ("missing", "json_invalid") else f" (found {repr(item['input'])[:100]})")
-            for item in error.errors()[:5]
-        )
         raise DataError(
-            f"hardware file {name_or_path!r} is not a profile: {found}; valid keys: {', '.join(Hardware.model_fields)}"
+            f"hardware file {name_or_path!r} is not a profile: {explain(error)}; valid keys: "
+            f"{', '.join(Hardware.model_fields)}"
         ) from error
 
 

@@ -6,7 +6,7 @@ The event models (``events``) and the cost model compute with these costs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import ConfigDict, Field, with_config
@@ -15,8 +15,13 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.errors import PartitionError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kvr_mpi.costs.hardware import Hardware
     from kvr_mpi.costs.workload import Workload
+
+    Array = npt.NDArray[np.float64]
 
 # Limits for values read from files.
 RateS = Annotated[float, Field(ge=0, lt=1e7)]
@@ -67,20 +72,19 @@ class Costs:
     has_states: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse impossible costs."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
-                raise PartitionError(f"costs.{field.name} = {value}: expected a finite number, not negative")
-        if self.link_bytes_per_s == 0 or self.layers < 1 or self.token_s + self.pair_s == 0:
-            raise PartitionError("costs: expected at least one layer, a link that carries bytes, and tokens that cost")
-        if self.speeds is not None and not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
-            raise PartitionError(f"costs.speeds = {self.speeds}: expected positive numbers")
+        """Refuse tokens without costs, such as those of a damaged file; pydantic checks each value that is read."""
+        if self.token_s + self.pair_s == 0:
+            raise PartitionError("costs: token_s and pair_s are both 0; expected tokens that cost time")
 
     @property
     def token_s(self) -> float:
         """Time of a token in a layer, without attention."""
         return self.qkv_token_s + self.rest_token_s
+
+    @property
+    def square_share(self) -> float:
+        """Computed part of a slice's attention square: all of it if eager, otherwise its causal half."""
+        return 1.0 if self.eager else 0.5
 
     @property
     def step_s(self) -> float:
@@ -102,6 +106,11 @@ class Costs:
         """Time to attend to one key in all layers in decoding."""
         return self.layers * (self.pair_s if self.kept_token_s is None else self.kept_token_s)
 
+    def around_attention(self, tokens: Array, speed: Array | float, ranks: int) -> tuple[Array, Array]:
+        """Return the times of slices in a layer before and after attention, on ranks of this speed in a chain."""
+        overhead_s = self.layer_s / 2 if ranks > 1 else 0.0
+        return overhead_s + tokens * self.qkv_token_s / speed, overhead_s + tokens * self.rest_token_s / speed
+
     def rates(self, ranks: int, token_weight: float = 1.0) -> list[Rates]:
         """Rates of each rank, with `token_s` multiplied by `token_weight`."""
         token_s = token_weight * self.token_s
@@ -121,18 +130,11 @@ class Costs:
 def costs_of(
     work: Workload, hardware: Hardware, *, link_bytes_per_s: float | None = None, tensor_parallel: int = 1
 ) -> Costs:
-    """Divide a model's work by a machine's rates.
+    """Divide a whole model's work by a machine's rates; `link_bytes_per_s` replaces the profile's.
 
-    Parameters
-    ----------
-    work : Workload
-        Of the whole model.
-    link_bytes_per_s : float, optional
-        Replaces the profile's.
-    tensor_parallel : int
-        Ranks n of a group. A layer has two all-reduces: each sends 2 (n - 1) / n of the hidden states over every link
-        (Patarasuk and Yuan 2009), in at least 2 log2(n) steps. Each rank has its own link to the next group, for its
-        own heads.
+    `tensor_parallel` is the number n of ranks of a group. A layer has two all-reduces: each sends 2 (n - 1) / n of the
+    hidden states over every link (Patarasuk and Yuan 2009), in at least 2 log2(n) steps. Each rank has its own link to
+    the next group, for its own heads.
     """
     if link_bytes_per_s is not None:
         hardware = hardware.model_copy(update={"link_bytes_per_s": link_bytes_per_s})

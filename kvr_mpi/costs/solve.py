@@ -10,12 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvr_mpi.errors import PartitionError
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Costs per layer of one rank.
+    """Costs per layer of one rank; not both are 0.
 
     token_s : seconds for a token's projections and MLP.
     pair_s : seconds for one query attending to one key.
@@ -23,14 +21,6 @@ class Rates:
 
     token_s: float
     pair_s: float
-
-    def __post_init__(self) -> None:
-        """Refuse impossible rates."""
-        for name, value in (("token_s", self.token_s), ("pair_s", self.pair_s)):
-            if not (math.isfinite(value) and value >= 0):
-                raise PartitionError(f"rates.{name} = {value}: expected a finite number of seconds, not negative")
-        if self.token_s + self.pair_s == 0:
-            raise PartitionError("rates: token_s and pair_s are both 0; expected measured seconds")
 
     def seconds(self, tokens: float, before: float) -> float:
         """Time of one layer for a slice of `tokens` after `before` tokens."""
@@ -48,21 +38,11 @@ def equal_time(tokens: float, rates: Sequence[Rates], share: float = 0.5) -> lis
 
     Solves c_i (a_i + b_i (P_i + share c_i)) = t for slice lengths c_i that add up to the prompt, with P_i tokens before
     slice i: later ranks attend to a longer prefix and get shorter slices. The sum of the lengths grows with t by a
-    power between 1/2 and 1, so a few secant steps in logarithms find t.
+    power between 1/2 and 1, so a few secant steps in logarithms find t. ``Partition.by_ratio`` rounds the lengths.
 
-    Parameters
-    ----------
-    tokens : float
-        Length of the prompt.
-    rates : sequence of Rates
-        One for each rank; a slower rank gets a shorter slice.
-    share : float
-        Computed part of a slice's attention square: 1/2 if causal, 1 if all is computed and then masked.
-
-    Returns
-    -------
-    list of float
-        Lengths that add up to `tokens`; round them with ``Partition.by_ratio``.
+    tokens : length of the prompt.
+    rates : of each rank; a slower rank gets a shorter slice.
+    share : computed part of a slice's attention square: 1/2 if causal, 1 if all is computed and then masked.
     """
 
     def lengths_in(seconds: float) -> list[float]:

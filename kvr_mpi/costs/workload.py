@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.model import ModelShape, meta_model, on_meta, probe_shape
+from kvr_mpi.model import ModelShape, meta_model, on_meta, shape_of
 from kvr_mpi.model.tensor_parallel import why_not_divided
 
 # Number of tokens used for counting: about 64, since recurrent layers always compute chunks of 64; and a prime, so
@@ -137,13 +137,7 @@ ALIASES = {"Llama 7B MHA": "Llama 7B", "Llama 7B GQA": "Llama 7B GQA8"}
 
 
 def check_heads(work: Workload, tensor_parallel: int) -> None:
-    """Refuse group sizes that do not divide a model's heads.
-
-    Raises
-    ------
-    ConfigError
-        The message lists valid sizes.
-    """
+    """Refuse group sizes that do not divide a model's heads, by a `ConfigError` that lists valid sizes."""
     if why := why_not_divided(work.heads, work.kv_heads, tensor_parallel):
         raise ConfigError(f"tensor_parallel = {tensor_parallel}: {work.name}: {why}")
 
@@ -154,13 +148,7 @@ def _words(name: str) -> list[str]:
 
 
 def named_workload(name: str) -> Workload:
-    """Find a named shape; case, punctuation and word order do not matter.
-
-    Raises
-    ------
-    ConfigError
-        If there is none; the message lists the names.
-    """
+    """Find a named shape; case, punctuation and word order do not matter. A `ConfigError` lists the names."""
     for known in (*SHAPES, *ALIASES):
         if _words(known) == _words(name):
             known = ALIASES.get(known, known)
@@ -172,23 +160,13 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
     """Count the work of any causal LM by running a few tokens on the ``meta`` device.
 
     Every multiplication is counted when it is called, so only the active experts of a mixture count. No weights are
-    read or allocated.
-
-    Parameters
-    ----------
-    config : transformers.PretrainedConfig
-    dtype_bytes : int
-        Of weights, keys and values.
-
-    Raises
-    ------
-    ConfigError
-        If the model calls no known attention.
+    read or allocated. `dtype_bytes` is the size of weights, keys and values. A model that calls no known attention is a
+    `ConfigError`.
     """
     import torch
 
-    shape = probe_shape(config, torch.bfloat16)
     model = meta_model(config, torch.bfloat16)
+    shape = shape_of(model, torch.bfloat16)
     with on_meta():
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         qkv_flop, products_flop, attention_flop, heads = _count(model, shape)
@@ -216,13 +194,9 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
 
 
 def _count(model: Any, shape: ModelShape) -> tuple[float, float, float, int]:
-    """Count the operations per token.
+    """Count a token's operations in products before attention, in the first layer with attention, and in all products.
 
-    Returns
-    -------
-    (float, float, float, int)
-        Operations of products before attention, in the first layer with attention; of all products; and of one query
-        attending to one key, in all layers; and the number of query heads.
+    The other two results are the operations of one query attending to one key, in all layers, and the query heads.
     """
     import torch
     from torch.overrides import TorchFunctionMode

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from kvr_mpi.compress.compression import check_profile
-from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
 from kvr_mpi.compress.placement import (
     Loads,
@@ -23,6 +22,7 @@ from kvr_mpi.compress.placement import (
     place_with_equal_copies,
     sync_efficiency,
 )
+from kvr_mpi.compress.settings import DecodeSettings
 from kvr_mpi.decode.head_parallel import Place, why_not_head_parallel
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel, ModelShape

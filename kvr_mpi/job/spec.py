@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from kvr_mpi.compress.decode_settings import DecodeSettings
-from kvr_mpi.compress.settings import CompressSettings
+from kvr_mpi.compress.settings import CompressSettings, DecodeSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.plain import AS_SHARE, AS_TOKENS, Strict

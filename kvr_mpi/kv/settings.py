@@ -23,8 +23,7 @@ class CacheSettings(Strict):
 
     @model_validator(mode="after")
     def _settings_fit_the_kind(self) -> CacheSettings:
-        # Compare values: a job is sent to ranks with all its defaults set.
-        if self.kind == "whole" and self.tokens != type(self).model_fields["tokens"].default:
+        if self.kind == "whole" and self.changed("tokens"):
             raise ValueError("cache.tokens is for rolling caches: set cache.kind = 'rolling', or leave it out")
         return self
 

@@ -1,8 +1,8 @@
 """Causal language models: loading, shapes, masks, rotary embeddings and kernels."""
 
 from kvr_mpi.model.devices import choose_device, visible_gpus
-from kvr_mpi.model.load import LoadedModel, Outline, load_model, load_outline
-from kvr_mpi.model.shape import LayerShape, ModelShape, StateShape, meta_model, on_meta, probe_shape
+from kvr_mpi.model.load import LoadedModel, load_model, load_outline
+from kvr_mpi.model.shape import LayerShape, ModelShape, StateShape, meta_model, on_meta, probe_shape, shape_of
 from kvr_mpi.model.source import (
     PACKAGE,
     ModelSource,
@@ -19,7 +19,6 @@ __all__ = [
     "LoadedModel",
     "ModelShape",
     "ModelSource",
-    "Outline",
     "StateShape",
     "choose_device",
     "visible_gpus",
@@ -32,5 +31,6 @@ __all__ = [
     "meta_model",
     "on_meta",
     "probe_shape",
+    "shape_of",
     "tokenizer_fingerprint",
 ]

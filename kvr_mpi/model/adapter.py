@@ -22,13 +22,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def check_adapter(path: str) -> None:
-    """Check an adapter's files, without loading weights.
-
-    Raises
-    ------
-    ModelError
-        If a file or peft is missing, or the folder is not a LoRA adapter.
-    """
+    """Raise a `ModelError` if a file of a LoRA adapter, or peft, is missing; loads no weights."""
     folder = Path(path).expanduser()
     where = f"model.adapter {path!r}"
     if not folder.is_dir():
@@ -65,10 +59,7 @@ def with_adapter(base: str, adapter: str | None) -> str:
 def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:
     """Add an adapter to a model's weights in place; the fingerprint covers both.
 
-    Raises
-    ------
-    ModelError
-        If the adapter is for another model, or cannot be read.
+    Raises a `ModelError` if the adapter is for another model, or cannot be read.
     """
     if path is None:
         return loaded

@@ -155,12 +155,8 @@ def _attention(
 def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
     """Select the model's attention and kernels: ours for a chain, otherwise transformers' own.
 
-    in_parts : in a chain, replace the model's attention. Otherwise it runs over the whole prefix.
-
-    Raises
-    ------
-    ModelError
-        If the model's attention cannot be replaced.
+    With `in_parts`, a chain replaces the model's attention, which otherwise runs over the whole prefix. A `ModelError`
+    says why it cannot be replaced.
     """
     use_kernels(model, chain)
     embed_whole_lengths(model)
@@ -209,21 +205,11 @@ def run_model(
     keep: torch.Tensor | None = None,
     chunk_lengths: ChunkLengths | None = None,
 ) -> torch.Tensor:
-    """Run tokens (1, tokens) through the model, after those in its cache.
+    """Run tokens (1, tokens) through the model, after those in its cache; return logits (rows, vocab_size), float32.
 
-    Parameters
-    ----------
-    positions : torch.Tensor, optional
-        Position of each token in its document (1, tokens); by default, the cache or the model counts.
-    keep : torch.Tensor, optional
-        Indices of the tokens whose logits are returned (rows,); by default, the last one.
-    chunk_lengths : callable, optional
-        Returns the tokens of each chunk of a layer (`layer_chunks`).
-
-    Returns
-    -------
-    torch.Tensor
-        Logits (rows, vocab_size), float32.
+    positions : position of each token in its document (1, tokens); by default, the cache or the model counts.
+    keep : indices of the tokens whose logits are returned (rows,); by default, the last one.
+    chunk_lengths : returns the tokens of each chunk of a layer (`layer_chunks`).
     """
     options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
     if positions is None:

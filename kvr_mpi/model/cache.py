@@ -22,10 +22,7 @@ def to_cache(
 ) -> DynamicCache:
     """Make a cache of keys and values, each (tokens, kv_heads, head_dim), after checking that this model produced them.
 
-    Raises
-    ------
-    ConfigError
-        If another model produced them, or if layers or tokens are missing.
+    Otherwise, and if layers or tokens are missing, it raises a `ConfigError`.
     """
     if token_ids is None:
         raise ConfigError("these keys and values do not say which tokens they belong to: prefill the document again")

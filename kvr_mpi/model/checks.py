@@ -17,24 +17,16 @@ _NUMBER = re.compile(r"\.\d+\.")
 
 
 def check_config(config: Any) -> None:
-    """Refuse a contradictory configuration.
-
-    Raises
-    ------
-    ModelError
-        Names all contradictions.
-    """
+    """Refuse a contradictory configuration with a `ModelError` that names all contradictions."""
     found = list(_contradictions(config.get_text_config()))
     if found:
         raise ModelError(f"config.json: {'; '.join(found)}")
 
 
 def _contradictions(text: Any) -> Iterator[str]:
-    layers, longest = getattr(text, "num_hidden_layers", None), getattr(text, "max_position_embeddings", None)
-    if isinstance(layers, int) and layers < 1:
-        yield f"num_hidden_layers = {layers}, expected at least 1"
-    if isinstance(longest, int) and longest < 1:
-        yield f"max_position_embeddings = {longest}, expected at least 1"
+    for name in ("num_hidden_layers", "max_position_embeddings"):
+        if isinstance(number := getattr(text, name, None), int) and number < 1:
+            yield f"{name} = {number}, expected at least 1"
     heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
         yield f"num_attention_heads = {heads} and num_key_value_heads = {kv_heads}, expected a multiple of the latter"
@@ -49,7 +41,7 @@ def _contradictions(text: Any) -> Iterator[str]:
             yield f"eos_token_id = {token}, expected one of the {vocab} tokens: no answer would ever end"
     parameters = getattr(text, "rope_parameters", None) or {}
     for each in [parameters, *(one for one in parameters.values() if isinstance(one, dict))]:
-        yield from _rope_contradictions(each, longest)
+        yield from _rope_contradictions(each, getattr(text, "max_position_embeddings", None))
 
 
 def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterator[str]:
@@ -77,14 +69,9 @@ def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterat
 
 
 def check_loaded(model: Any, info: Mapping[str, Iterable[Any]]) -> None:
-    """Refuse a model with missing, unused or newly initialised weights, or invalid rotary frequencies.
+    """Refuse a model with missing, unused or newly initialised weights, or invalid rotary frequencies (`ModelError`).
 
     `info` is what ``from_pretrained(output_loading_info=True)`` returns.
-
-    Raises
-    ------
-    ModelError
-        Names some of them.
     """
     missing = sorted(map(str, info.get("missing_keys", ())))
     if missing:
@@ -109,13 +96,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse bfloat16 on GPUs that emulate it slowly.
-
-    Raises
-    ------
-    ModelError
-        Names the dtypes to choose from.
-    """
+    """Refuse bfloat16 on GPUs that emulate it slowly; the `ModelError` names the dtypes to choose from."""
     import torch
 
     if device.type != "cuda" or dtype != torch.bfloat16:

@@ -127,14 +127,9 @@ class KernelLibrary:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to all keys or, if `causal`, to those up to each query; the last query is aligned with the last key.
 
-        Parameters
-        ----------
-        query : torch.Tensor
-            (1, heads, queries, head_dim) in float32, or one query in bfloat16; `takes` must be True.
-        keys, values : torch.Tensor
-            (1, kv_heads, keys, head_dim).
-        window : int or None
-            If `causal`, attend only to the last `window` keys up to each query.
+        query : (1, heads, queries, head_dim) in float32, or one query in bfloat16; `takes` must be True.
+        keys, values : (1, kv_heads, keys, head_dim).
+        window : if `causal`, attend only to the last `window` keys up to each query.
 
         Returns
         -------
@@ -168,16 +163,10 @@ class KernelLibrary:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend from one query per head of several documents, each KV head to its units.
 
-        Parameters
-        ----------
-        query : torch.Tensor
-            (1, heads, documents, head_dim).
-        table : UnitTable
-            `takes_units` must be True.
-        lengths : array
-            Lengths of the documents (documents,), which determine the units' rows.
-        firsts : array or None
-            First position of each document to attend to (documents,); None: all positions.
+        query : (1, heads, documents, head_dim).
+        table : `takes_units` must be True.
+        lengths : of the documents (documents,), which determine the units' rows.
+        firsts : first position of each document to attend to (documents,); None: all positions.
 
         Returns
         -------
@@ -202,13 +191,7 @@ class KernelLibrary:
         return out, lse
 
     def multiply(self, rows: torch.Tensor, weights: NarrowWeights) -> torch.Tensor:
-        """Multiply (..., features) to (..., outs), both float32.
-
-        Raises
-        ------
-        ValueError
-            If the kernels do not support the rows.
-        """
+        """Multiply (..., features) to (..., outs), both float32; raises a `ValueError` for unsupported rows."""
         outs = weights.packed.shape[0]
         rows = _checked(rows, weights.features)
         out = torch.empty(*rows.shape[:-1], outs)

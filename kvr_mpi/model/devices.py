@@ -22,13 +22,8 @@ REMEDY = (
 def choose_device(name: str, index: int) -> torch.device:
     """Choose the device of a rank's model: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
 
-    `index` is the GPU's index among those that this rank sees.
-
-    Raises
-    ------
-    ModelError
-        If ``cuda`` is requested but there is no GPU. Also for ``auto`` if torch cannot use this machine's GPUs: the job
-        would be about 100 times slower on the CPU cores.
+    `index` is the GPU's index among those that this rank sees. A missing GPU is a `ModelError`; also for ``auto`` if
+    torch cannot use this machine's GPUs, since the job would be about 100 times slower on the CPU cores.
     """
     import torch
 
@@ -57,11 +52,8 @@ def visible_gpus() -> list[str]:
 def explain_unusable_gpu(environ: Mapping[str, str] = os.environ) -> str:
     """Explain why torch finds no GPU although the machine has a driver and torch is built for CUDA.
 
-    Returns
-    -------
-    str
-        An explanation with torch's own reason. Empty if torch finds a GPU, or if none is expected: without a driver,
-        with a torch without CUDA, or if ``CUDA_VISIBLE_DEVICES`` hides all GPUs.
+    The result contains torch's own reason. It is empty if torch finds a GPU, or if none is expected: without a driver,
+    with a torch without CUDA, or if ``CUDA_VISIBLE_DEVICES`` hides all GPUs.
     """
     import torch
 

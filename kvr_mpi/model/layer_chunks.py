@@ -70,10 +70,7 @@ class _ChunkedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run (1, tokens, hidden); if only the last token is needed, its output is repeated for all.
 
-        Raises
-        ------
-        UnreadError
-            If the last chunk's output is not needed, either.
+        Raises `UnreadError` if the last chunk's output is not needed, either.
         """
         layer, lengths = self._layer, _CHUNKS.get()
         chunks = [] if lengths is None else lengths(self._layer_idx)

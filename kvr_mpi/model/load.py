@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
 from kvr_mpi.model.devices import choose_device
-from kvr_mpi.model.shape import BUILDING, ModelShape, probe_shape
+from kvr_mpi.model.shape import BUILDING, ModelShape, meta_model, probe_shape, shape_of
 from kvr_mpi.model.source import explained, fingerprint_of, locate
-from kvr_mpi.model.tensor_parallel import Part, check_part, join_group, part_config, part_of, sliced_weights
+from kvr_mpi.model.tensor_parallel import Part, join_group, part_config, part_of, sliced_weights, why_not_by_plan
 from kvr_mpi.model.tp_group import TensorParallelGroup
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, its tokenizer and its identity."""
+    """A model ready to run, its tokenizer and its identity; or, on the ``meta`` device, enough to plan with it."""
 
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
@@ -40,17 +40,10 @@ class LoadedModel:
     tp_group: TensorParallelGroup | None = None  # the ranks with the other parts, if the model is divided
     part: Part | None = None  # then the heads of this rank
 
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """A model without weights, enough for planning. `fingerprint` is the same as in its `LoadedModel`."""
-
-    config: Any  # transformers.PreTrainedConfig
-    tokenizer: Any  # transformers.PreTrainedTokenizerBase
-    shape: ModelShape
-    name: str
-    fingerprint: str
-    dtype: torch.dtype
+    @property
+    def config(self) -> Any:
+        """The model's transformers configuration."""
+        return self.model.config
 
 
 def load_model(
@@ -66,22 +59,13 @@ def load_model(
 ) -> LoadedModel:
     """Load weights, tokenizer and shape; in a tensor-parallel group only this rank's part of the weights.
 
-    Parameters
-    ----------
-    path : str
-        See `find_model`.
-    dtype : str
-        ``auto`` (the model's own), ``float32``, ``bfloat16`` or ``float16``.
-    device : str
-        ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-    offline : bool
-        Use only the hub's local cache.
-    cache_dir : Path
-        Folder for converted GGUF models.
-    device_index : int
-        Index of the GPU among those that this rank sees.
-    tp_group : TensorParallelGroup, optional
-        The ranks with the other parts; loading does not wait for them.
+    path : see `find_model`.
+    dtype : ``auto`` (the model's own), ``float32``, ``bfloat16`` or ``float16``.
+    device : ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+    offline : use only the hub's local cache.
+    cache_dir : folder for converted GGUF models.
+    device_index : index of the GPU among those that this rank sees.
+    tp_group : the ranks with the other parts; loading does not wait for them.
 
     Raises
     ------
@@ -146,11 +130,14 @@ def load_model(
 
 def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target: torch.device) -> tuple[Any, Any]:
     """Read a rank's slices of a model's weights; also return transformers' loading info."""
+    import torch
     from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     mine = part_config(config, part)
-    check_part(config, mine, part)
+    outline = meta_model(mine, torch.bfloat16)
+    if why := why_not_by_plan(outline):
+        raise ModelError(f"{type(outline).__name__}: {why}; use tensor_parallel = 1")
     with BUILDING, ExitStack() as opened:
         model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
             None,
@@ -190,15 +177,20 @@ def load_outline(
     offline: bool = False,
     trust_remote_code: bool = False,
     cache_dir: Path,
-) -> Outline:
-    """Load configuration and tokenizer only; parameters and errors as for `load_model`."""
+) -> LoadedModel:
+    """Load configuration and tokenizer, and make the model on ``meta``; parameters and errors as for `load_model`.
+
+    The model has no weights, is in bfloat16, and is only planned with. `dtype` and `fingerprint` are those of the model
+    that `load_model` returns.
+    """
     source, options = locate(path, offline, trust_remote_code, cache_dir)
+    import torch
     from transformers import AutoConfig, AutoTokenizer
 
     with explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         check_config(config)
         tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
-        chosen = _dtype_of(config, dtype)
-        shape = probe_shape(config, chosen)
-    return Outline(config, tokenizer, shape, path, fingerprint_of(source, config), chosen)
+        chosen, model = _dtype_of(config, dtype), meta_model(config, torch.bfloat16)
+        shape = shape_of(model, chosen)
+    return LoadedModel(model, tokenizer, shape, path, fingerprint_of(source, config), chosen, torch.device("meta"))

@@ -79,13 +79,7 @@ class MaskRequest:
         return self
 
     def visibility(self) -> Visibility:
-        """Recognise the mask.
-
-        Raises
-        ------
-        ModelError
-            If the mask is none of full, window and chunks.
-        """
+        """Recognise the mask (`recognise`); the result is kept."""
         if self.found is None:
             if not self.is_plain:
                 raise ModelError("its mask is not simply causal, a window or chunks")
@@ -96,10 +90,7 @@ class MaskRequest:
 def recognise(mask_function: MaskFunction, local_size: int | None, longest: int, device: str = "cpu") -> Visibility:
     """Recognise a mask function by evaluating it at the edges of windows and chunks, and at the far end.
 
-    Raises
-    ------
-    ModelError
-        If it is none of full, a window of `local_size`, and chunks of `local_size`.
+    Raises a `ModelError` if it is none of full, a window of `local_size`, and chunks of `local_size`.
     """
     import torch
 
@@ -154,13 +145,7 @@ def request_mask(
 
 
 def check_mask(mask: Any, announced: Visibility, told_window: int | None = None) -> None:
-    """Check that a model's mask request matches the layer's visibility and attention arguments.
-
-    Raises
-    ------
-    ModelError
-        If they differ.
-    """
+    """Raise a `ModelError` unless a model's mask request matches the layer's visibility and attention arguments."""
     if not isinstance(mask, MaskRequest):
         raise ModelError("its attention receives no mask from transformers")
     asked = mask.visibility()

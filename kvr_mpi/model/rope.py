@@ -123,15 +123,10 @@ def begins_anew_at(model: Any) -> int | None:
 
 
 def check_rotary(model: Any, longest: int | None) -> None:
-    """Compare the rotary embeddings of slices with those of the whole prompt, below and above their thresholds.
+    """Raise a `ModelError` if the rotary embeddings of slices differ from those of the whole prompt.
 
-    The self-check's prompts are too short to show other dependencies than on the position. `longest` is the longest
-    context.
-
-    Raises
-    ------
-    ModelError
-        If a slice's embedding differs from the whole prompt's.
+    They are compared below and above the thresholds of their lengths, since the self-check's prompts are too short to
+    show other dependencies than on the position. `longest` is the longest context.
     """
     embed_whole_lengths(model)
     config = model.config.get_text_config()

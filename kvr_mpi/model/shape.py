@@ -112,13 +112,7 @@ class ModelShape:
         return [(each + 1) % self.vocab_size if each == self.padding_id else each for each in ids]
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Refuse token ids that the model does not have, or that would break its positions.
-
-        Raises
-        ------
-        DocumentError
-            Names the token.
-        """
+        """Refuse token ids that the model does not have, or that would break its positions, by a `DocumentError`."""
         largest = max(ids, default=0)
         if largest >= self.vocab_size:
             raise DocumentError(
@@ -181,13 +175,7 @@ def on_meta() -> Iterator[None]:
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of a model's cache argument.
-
-    Raises
-    ------
-    ModelError
-        If the model does not support transformers' caches.
-    """
+    """Return the name of a model's cache argument; a `ModelError` if it does not support transformers' caches."""
     parameters = inspect.signature(model.forward).parameters
     for name in CACHE_ARGUMENTS:
         if name in parameters:
@@ -196,40 +184,42 @@ def cache_argument(model: Any) -> str:
 
 
 def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
-    """Find what every layer caches by running one token on the ``meta`` device.
-
-    This needs neither weights nor memory, so receives can be posted before any data exists. The probe runs in bfloat16,
-    the only dtype in which every operation (including grouped experts) has a meta kernel.
-
-    Raises
-    ------
-    ModelError
-        If the model is not a causal decoder with a transformers cache.
-    """
+    """Find what every layer of a model caches, from its configuration; `dtype` is that of keys and values."""
     import torch
 
-    model = meta_model(config, torch.bfloat16)
-    architecture, text = type(model).__name__, config.get_text_config()
-    seen, why_whole, cache = _probe_visibility(model)
-    cache = cache or _run_probe(model)
+    return shape_of(meta_model(config, torch.bfloat16), dtype)
+
+
+def shape_of(model: Any, dtype: torch.dtype) -> ModelShape:
+    """Find what every layer caches by running one token on the ``meta`` device.
+
+    This needs neither weights nor memory, so receives can be posted before any data exists. A `ModelError` if the model
+    is not a causal decoder with a transformers cache.
+
+    model : on ``meta`` in bfloat16, the only dtype in which all operations (also grouped experts) have a meta kernel.
+    dtype : of keys and values.
+    """
+    architecture, text = type(model).__name__, model.config.get_text_config()
+    cache, seen, why_whole = _probe(model)
     layers = [_layer_shape(layer, architecture) for layer in cache.layers]
     if not any(layer.elements or layer.states for layer in layers):
         raise ModelError(
             f"{architecture} fills no cache of keys and values or states: it is an encoder, or keeps its state "
             "elsewhere; kvr-mpi runs only causal decoders"
         )
-    padding_id = _padding_id(model)
     if any(visibility.size == 1 for visibility in seen.values()):
         raise ModelError(
             f"{architecture}: it has a window of 1 token, with which transformers itself decodes other tokens than "
             "it computes for a whole prompt; expected a window of at least 2"
         )
+    padding_id = _padding_id(model)
+    longest = next((value for name in LONGEST if isinstance(value := getattr(text, name, None), int)), None)
     return ModelShape(
         architecture=architecture,
         layers=tuple(replace(layer, visibility=seen.get(idx, FULL)) for idx, layer in enumerate(layers)),
         hidden_size=text.hidden_size,
         vocab_size=min(size for name in VOCABULARIES if (size := getattr(text, name, None))),
-        max_tokens=_max_tokens(text, padding_id),
+        max_tokens=longest if longest is None or padding_id is None else longest - padding_id - 1,
         dtype_bytes=dtype.itemsize,
         why_single=_why_single(model, cache.layers, seen),
         why_whole=why_whole,
@@ -238,30 +228,47 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     )
 
 
-def _run_probe(model: Any, attention: str | None = None) -> Any:
-    """Run one token on ``meta``, and return the filled cache."""
-    import torch
-    from transformers import DynamicCache
+def _probe(model: Any) -> tuple[Any, dict[int, Visibility], str | None]:
+    """Run one token on ``meta``; return the filled cache, the keys that each layer sees, and why these are unknown.
 
-    name = cache_argument(model)
-    ways = [attention] if attention else ["sdpa", "eager"] if model._supports_sdpa else ["eager"]
-    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
-    failure: Exception | None = None
-    # Some models read a mask's values, whether given or built by them; each model works with some combination.
-    for way, given in itertools.product(ways, ({}, {"attention_mask": torch.ones_like(ids)})):
-        with on_meta():
-            model.set_attn_implementation(way)
-            try:
-                cache = DynamicCache(config=model.config)
-                model(ids, **{name: cache}, **given, use_cache=True)
-            except Exception as error:  # models' code can raise any error
-                failure = failure or error
-            else:
-                return cache
-    reason = str(failure) if isinstance(failure, ModelError) else f"{type(failure).__name__}: {failure}"
-    raise ModelError(
-        f"{type(model).__name__} cannot be run on one token with a cache of transformers' ({reason})"
-    ) from failure
+    They come from the masks that layers request of our attention. Models without a pluggable attention function are
+    checked when they run (``attention_hook``).
+    """
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+    seen: dict[int, Visibility] = {}
+    chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
+
+    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        layer_idx = getattr(module, "layer_idx", None)
+        if not isinstance(attention_mask, MaskRequest):
+            raise ModelError("its attention receives no mask from transformers")
+        if isinstance(layer_idx, int):  # chunked masks have no values on ``meta``, and are recognised by their size
+            is_chunked = attention_mask.is_plain and attention_mask.local_size == chunk is not None
+            seen[layer_idx] = Visibility(chunk=chunk) if is_chunked else attention_mask.visibility()
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    ways = [PROBE_ATTENTION] * model._supports_attention_backend + ["sdpa"] * model._supports_sdpa + ["eager"]
+    name, ids = cache_argument(model), torch.zeros(1, 1, dtype=torch.long, device="meta")
+    failures: dict[str, str] = {}
+    with BUILDING:  # another thread would register its probe under the same name
+        AttentionInterface.register(PROBE_ATTENTION, attention)
+        AttentionMaskInterface.register(PROBE_ATTENTION, request_mask)
+        # Some models read a mask's values, whether given or built by them; each model works with some combination.
+        for way, given in itertools.product(ways, ({}, {"attention_mask": torch.ones_like(ids)})):
+            with on_meta():
+                model.set_attn_implementation(way)
+                try:
+                    cache = DynamicCache(config=model.config)
+                    model(ids, **{name: cache}, **given, use_cache=True)
+                except Exception as error:  # models' code can raise any error
+                    kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
+                    failures.setdefault(way, f"{kind}{error}")
+                else:
+                    return cache, seen if way == PROBE_ATTENTION else {}, failures.get(PROBE_ATTENTION)
+    reason = failures.get("sdpa", failures["eager"])
+    raise ModelError(f"{type(model).__name__} cannot be run on one token with a cache of transformers' ({reason})")
 
 
 def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility]) -> str | None:
@@ -285,12 +292,6 @@ def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility
                 f"a layer see {told}: decoding differs from computing the whole prompt"
             )
     return None
-
-
-def _max_tokens(text: Any, padding_id: int | None) -> int | None:
-    """Return the longest context in tokens; RoBERTa-like models count positions from the padding id on."""
-    found = next((value for name in LONGEST if isinstance(value := getattr(text, name, None), int)), None)
-    return found if found is None or padding_id is None else found - padding_id - 1
 
 
 def _padding_id(model: Any) -> int | None:
@@ -329,41 +330,3 @@ def _layer_shape(layer: Any, architecture: str) -> LayerShape:
             )
         return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], states=states)
     return LayerShape(states=states)
-
-
-def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None, Any]:
-    """Find which keys each layer sees, from the masks it requests; otherwise return the reason why that is unknown.
-
-    Also return the cache that the model filled meanwhile, if it ran. Models without a pluggable attention function are
-    checked when they run (``attention_hook``).
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    if not model._supports_attention_backend:
-        return {}, None, None
-    text = model.config.get_text_config()
-    found: dict[int, Visibility] = {}
-
-    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        layer_idx = getattr(module, "layer_idx", None)
-        if not isinstance(attention_mask, MaskRequest):
-            raise ModelError("its attention receives no mask from transformers")
-        if isinstance(layer_idx, int):
-            found[layer_idx] = _visibility_on_meta(attention_mask, text)
-        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-    try:
-        with BUILDING:  # another thread would register its probe under the same name
-            AttentionInterface.register(PROBE_ATTENTION, attention)
-            AttentionMaskInterface.register(PROBE_ATTENTION, request_mask)
-            return found, None, _run_probe(model, PROBE_ATTENTION)
-    except ModelError as error:
-        return {}, str(error).partition(" cache of transformers' ")[2].strip("()") or str(error), None
-
-
-def _visibility_on_meta(request: MaskRequest, text: Any) -> Visibility:
-    """Recognise a mask on ``meta``, where chunked masks have no values and are recognised by their size."""
-    if request.is_plain and request.local_size is not None:
-        if request.local_size == getattr(text, "attention_chunk_size", None):
-            return Visibility(chunk=request.local_size)
-    return request.visibility()

@@ -24,27 +24,19 @@ from kvr_mpi.model.tensor_parallel import (
     MLP,
     sum_products,
     why_no_plan,
-    why_no_vocabulary,
+    why_not_by_plan,
 )
 from kvr_mpi.topology import share_of
-
-# The linear layers of a layer's attention and MLP.
-LINEAR = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-# Norms of single heads, which every rank has completely.
-NORMS = ("q_norm", "k_norm")
 
 
 def why_not_shared(loaded: LoadedModel) -> str | None:
     """Return why a model's heads cannot be distributed over ranks; None if they can."""
     model, shape = loaded.model, loaded.shape
-    if why := why_not_by_config(model.config, shape) or why_no_vocabulary(model):
+    if why := why_not_by_config(model.config, shape):
         return why
     if not loaded.attends_in_parts or not model._supports_attention_backend:
         return "its attention cannot be replaced"
-    for idx, layer in enumerate(model.model.layers):
-        if why := _why_not_layer(layer, model.config):
-            return f"layer {idx}: {why}"
-    return None
+    return why_not_by_plan(model)
 
 
 def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
@@ -56,22 +48,6 @@ def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
     seen = {str(layer.visibility) for layer in shape.layers if layer.visibility.size is not None}
     if seen or shape.has_states or not all(layer.elements for layer in shape.layers):
         return f"not all its layers see all tokens ({', '.join(sorted(seen)) or 'some keep no keys and values'})"
-    return None
-
-
-def _why_not_layer(layer: Any, config: Any) -> str | None:
-    """Return why a layer cannot be cut, such as a parameter that the plan does not cover; None if it can."""
-    for part, linear in ((getattr(layer, name), names) for name, names in LINEAR.items()):
-        for name, parameter in part.named_parameters():
-            owner = name.partition(".")[0]
-            if owner not in linear and not (owner in NORMS and parameter.shape == (part.head_dim,)):
-                return f"{name} of shape {tuple(parameter.shape)} is unknown"
-        for name in linear:
-            if type(getattr(part, name, None)) is not torch.nn.Linear:
-                return f"{name} is not a plain linear layer"
-    heads, width = config.num_attention_heads, layer.self_attn.q_proj.out_features
-    if width != heads * layer.self_attn.head_dim or heads % config.num_key_value_heads:
-        return f"{heads} query heads do not make up {width} features"
     return None
 
 
@@ -99,7 +75,7 @@ class SharedHeads:
         sum_products(self._part.model, self._part.config.base_model_tp_plan, total)
         for idx, layer in enumerate(self._part.model.layers):
             layer.self_attn.o_proj.register_forward_pre_hook(self._own_inputs)
-            for name in LINEAR["mlp"]:
+            for name in DIVIDED_DIMS.keys() & dict(layer.mlp.named_children()).keys():
                 self._cut(f"model.layers.{idx}.mlp.{name}")
         self._cut("lm_head")
         for name, kernel in self._kernels.items():
@@ -108,19 +84,10 @@ class SharedHeads:
         use_kernels(self._part, True)
 
     def choose(self, heads: Sequence[Sequence[int]] | None) -> torch.nn.Module:
-        """Select the heads that this rank computes from now on.
+        """Select the heads that this rank computes from now on; return its part of the model, always the same object.
 
-        Parameters
-        ----------
-        heads : sequence of sequence of int or None
-            For each layer, the KV heads of this rank, ascending and at least one; None: all heads, but only a share of
-            the output projection.
-
-        Returns
-        -------
-        Module
-            The part, always the same object. Its logits are for this rank's share of the vocabulary; shares are in rank
-            order.
+        `heads` has, for each layer, the KV heads of this rank, ascending and at least one; None: all heads, but only a
+        share of the output projection. Logits are for this rank's share of the vocabulary; shares are in rank order.
         """
         features = self._whole.model.layers[0].self_attn.o_proj.in_features
         self._first_input = 0 if heads is not None else share_of(features, self._rank, self._size)[0]
@@ -129,8 +96,8 @@ class SharedHeads:
             if idx in self._heads and self._heads[idx] == mine:
                 continue
             self._heads[idx] = mine
-            for name in LINEAR["self_attn"]:
-                self._cut(f"model.layers.{idx}.self_attn.{name}", mine)
+            for name in "qkvo":
+                self._cut(f"model.layers.{idx}.self_attn.{name}_proj", mine)
         part: torch.nn.Module = self._part
         return part
 

@@ -59,16 +59,8 @@ class ModelSource:
 def find_model(path: str) -> ModelSource:
     """Interpret a job's ``model.path``, without reading or downloading anything.
 
-    Parameters
-    ----------
-    path : str
-        A folder, a ``.gguf`` file, ``package:NAME/FILE`` (a file inside an installed Python package, which
-        is located but not imported), or an id on the Hugging Face hub.
-
-    Raises
-    ------
-    ModelError
-        If `path` is none of these.
+    It is a folder, a ``.gguf`` file, ``package:NAME/FILE`` (a file inside an installed Python package, which is located
+    but not imported), or an id on the Hugging Face hub; otherwise a `ModelError`.
     """
     text = path
     if path.startswith(PACKAGE):
@@ -99,16 +91,11 @@ def find_model(path: str) -> ModelSource:
 
 
 def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
-    """Convert a GGUF file to a safetensors folder, once.
+    """Convert a GGUF file to a folder of safetensors in float32, once, and return the folder.
 
     De-quantising takes many seconds on every rank, so the result is cached. The folder's name contains a hash of the
     GGUF file's name, size, start and end. A folder gets its final name when it is complete; if two ranks convert at the
     same time, one folder remains.
-
-    Returns
-    -------
-    Path
-        The folder, in float32.
     """
     folder = converted_folder(source, cache_dir)
     if (folder / "config.json").is_file():
@@ -178,12 +165,7 @@ def locate(path: str, offline: bool, trust_remote_code: bool, cache_dir: Path) -
 def must_be_cached(hub_id: str, offline: bool) -> bool:
     """Whether a model of the hub is read from the local cache only: `offline`, or if the hub does not answer.
 
-    transformers would try for half a minute to reach it.
-
-    Raises
-    ------
-    ModelError
-        If the model must be in the cache, but is not.
+    transformers would try for half a minute to reach it. Raises a `ModelError` if it is not in the cache then.
     """
     from huggingface_hub import try_to_load_from_cache
 

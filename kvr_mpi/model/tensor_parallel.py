@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.model.shape import meta_model
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.topology import KVHeads, share_of
 
@@ -124,10 +123,35 @@ def why_no_plan(config: Any) -> str | None:
     return None
 
 
-def why_no_vocabulary(model: Any) -> str | None:
-    """Return why a model's vocabulary cannot be divided; None if it can."""
+def why_not_by_plan(model: Any) -> str | None:
+    """Return why a model is not divided by transformers' plan alone; None if it is.
+
+    In attention and MLP, every parameter must be in a linear layer or in experts of the plan, or in a norm of single
+    heads or a router, which ranks have whole. Any other would be silently wrong.
+
+    model : a whole model or a rank's part, for whose configuration `why_no_plan` is None; may be on ``meta``.
+    """
+    import torch
+
     if dict(getattr(model, "_tp_plan", None) or {}).get("lm_head") != "colwise_gather_output":
         return "transformers' plan does not divide its vocabulary"
+    config, plan = model.config, model.config.base_model_tp_plan
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name, parameter in model.base_model.named_parameters():
+        path = in_plan(name)
+        module = path.rpartition(".")[0]
+        if not module.startswith((ATTENTION, MLP)):
+            is_known = module == "embed_tokens" or parameter.shape == (config.hidden_size,)
+        elif plan.get(module) in ("colwise", "rowwise"):
+            is_known = type(model.base_model.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear
+        elif module in (f"{ATTENTION}q_norm", f"{ATTENTION}k_norm"):
+            is_known = parameter.shape == (head_dim,)
+        else:
+            is_known = path in plan or module == f"{MLP}gate"
+        if not is_known:
+            return f"{name} of shape {tuple(parameter.shape)} is not divided as transformers' plan says"
+        if module == f"{ATTENTION}q_proj" and parameter.shape[0] != config.num_attention_heads * head_dim:
+            return f"{config.num_attention_heads} query heads do not make up {parameter.shape[0]} features"
     return None
 
 
@@ -142,12 +166,7 @@ def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
 def part_of(config: Any, rank: int, size: int) -> Part:
     """Return a rank's part of a model.
 
-    Raises
-    ------
-    ConfigError
-        If the heads cannot be divided over so many ranks.
-    ModelError
-        If this architecture cannot be divided.
+    A `ConfigError` if the heads cannot be divided over so many ranks, a `ModelError` if the architecture cannot be.
     """
     name = type(config).__name__.removesuffix("Config")
     if why := why_no_plan(config):
@@ -178,70 +197,23 @@ def part_config(config: Any, part: Part) -> Any:
     return mine
 
 
-def check_part(config: Any, mine: Any, part: Part) -> None:
-    """Compare the shapes of a part's matrices with the plan's division of the whole, without loading weights.
-
-    Raises
-    ------
-    ModelError
-        Names a matrix that is not divided as planned.
-    """
-    import torch
-
-    whole_model, part_model = meta_model(config, torch.bfloat16), meta_model(mine, torch.bfloat16)
-    if why := why_no_vocabulary(whole_model):
-        raise ModelError(f"{type(whole_model).__name__}: {why}; use tensor_parallel = 1")
-    plan: Mapping[str, str] = config.base_model_tp_plan
-    whole, found = whole_model.state_dict(), part_model.state_dict()
-    for name in whole.keys() | found.keys():
-        if name not in whole or name not in found or found[name].shape != _planned(name, whole[name], plan, part):
-            shapes = " and ".join(str(tuple(one[name].shape)) for one in (whole, found) if name in one)
-            raise ModelError(
-                f"{type(whole_model).__name__}: {name} of shape {shapes} is not divided as transformers' plan says; "
-                f"use tensor_parallel = 1"
-            )
-
-
-def _planned(name: str, whole: torch.Tensor, plan: Mapping[str, str], part: Part) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a parameter."""
-    module, _, kind = _NUMBER.sub(".*", name).rpartition(".")
-    module = module.removeprefix("model.")
-    shape, leaf = list(whole.shape), module.rpartition(".")[2]
-    if (path := f"{module}.{kind}") in plan and module == EXPERTS:  # (experts, out, in), not in a Linear
-        dim, packs = (1, 2) if plan[path] == "packed_colwise" else (2, 1)
-        first, last = part.bounds(kind, shape[dim] // packs)
-        shape[dim] = packs * (last - first)
-    elif plan.get(module) in ("colwise", "rowwise") or leaf in ("embed_tokens", "lm_head"):
-        dim = DIVIDED_DIMS[leaf]
-        if dim < len(shape):  # the bias of summed products is whole
-            first, last = part.bounds(leaf, shape[dim])
-            shape[dim] = last - first
-    return tuple(shape)
-
-
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
     """A rank's slice of a tensor in a file, with the interface that transformers expects.
 
     tensor : safetensors slice, not read yet.
-    dim : the divided dimension; None: the whole tensor.
+    part : of its leading dimensions; empty: the whole tensor.
     is_zero : read zeros; for the bias of summed products, which only one rank adds.
     """
 
     tensor: Any
-    dim: int | None
-    first: int = 0
-    last: int = 0
+    part: tuple[slice, ...] = ()
     is_zero: bool = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the slice into newly allocated memory."""
-        found: torch.Tensor
-        if self.dim is None:
-            found = self.tensor[...].clone()
-            return found.zero_() if self.is_zero else found
-        found = self.tensor[self.first : self.last] if self.dim == 0 else self.tensor[:, self.first : self.last]
-        return found.clone()
+        found: torch.Tensor = self.tensor[self.part or ...].clone()
+        return found.zero_() if self.is_zero else found
 
     def get_dtype(self) -> str:
         """Return the dtype as the file names it."""
@@ -250,9 +222,9 @@ class WeightSlice:
     def get_shape(self) -> list[int]:
         """Return the shape of the slice."""
         shape = list(self.tensor.get_shape())
-        if self.dim is not None:
-            shape[self.dim] = self.last - self.first
-        return shape
+        return [len(range(*part.indices(length))) for part, length in zip(self.part, shape, strict=False)] + shape[
+            len(self.part) :
+        ]
 
 
 def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, WeightSlice]:
@@ -269,14 +241,14 @@ def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, Wei
 
 
 def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
-    """Return this rank's slice; transformers and `check_part` refuse wrong shapes."""
-    leaf, shape = name.split(".")[-2:-1], list(tensor.get_shape())
-    dim = DIVIDED_DIMS.get(leaf[0]) if leaf else None
-    if dim is None:
-        return WeightSlice(tensor, None)
+    """Return this rank's slice; transformers refuses wrong shapes."""
+    leaf, shape = "".join(name.split(".")[-2:-1]), tensor.get_shape()
+    if leaf not in DIVIDED_DIMS:
+        return WeightSlice(tensor)
+    dim = DIVIDED_DIMS[leaf]
     if dim >= len(shape):
-        return WeightSlice(tensor, None, is_zero=part.rank > 0)
-    return WeightSlice(tensor, dim, *part.bounds(leaf[0], shape[dim]))
+        return WeightSlice(tensor, is_zero=part.rank > 0)
+    return WeightSlice(tensor, (slice(None),) * dim + (slice(*part.bounds(leaf, shape[dim])),))
 
 
 def in_plan(name: str) -> str:
@@ -313,30 +285,20 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
                 raise ModelError(f"{type(model).__name__}: the router of the experts {name} is unknown")
             # If rounding sent a token to different experts on two ranks, the sum would mix halves of both.
             router.register_forward_hook(lambda part, given, made: tuple(map(tp_group.agree_on, made)))
-    model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), tp_group, first, last))
+    embedding = model.get_input_embeddings()
+    embed = embedding.forward
+
+    def embed_by_all(ids: torch.Tensor) -> torch.Tensor:
+        """Embed tokens (1, tokens) to (1, tokens, hidden_size); each rank has the rows of some tokens."""
+        if tp_group.is_alone:  # a model with a smaller vocabulary
+            return cast("torch.Tensor", embed(ids % (last - first)))
+        is_own = (ids >= first) & (ids < last)
+        rows = embed((ids - first).masked_fill(~is_own, 0)).masked_fill(~is_own.unsqueeze(-1), 0)
+        return tp_group.all_reduce(rows)
+
+    embedding.forward = embed_by_all
     model.get_output_embeddings().register_forward_hook(gather_logits)
     model.config.vocab_size, model.config.pad_token_id = config.vocab_size, config.pad_token_id
     for owner in (model, model.base_model):
         if hasattr(owner, "vocab_size"):
             owner.vocab_size = config.vocab_size
-
-
-def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int, last: int) -> torch.nn.Module:
-    """Make an embedding that combines those of all ranks, each of which has some tokens."""
-    import torch
-
-    class SharedEmbedding(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = embedding
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            """Embed tokens (1, tokens) to (1, tokens, hidden_size)."""
-            if tp_group.is_alone:  # a model with a smaller vocabulary
-                rows: torch.Tensor = self.part(ids % (last - first))
-                return rows
-            is_own = (ids >= first) & (ids < last)
-            rows = self.part(torch.where(is_own, ids - first, 0)).masked_fill(~is_own.unsqueeze(-1), 0)
-            return tp_group.all_reduce(rows)
-
-    return SharedEmbedding()

@@ -5,9 +5,8 @@ communicate in every all-reduce over the group (Megatron-LM, Shoeybi et al. 2019
 two all-reduces would leave the others waiting. So before each all-reduce, all ranks exchange a status word; a failed
 rank sends its failure instead, and the others fail at the same point. With NCCL, GPUs all-reduce without their hosts:
 the status is exchanged once, at the end of a prefill or a step, and a failure that arrives earlier aborts the
-all-reduces. If a rank runs out of memory or cannot read
-stored data, the others raise the corresponding error, so that all ranks of the group handle it in the same way: they
-split the work, or continue with the next prompt.
+all-reduces. If a rank runs out of memory or cannot read stored data, the others raise the same error, so that all ranks
+of the group handle it in the same way: they split the work, or continue with the next prompt.
 """
 
 from __future__ import annotations
@@ -26,14 +25,6 @@ if TYPE_CHECKING:
 
 # Status words that ranks exchange.
 GOES_ON, NO_MEMORY, FAILED, BAD_DATA = 0, 1, 2, 3
-
-
-class OtherRankMemoryError(MemoryError):
-    """Another rank of the tensor-parallel group ran out of memory; all its ranks treat it as their own error."""
-
-
-class OtherRankDataError(DataError):
-    """Another rank of the tensor-parallel group cannot read stored data; all its ranks treat it as their own error."""
 
 
 class TensorParallelError(KvrError):
@@ -61,23 +52,21 @@ class TensorParallelGroup:
         self.rank, self.size = rank, size
         self._reduce, self._tell, self._is_memory_error = reduce, tell, is_memory_error
         self._hears = hears
-        self.is_alone = False
-        self._has_told = False
+        self.is_alone = False  # in a block of `alone`
+        self._all_know = False  # of the failure in the current `guarded` block
         self._thread = threading.get_ident()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the group; return it, or a copy if it was not contiguous.
 
-        Raises
-        ------
-        OtherRankMemoryError, OtherRankDataError, TensorParallelError
-            If another rank has failed before this all-reduce.
+        Raises the errors of `guarded` if another rank has failed before.
         """
         if self.is_alone:
             return tensor
         total = tensor.contiguous()
         total.new_empty(total.numel() + 1)  # fail here if there is no memory for the sum's buffers
         if threading.get_ident() != self._thread:  # ranks cannot match the sums of two threads
+            self._all_know = True
             raise TensorParallelError(
                 "an all-reduce of a tensor-parallel group was called from a second thread; expected the thread "
                 "that made the group"
@@ -89,6 +78,7 @@ class TensorParallelGroup:
         except Exception as error:  # the other ranks wait for data, so the failure cannot be announced
             if self._hears is not None and self._hears():
                 self._meet(GOES_ON)
+            self._all_know = True
             raise TensorParallelError(
                 f"an all-reduce over the {self.size} ranks of a tensor-parallel group failed: {error}"
             ) from error
@@ -115,7 +105,7 @@ class TensorParallelGroup:
 
         Raises
         ------
-        OtherRankMemoryError, OtherRankDataError
+        MemoryError, DataError
             If only other ranks ran out of memory, or only other ranks cannot read stored data.
         TensorParallelError
             If another rank failed with another error, or ranks failed in different ways.
@@ -123,31 +113,14 @@ class TensorParallelGroup:
         if self.is_alone:
             yield
             return
-        self._has_told = False
+        self._all_know = False
         try:
             yield
             self._meet(GOES_ON)
-        except (OtherRankMemoryError, OtherRankDataError, TensorParallelError):  # all ranks know
-            self._has_told = True
-            raise
         except Exception as error:
-            if not self._has_told:  # a nested block may have announced it
-                self._has_told = True
-                own = self._word_of(error)
-                if {*self._tell(own)} - {GOES_ON, own}:  # ranks would continue differently
-                    raise TensorParallelError(
-                        f"ranks of a tensor-parallel group of {self.size} failed in different ways at once"
-                    ) from error
+            if not self._all_know:
+                self._meet(self._word_of(error))
             raise
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Use this rank's part as a separate model within the block, without all-reduces."""
-        self.is_alone = True
-        try:
-            yield
-        finally:
-            self.is_alone = False
 
     def _word_of(self, error: Exception) -> int:
         """Return the status word for an error on this rank."""
@@ -156,25 +129,23 @@ class TensorParallelGroup:
         return BAD_DATA if isinstance(error, DataError) else FAILED
 
     def _meet(self, word: int) -> None:
-        """Exchange status words with the other ranks, and raise an error if any rank failed."""
+        """Exchange status words with the other ranks; raise an error if another failed in another way than this one."""
         words = list(self._tell(word))
-        if FAILED in words:
-            raise TensorParallelError(
-                f"rank {words.index(FAILED)} of the {self.size} ranks of this tensor-parallel group failed"
-            )
-        if {NO_MEMORY, BAD_DATA} <= {*words}:
+        self._all_know = {*words} != {GOES_ON}
+        failures = {*words} - {GOES_ON, word}
+        if not failures:
+            return
+        failure = FAILED if FAILED in failures else failures.pop()
+        which = f"rank {words.index(failure)} of the {self.size} ranks of this tensor-parallel group"
+        if failure == FAILED:
+            raise TensorParallelError(f"{which} failed")
+        if failures or word != GOES_ON:  # ranks would continue differently
             raise TensorParallelError(
                 f"ranks of a tensor-parallel group of {self.size} failed in different ways at once"
             )
-        if BAD_DATA in words:
-            raise OtherRankDataError(
-                f"rank {words.index(BAD_DATA)} of the {self.size} ranks of this tensor-parallel group cannot read "
-                "its stored keys and values"
-            )
-        if NO_MEMORY in words:
-            raise OtherRankMemoryError(
-                f"out of memory on rank {words.index(NO_MEMORY)} of the {self.size} ranks of this tensor-parallel group"
-            )
+        if failure == BAD_DATA:
+            raise DataError(f"{which} cannot read its stored keys and values")
+        raise MemoryError(f"out of memory on {which}")
 
 
 def guarded(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]:
@@ -182,6 +153,13 @@ def guarded(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]
     return nullcontext() if tp_group is None else tp_group.guarded()
 
 
-def alone(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]:
-    """Use a rank's part as a separate model, if it is in a group (`TensorParallelGroup.alone`)."""
-    return nullcontext() if tp_group is None else tp_group.alone()
+@contextmanager
+def alone(tp_group: TensorParallelGroup | None) -> Iterator[None]:
+    """Use this rank's part, if it is in a group, as a separate model within the block, without all-reduces."""
+    if tp_group is not None:
+        tp_group.is_alone = True
+    try:
+        yield
+    finally:
+        if tp_group is not None:
+            tp_group.is_alone = False

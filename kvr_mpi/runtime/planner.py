@@ -152,7 +152,7 @@ class Planner:
         compression, arena = self._setup.compression, self._setup.arena
         if compression is None or (prefix is not None and prefix.heads is not None):
             return None
-        drop = compression.planned_drop(self._setup.loaded, prompt.tokens, prompt.text)
+        drop = compression.planned_drop(prompt.tokens, prompt.text)
         if drop is None or arena is None:
             return drop
         return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # last pages are partly empty

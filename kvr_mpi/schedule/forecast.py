@@ -23,7 +23,7 @@ from kvr_mpi.documents.prompts import Frame, count_parts, make_frame
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import EVEN, JobSpec
 from kvr_mpi.kv.rolling import Rolling, rolling_of
-from kvr_mpi.model import ModelShape, Outline
+from kvr_mpi.model import LoadedModel, ModelShape
 from kvr_mpi.model.tensor_parallel import part_config, part_of
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
@@ -239,7 +239,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
 
 
 def forecast_of(
-    spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardware: str | None, history: History | None = None
+    spec: JobSpec, outline: LoadedModel, frame: Frame, ranks: int, hardware: str | None, history: History | None = None
 ) -> Forecast:
     """Forecast without running anything, from a hardware profile, a lookup table, or earlier jobs.
 
@@ -336,7 +336,7 @@ def with_memory(
     )
 
 
-def _tables(place: Path, outline: Outline, tensor_parallel: int) -> list[Table]:
+def _tables(place: Path, outline: LoadedModel, tensor_parallel: int) -> list[Table]:
     """Read the lookup tables of one machine for this model and dtype; refuse tables of several machines."""
     if tensor_parallel > 1:
         raise ConfigError(

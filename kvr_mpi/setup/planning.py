@@ -22,7 +22,7 @@ from kvr_mpi.errors import ConfigError, CorpusError, ModelError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect, why_not_heads
 from kvr_mpi.kv.rolling import check_rolling, rolling_of
-from kvr_mpi.model import Outline, load_outline
+from kvr_mpi.model import LoadedModel, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.load import placement
 from kvr_mpi.model.shared_heads import why_not_by_config
@@ -49,7 +49,7 @@ class PlannedJob:
     """
 
     spec: JobSpec
-    outline: Outline
+    outline: LoadedModel
     forecast: Forecast
     texts: list[tuple[str, int]]
     counted: str

@@ -151,12 +151,7 @@ def keep_made(made: Path, file: Path) -> None:
 def check_kept(file: Path) -> None:
     """Check that a library belongs to this user and is complete.
 
-    Raises
-    ------
-    OSError
-        If it cannot be read.
-    ValueError
-        If others could have written it, or it is damaged.
+    Raises an `OSError` if it cannot be read, and a `ValueError` if others could have written it, or it is damaged.
     """
     for path in (file.parent, file):
         found = path.lstat()
@@ -172,13 +167,7 @@ def _digest(file: Path) -> str:
 
 @torch.inference_mode()
 def _try(library: KernelLibrary) -> None:
-    """Compare the attention kernel with float64.
-
-    Raises
-    ------
-    ValueError
-        If its results differ.
-    """
+    """Compare the attention kernel with float64; raise a `ValueError` if its results differ."""
     dim = 2 * library.multiple
     for heads, kv_heads, queries, count in TRIED:
         draw = torch.Generator().manual_seed(queries)
@@ -199,13 +188,7 @@ def _try(library: KernelLibrary) -> None:
 
 @torch.inference_mode()
 def _try_products(library: KernelLibrary) -> None:
-    """Compare products with float64, and narrowed weights with what they were made of.
-
-    Raises
-    ------
-    ValueError
-        If its results differ.
-    """
+    """Compare products with float64, and narrowed weights with what they were made of, as in `_try`."""
     draw = torch.Generator().manual_seed(0)
     scales = torch.randn(TRIED_OUTS, 3, 2, generator=draw)
     scales[..., 0] = scales[..., 0].abs().half().float()

@@ -45,10 +45,7 @@ ATTENTION_REPEATS = 5
 def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: Place) -> tuple[float, float]:
     """Measure a step of short documents in both modes; every rank of the chain calls this and gets the same result.
 
-    Returns
-    -------
-    (float, float)
-        Median seconds of the slowest rank: data-parallel and head-parallel.
+    Returns the median seconds of the slowest rank: data-parallel and head-parallel.
     """
     shares = len(range(chain.rank, documents, chain.size))
     greedy = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -71,14 +68,8 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
 def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: Transport) -> list[float]:
     """Measure each layer's attention from one token per document, on every rank at once; return the minimum.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        The whole model, even if the caches have only some of its heads.
-    caches : sequence of SliceCache
-        Caches of the decoded documents on this rank.
-    ranks : Transport
-        The ranks that start together.
+    loaded : the whole model, even if the caches of the decoded documents have only some of its heads.
+    ranks : the ranks that start together.
     """
     pack, kernel = DecodeCache(caches), attention_kernel(loaded.model)
     group = loaded.model.config.get_text_config().num_attention_heads // loaded.shape.layers[0].num_kv_heads
@@ -96,12 +87,9 @@ def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: 
 
 
 def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
-    """Measure attention to long documents minus attention to short ones, which removes the overhead of the calls.
+    """Measure seconds of attention per token that all heads keep, in the mean layer, on the slowest rank.
 
-    Returns
-    -------
-    float
-        Seconds per token that all heads keep, in the mean layer, on the slowest rank.
+    Attention to short documents is subtracted from that to long ones, which removes the overhead of the calls.
     """
     long, short = (
         sum(attention_seconds(loaded, [_made_up(loaded, tokens) for _ in range(LONG_DOCUMENTS)], chain))

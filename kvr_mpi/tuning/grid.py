@@ -25,16 +25,10 @@ def grid_search(
     (the first one 5^(p-1)); if `max_runs` does not allow that many, one bound is moved at a time. If the best point is
     on the edge of the first grid, that grid is centred on it and scanned again.
 
-    Parameters
-    ----------
-    start : Partition
-        The first guess, in the middle of the first grid.
-    measure : callable
-        Seconds to the first token of a partition; called once for each.
-    stride, quantum : int
-        First and last step in tokens.
-    max_runs : int
-        Maximum number of measurements, all of which are returned.
+    start : the first guess, in the middle of the first grid.
+    measure : seconds to the first token of a partition; called once for each.
+    stride, quantum : first and last step in tokens.
+    max_runs : maximum number of measurements, all of which are returned.
     """
     tried = {start: measure(start)}
     reach = FIRST_REACH

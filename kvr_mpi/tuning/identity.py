@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from kvr_mpi.errors import counted
-from kvr_mpi.model import LoadedModel, Outline
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.tuning.table import Key, ModelIdentity, Provenance
 
@@ -40,7 +40,7 @@ def key_of(loaded: LoadedModel, chain: Transport) -> Key:
     )
 
 
-def model_identity(model: LoadedModel | Outline) -> ModelIdentity:
+def model_identity(model: LoadedModel) -> ModelIdentity:
     """Return how tables identify a model."""
     return ModelIdentity(name=model.name[-1000:], fingerprint=model.fingerprint, architecture=model.shape.architecture)
 

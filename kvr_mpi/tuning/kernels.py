@@ -19,7 +19,7 @@ from typing import Annotated
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import Say, counted
@@ -30,6 +30,7 @@ from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
 from kvr_mpi.model.products import LAYOUTS, find_products, give_products, narrow_weights
+from kvr_mpi.plain import Strict
 from kvr_mpi.report.log import Detail
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
@@ -59,14 +60,12 @@ MOST_FILE_BYTES = 1 << 20
 Gains = dict[str, dict[str, list[float]]]
 
 
-class _Kept(BaseModel):
+class _Kept(Strict):
     """A cached measurement: the speed-up of each implementation at each of `ROWS`; all 0 if its results are wrong.
 
     busy_share : share of the measuring time in which a rank had its processor; the minimum over the host's ranks.
     tries : number of jobs that have measured; the gains are from the job with the largest share.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     holds_for: str
     rows: list[int]
@@ -216,12 +215,8 @@ def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> floa
 def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room: float) -> dict[str, Ways]:
     """Choose each piece's implementation at each number of rows; omit pieces for which torch is always chosen.
 
-    Parameters
-    ----------
-    copy_bytes : mapping of str to mapping of str to int
-        Bytes of a second copy of the weights, by shape and by the implementation that reads it.
-    room : float
-        Bytes available for copies; the shapes that gain most come first.
+    copy_bytes : bytes of a second copy of the weights, by shape and by the implementation that reads it.
+    room : bytes available for copies; the shapes that gain most come first.
     """
     chosen = {}
     for name in sorted(gains, key=lambda one: -max((max(row) for row in gains[one].values()), default=0.0)):

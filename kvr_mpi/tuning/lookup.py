@@ -54,22 +54,13 @@ def describe_range(table: Table) -> str:
 
 
 def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) -> dict[Path, Table]:
-    """Load the tables that fit what is known about these ranks.
+    """Load the tables that fit what is known about these ranks, from a table or a folder of tables.
 
-    Parameters
-    ----------
-    path : Path
-        A table, or a folder of tables.
-    here : mapping
-        Some fields of a `Key`, by name. Models are compared by their fingerprints. Machines are compared by `device`,
-        not by the name `hardware`.
-    remedy : str
-        What to do if no table fits.
+    A `ConfigError` lists the differences if no table fits.
 
-    Raises
-    ------
-    ConfigError
-        If no table fits; the message lists the differences.
+    here : some fields of a `Key`, by name. Models are compared by fingerprint, machines by `device`, not by the name
+        `hardware`.
+    remedy : what to do if no table fits.
     """
     found = {file: (table, _differences(table.key, here)) for file, table in load_tables(path).items()}
     fitting = {file: table for file, (table, differences) in found.items() if not differences}
@@ -80,13 +71,7 @@ def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) ->
 
 
 def find_table(path: Path, here: Key) -> Table:
-    """Load the only table that fits these ranks.
-
-    Raises
-    ------
-    ConfigError
-        If no table fits, or several do.
-    """
+    """Load the only table that fits these ranks; a `ConfigError` if none fits, or several do."""
     fitting = find_tables(path, {name: getattr(here, name) for name in ("model", "dtype", "device", "ranks")})
     if len(fitting) > 1:
         names = ", ".join(file.name for file in fitting)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import eq
 from statistics import median, median_low
 
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
-from kvr_mpi.costs.workload import Workload, workload_of
+from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -68,14 +68,9 @@ def undisturbed_seconds(busy_s: float, layer_times_s: Sequence[float], kinds: Se
 
     A temporary disturbance, such as another process, slows down a few layers; this removes it from the time.
 
-    Parameters
-    ----------
-    busy_s : float
-        Time without waiting.
-    layer_times_s : sequence of float
-        Time at which each layer's keys were computed, on a clock that stops while the rank waits.
-    kinds : sequence of str
-        Kind of each layer; layers of a kind take equally long. Empty: all layers are alike.
+    busy_s : time without waiting.
+    layer_times_s : when each layer's keys were computed, on a clock that stops while the rank waits.
+    kinds : kind of each layer; layers of a kind take equally long. Empty: all layers are alike.
     """
     steps: dict[str, list[float]] = defaultdict(list)
     for layer, (before, after) in enumerate(pairwise(layer_times_s)):
@@ -104,39 +99,20 @@ def follow(loaded: LoadedModel, chain: Transport) -> None:
 def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
     """Measure compute rates, fixed times and links in a few seconds; every rank calls this and gets the same result.
 
-    The model must be ready for chains (``attention_hook.prepare_model``).
-
-    Returns
-    -------
-    Costs
-        Of the median rank; `speeds` has the ranks' speeds relative to it if they differ, in the order of `world`.
+    The model must be ready for chains (``attention_hook.prepare_model``). The costs are those of the median rank;
+    `speeds` has the ranks' speeds relative to it if they differ, in the order of `world`.
     """
     rates = measure_rates(loaded, world)
     head_s, floor_s = _fixed_seconds(loaded, world)
     latency_s, bytes_per_s = _slowest_link(loaded, world)
     shape = loaded.shape
-    kv_bytes = shape.kv_bytes_per_token / len(shape.layers)
     work = workload_of(loaded.model.config, shape.dtype_bytes)
-    costs = _costs(work, rates, head_s, floor_s, kv_bytes, latency_s, bytes_per_s)
-    if not loaded.attends_in_parts or shape.has_states or not all(layer.elements for layer in shape.layers):
-        return costs  # attention of a decode step cannot be timed separately
-    return replace(costs, kept_token_s=kept_token_seconds(loaded, world))
-
-
-def _costs(
-    work: Workload,
-    rates: Sequence[Rates],
-    head_s: float,
-    floor_s: float,
-    kv_bytes: float,
-    latency_s: float,
-    bytes_per_s: float,
-) -> Costs:
-    """Convert measurements to the cost model's parameters."""
     times = [rate.seconds(REFERENCE_TOKENS, 0) for rate in rates]
     usual_s = median_low(times)
     usual = rates[times.index(usual_s)]
     before = work.qkv_flop / (work.qkv_flop + work.rest_flop)
+    # Attention of a decode step can be timed separately only where our own attention runs in every layer.
+    is_timed = loaded.attends_in_parts and not shape.has_states and all(layer.elements for layer in shape.layers)
     return Costs(
         layers=work.layers,
         qkv_token_s=usual.token_s * before,
@@ -145,11 +121,11 @@ def _costs(
         eager=False,
         layer_s=0.0,
         launch_floor_s=floor_s,
-        kv_bytes=kv_bytes,
+        kv_bytes=shape.kv_bytes_per_token / len(shape.layers),
         link_bytes_per_s=bytes_per_s,
         link_latency_s=latency_s,
-        copy_token_s=0.0,
         head_s=head_s,
+        kept_token_s=kept_token_seconds(loaded, world) if is_timed else None,
         speeds=None if len(set(times)) == 1 else tuple(usual_s / seconds for seconds in times),
     )
 
@@ -188,13 +164,7 @@ SAME_WITHIN = 1.25
 
 
 def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
-    """Time a slice with and without a prefix, and solve for the two rates of each rank.
-
-    Returns
-    -------
-    list of Rates
-        One per rank; the list is the same on every rank.
-    """
+    """Time a slice with and without a prefix, and solve for both rates of each rank; alike on all ranks."""
     layers, period = _layers_timed(loaded.shape.layers)
     tokens, prefix = _probe_lengths(loaded.device.type, loaded.shape.max_tokens)
     longest = tokens + prefix
@@ -258,12 +228,8 @@ def _prefill_seconds(
 def fastest(transport: Transport, run: Callable[[], Sequence[float]]) -> float:
     """Repeat a run on all ranks until each rank has three times that agree; return this rank's minimum.
 
-    The minimum is used because disturbances, such as the first run's cold caches, only make a run longer.
-
-    Parameters
-    ----------
-    run : callable
-        Returns one or several measured times in seconds.
+    The minimum is used because disturbances, such as the first run's cold caches, only make a run longer. `run` returns
+    one or several measured times in seconds.
     """
     times = list[float]()
     transport.barrier()

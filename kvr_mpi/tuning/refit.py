@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds, equal_time_lengths
+from kvr_mpi.costs.events import busy_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import DataError, Say, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
@@ -71,20 +72,7 @@ class Refit:
 
 
 def refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> Refit:
-    """Find the slices for one length.
-
-    Parameters
-    ----------
-    costs : Costs
-        Initial estimate of the rates; it need not be accurate.
-    run : callable
-        Runs one partition.
-
-    Raises
-    ------
-    DataError
-        If repeated runs give no valid times.
-    """
+    """Find the slices for one length, from an initial estimate of the rates, which need not be accurate."""
     split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), QUANTUM_TOKENS)
     predicted_s = chain_seconds(costs, split.lengths)
     result = Refit(split, costs)
@@ -140,25 +128,6 @@ def _solve(start: Costs, observations: Sequence[Observation], theta: Array, devi
         ftol=FIT_TOLERANCE,
     )
     return np.asarray(solved.x)
-
-
-def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
-    """Return the computing time of every rank of a chain in the cost model (ranks,).
-
-    All ranks except the last stop once the last layer's keys and values are computed; there the last rank computes
-    attention of its last token only.
-    """
-    own = np.asarray(lengths, dtype=float)
-    before = np.cumsum(own) - own
-    speeds = np.ones(len(own)) if costs.speeds is None else np.asarray(costs.speeds)
-    pairs = own * before + own * own * (1.0 if costs.eager else 0.5)
-    qkv_s = costs.layer_s / 2 + own * costs.qkv_token_s / speeds
-    attention_s = (pairs * costs.pair_s + before * costs.copy_token_s) / speeds
-    rest_s = costs.layer_s / 2 + own * costs.rest_token_s / speeds
-    layer_s = np.maximum(qkv_s + attention_s + rest_s, costs.launch_floor_s)
-    busy_s = (costs.layers - 1) * layer_s + qkv_s
-    busy_s[-1] += rest_s[-1] + costs.head_s
-    return np.asarray(busy_s)
 
 
 def _logs(costs: Costs, observations: Sequence[Observation]) -> tuple[Array, Array]:
@@ -227,17 +196,9 @@ def _scaled(costs: Costs, factors: Array) -> Costs:
 
 
 def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Observation, int]:
-    """Run a split; repeat invalid or absurd measurements, and return the shortest valid one.
+    """Run a split; repeat invalid or absurd measurements; return the shortest valid one, and the number of runs.
 
-    Returns
-    -------
-    (Observation, int)
-        The observation, and the number of runs.
-
-    Raises
-    ------
-    DataError
-        If repeated runs give no valid times.
+    A `DataError` if there is no valid one.
     """
     numbers: list[Observation] = []
     for runs in range(1, MAX_HICCUPS + 1):

@@ -26,12 +26,7 @@ GRID_REPEATS, FITTED_RUNS = 3, 8
 
 
 def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) -> list[int]:
-    """Refuse lengths that the model or the ranks do not support; return the lengths, shortest first.
-
-    Raises
-    ------
-    ConfigError
-    """
+    """Refuse lengths that the model or the ranks do not support (`ConfigError`); return the lengths, shortest first."""
     if ranks < 2:
         raise ConfigError(f"{ranks} rank has no slices to search; start more ranks: mpirun -n 2 kvr search ...")
     for tokens in contexts:
@@ -46,12 +41,8 @@ def tabulate(
 ) -> Iterator[Table]:
     """Search all lengths, shortest first; rank 0 calls this within ``measure.leading``.
 
-    The rates fitted for one length are the initial rates of the next.
-
-    Yields
-    ------
-    Table
-        After every length, the table so far, so that it can be saved.
+    The rates fitted for one length are the initial rates of the next. After every length this yields the table so far,
+    so that it can be saved.
     """
     entries: list[Entry] = []
     everything: list[Observation] = []

@@ -10,18 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvr_mpi.compress.budget import Budget, TokenCounts
-from kvr_mpi.compress.head_profile import HeadProfile
-from kvr_mpi.compress.registry import FLOOR, adakv_counts, headkv_counts, pyramidkv_counts
+from kvr_mpi.compress.registry import FLOOR, adakv_counts, pyramidkv_weights, share_budget
 from kvr_mpi.compress.scores import KERNEL, recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.model.attention_hook import AttentionParams
 
-BUDGETS = st.builds(
-    lambda candidates, each, layers, heads: Budget(min(each, candidates), candidates, layers, heads),
-    *(st.integers(*bounds) for bounds in ((1, 60), (0, 60), (1, 6), (1, 5))),
-)
-PROFILE = HeadProfile(np.array([[64.0, 164.0], [264.0, 64.0]]), "made up")
+BUDGETS = st.tuples(*(st.integers(*bounds) for bounds in ((1, 60), (0, 60), (1, 6), (1, 5))))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -55,27 +49,30 @@ def test_the_best_tokens_are_kept_and_of_equals_the_first() -> None:
 
 
 @given(BUDGETS, st.lists(st.floats(0, 1e6), min_size=30, max_size=30))
-def test_shares_add_up_to_the_budget_and_no_head_outgrows_the_text(budget: Budget, weights: list[float]) -> None:
-    pyramid = pyramidkv_counts(budget, 0, None)
-    heads = np.array(weights[: budget.layers * budget.kv_heads]).reshape(budget.layers, -1)
-    for counts in (budget.by_weight(heads), pyramid):
-        assert counts.sum() == budget.each * counts.size == budget.evenly().sum()
-        assert counts.min() >= 0 and counts.max() <= budget.candidates
+def test_shares_add_up_to_the_budget_and_no_head_outgrows_the_text(
+    budget: tuple[int, int, int, int], weights: list[float]
+) -> None:
+    candidates, each, layers, heads = budget
+    each, even = min(each, candidates), np.ones((layers, heads))
+    pyramid = share_budget(even * pyramidkv_weights(each, candidates, layers, None), each, candidates)
+    for counts in (share_budget(np.array(weights[: even.size]).reshape(even.shape), each, candidates), pyramid):
+        assert counts.sum() == each * counts.size
+        assert counts.min() >= 0 and counts.max() <= candidates
+    assert (share_budget(even, each, candidates) == each).all()
     assert (np.diff(pyramid.mean(1)) <= 1).all(), "it falls from layer to layer, but for rounding"
     assert (pyramid.max(1) - pyramid.min(1)).max() <= 1, "heads of a layer alike"
 
 
 @pytest.mark.parametrize(
-    ("counts", "expected"),
+    ("weights", "each", "candidates", "expected"),
     [
-        (Budget(100, 1000, 2, 2).by_weight(np.array([[1.0, 2.0], [3.0, 4.0]])), [[40, 80], [120, 160]]),
-        (Budget(100, 130, 2, 2).by_weight(np.array([[0.0, 0.0], [1.0, 1.0]])), [[70, 70], [130, 130]]),
-        (pyramidkv_counts(Budget(400, 10_000, 5, 1), 0, None), [[780], [590], [400], [210], [20]]),
-        (headkv_counts(Budget(75, 1000, 2, 2), 64, PROFILE), [[0, 100], [200, 0]]),  # what is beyond the window
+        ([[1, 2], [3, 4]], 100, 1000, [[40, 80], [120, 160]]),
+        ([[0, 0], [1, 1]], 100, 130, [[70, 70], [130, 130]]),
+        (pyramidkv_weights(400, 10_000, 5, None), 400, 10_000, [[780], [590], [400], [210], [20]]),
     ],
 )
-def test_shares_by_hand(counts: TokenCounts, expected: list[list[int]]) -> None:
-    assert counts.tolist() == expected
+def test_shares_by_hand(weights: Any, each: int, candidates: int, expected: list[list[int]]) -> None:
+    assert share_budget(np.array(weights), each, candidates).tolist() == expected
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 5))

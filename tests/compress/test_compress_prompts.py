@@ -77,9 +77,11 @@ def test_each_head_keeps_the_window_and_what_follows_it_and_the_budget_is_kept(
             kept += len(head)
     beside = TOKENS - stop
     assert kept == 3 * 2 * (30 + beside)
+    if method == "headkv":  # in proportion to what the profile keeps beyond the window
+        assert [len(head) - 12 - beside for layer in chosen(cache) for head in layer or ()] == [5, 19, 0, 52, 32, 0]
     size = size_of(loaded, cache, method)
     assert size.tokens == 30 + beside and size.kv_bytes == kept * 2 * 8 * 4
-    whole, drop = TOKENS * loaded.shape.kv_bytes_per_token, compression.planned_drop(loaded, TOKENS, TEXT)
+    whole, drop = TOKENS * loaded.shape.kv_bytes_per_token, compression.planned_drop(TOKENS, TEXT)
     assert drop is not None and whole - drop.kv_bytes == size.kv_bytes, "as was planned with"
 
 

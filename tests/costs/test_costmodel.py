@@ -161,10 +161,7 @@ def test_a_chain_of_recurrent_layers_is_one_layer_behind_at_every_rank(ranks: in
 @pytest.mark.parametrize(
     ("changes", "lengths", "words"),
     [
-        ({"rest_token_s": float("nan")}, [1], "rest_token_s"),
-        ({"link_bytes_per_s": 0.0}, [1], "link"),
-        ({"layers": 0}, [1], "layer"),
-        ({"speeds": (1.0, 0.0)}, [1], "speeds"),
+        ({"qkv_token_s": 0.0, "rest_token_s": 0.0, "pair_s": 0.0}, [1], "expected tokens that cost time"),
         ({}, [10, 0], "at least one token"),
         ({"speeds": (1.0, 1.0)}, [10, 10, 10], "2 ranks"),
     ],

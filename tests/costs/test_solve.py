@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.errors import PartitionError
 
 pytestmark = pytest.mark.quick
 
@@ -41,12 +38,3 @@ def test_seconds_count_every_pair(rate: Rates, tokens: int) -> None:
     whole = rate.seconds(2 * tokens, 0)
     assert rate.seconds(tokens, 0) + rate.seconds(tokens, tokens) == pytest.approx(whole)
     assert rate.seconds(0, tokens) == 0
-
-
-@pytest.mark.parametrize(
-    ("token_s", "pair_s", "words"),
-    [(-1e-9, 1.0, "token_s = -1e-09"), (1.0, math.nan, "pair_s = nan"), (0.0, 0.0, "token_s and pair_s are both 0")],
-)
-def test_rates_no_machine_has_are_refused_by_name(token_s: float, pair_s: float, words: str) -> None:
-    with pytest.raises(PartitionError, match=words):
-        Rates(token_s, pair_s)

@@ -82,7 +82,7 @@ H100 = load_hardware("h100-80gb").model_dump()
     [
         (H100 | {"gemm_flop_per_s": -1.0}, "gemm_flop_per_s.*greater than or equal to 1.*-1"),
         ({name: value for name, value in H100.items() if name != "gemm_flop_per_s"}, "gemm_flop_per_s: Field required"),
-        (H100 | {"link_latency_s": "NaN"}, "link_latency_s.*finite"),
+        (H100 | {"link_latency_s": float("nan")}, "link_latency_s.*finite"),
         (H100 | {"link_gbit_per_s": 400}, "link_gbit_per_s.*valid keys: .*link_bytes_per_s"),
         (H100 | {"\x1b[2J": 1}, r"\\x1b\[2J"),
         (H100 | {"source": "x" * (2 << 20)}, "larger than 1048576 bytes"),

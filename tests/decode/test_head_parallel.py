@@ -18,7 +18,6 @@ from models import COMMON, CONFIGS, STATES, WHOLE, random_model, tiny
 from rows import alone, batch_of, finish, other_prompt
 
 from benchmarks.kept import keep_only
-from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.placement import (
     LayerPlacement,
     Piece,
@@ -28,6 +27,7 @@ from kvr_mpi.compress.placement import (
     place_statically,
     place_with_equal_copies,
 )
+from kvr_mpi.compress.settings import DecodeSettings
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.placing import HeadSharing, open_sharing
@@ -159,16 +159,21 @@ def test_what_is_not_refused_is_right(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda layer: setattr(layer.self_attn, "gate", torch.nn.Linear(48, 6)), "layer 1: gate.weight of shape"),
-        (lambda layer: setattr(layer.mlp, "up_proj", torch.nn.Sequential(layer.mlp.up_proj)), "layer 1: up_proj.* is"),
-        (lambda layer: setattr(layer.self_attn, "q_norm", torch.nn.RMSNorm(48)), r"layer 1: q_norm.weight of .*48"),
+        (lambda layer: setattr(layer.self_attn, "gate", torch.nn.Linear(48, 6)), "self_attn.gate.weight"),
+        (
+            lambda layer: layer.self_attn.register_parameter("sinks", torch.nn.Parameter(torch.zeros(6))),
+            "self_attn.sinks",
+        ),
+        (lambda layer: setattr(layer.mlp, "shared", torch.nn.Linear(48, 6)), "mlp.shared.weight"),
+        (lambda layer: setattr(layer.mlp, "up_proj", torch.nn.Sequential(layer.mlp.up_proj)), "mlp.up_proj.0.weight"),
+        (lambda layer: setattr(layer.self_attn, "q_norm", torch.nn.RMSNorm(48)), "self_attn.q_norm.weight"),
     ],
 )
 def test_what_the_plan_does_not_tell_is_looked_for(change: Callable[[Any], None], why: str) -> None:
     loaded = ready("llama")  # made anew
     change(loaded.model.model.layers[1])
     found = why_not_shared(loaded)
-    assert found is not None and re.match(why, found)
+    assert found is not None and re.match(rf"layers.1.{why} of shape .* is not divided as .* plan says", found)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -14,12 +14,16 @@ from models import COMMON, CONFIGS
 from safetensors import safe_open
 
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import ConfigError, DataError, ModelError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.tensor_parallel import WeightSlice, check_part, part_config, part_of, why_not_divided
+from kvr_mpi.model import tensor_parallel as tp
+from kvr_mpi.model.tensor_parallel import WeightSlice, part_of, why_not_divided
+from kvr_mpi.model.tp_group import TensorParallelError, TensorParallelGroup, guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.setup.job_ranks import JobRanks
+from kvr_mpi.transport import gather_json, share_json
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 NEW_TOKENS, PROMPT = 32, ids_of(50)
 
@@ -107,13 +111,37 @@ def test_heads_are_divided_or_repeated_whole(heads: int, kv_heads: int, size: in
         (CONFIGS["phi3"](), "qkv_proj colwise_gather_output, which kvr-mpi does not support"),
         (CONFIGS["gpt2"](), "no plan for it"),
         # It has norms over the features of all heads: a rank's own would be normed by themselves, without a word.
-        (tf.Olmo2Config(**COMMON, num_key_value_heads=6), "does not support|is not divided as"),
+        (tf.Olmo2Config(**COMMON, num_key_value_heads=6), "does not support"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(config: Any, why: str) -> None:
     with pytest.raises(ModelError, match=why):
-        part = part_of(config, 0, 2)
-        check_part(config, part_config(config, part), part)
+        part_of(config, 0, 2)
+
+
+def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would divide it and not sum its products, without a word."""
+    folder, _ = make_folder(tmp_path / "llama", "llama")
+    plan = {name: way for name, way in tf.LlamaConfig.base_model_tp_plan.items() if "down_proj" not in name}
+    monkeypatch.setattr(tf.LlamaConfig, "base_model_tp_plan", plan)
+    with pytest.raises(ModelError, match=r"layers.0.mlp.down_proj.weight of shape .* is not divided as .* plan says"):
+        on_groups(folder, 1, 2, lambda ranks, loaded: None)
+
+
+def test_a_width_that_does_not_follow_the_configuration_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files' slices are by the plan, the part's modules by its configuration: both must agree."""
+    folder, _ = make_folder(tmp_path / "llama", "llama")
+
+    def with_whole_mlp(config: Any, part: Any, own: Any = tp.part_config) -> Any:
+        mine = own(config, part)
+        mine.intermediate_size = config.intermediate_size
+        return mine
+
+    monkeypatch.setattr("kvr_mpi.model.load.part_config", with_whole_mlp)
+    with pytest.raises(ModelError, match="gate_proj|up_proj|down_proj|mismatch"):
+        on_groups(folder, 1, 2, lambda ranks, loaded: None)
 
 
 @pytest.mark.parametrize("failing", [(0, 1), (1, 0)])
@@ -151,6 +179,40 @@ def test_no_memory_on_one_rank_costs_one_prompt_or_halves_a_row(tmp_path: Path, 
             assert f"rank {failing[0]} of the 2 in its chain ran out of memory" in str(prefills[0].error)
             assert all(float((prefill.logits - logits).abs().max()) < 1e-4 for prefill in prefills[1:])
             assert answered == [tokens] * 3
+
+
+@pytest.mark.parametrize(
+    ("errors", "kinds"),
+    [
+        ((None, None), (None, None)),
+        ((MemoryError, None), (MemoryError, MemoryError)),
+        ((MemoryError, MemoryError), (MemoryError, MemoryError)),
+        ((None, DataError), (DataError, DataError)),
+        ((ValueError, None), (ValueError, TensorParallelError)),
+        ((MemoryError, DataError), (TensorParallelError, TensorParallelError)),
+        ((ValueError, MemoryError), (TensorParallelError, TensorParallelError)),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_failure_of_one_rank_is_that_of_all(errors: Any, kinds: Any, nested: bool) -> None:
+    """Ranks that fail in one way go on in one way; each is told once, and the next block is as if nothing had been."""
+
+    def work(rank: LocalTransport) -> Any:
+        def tell(word: int) -> list[int]:
+            return [int(each) for each in share_json(rank, gather_json(rank, word))]
+
+        group = TensorParallelGroup(rank.rank, 2, rank.all_reduce, tell, lambda error: isinstance(error, MemoryError))
+        found = None
+        try:
+            with guarded(group), guarded(group if nested else None):
+                if (kind := errors[rank.rank]) is not None:
+                    raise kind("on purpose")
+        except Exception as error:
+            found = type(error)
+        with guarded(group):
+            return found, float(group.all_reduce(torch.ones(1)))
+
+    assert run_local(2, work) == [(kind, 2.0) for kind in kinds]
 
 
 def test_no_shared_matrix_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None
     footprint, partition = footprint_of(loaded.model.config, loaded.dtype), Partition.even(tokens, ranks)
     own = {"window": 12} if METHODS[method].observes else {}
     compression = open_compression(CompressSettings.model_validate({"method": method, "budget": 30, **own}), loaded)
-    drop, last = compression.planned_drop(loaded, tokens, text), relay(partition, ranks - 1)
+    drop, last = compression.planned_drop(tokens, text), relay(partition, ranks - 1)
     need = footprint.route_bytes(last, reserve_tokens=8, drop=drop)
     others = max([need, *(footprint.route_bytes(relay(partition, rank)) for rank in range(ranks - 1))])
     check_fits(footprint, partition, [others] * (ranks - 1) + [need], 8, drop=drop)

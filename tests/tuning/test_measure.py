@@ -54,10 +54,12 @@ def test_costs_make_a_partition_and_attention_of_a_step_is_measured_where_a_kern
     assert costs.token_s > 0 and costs.pair_s >= 0 and lengths == sorted(lengths, reverse=True)
 
 
-def test_slower_ranks_have_lower_speeds() -> None:
-    work = workload_of(tiny("llama-gqa").model.config, 4)
-    rates = [Rates(1e-5, 1e-9), Rates(2e-5, 2e-9), Rates(1e-5, 1e-9)]
-    costs = measure._costs(work, rates, 0.0, 0.0, 64, 1e-6, 1e9)
+def test_slower_ranks_have_lower_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+    rates, work = [Rates(1e-5, 1e-9), Rates(2e-5, 2e-9), Rates(1e-5, 1e-9)], workload_of(loaded.config, 4)
+    monkeypatch.setattr(measure, "measure_rates", lambda *given: rates)
+    costs = measure_costs(loaded, LocalTransport())
     assert costs.speeds == (1.0, 0.5, 1.0)
     assert costs.qkv_token_s + costs.rest_token_s == pytest.approx(1e-5)
     assert costs.qkv_token_s / costs.rest_token_s == pytest.approx(work.qkv_flop / work.rest_flop)

@@ -12,6 +12,7 @@ import pytest
 from made_tables import COSTS
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
+from kvr_mpi.costs.events import busy_seconds
 from kvr_mpi.costs.hardware import load_hardware
 from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import named_workload
@@ -19,7 +20,7 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.grid import best_of, grid_search
 from kvr_mpi.tuning.measure import Observation
-from kvr_mpi.tuning.refit import MAX_RUNS, busy_seconds, fit, refit, steady
+from kvr_mpi.tuning.refit import MAX_RUNS, fit, refit, steady
 
 LLAMA = costs_of(named_workload("Llama 7B"), load_hardware("a100-80gb"))
 
