@@ -6,9 +6,10 @@ logits of all documents at once; a `DecodeSequence` makes one document's answer 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,7 +142,9 @@ class SamplingParams:
 
 
 class DecodeSequence:
-    """An answer that is being generated.
+    """The answer to a prompt that is being generated; of several (`samples`), one after the other.
+
+    Every sample has its own seed, derived from its index; the first one has the seed of a prompt that is answered once.
 
     Parameters
     ----------
@@ -152,6 +155,8 @@ class DecodeSequence:
         For sampling: the same seed, prompt and settings give the same answer.
     device : torch.device
         Of the logits.
+    samples : int
+        Number of answers.
 
     Attributes
     ----------
@@ -165,17 +170,34 @@ class DecodeSequence:
         See `Answer`.
     """
 
-    def __init__(self, rules: SamplingParams, prompt_ids: Sequence[int], seed: int, device: torch.device) -> None:
-        self._rules, self._prompt_tokens, self._began = rules, len(prompt_ids), time.perf_counter()
+    def __init__(
+        self, rules: SamplingParams, prompt_ids: Sequence[int], seed: int, device: torch.device, samples: int = 1
+    ) -> None:
+        self._rules, self._prompt_tokens, self._seed, self._samples = rules, len(prompt_ids), seed, samples
         self._ids = torch.empty(1, len(prompt_ids) + rules.max_new_tokens, dtype=torch.long, device=device)
         self._ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids, device=device)
-        self._processors = rules.processors(len(prompt_ids), device)
-        self._generator = torch.Generator(device=device).manual_seed(seed) if rules.config.do_sample else None
-        self._trace = None if rules.top_logprobs is None else LogprobTrace(rules.top_logprobs)
+        self._done: list[Answer] = []
         self.error: str | None = None
         self.scores: tuple[Score, ...] = ()
+        self._begin(seed)
+
+    def _begin(self, seed: int) -> None:
+        rules, device, self._began = self._rules, self._ids.device, time.perf_counter()
+        self._processors = rules.processors(self._prompt_tokens, device)
+        self._generator = torch.Generator(device=device).manual_seed(seed) if rules.config.do_sample else None
+        self._trace = None if rules.top_logprobs is None else LogprobTrace(rules.top_logprobs)
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None if rules.max_new_tokens else "length"
+
+    def begin_next(self, logits: torch.Tensor | None) -> bool:
+        """Keep the finished answer, and begin the next one from the prompt's logits; return whether there is one."""
+        self._done.append(self._finished())
+        if len(self._done) == self._samples:
+            return False
+        name = f"{self._seed} sample {len(self._done)}"
+        self._begin(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+        self.write_first(logits)
+        return True
 
     @property
     def room(self) -> int:
@@ -186,11 +208,6 @@ class DecodeSequence:
     def is_greedy(self) -> bool:
         """Whether the next token is just the argmax of the logits."""
         return self._generator is None and not self._processors and self._trace is None
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether the answer is complete and has no error."""
-        return self.finish_reason is not None and self.error is None
 
     @property
     def ids(self) -> torch.Tensor:
@@ -210,9 +227,9 @@ class DecodeSequence:
             return logits.argmax()
         return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator)[0]
 
-    def write_first(self, logits: torch.Tensor) -> None:
+    def write_first(self, logits: torch.Tensor | None) -> None:
         """Choose the first token from the prompt's logits (vocab_size,), unless none is wanted."""
-        if self.finish_reason is None:
+        if self.finish_reason is None and logits is not None:
             self.write(int(self.choose(logits.clone())))  # a copy: other samples begin with the same logits
 
     def fail(self, why: str) -> None:
@@ -238,6 +255,13 @@ class DecodeSequence:
             self.finish_reason = "length"
 
     def answer(self) -> Answer:
+        """Return the finished answer; of several, the first one, with all of them as its samples."""
+        first, *others = self._done
+        if not others:
+            return first
+        return replace(first, samples=tuple(self._done), seconds=sum(one.seconds for one in self._done))
+
+    def _finished(self) -> Answer:
         """Return the finished answer, cut before its first stop string."""
         assert self.finish_reason is not None
         text = self._rules.tokenizer.decode(self.token_ids, skip_special_tokens=True) if self.token_ids else ""

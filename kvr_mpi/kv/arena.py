@@ -1,6 +1,6 @@
 """Memory for the rows of one layer of one document: its own buffer, or pages of a pool that documents share.
 
-On GPUs one attention call reads the rows of many documents through a block table (``units``). Each KV head's rows
+On GPUs one attention call reads the rows of many documents through a block table (``pages``). Each KV head's rows
 therefore begin on a page boundary, as in vLLM (Kwon et al., SOSP 2023, section 4); the pages of a head are contiguous.
 Pages are allocated from extents of many pages, and freed with their last view.
 """
@@ -82,14 +82,10 @@ class Extent:
             each[-PAGE_ROWS:] = 0
         self._taken: list[tuple[int, int, list[StorageWeakRef]]] = []  # first page, pages, their storages; ascending
 
-    @property
-    def taken_pages(self) -> int:
-        """Pages in use."""
-        return sum(pages for _, pages, _ in self._taken)
-
-    def collect(self) -> None:
-        """Free the pages that no cache, transfer or writer references any more."""
+    def collect(self) -> bool:
+        """Free the pages that no cache, transfer or writer references any more; return whether any are left in use."""
         self._taken = [run for run in self._taken if not all(one.expired() for one in run[2])]  # type: ignore[no-untyped-call]
+        return bool(self._taken)
 
     def take(self, pages: int) -> RowMemory | None:
         """Allocate the first free run of `pages` pages until its last view is gone; return None if there is none."""
@@ -134,9 +130,7 @@ class Arena:
 
     def collect(self) -> None:
         """Free the pages that nothing references any more, and drop empty extents."""
-        for extent in self.extents:
-            extent.collect()
-        self.extents = [extent for extent in self.extents if extent.taken_pages]
+        self.extents = [extent for extent in self.extents if extent.collect()]
 
     def take(self, shape: LayerShape, pages: int, beside: Extent | None = None) -> RowMemory:
         """Allocate uninitialised pages for a layer of a document, preferably in the extent `beside`.

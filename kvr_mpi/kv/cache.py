@@ -211,7 +211,7 @@ class SliceCache(LayersOwner):
         if layer.segments is not None:
             layer.segments.wait_through()
         keys, values = before.rows(known, length)
-        store = HeadStore.by_heads(memory, shape, counts, slack, length, is_whole=is_whole, shared=shared)
+        store = HeadStore(memory, shape, counts, slack, length, is_whole=is_whole, shared=shared)
         for head in range(shape.num_kv_heads):
             places = store.own_rows(head, length)
             for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):

@@ -7,7 +7,7 @@ embedding, so a dropped token leaves no gap. A rank may hold only some heads of 
 
 A document's rows are its own memory, freed when the document is answered, or on GPUs pages of an ``arena``. Prompts
 with a common prefix reference one copy of its rows, which is freed with the last of these prompts, and have their own
-runs for the tokens after it. ``units`` runs a decode step over the rows of many documents.
+runs for the tokens after it. ``decode_cache`` runs a step over the rows of many documents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import PAGE_ROWS, RowMemory, capacity_of, pages_for
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to
+from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 
@@ -73,63 +73,37 @@ class HeadStore:
     Parameters
     ----------
     memory : RowMemory
-        Memory of the runs.
+        From `arena.make_rows`, for these counts and this room: head after head.
     shape : LayerShape
         Its `num_kv_heads` is the number of heads of the keys that `write` receives.
-    runs : sequence of Run
+    counts : sequence of int
+        Rows that each held head has, without shared ones.
     room : int
         Tokens that can be appended.
     origin : int
         Position of the first token to be appended.
+    heads : sequence of int, optional
+        Which heads of the layer are held, ascending; by default all.
     appends : bool
         Whether this store keeps new tokens; otherwise another rank keeps them, and `write` does nothing.
     is_whole : bool
         Every head holds all tokens: rows are in the order of positions.
     shared : sequence of Run
-        Shared runs of the first tokens, in order; `runs` hold the tokens after them.
+        Shared runs of the first tokens, in order.
     start : int, optional
-        Position of the runs' first row, if every head holds all tokens from there on; by default the end of `shared`.
+        Position of the first row, if every head holds all tokens from there on; by default the end of `shared`.
     buffer : Tensor, optional
-        The token-major memory (capacity, elements of K and V of all heads), while rows are in it.
+        The token-major memory (capacity, elements of K and V of all heads), while rows are in it (`by_tokens`).
 
     Attributes
     ----------
+    runs : list of Run
     positions : list of Tensor or None
         Positions in the prompt that each held head keeps, (tokens,) int32 on the host; None if they are not known.
     """
 
     def __init__(
         self,
-        memory: RowMemory,
-        shape: LayerShape,
-        runs: Sequence[Run],
-        room: int,
-        origin: int,
-        *,
-        appends: bool = True,
-        is_whole: bool = False,
-        shared: Sequence[Run] = (),
-        start: int | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> None:
-        assert is_whole or not shared, "shared runs hold all heads"
-        self.shared, self.buffer = shared, buffer
-        self.start = self.shared_tokens if start is None else start
-        self.memory, self.shape, self.runs, self.room, self.origin = memory, shape, runs, room, origin
-        self.appends, self.is_whole = appends, is_whole
-        self.positions: list[torch.Tensor] | None = None
-        # Per head: (head, rows of the prompt, keys, values). None if one run has all heads of the layer.
-        self.lines: list[tuple[int, int, torch.Tensor, torch.Tensor]] | None = None
-        if len(runs) != 1 or runs[0].heads < shape.num_kv_heads:
-            self.lines = [
-                (run.head + at, run.count, *rows)
-                for run in runs
-                for at, rows in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True))
-            ]
-
-    @classmethod
-    def by_heads(
-        cls,
         memory: RowMemory,
         shape: LayerShape,
         counts: Sequence[int],
@@ -141,31 +115,33 @@ class HeadStore:
         is_whole: bool = False,
         shared: Sequence[Run] = (),
         start: int | None = None,
-    ) -> HeadStore:
-        """Make a store in which the rows of each head are contiguous, head after head.
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        assert is_whole or not shared, "shared runs hold all heads"
+        self.shared, self.buffer = shared, buffer
+        self.start = self.shared_tokens if start is None else start
+        self.memory, self.shape, self.origin = memory, shape, origin
+        self.room, self.appends, self.is_whole = room if appends else 0, appends, is_whole
+        self.positions: list[torch.Tensor] | None = None
+        if buffer is not None:
+            self.runs = [Run(0, self.start, 0, memory.keys, memory.values)]
+        else:
+            held = tuple(range(shape.num_kv_heads) if heads is None else heads)
+            assert len(counts) == len(held), "one count for each head held"
+            self.runs = self._by_heads(counts, held)
+        self.is_one_run = len(self.runs) == 1 and self.runs[0].heads == shape.num_kv_heads
 
-        Parameters
-        ----------
-        memory : RowMemory
-            From `arena.make_rows`, for these counts and room.
-        counts : sequence of int
-            Rows that each head holds.
-        heads : sequence of int, optional
-            Which heads of the layer are held, ascending; by default all.
-        """
-        room = room if appends else 0
-        held = tuple(range(shape.num_kv_heads) if heads is None else heads)
-        assert len(counts) == len(held), "one count for each head held"
-        first = (shared[-1].stop if shared else 0) if start is None else start
-        runs, at, row = list[Run](), 0, 0
+    def _by_heads(self, counts: Sequence[int], held: Sequence[int]) -> list[Run]:
+        """Divide the memory among the heads; adjacent ones with as many rows are one run."""
+        memory, runs, at, row = self.memory, list[Run](), 0, 0
         for _, group in itertools.groupby(range(len(held)), lambda i: (counts[i], held[i] - i)):
             many = len(list(group))
-            capacity = capacity_of(counts[at] + room, memory.extent)
+            capacity = capacity_of(counts[at] + self.room, memory.extent)
             stretch = slice(row, row + many * capacity)
             keys, values = (each[stretch].view(many, capacity, each.shape[1]) for each in (memory.keys, memory.values))
-            runs.append(Run(held[at], first, counts[at], keys, values, memory.first + row))
+            runs.append(Run(held[at], self.start, counts[at], keys, values, memory.first + row))
             at, row = at + many, stretch.stop
-        return cls(memory, shape, runs, room, origin, appends=appends, is_whole=is_whole, shared=shared, start=first)
+        return runs
 
     @classmethod
     def by_tokens(cls, buffer: torch.Tensor, shape: LayerShape, start: int = 0) -> HeadStore:
@@ -178,9 +154,8 @@ class HeadStore:
         start : int
             Position of the buffer's first row.
         """
-        keys, values = _by_head(buffer, shape)
-        run = Run(0, start, 0, keys, values)
-        return cls(RowMemory(keys, values), shape, [run], len(buffer), start, is_whole=True, start=start, buffer=buffer)
+        memory = RowMemory(*_by_head(buffer, shape))
+        return cls(memory, shape, (), len(buffer), start, is_whole=True, start=start, buffer=buffer)
 
     def laid_by_heads(self, length: int) -> HeadStore:
         """Reorder the buffer in place so that each head's tokens are contiguous: CPU attention is then twice as fast.
@@ -195,12 +170,19 @@ class HeadStore:
         old = [rows.clone(memory_format=torch.contiguous_format) for rows in _by_head(self.buffer[:tokens], shape)]
         memory = RowMemory.in_flat(self.buffer.view(-1), capacity * shape.num_kv_heads, shape)
         counts, room = [tokens] * shape.num_kv_heads, capacity - tokens
-        store = HeadStore.by_heads(
-            memory, shape, counts, room, length, is_whole=True, shared=self.shared, start=self.start
-        )
+        store = HeadStore(memory, shape, counts, room, length, is_whole=True, shared=self.shared, start=self.start)
         for place, rows in zip((store.runs[0].keys, store.runs[0].values), old, strict=True):
             place[:, :tokens] = rows
         return store
+
+    @functools.cached_property
+    def lines(self) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Each held head, its own rows without appended ones, and their keys and values (capacity, dim)."""
+        return [
+            (run.head + at, run.count, *rows)
+            for run in self.runs
+            for at, rows in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True))
+        ]
 
     @property
     def shared_tokens(self) -> int:
@@ -212,22 +194,20 @@ class HeadStore:
         """Size in bytes."""
         return self.memory.nbytes
 
-    def count(self, run: Run, length: int) -> int:
-        """Rows of each head of a run, without shared ones, for a document of `length` tokens."""
-        return run.count + (length - self.origin if self.appends else 0)
+    def appended(self, length: int) -> int:
+        """Rows that each held head has got since the prefill, for a document of `length` tokens."""
+        return length - self.origin if self.appends else 0
 
     def counts(self, length: int) -> list[int]:
         """Rows of each held head, including shared rows."""
-        return [self.shared_tokens + self.count(run, length) for run in self.runs for _ in range(run.heads)]
+        more = self.shared_tokens + self.appended(length)
+        return [run.count + more for run in self.runs for _ in range(run.heads)]
 
     def own_rows(self, at: int, length: int) -> Pair:
         """Keys and values of one held head, without shared rows, as views (rows, dim), for a document of `length`."""
-        for run in self.runs:
-            if at < run.heads:
-                count = self.count(run, length)
-                return run.keys[at, :count], run.values[at, :count]
-            at -= run.heads
-        raise IndexError(at)
+        _, count, keys, values = self.lines[at]
+        rows = slice(count + self.appended(length))
+        return keys[rows], values[rows]
 
     def head_rows(self, at: int, length: int) -> Pair:
         """Keys and values of one held head (rows, dim), for a document of `length` tokens.
@@ -286,7 +266,7 @@ class HeadStore:
             pages = [
                 first[:, None] // PAGE_ROWS + np.arange(pages_for(rows)) for first, rows in [*parts, (own, capacity)]
             ]
-            filled = self.shared_tokens + run.count - (self.origin if self.appends else 0)
+            filled = self.shared_tokens + run.count + self.appended(0)
             whole = np.concatenate(pages, axis=1).astype(np.int32)
             found.append((run.head, (own - self.shared_tokens).astype(np.int32), filled, whole))
         return found
@@ -308,7 +288,7 @@ class HeadStore:
                 f"room for {self.room} more"
             )
         for run in self.runs:
-            rows, heads = self.count(run, first), slice(run.head, run.head + run.heads)
+            rows, heads = run.count + self.appended(first), slice(run.head, run.head + run.heads)
             run.keys[:, rows : rows + tokens] = keys[0, heads]
             run.values[:, rows : rows + tokens] = values[0, heads]
 
@@ -334,9 +314,9 @@ class HeadStore:
         part: PartialAttention | None = None
         own_first = max(0, first - self.start)
         for run in self.runs:
-            count, heads = self.count(run, length), slice(run.head * group, (run.head + run.heads) * group)
+            count, heads = run.count + self.appended(length), slice(run.head * group, (run.head + run.heads) * group)
             keys, values = run.keys[None, :, own_first:count], run.values[None, :, own_first:count]
-            found = (attend if tokens == 1 else attend_up_to)(query[:, heads], keys, values, params)
+            found = attend(query[:, heads], keys, values, params, causal=tokens > 1)
             if run.heads == shape.num_kv_heads:
                 part = found
                 break
@@ -348,11 +328,6 @@ class HeadStore:
             if first < rows.stop:
                 part = part.merge(attend(query, *rows.cut(max(first, rows.first), rows.stop), params))
         return part
-
-    @property
-    def heads(self) -> list[int]:
-        """Indices of the held heads, ascending, among those that the model computes on this rank."""
-        return [run.head + at for run in self.runs for at in range(run.heads)]
 
 
 def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:

@@ -82,7 +82,7 @@ class SharedPrefix:
             return held
         counts = [self.tokens] * shape.num_kv_heads
         memory = make_rows(shape, counts, 0, held.dtype, device, arena)
-        store = HeadStore.by_heads(memory, shape, counts, 0, self.tokens, is_whole=True)
+        store = HeadStore(memory, shape, counts, 0, self.tokens, is_whole=True)
         loaded = HeadStore.by_tokens(held.to(device, non_blocking=True), shape)
         store.write(0, *loaded.rows(0, self.tokens))
         self._stores[name] = store

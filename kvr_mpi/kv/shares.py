@@ -153,6 +153,10 @@ class Share:
         """Close the file after all layers are loaded, or after a rank failed to read its own."""
         self.failure, self._loading = failure, None
 
+    def step_back(self, length: int) -> None:
+        """Truncate to the prompt's first `length` tokens."""
+        self.length = length
+
     def own_kv(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of this rank's tokens, including decoded ones, each (tokens, kv_heads, head_dim)."""
         layer = self.layers[layer_idx]
@@ -171,7 +175,7 @@ class Share:
         shared, first = () if before is None else before.as_shared(self.start), self.first_row(shape.visibility)
         counts, room = [self.stop - first] * shape.num_kv_heads, self.longest - self.stop if self.is_last else 0
         memory = make_rows(shape, counts, room, self.dtype, self.device)
-        return HeadStore.by_heads(memory, shape, counts, room, self.stop, is_whole=True, shared=shared, start=first)
+        return HeadStore(memory, shape, counts, room, self.stop, is_whole=True, shared=shared, start=first)
 
     def _read(self, number: int) -> torch.Tensor | None:
         assert self.prefix is not None and self.prefix.read is not None, "it is stored"
@@ -195,9 +199,11 @@ class SharesCache(RowCache):
     def __init__(self, loaded: LoadedModel, shares: Sequence[Share], tokens: Sequence[int], chain: Transport) -> None:
         self.shares, self.chain, self._first_position = shares, chain, loaded.shape.first_position
         self._heads = loaded.model.config.get_text_config().num_attention_heads
-        stops = list(itertools.accumulate(tokens))
-        self.bounds = list(zip([0, *stops], stops, strict=False))
-        self.groups, self.apart = _same_document(shares), [range(at, at + 1) for at in range(len(shares))]
+        self.bounds = list(itertools.pairwise(itertools.accumulate(tokens, initial=0)))
+        # Adjacent shares that continue the same document, and each by itself.
+        documents = [-at if share.document is None else id(share.document) for at, share in enumerate(shares)]
+        self.groups = [list(some) for _, some in itertools.groupby(range(len(shares)), documents.__getitem__)]
+        self.apart = [[at] for at in range(len(shares))]
         for share, count in zip(shares, tokens, strict=True):
             if share.is_last and share.length + count > share.longest:
                 raise ValueError(f"a share with room for {share.longest} tokens is full; reserve room for more")
@@ -250,12 +256,17 @@ class SharesCache(RowCache):
                 gather_parts(self._nothing(layer, self._heads, self.bounds[-1][1]), self.chain)
 
     def _attend(
-        self, layer: RowLayer, numbers: range, query: torch.Tensor, params: AttentionParams
+        self, layer: RowLayer, numbers: Sequence[int], query: torch.Tensor, params: AttentionParams
     ) -> list[PartialAttention]:
         """Attend from the new tokens of prompts that continue the same document; its rows are read once for all."""
-        found = []
-        begin, end = self.bounds[numbers[0]][0], self.bounds[numbers[-1]][1]
-        before = self._attend_document(layer, numbers[0], query[:, :, begin:end], params)
+        found, before = [], None
+        share, (begin, end) = self.shares[numbers[0]], self.bounds[numbers[0]]
+        document = share.document
+        if document is not None and layer.shape.visibility.sees_all(share.length + end - begin):
+            rows = document.layers[layer.layer_idx]
+            assert rows is not None, "stored rows are read before the first step"
+            some = query[:, :, begin : self.bounds[numbers[-1]][1]]
+            before = attend(some, *rows.rows(document.start, document.stop), params)
         for number in numbers:
             first, last = self.bounds[number]
             part = self._attend_own(layer, self.shares[number], query[:, :, first:last], params)
@@ -265,24 +276,12 @@ class SharesCache(RowCache):
             found.append(self._nothing(layer, query.shape[1], last - first) if part is None else part)
         return found
 
-    def _attend_document(
-        self, layer: RowLayer, number: int, query: torch.Tensor, params: AttentionParams
-    ) -> PartialAttention | None:
-        """Attend to this rank's rows of a stored document; None if there is none, or `_attend_own` includes it."""
-        share, (first, last) = self.shares[number], self.bounds[number]
-        document = share.document
-        if document is None or not layer.shape.visibility.sees_all(share.length + last - first):
-            return None
-        rows = document.layers[layer.layer_idx]
-        assert rows is not None, "stored rows are read before the first step"
-        return attend(query, *rows.rows(document.start, document.stop), params)
-
     def _attend_own(
         self, layer: RowLayer, share: Share, query: torch.Tensor, params: AttentionParams
     ) -> PartialAttention | None:
-        """Attend from a prompt's new tokens to this rank's rows of that prompt, without the shared document.
+        """Attend from a prompt's new tokens to this rank's rows of it; None if they see nothing of it.
 
-        None if they see nothing of it.
+        With a window or chunks, these include the shared document.
         """
         store, fresh, seen = share.layers[layer.layer_idx], query.shape[2], layer.shape.visibility
         if store is None:  # what follows the document is on another rank
@@ -297,12 +296,3 @@ class SharesCache(RowCache):
 
     def _nothing(self, layer: RowLayer, heads: int, tokens: int) -> PartialAttention:
         return PartialAttention.of_nothing((1, heads, tokens, layer.shape.value_dim), self.shares[0].device)
-
-
-def _same_document(shares: Sequence[Share]) -> list[range]:
-    """Group adjacent shares that continue the same document."""
-    edges = [0]
-    for at, (one, other) in enumerate(itertools.pairwise(shares), 1):
-        if one.document is None or one.document is not other.document:
-            edges.append(at)
-    return [range(*bounds) for bounds in itertools.pairwise([*edges, len(shares)])]

@@ -89,7 +89,7 @@ def _load_layer(
     memory = make_rows(shape, counts, slack, loaded.dtype, loaded.device, arena)
     # A layer with a window or chunks is not compressed.
     is_whole = shape.visibility.size is not None
-    store = HeadStore.by_heads(memory, shape, counts, slack, prefix.tokens, is_whole=is_whole)
+    store = HeadStore(memory, shape, counts, slack, prefix.tokens, is_whole=is_whole)
     for at, stored in enumerate(heads):
         for place, rows in zip(store.own_rows(at, prefix.tokens), stored, strict=True):
             place.copy_(rows)

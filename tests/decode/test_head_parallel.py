@@ -78,7 +78,7 @@ def compressed(loaded: LoadedModel, tokens: int) -> Prefill:
     return prefill
 
 
-def answered(batch: DecodeBatch[int], documents: Sequence[tuple[int, Prefill]]) -> dict[int, Any]:
+def answered(batch: DecodeBatch, documents: Sequence[tuple[int, Prefill]]) -> dict[int, Any]:
     """Answer this rank's documents of so many tokens with all other ranks."""
     for tokens, prefill in documents:
         batch.add(tokens, prefill, other_prompt(tokens), tokens)
@@ -94,7 +94,7 @@ def truths(loaded: LoadedModel) -> dict[int, Any]:
     return found
 
 
-def opened(loaded: LoadedModel, ranks: Transport, place: Any) -> DecodeBatch[int]:
+def opened(loaded: LoadedModel, ranks: Transport, place: Any) -> DecodeBatch:
     torch.set_num_threads(1)
     return batch_of(loaded, NEW_TOKENS, HeadGroup(loaded, ranks, place))
 

@@ -12,6 +12,7 @@ from chains import greedy, single
 from models import prompt, tiny
 from rows import batch_of, count_down, finish, ready, run_out_at, tokens_of
 
+from kvr_mpi.decode.group import held_bytes
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.errors import DataError
 from kvr_mpi.kv.contents import layer_kv
@@ -88,12 +89,12 @@ def ask(stored: StoredRows, prompts: Sequence[Sequence[int]], rows: Sequence[sli
     for row in rows:
         options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * len(prompts[row]), "last": chain.size - 1}
         prefills += prefill_stored(loaded, prompts[row], document, chain, **options)
-    group = TokenGroup[int](loaded, chain)
+    group = TokenGroup(loaded, chain)
     batch = batch_of(loaded, NEW_TOKENS, group)
     for number, (ids, prefill) in enumerate(zip(prompts, prefills, strict=True)):
         batch.add(number, prefill, ids, 0)
-    held_bytes = group.held_bytes(batch.prefills, document)
-    return Asked(document, prefills, {key: list(ids) for key, ids in tokens_of(finish(batch)).items()}, held_bytes)
+    held = held_bytes(batch.prefills, document)
+    return Asked(document, prefills, {key: list(ids) for key, ids in tokens_of(finish(batch)).items()}, held)
 
 
 def opened(name: str) -> tuple[StoredRows, list[list[int]], dict[int, list[int]]]:

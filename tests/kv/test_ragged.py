@@ -20,7 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationC
 
 from benchmarks.kept import keep_only
 from kvr_mpi.decode import step_graph
-from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.decode.group import Entry
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache
@@ -151,13 +152,13 @@ def test_after_a_chain_the_old_memory_is_gone() -> None:
     torch.testing.assert_close(logits_after(loaded, prefill, tokens), truth, atol=1e-4, rtol=0)
 
 
-def make_pool(loaded: LoadedModel) -> DecodeBatch[str]:
+def make_pool(loaded: LoadedModel) -> DecodeBatch:
     config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
 
 
-def answers(pool: DecodeBatch[str]) -> dict[str, Finished[str]]:
-    found: dict[str, Finished[str]] = {}
+def answers(pool: DecodeBatch) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
     while pool.running:
         found |= {each.key: each for each in pool.step()}
     return found

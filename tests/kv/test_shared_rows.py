@@ -47,7 +47,7 @@ def ask(
 def answered(loaded: LoadedModel, ids: Sequence[Sequence[int]], prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
     """Decode together."""
     config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    batch: DecodeBatch[int] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
+    batch: DecodeBatch = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
     for at, (prefill, each) in enumerate(zip(prefills, ids, strict=True)):
         batch.add(at, prefill, each, 0)
     found: dict[int, Any] = {}
