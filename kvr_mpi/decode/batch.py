@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.group import Entry, Group
-from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
+from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import DocumentError
@@ -67,7 +68,8 @@ class DecodeBatch:
         group: Group | None = None,
     ) -> None:
         self._loaded, self.group = loaded, Group(loaded) if group is None else group
-        self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
+        grammars = Grammars(loaded.tokenizer, ends_of(config))
+        self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, tuple(stop), max_new_tokens, grammars)
         self._adapted = functools.lru_cache(KEPT_RULES)(self._rules.adapted)
         self._waiting: list[Entry] = []  # for `begin`, with their first token
         self._running: list[Entry] = []
@@ -156,9 +158,16 @@ class DecodeBatch:
         why = prefill.error or self._why_not_compressed(prefill, len(ids), rules.max_new_tokens)
         why = why or self._why_not_as_asked(own.n, rules, ids)
         scores: tuple[Score, ...] = ()
-        if own.score and why is None:
+        if (texts := own.score) and why is None:
             try:
-                scores = self._score(prefill, own.score)
+                found = attempt(
+                    lambda: score_continuations(self._loaded, prefill, texts, self.group.look_ahead),
+                    self._loaded.tp_group,
+                )
+                if isinstance(found, Failure):
+                    why = f"not enough memory to score its continuations: {found.why}"
+                else:
+                    scores = found
             except DocumentError as error:
                 why = str(error)
         if not self.group.is_home(prefill):
@@ -179,32 +188,11 @@ class DecodeBatch:
         own = replace(own, seed=None, n=None, score=None)
         return self._rules if own == AS_THE_JOB else self._adapted(own)
 
-    def _score(self, prefill: Prefill, texts: Sequence[str]) -> tuple[Score, ...]:
-        """Score continuations of a prompt.
-
-        Raises
-        ------
-        DocumentError
-            If a continuation cannot be scored, or memory runs out.
-        """
-        found = attempt(
-            lambda: score_continuations(self._loaded, prefill, texts, self.group.look_ahead),
-            self._loaded.tp_group,
-        )
-        if isinstance(found, Failure):
-            raise DocumentError(f"not enough memory to score its continuations: {found.why}")
-        return found
-
     def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:
         """Return why an answer cannot continue from a compressed cache; None if it can."""
-        most = tokens + new_tokens
-        if (
-            prefill.cache is None
-            or prefill.is_plain
-            or not prefill.cache.is_ragged
-            or self._anew_at is None
-            or not tokens < self._anew_at <= most
-        ):
+        if prefill.cache is None or prefill.is_plain or not prefill.cache.is_ragged:
+            return None
+        if self._anew_at is None or not tokens < self._anew_at <= tokens + new_tokens:
             return None
         return (
             f"a prompt of {tokens} tokens and an answer of up to {new_tokens}: from {self._anew_at} tokens on, this "

@@ -165,25 +165,22 @@ class Group:
 
     def _run_alone(self, documents: Sequence[Entry]) -> torch.Tensor:
         """Return logits (prompts, vocab_size) after the last token of each prompt, computed by this rank."""
-        anew = [each for each in documents if self._begins_anew(each)]
-        if anew:
-            logits = [self._run_anew(each) if each in anew else self._run_alone([each])[0] for each in documents]
-            return torch.stack(logits)
+        writings = [each.writing for each in documents if each.writing is not None]
+        # transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`).
+        anew = [self._anew_at is not None and one.token_ids and len(one.ids) == self._anew_at for one in writings]
+        if any(anew):
+            rows = zip(documents, writings, anew, strict=True)
+            return torch.stack(
+                [self._run_anew(each, writing) if now else self._run_alone([each])[0] for each, writing, now in rows]
+            )
         last = [each.last_token for each in documents]
         if self._why_alone is not None or documents[0].prefill.is_plain:
             return self._run_one(documents[0].prefill, last[0]).unsqueeze(0)
         return self.recorder.run(self._cache_of(documents), last)
 
-    def _begins_anew(self, document: Entry) -> bool:
-        """Whether transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`)."""
-        writing = document.writing
-        assert writing is not None, "a rank alone holds every prompt"
-        return self._anew_at is not None and len(writing.ids) == self._anew_at and len(writing.token_ids) > 0
-
-    def _run_anew(self, document: Entry) -> torch.Tensor:
+    def _run_anew(self, document: Entry, writing: DecodeSequence) -> torch.Tensor:
         """Recompute prompt and answer on this rank; return the last logits (vocab_size,)."""
-        assert document.writing is not None, "a rank alone holds every prompt"
-        ids, loaded, room = document.writing.ids.tolist(), self.loaded, document.writing.room
+        ids, loaded, room = writing.ids.tolist(), self.loaded, writing.room
         if document.prefill.is_plain:
             anew = prefill_single(loaded.model, ids, loaded.device)
         else:

@@ -146,7 +146,10 @@ class HeadGroup(Group):
         self._part = replace(self.loaded, model=self._shared_heads.choose(heads))
         own, running = iter(documents), list[Entry]()
         for at, told in enumerate(shared):  # one at a time: the home drops its whole cache before the next one
-            entry = next(own) if told.home == ranks.rank else Entry(_of_another(told), told.last_token)
+            if told.home == ranks.rank:
+                entry = next(own)
+            else:
+                entry = Entry(Prefill(Partition((0, told.tokens)), None, None, 0.0), told.last_token)
             entry.prefill.cache = self._distribute(at, told, entry.prefill.cache, heads)
             running.append(entry)
         return running
@@ -305,10 +308,6 @@ class HeadGroup(Group):
         found = torch.zeros(len(logits), self.loaded.model.lm_head.out_features, device=logits.device)
         found[:, self._share[0] : self._share[1]] = logits
         return found
-
-
-def _of_another(document: SharedDocument) -> Prefill:
-    return Prefill(Partition((0, document.tokens)), None, None, 0.0)
 
 
 def why_not_head_parallel(loaded: LoadedModel) -> str | None:

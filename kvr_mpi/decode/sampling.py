@@ -18,7 +18,7 @@ from transformers import GenerationConfig, StopStringCriteria
 from kvr_mpi.decode.grammar import Grammars, SchemaProcessor
 from kvr_mpi.decode.logprobs import LogprobTrace, TokenLogprobs
 from kvr_mpi.decode.scoring import Score
-from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
+from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.generation import SAMPLING, sampling_settings
 from kvr_mpi.errors import ConfigError, KvrError
 
@@ -63,41 +63,29 @@ def ends_of(config: GenerationConfig) -> set[int]:
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
+@dataclass(eq=False)
 class SamplingParams:
     """Settings for generating an answer, of the job or of one document.
 
-    Parameters
-    ----------
-    model, tokenizer
-        Of transformers.
-    config : GenerationConfig
-    stop : sequence of str
-        Stop strings; an answer ends before the first one.
-    max_new_tokens : int
-    own : OwnGeneration
-        Only its `top_logprobs` and `json_schema` are used here.
-    grammars : Grammars, optional
-        Of the model, if they exist already.
+    model, tokenizer : of transformers.
+    stop : stop strings; an answer ends before the first one.
+    grammars : of the model.
+    top_logprobs : number of top tokens whose log-probabilities are kept; None: none, nor those of the answer's tokens.
+    json_schema : JSON schema that the answer follows, as text, or None.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: GenerationConfig,
-        *,
-        stop: Sequence[str],
-        max_new_tokens: int,
-        own: OwnGeneration = AS_THE_JOB,
-        grammars: Grammars | None = None,
-    ) -> None:
-        self.top_logprobs = None if own.top_logprobs == -1 else own.top_logprobs
-        self.json_schema = own.json_schema or None
-        self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.stop, self.max_new_tokens = tuple(stop), max_new_tokens
-        self.ends = ends_of(config)
-        self.grammars = grammars or Grammars(tokenizer, self.ends)
-        self.stop_strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
+    model: Any
+    tokenizer: Any
+    config: GenerationConfig
+    stop: Sequence[str]
+    max_new_tokens: int
+    grammars: Grammars
+    top_logprobs: int | None = None
+    json_schema: str | None = None
+
+    def __post_init__(self) -> None:
+        self.ends = ends_of(self.config)
+        self.stop_strings = StopStringCriteria(self.tokenizer, list(self.stop)) if self.stop else None
 
     def adapted(self, own: OwnGeneration) -> SamplingParams:
         """Return the settings for a row; values that it does not set are the job's.
@@ -107,14 +95,13 @@ class SamplingParams:
         changes = sampling_settings({name: getattr(own, name) for name in SAMPLING})
         if own.repetition_penalty is not None:
             changes["repetition_penalty"] = own.repetition_penalty
-        return SamplingParams(
-            self.model,
-            self.tokenizer,
-            GenerationConfig.from_dict({**self.config.to_dict(), **changes}),
+        return replace(
+            self,
+            config=GenerationConfig.from_dict({**self.config.to_dict(), **changes}),
             stop=self.stop if own.stop is None else own.stop,
             max_new_tokens=self.max_new_tokens if own.max_new_tokens is None else own.max_new_tokens,
-            own=own,
-            grammars=self.grammars,
+            top_logprobs=None if own.top_logprobs == -1 else own.top_logprobs,
+            json_schema=own.json_schema or None,
         )
 
     @property
@@ -146,28 +133,13 @@ class DecodeSequence:
 
     Every sample has its own seed, derived from its index; the first one has the seed of a prompt that is answered once.
 
-    Parameters
-    ----------
-    rules : SamplingParams
-    prompt_ids : sequence of int
-        For the processors that look back (repetition penalties).
-    seed : int
-        For sampling: the same seed, prompt and settings give the same answer.
-    device : torch.device
-        Of the logits.
-    samples : int
-        Number of answers.
-
-    Attributes
-    ----------
-    token_ids : list of int
-        Written so far, without the end-of-text token.
-    finish_reason : str or None
-        See `Answer`; None while there is more to write.
-    error : str or None
-        Why the answer failed.
-    scores : tuple of Score
-        See `Answer`.
+    prompt_ids : for the processors that look back (repetition penalties).
+    seed : for sampling: the same seed, prompt and settings give the same answer.
+    device : of the logits.
+    samples : number of answers.
+    token_ids : written so far, without the end-of-text token.
+    finish_reason, scores : see `Answer`; no reason while there is more to write.
+    error : why the answer failed.
     """
 
     def __init__(

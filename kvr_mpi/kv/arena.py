@@ -53,11 +53,6 @@ class RowMemory:
         return self.keys.nbytes + self.values.nbytes
 
 
-def capacity_of(rows: int, extent: Extent | None) -> int:
-    """Return the rows to allocate for a head of `rows` rows; in an extent, whole pages."""
-    return rows if extent is None else PAGE_ROWS * pages_for(rows)
-
-
 class Extent:
     """A block of pages for heads of one size, allocated at once.
 

@@ -45,6 +45,8 @@ class DecodeCache(RowCache):
         For each layer, the documents' keys and values.
     lengths : list of int
         Tokens of each document before the one being decoded.
+    on_device : Tensor
+        The same (documents,), int64, for a step that has begun.
     """
 
     prefilling = False
@@ -173,10 +175,6 @@ class DecodeCache(RowCache):
         self.current = None
         self.lengths = [document.length for document in self.documents]
         return self.lengths
-
-    def begin(self, lengths: torch.Tensor) -> None:
-        """Begin a step at the lengths (documents,), int64 on the device, that `take_up` returned."""
-        self.on_device = lengths
 
     def went_on(self) -> None:
         """Count each document's new token, which a CUDA graph wrote without `append`."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import PAGE_ROWS, RowMemory, capacity_of, pages_for
+from kvr_mpi.kv.arena import PAGE_ROWS, RowMemory, pages_for
 from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -136,7 +136,9 @@ class HeadStore:
         memory, runs, at, row = self.memory, list[Run](), 0, 0
         for _, group in itertools.groupby(range(len(held)), lambda i: (counts[i], held[i] - i)):
             many = len(list(group))
-            capacity = capacity_of(counts[at] + self.room, memory.extent)
+            capacity = counts[at] + self.room
+            if memory.extent is not None:
+                capacity = PAGE_ROWS * pages_for(capacity)
             stretch = slice(row, row + many * capacity)
             keys, values = (each[stretch].view(many, capacity, each.shape[1]) for each in (memory.keys, memory.values))
             runs.append(Run(held[at], self.start, counts[at], keys, values, memory.first + row))
@@ -309,21 +311,21 @@ class HeadStore:
         PartialAttention
             Of (1, heads, tokens, value_dim); heads without rows have a log-sum-exp of -inf.
         """
-        shape, tokens = self.shape, query.shape[2]
-        group = query.shape[1] // shape.num_kv_heads
-        part: PartialAttention | None = None
-        own_first = max(0, first - self.start)
-        for run in self.runs:
-            count, heads = run.count + self.appended(length), slice(run.head * group, (run.head + run.heads) * group)
-            keys, values = run.keys[None, :, own_first:count], run.values[None, :, own_first:count]
-            found = attend(query[:, heads], keys, values, params, causal=tokens > 1)
-            if run.heads == shape.num_kv_heads:
-                part = found
-                break
-            part = _nothing(query, shape.value_dim) if part is None else part
-            part.out[:, heads], part.lse[:, heads] = found.out, found.lse
-        if part is None:
-            return _nothing(query, shape.value_dim)
+        group, causal = query.shape[1] // self.shape.num_kv_heads, query.shape[2] > 1
+        own_first, appended = max(0, first - self.start), self.appended(length)
+
+        def attend_to(run: Run, heads: slice) -> PartialAttention:
+            keys, values = (rows[None, :, own_first : run.count + appended] for rows in (run.keys, run.values))
+            return attend(query[:, heads], keys, values, params, causal=causal)
+
+        if self.is_one_run:
+            part = attend_to(self.runs[0], slice(None))
+        else:
+            part = PartialAttention.of_nothing((*query.shape[:-1], self.shape.value_dim), query.device)
+            for run in self.runs:
+                heads = slice(run.head * group, (run.head + run.heads) * group)
+                found = attend_to(run, heads)
+                part.out[:, heads], part.lse[:, heads] = found.out, found.lse
         for rows in self.shared:
             if first < rows.stop:
                 part = part.merge(attend(query, *rows.cut(max(first, rows.first), rows.stop), params))
@@ -335,10 +337,6 @@ def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:
     heads, cut = shape.num_kv_heads, shape.key_elements
     keys, values = rows[:, :cut].view(-1, heads, shape.key_dim), rows[:, cut:].view(-1, heads, shape.value_dim)
     return keys.transpose(0, 1), values.transpose(0, 1)
-
-
-def _nothing(query: torch.Tensor, value_dim: int) -> PartialAttention:
-    return PartialAttention.of_nothing((*query.shape[:-1], value_dim), query.device)
 
 
 def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, length: int, layer_idx: int) -> None:
@@ -360,10 +358,7 @@ def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, length: 
         raise ValueError(f"layer {layer_idx} has {shape.num_kv_heads} KV heads, and {len(retained)} are to keep tokens")
     about = f"layer {layer_idx}, KV head"
     for head, positions in enumerate(retained):
-        if positions.ndim != 1 or positions.dtype != torch.int64:
-            raise ValueError(
-                f"{about} {head}: expected positions (tokens,) int64, got {positions.dtype} {positions.shape}"
-            )
+        assert positions.ndim == 1 and positions.dtype == torch.int64, f"{about} {head}: positions are integers"
         if not len(positions):
             raise ValueError(f"{about} {head} would keep nothing; expected at least one token")
     edge = torch.tensor([length], device=retained[0].device)

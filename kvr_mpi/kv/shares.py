@@ -20,6 +20,7 @@ import torch
 from kvr_mpi.errors import DataError
 from kvr_mpi.kv.arena import make_rows
 from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
+from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
 from kvr_mpi.kv.loading import LoadedLayers
@@ -34,27 +35,14 @@ from kvr_mpi.transport import Transport
 class Share:
     """What one rank holds of a prompt, or of a stored document that prompts continue.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    start, stop : int
-        Bounds of this rank's tokens.
-    tokens : int
-        Tokens on all ranks together. The rank with the last of them also holds the tokens that follow.
-    longest : int
-        Largest number of tokens on all ranks together, including those that follow.
-    prefix : SharedPrefix, optional
-        The stored document that this share holds, with `read`: each layer's rows are read when the layer is first used.
-        The tokens after it are in the shares of prompts (`after`).
-    document : Share, optional
-        Share of the stored document that this prompt continues.
-
-    Attributes
-    ----------
-    length : int
-        Tokens that all ranks together hold.
-    failure : str or None
-        Why the stored document cannot be read, on this or another rank.
+    start, stop : bounds of this rank's tokens.
+    tokens : on all ranks together. The rank with the last of them also holds the tokens that follow.
+    longest : largest number of tokens on all ranks together, including those that follow.
+    prefix : the stored document that this share holds, with `read`: each layer's rows are read when the layer is first
+        used. The tokens after it are in the shares of prompts (`after`).
+    document : share of the stored document that this prompt continues.
+    length : tokens that all ranks together hold.
+    failure : why the stored document cannot be read, on this or another rank.
     """
 
     def __init__(
@@ -78,13 +66,7 @@ class Share:
 
     @classmethod
     def after(cls, loaded: LoadedModel, document: Share, reserve_tokens: int) -> Share:
-        """Make the share of a prompt that continues a stored document; the last rank has room for the new tokens.
-
-        Parameters
-        ----------
-        reserve_tokens : int
-            Room for all tokens after the document.
-        """
+        """Make the share of a prompt that continues a stored document; the last rank has room for the new tokens."""
         longest = document.length + reserve_tokens
         if longest > document.longest:
             raise ValueError(
@@ -163,8 +145,7 @@ class Share:
         if layer is None:
             return None
         assert self.document is None, "questions about a stored document are not stored again"
-        keys, values = layer.rows(self.start, self.held_until)
-        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        return rows_by_token(layer, self.start, self.held_until)
 
     def _make(self, layer_idx: int) -> HeadStore:
         """Allocate uninitialised rows of a layer."""

@@ -178,7 +178,7 @@ def run_step(loaded: LoadedModel, cache: DecodeCache, inputs: torch.Tensor) -> t
     torch.Tensor
         Logits (documents, vocab_size), float32.
     """
-    cache.begin(inputs[1])
+    cache.on_device = inputs[1]
     keep = torch.arange(inputs.shape[1], device=inputs.device)
     positions = inputs[1:] + loaded.shape.first_position
     return run_model(loaded.model, inputs[:1], cache, positions=positions, keep=keep)

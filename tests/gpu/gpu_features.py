@@ -93,7 +93,7 @@ def ragged_heads_are_exact(given: Given) -> Figures:
         store = HeadStore(memory, shape, kept, 3, origin)
         document: Any = SimpleNamespace(layers=[SimpleNamespace(store=store)], length=origin, device=device)
         row = DecodeCache([document])
-        row.begin(torch.tensor([origin], device=device))
+        row.on_device = torch.tensor([origin], device=device)
         fresh = torch.randn(2, 1, 4, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
         row.layers[0].update(fresh[0], fresh[1])
         query = torch.randn(1, 16, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)

@@ -11,12 +11,10 @@ import pytest
 import torch
 from models import prompt
 from paged_rows import arena_of, pages_read, ready, steps_recorded
-from rows import alone
+from rows import alone, batch_of, finish, tokens_of
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import GenerationConfig
 
 from kvr_mpi.decode import step_graph
-from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.arena import PAGE_ROWS, Arena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
@@ -46,14 +44,10 @@ def ask(
 
 def answered(loaded: LoadedModel, ids: Sequence[Sequence[int]], prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
     """Decode together."""
-    config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    batch: DecodeBatch = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
+    batch = batch_of(loaded, NEW_TOKENS)
     for at, (prefill, each) in enumerate(zip(prefills, ids, strict=True)):
         batch.add(at, prefill, each, 0)
-    found: dict[int, Any] = {}
-    while batch.running:
-        found |= {one.key: one.answer for one in batch.step()}
-    return [found[at].token_ids for at in range(len(ids))]
+    return [tokens for _, tokens in sorted(tokens_of(finish(batch)).items())]
 
 
 def storages(caches: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
