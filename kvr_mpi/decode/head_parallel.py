@@ -23,7 +23,7 @@ import torch
 from kvr_mpi.compress.placement import LayerPlacement, Loads, Owners, assign_rows, place_layers
 from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import Arena, make_rows
+from kvr_mpi.kv.arena import Arena, make_runs
 from kvr_mpi.kv.attention import PartialAttention, gather_parts, merge_gathered
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import Merge
@@ -193,9 +193,9 @@ class HeadGroup(Group):
         for idx, (shape, parts) in enumerate(zip(loaded.shape.layers, owned[ranks.rank], strict=True)):
             computed = list(range(shape.num_kv_heads)) if heads is None else heads[idx]
             counts, held = [last - first for _, first, last in parts], [computed.index(head) for head, _, _ in parts]
-            memory = make_rows(shape, counts, slack, loaded.dtype, loaded.device, self._arena)
+            runs = make_runs(shape, counts, slack, loaded.dtype, loaded.device, self._arena, heads=held)
             of_part = replace(shape, num_kv_heads=len(computed))
-            stores.append(HeadStore(memory, of_part, counts, slack, document.tokens, held, appends=appends))
+            stores.append(HeadStore(runs, of_part, slack, document.tokens, appends=appends))
         places = [
             rows
             for store in stores

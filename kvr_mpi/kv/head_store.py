@@ -13,16 +13,15 @@ runs for the tokens after it. ``decode_cache`` runs a step over the rows of many
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import PAGE_ROWS, RowMemory, pages_for
+from kvr_mpi.kv.arena import PAGE_ROWS, Run, in_flat, pages_for
 from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -31,119 +30,55 @@ Rows = npt.NDArray[np.int32]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """Adjacent KV heads that hold the same number of rows.
-
-    head : index of the first one, among the heads that the model computes on this rank.
-    first : position of the first row, if rows are in the order of positions.
-    count : rows that each head holds, without appended tokens.
-    keys, values : views (heads, capacity, dim).
-    row : row of the memory or extent at which the first head's rows begin.
-    owner : the store that owns these rows, if other prompts share them.
-    """
-
-    head: int
-    first: int
-    count: int
-    keys: torch.Tensor
-    values: torch.Tensor
-    row: int = 0
-    owner: HeadStore | None = None
-
-    @property
-    def heads(self) -> int:
-        """Number of heads."""
-        return len(self.keys)
-
-    @property
-    def stop(self) -> int:
-        """Position after the last row."""
-        return self.first + self.count
-
-    def cut(self, first: int, last: int) -> Pair:
-        """Keys and values of a range of positions, as views (1, heads, tokens, dim)."""
-        rows = slice(first - self.first, last - self.first)
-        return self.keys[None, :, rows], self.values[None, :, rows]
-
-
 class HeadStore:
     """Keys and values of one layer of one document.
 
     Parameters
     ----------
-    memory : RowMemory
-        From `arena.make_rows`, for these counts and this room: head after head.
+    runs : sequence of Run
+        Rows of the held heads (`arena.make_runs`); of all heads, if every head holds all tokens from the first row on.
     shape : LayerShape
         Its `num_kv_heads` is the number of heads of the keys that `write` receives.
-    counts : sequence of int
-        Rows that each held head has, without shared ones.
     room : int
         Tokens that can be appended.
     origin : int
         Position of the first token to be appended.
-    heads : sequence of int, optional
-        Which heads of the layer are held, ascending; by default all.
     appends : bool
         Whether this store keeps new tokens; otherwise another rank keeps them, and `write` does nothing.
     is_whole : bool
         Every head holds all tokens: rows are in the order of positions.
     shared : sequence of Run
-        Shared runs of the first tokens, in order.
-    start : int, optional
-        Position of the first row, if every head holds all tokens from there on; by default the end of `shared`.
+        Shared runs of the first tokens, in order; `runs` hold the tokens after them.
     buffer : Tensor, optional
         The token-major memory (capacity, elements of K and V of all heads), while rows are in it (`by_tokens`).
 
     Attributes
     ----------
-    runs : list of Run
+    start : int
+        Position of the first row of `runs`.
     positions : list of Tensor or None
         Positions in the prompt that each held head keeps, (tokens,) int32 on the host; None if they are not known.
     """
 
     def __init__(
         self,
-        memory: RowMemory,
+        runs: Sequence[Run],
         shape: LayerShape,
-        counts: Sequence[int],
         room: int,
         origin: int,
-        heads: Sequence[int] | None = None,
         *,
         appends: bool = True,
         is_whole: bool = False,
         shared: Sequence[Run] = (),
-        start: int | None = None,
         buffer: torch.Tensor | None = None,
     ) -> None:
-        assert is_whole or not shared, "shared runs hold all heads"
-        self.shared, self.buffer = shared, buffer
-        self.start = self.shared_tokens if start is None else start
-        self.memory, self.shape, self.origin = memory, shape, origin
-        self.room, self.appends, self.is_whole = room if appends else 0, appends, is_whole
+        assert not shared or (is_whole and runs[0].first == shared[-1].stop), "all heads go on after shared rows"
+        self.runs, self.shared, self.buffer, self.shape = runs, shared, buffer, shape
+        self.start = runs[0].first if runs else 0
+        self.extent = runs[0].extent if runs else None
+        self.room, self.origin, self.appends, self.is_whole = room, origin, appends, is_whole
         self.positions: list[torch.Tensor] | None = None
-        if buffer is not None:
-            self.runs = [Run(0, self.start, 0, memory.keys, memory.values)]
-        else:
-            held = tuple(range(shape.num_kv_heads) if heads is None else heads)
-            assert len(counts) == len(held), "one count for each head held"
-            self.runs = self._by_heads(counts, held)
-        self.is_one_run = len(self.runs) == 1 and self.runs[0].heads == shape.num_kv_heads
-
-    def _by_heads(self, counts: Sequence[int], held: Sequence[int]) -> list[Run]:
-        """Divide the memory among the heads; adjacent ones with as many rows are one run."""
-        memory, runs, at, row = self.memory, list[Run](), 0, 0
-        for _, group in itertools.groupby(range(len(held)), lambda i: (counts[i], held[i] - i)):
-            many = len(list(group))
-            capacity = counts[at] + self.room
-            if memory.extent is not None:
-                capacity = PAGE_ROWS * pages_for(capacity)
-            stretch = slice(row, row + many * capacity)
-            keys, values = (each[stretch].view(many, capacity, each.shape[1]) for each in (memory.keys, memory.values))
-            runs.append(Run(held[at], self.start, counts[at], keys, values, memory.first + row))
-            at, row = at + many, stretch.stop
-        return runs
+        self.is_one_run = len(runs) == 1 and runs[0].heads == shape.num_kv_heads
 
     @classmethod
     def by_tokens(cls, buffer: torch.Tensor, shape: LayerShape, start: int = 0) -> HeadStore:
@@ -156,8 +91,8 @@ class HeadStore:
         start : int
             Position of the buffer's first row.
         """
-        memory = RowMemory(*_by_head(buffer, shape))
-        return cls(memory, shape, (), len(buffer), start, is_whole=True, start=start, buffer=buffer)
+        run = Run(0, start, 0, *_by_head(buffer, shape))
+        return cls([run], shape, len(buffer), start, is_whole=True, buffer=buffer)
 
     def laid_by_heads(self, length: int) -> HeadStore:
         """Reorder the buffer in place so that each head's tokens are contiguous: CPU attention is then twice as fast.
@@ -170,12 +105,10 @@ class HeadStore:
         assert self.buffer is not None, "rows are by token"
         tokens, capacity, shape = length - self.start, len(self.buffer), self.shape
         old = [rows.clone(memory_format=torch.contiguous_format) for rows in _by_head(self.buffer[:tokens], shape)]
-        memory = RowMemory.in_flat(self.buffer.view(-1), capacity * shape.num_kv_heads, shape)
-        counts, room = [tokens] * shape.num_kv_heads, capacity - tokens
-        store = HeadStore(memory, shape, counts, room, length, is_whole=True, shared=self.shared, start=self.start)
-        for place, rows in zip((store.runs[0].keys, store.runs[0].values), old, strict=True):
+        run = Run(0, self.start, tokens, *in_flat(self.buffer.view(-1), shape.num_kv_heads, capacity, shape))
+        for place, rows in zip((run.keys, run.values), old, strict=True):
             place[:, :tokens] = rows
-        return store
+        return HeadStore([run], shape, capacity - tokens, length, is_whole=True, shared=self.shared)
 
     @functools.cached_property
     def lines(self) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
@@ -194,7 +127,7 @@ class HeadStore:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.memory.nbytes
+        return sum(run.nbytes for run in self.runs)
 
     def appended(self, length: int) -> int:
         """Rows that each held head has got since the prefill, for a document of `length` tokens."""
@@ -249,8 +182,8 @@ class HeadStore:
     def as_shared(self, length: int) -> tuple[Run, ...]:
         """Return the rows that prompts continuing this document may share; on GPUs only whole pages."""
         (run,) = self.runs
-        own, extent = length - self.start, self.memory.extent
-        own = own if extent is None else own // PAGE_ROWS * PAGE_ROWS
+        own = length - self.start
+        own = own if self.extent is None else own // PAGE_ROWS * PAGE_ROWS
         return (*self.shared, replace(run, count=own, owner=self)) if own else tuple(self.shared)
 
     @functools.cached_property

@@ -43,7 +43,7 @@ class PageLayout:
     @classmethod
     def of(cls, layers: Sequence[Sequence[HeadStore]]) -> PageLayout | None:
         """Return the layout of documents, given the stores of each layer; None if some are not in pages."""
-        extents = [sorted({store.memory.extent for store in stores if store.runs}, key=id) for stores in layers]
+        extents = [sorted({store.extent for store in stores if store.runs}, key=id) for stores in layers]
         held = [store for stores in layers for store in stores if store.runs]
         if not held or any(None in each for each in extents):
             return None
@@ -101,7 +101,7 @@ class PageTables:
             for at, extent in enumerate(extents):
                 columns[BEGINS, at], table[at] = extent.pages * PAGE_ROWS, extent.pages
             for document, store in enumerate(stores):
-                at = 0 if store.memory.extent is None else extents.index(store.memory.extent)
+                at = 0 if store.extent is None else extents.index(store.extent)
                 for first, begins, filled, pages in store.paged:
                     units = slice(document * kv_heads + first, document * kv_heads + first + len(begins))
                     for column, number in ((BEGINS, begins), (FILLED, filled), (IS_HERE, 1)):

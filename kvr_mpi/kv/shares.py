@@ -18,7 +18,7 @@ from functools import reduce
 import torch
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.kv.arena import make_rows
+from kvr_mpi.kv.arena import make_runs
 from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
 from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore
@@ -155,8 +155,8 @@ class Share:
             assert before is not None, "it was read first"
         shared, first = () if before is None else before.as_shared(self.start), self.first_row(shape.visibility)
         counts, room = [self.stop - first] * shape.num_kv_heads, self.longest - self.stop if self.is_last else 0
-        memory = make_rows(shape, counts, room, self.dtype, self.device)
-        return HeadStore(memory, shape, counts, room, self.stop, is_whole=True, shared=shared, start=first)
+        runs = make_runs(shape, counts, room, self.dtype, self.device, start=first)
+        return HeadStore(runs, shape, room, self.stop, is_whole=True, shared=shared)
 
     def _read(self, number: int) -> torch.Tensor | None:
         assert self.prefix is not None and self.prefix.read is not None, "it is stored"

@@ -67,12 +67,12 @@ def test_pages_are_used_again_when_the_last_view_is_gone() -> None:
     loaded = ready("llama-gqa")
     arena, shape = arena_of(loaded, 1), loaded.shape.layers[0]  # two heads, three layers: six pages to an extent
     first, second = arena.take(shape, 2), arena.take(shape, 1)
-    assert (first.first, second.first) == (0, 2 * PAGE_ROWS) and first.extent is second.extent
-    held = first.values[5:7]  # as a writer, or a transfer, would hold it
+    assert (first.row, second.row) == (0, 2 * PAGE_ROWS) and first.extent is second.extent
+    held = first.values[0, 5:7]  # as a writer, or a transfer, would hold it
     held.fill_(7.0)
     del first
     third = arena.take(shape, 3)
-    assert third.first == 3 * PAGE_ROWS and third.extent is second.extent
+    assert third.row == 3 * PAGE_ROWS and third.extent is second.extent
     fourth = arena.take(shape, 1)
     assert fourth.extent is not second.extent and bool((held == 7.0).all()), "one view is left"
     del held
@@ -80,14 +80,14 @@ def test_pages_are_used_again_when_the_last_view_is_gone() -> None:
     assert fifth.extent not in (second.extent, fourth.extent)
     arena.collect()
     sixth = arena.take(shape, 2)
-    assert sixth.first == 0 and sixth.extent is second.extent
+    assert sixth.row == 0 and sixth.extent is second.extent
     seventh = arena.take(shape, 7)
     assert seventh.extent is not None and seventh.extent.pages == 7, "a long document has an extent of just its size"
     del second, third, fourth, fifth, sixth
     arena.collect()
     assert [extent.pages for extent in arena.extents] == [7]
     wide = arena.take(LayerShape(2, 16, 16), 1)  # a layer with other heads has extents of its own
-    assert wide.extent not in (None, seventh.extent) and wide.keys.shape == (PAGE_ROWS, 16)
+    assert wide.extent not in (None, seventh.extent) and wide.keys.shape == (1, PAGE_ROWS, 16)
 
 
 def test_no_memory_for_an_extent_is_memory_for_a_document(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,7 @@ def storages(caches: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
     held = {}
     for layer in (layer for cache in caches for layer in cache.layers):
         store = layer.store
-        rows = [store.memory.keys, store.memory.values, *(each.keys for each in store.shared)]
-        for each in [*rows, *(each.values for each in store.shared)]:
+        for each in (rows for run in (*store.runs, *store.shared) for rows in (run.keys, run.values)):
             held[each.untyped_storage().data_ptr()] = each.untyped_storage()
     return held
 
@@ -105,7 +104,7 @@ def test_prompts_hold_one_copy_of_their_document_until_the_last_one_leaves(pages
     assert held[1] <= (tokens + PAGE_ROWS * pages) * each + follows
     assert held[8] <= held[1] + 7 * follows
     prefills = ask(loaded, document, ENDS, arena)
-    copy = StorageWeakRef(document.layers[1].memory.keys.untyped_storage())  # type: ignore[union-attr,no-untyped-call]
+    copy = StorageWeakRef(document.layers[1].runs[0].keys.untyped_storage())  # type: ignore[union-attr,no-untyped-call]
     del document, caches
     gc.collect()
     assert answered(loaded, ids[:2], prefills[:2]) == truth[:2]
