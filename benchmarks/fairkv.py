@@ -162,9 +162,7 @@ class _Contest:
 
     def _begin(self, group: Group, compression: Compression | None) -> DecodeBatch:
         documents = self._documents
-        batch: DecodeBatch = DecodeBatch(
-            self._setup.loaded, GREEDY, stop=(), max_new_tokens=documents.new_tokens, group=group
-        )
+        batch = DecodeBatch(self._setup.loaded, GREEDY, stop=(), max_new_tokens=documents.new_tokens, group=group)
         pairs = zip(documents.prompts, documents.copies(compression), strict=True)
         for number, (prompt, prefill) in enumerate(pairs):
             batch.add(number, prefill, prompt.ids, 0)

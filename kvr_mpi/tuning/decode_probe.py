@@ -56,7 +56,7 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
     ids = loaded.shape.sample_ids(PROBE_TOKENS, 7, 1)
 
     def time_step(group: Group | None) -> float:
-        batch: DecodeBatch = DecodeBatch(loaded, greedy, group=group, **options)
+        batch = DecodeBatch(loaded, greedy, group=group, **options)
         own = min(shares, MOST_DOCUMENTS)
         prefills = prefill_packed(loaded, [ids] * own, reserve_tokens=STEPS + 3) if own else []
         for number, prefill in enumerate(prefills):
