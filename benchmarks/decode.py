@@ -61,16 +61,16 @@ def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, arena: A
 
 def make_pool(
     loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int, arena: Arena | None = None
-) -> DecodeBatch[str]:
+) -> DecodeBatch:
     """Documents about to be answered, with an answer that does not end."""
     config = GenerationConfig(do_sample=False, eos_token_id=None)
-    pool = DecodeBatch[str](loaded, config, stop=(), max_new_tokens=reserve_tokens)
+    pool = DecodeBatch(loaded, config, stop=(), max_new_tokens=reserve_tokens)
     for document in range(documents):
         pool.add(str(document), make_prefill(loaded, tokens, reserve_tokens, arena), [5] * tokens, document)
     return pool
 
 
-def step_s(pool: DecodeBatch[str], steps: int) -> float:
+def step_s(pool: DecodeBatch, steps: int) -> float:
     """Seconds a step takes."""
     began = time.perf_counter()
     for _ in range(steps):

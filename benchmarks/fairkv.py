@@ -43,7 +43,7 @@ from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
 from kvr_mpi.costs.decoding import Wave, step_seconds
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.group import Alone, Group
+from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.head_parallel import HeadGroup, Place
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import PromptText
@@ -153,18 +153,16 @@ class _Contest:
         begun[APART] = partial(self._apart, compression)
         self.ways = {name: Way(name, begin, ranks, setup.loaded.device) for name, begin in begun.items()}
 
-    def _shared(self, place: Place, compression: Compression | None) -> DecodeBatch[int]:
+    def _shared(self, place: Place, compression: Compression | None) -> DecodeBatch:
         sums: Any = TimedSums(self._ranks)
         return self._begin(HeadGroup(self._setup.loaded, sums, place), compression)
 
-    def _apart(self, compression: Compression | None) -> DecodeBatch[int]:
-        return self._begin(Alone(self._setup.loaded), compression)
+    def _apart(self, compression: Compression | None) -> DecodeBatch:
+        return self._begin(Group(self._setup.loaded), compression)
 
-    def _begin(self, group: Group[int], compression: Compression | None) -> DecodeBatch[int]:
+    def _begin(self, group: Group, compression: Compression | None) -> DecodeBatch:
         documents = self._documents
-        batch: DecodeBatch[int] = DecodeBatch(
-            self._setup.loaded, GREEDY, stop=(), max_new_tokens=documents.new_tokens, group=group
-        )
+        batch = DecodeBatch(self._setup.loaded, GREEDY, stop=(), max_new_tokens=documents.new_tokens, group=group)
         pairs = zip(documents.prompts, documents.copies(compression), strict=True)
         for number, (prompt, prefill) in enumerate(pairs):
             batch.add(number, prefill, prompt.ids, 0)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.step_graph import Recorder
-from kvr_mpi.kv import packed_row, units
+from kvr_mpi.kv import decode_cache, packed_row
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -47,8 +47,8 @@ def pages_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     def takes(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
         return params.is_plain and query.shape[-1] == values.shape[-1]
 
-    monkeypatch.setattr(packed_row, "takes_flash", takes)
-    monkeypatch.setattr(units, "takes_flash", takes)
+    for module in (packed_row, decode_cache):
+        monkeypatch.setattr(module, "takes_flash", takes)
     with Watched() as watched:
         yield watched
 

@@ -10,8 +10,8 @@ from typing import Any
 import transformers as tf
 from models import COMMON, prompt, random_model, tiny
 
-from kvr_mpi.decode.batch import DecodeBatch, Finished
-from kvr_mpi.decode.group import Group
+from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -52,14 +52,14 @@ def other_prompt(tokens: int) -> list[int]:
 
 
 def batch_of(
-    loaded: LoadedModel, new_tokens: int, group: Group[Any] | None = None, stop: Sequence[str] = (), **config: Any
-) -> DecodeBatch[Any]:
+    loaded: LoadedModel, new_tokens: int, group: Group | None = None, stop: Sequence[str] = (), **config: Any
+) -> DecodeBatch:
     """A batch of greedy answers, unless the configuration says otherwise."""
     settings = tf.GenerationConfig(**{"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config)
     return DecodeBatch(loaded, settings, stop=stop, max_new_tokens=new_tokens, group=group)
 
 
-def finish(batch: DecodeBatch[Any]) -> dict[Any, Finished[Any]]:
+def finish(batch: DecodeBatch) -> dict[Any, Entry]:
     """Begin what waits, and step until all is answered."""
     found, steps = {one.key: one for one in batch.begin()}, 0
     while batch.running:
@@ -68,7 +68,7 @@ def finish(batch: DecodeBatch[Any]) -> dict[Any, Finished[Any]]:
     return found
 
 
-def tokens_of(found: dict[Any, Finished[Any]]) -> dict[Any, tuple[int, ...]]:
+def tokens_of(found: dict[Any, Entry]) -> dict[Any, tuple[int, ...]]:
     """The answers, of those that have one."""
     return {key: one.answer.token_ids for key, one in found.items() if one.answer is not None}
 

@@ -7,17 +7,19 @@ defines which ranks take part, and what each of them computes.
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.decode.group import Alone, Group, Running
-from kvr_mpi.decode.samples import Samples
-from kvr_mpi.decode.sampling import Answer, DecodeSequence, SamplingParams
+from kvr_mpi.decode.grammar import Grammars
+from kvr_mpi.decode.group import Entry, Group
+from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import DocumentError
@@ -33,21 +35,8 @@ KEPT_RULES = 16
 # Sent instead of a prompt's next token: the prompt is answered, or its prefill failed.
 ENDED, FAILED = -1, -2
 
-K = TypeVar("K")
 
-
-@dataclass(frozen=True, slots=True)
-class Finished(Generic[K]):
-    """A prompt that has left the batch, with its answer or error."""
-
-    key: K
-    prefill: Prefill  # with this rank's keys and values; without a cache after an error
-    answer: Answer | None
-    error: str | None = None
-    rank_s: float = 0.0  # of decoding, as in `Running`
-
-
-class DecodeBatch(Generic[K]):
+class DecodeBatch:
     """A batch of prompts that are being answered.
 
     All ranks of a group call `begin` and `step` together, and also `add` unless prompts wait for `begin`
@@ -76,15 +65,16 @@ class DecodeBatch(Generic[K]):
         *,
         stop: Sequence[str],
         max_new_tokens: int,
-        group: Group[K] | None = None,
+        group: Group | None = None,
     ) -> None:
-        self._loaded, self.group = loaded, Alone[K](loaded) if group is None else group
-        self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
-        self._own_rules: dict[OwnGeneration, SamplingParams] = {}
-        self._waiting: list[Running[K]] = []  # for `begin`, with their first token
-        self._running: list[Running[K]] = []
-        self._aside: list[Running[K]] = []  # no memory for their next token until another prompt leaves
-        self._finished: list[Finished[K] | None] = []  # None: on another rank
+        self._loaded, self.group = loaded, Group(loaded) if group is None else group
+        grammars = Grammars(loaded.tokenizer, ends_of(config))
+        self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, tuple(stop), max_new_tokens, grammars)
+        self._adapted = functools.lru_cache(KEPT_RULES)(self._rules.adapted)
+        self._waiting: list[Entry] = []  # for `begin`, with their first token
+        self._running: list[Entry] = []
+        self._aside: list[Entry] = []  # no memory for their next token until another prompt leaves
+        self._finished: list[Entry | None] = []  # None: on another rank
         self._anew_at = begins_anew_at(loaded.model)
         self.most_rows: int | None = None
 
@@ -92,12 +82,6 @@ class DecodeBatch(Generic[K]):
     def running(self) -> int:
         """Prompts in the batch, the same on all ranks except for those that wait for `begin`."""
         return len(self._waiting) + len(self._running) + len(self._aside) + len(self._finished)
-
-    @property
-    def keys(self) -> list[K]:
-        """Keys of this rank's own prompts in the batch."""
-        under_way = [one.key for one in self._waiting + self._running + self._aside if one.key is not None]
-        return under_way + [one.key for one in self._finished if one is not None]
 
     @property
     def prefills(self) -> list[Prefill]:
@@ -112,14 +96,14 @@ class DecodeBatch(Generic[K]):
 
     @torch.inference_mode()
     def add(
-        self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int, own: OwnGeneration = AS_THE_JOB
+        self, key: Any, prefill: Prefill, prompt_ids: Sequence[int], seed: int, own: OwnGeneration = AS_THE_JOB
     ) -> bool:
         """Add a prompt after its prefill, which determines its first token.
 
         Parameters
         ----------
         key : object
-            Returned in `Finished`.
+            Returned with the answer.
         prefill : Prefill
             With logits at the prompt's home, and room for its ``max_new_tokens``.
         prompt_ids : sequence of int
@@ -146,7 +130,7 @@ class DecodeBatch(Generic[K]):
         return words[0][0] != FAILED
 
     @torch.inference_mode()
-    def begin(self) -> list[Finished[K]]:
+    def begin(self) -> list[Entry]:
         """Start the waiting prompts unless others are running; return those that are finished at once."""
         if self.group.waits and not self._running and not self._aside:
             self._running, self._waiting = self._waiting, []
@@ -155,7 +139,7 @@ class DecodeBatch(Generic[K]):
         return self.take_finished()
 
     @torch.inference_mode()
-    def step(self) -> list[Finished[K]]:
+    def step(self) -> list[Entry]:
         """Generate one token for every prompt, and return those that are finished."""
         if not self._running and self._aside:  # no memory for any of them: one has to finish or fail
             self._running.append(self._aside.pop(0))
@@ -163,76 +147,52 @@ class DecodeBatch(Generic[K]):
             self._step(row)
         return self.take_finished()
 
-    def take_finished(self) -> list[Finished[K]]:
+    def take_finished(self) -> list[Entry]:
         """Return the prompts that are finished already."""
         finished, self._finished = self._finished, []
         return [one for one in finished if one is not None]
 
-    def _begin(self, key: K, prefill: Prefill, ids: Sequence[int], seed: int, own: OwnGeneration) -> Running[K]:
+    def _begin(self, key: Any, prefill: Prefill, ids: Sequence[int], seed: int, own: OwnGeneration) -> Entry:
         """Score continuations if asked for, and choose a prompt's first token, on its home rank."""
         rules = self._rules_of(own)
         why = prefill.error or self._why_not_compressed(prefill, len(ids), rules.max_new_tokens)
         why = why or self._why_not_as_asked(own.n, rules, ids)
         scores: tuple[Score, ...] = ()
-        if own.score and why is None:
+        if (texts := own.score) and why is None:
             try:
-                scores = self._score(prefill, len(ids), own.score)
+                found = attempt(
+                    lambda: score_continuations(self._loaded, prefill, texts, self.group.look_ahead),
+                    self._loaded.tp_group,
+                )
+                if isinstance(found, Failure):
+                    why = f"not enough memory to score its continuations: {found.why}"
+                else:
+                    scores = found
             except DocumentError as error:
                 why = str(error)
         if not self.group.is_home(prefill):
-            return Running(prefill)
+            return Entry(prefill)
 
-        def begin(seed: int) -> DecodeSequence:
-            writing = DecodeSequence(rules, ids, seed, self._loaded.device)
-            writing.scores = scores
-            if why is not None:
-                writing.fail(why)
-            elif prefill.logits is not None:
-                writing.write_first(prefill.logits)
-            return writing
-
-        document = Running(prefill, key=key, writing=begin(seed))
-        if own.n is not None and own.n > 1 and why is None:
-            document.samples = Samples(prefill, begin, seed, own.n)
+        writing = DecodeSequence(rules, ids, seed, self._loaded.device, own.n or 1)
+        document, writing.scores = Entry(prefill, key=key, writing=writing), scores
+        if why is not None:
+            writing.fail(why)
+        else:
+            writing.write_first(prefill.logits)
+            if own.n is not None and own.n > 1 and prefill.is_plain:
+                document.fresh = copy.deepcopy(prefill.cache)
         return document
 
     def _rules_of(self, own: OwnGeneration) -> SamplingParams:
         """Return a prompt's settings; some are cached, since stop strings scan the whole vocabulary."""
         own = replace(own, seed=None, n=None, score=None)
-        if own == AS_THE_JOB:
-            return self._rules
-        rules = self._own_rules.pop(own, None) or self._rules.adapted(own)
-        self._own_rules[own] = rules  # the most recently used last
-        if len(self._own_rules) > KEPT_RULES:
-            del self._own_rules[next(iter(self._own_rules))]
-        return rules
-
-    def _score(self, prefill: Prefill, prompt_tokens: int, texts: Sequence[str]) -> tuple[Score, ...]:
-        """Score continuations of a prompt.
-
-        Raises
-        ------
-        DocumentError
-            If a continuation cannot be scored, or memory runs out.
-        """
-        found = attempt(
-            lambda: score_continuations(self._loaded, prefill, prompt_tokens, texts, self.group.look_ahead),
-            self._loaded.tp_group,
-        )
-        if isinstance(found, Failure):
-            raise DocumentError(f"not enough memory to score its continuations: {found.why}")
-        return found
+        return self._rules if own == AS_THE_JOB else self._adapted(own)
 
     def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:
         """Return why an answer cannot continue from a compressed cache; None if it can."""
-        most = tokens + new_tokens
-        if (
-            prefill.cache is None
-            or prefill.is_plain
-            or not prefill.cache.is_ragged
-            or self._anew_at is None
-            or not tokens < self._anew_at <= most
-        ):
+        if prefill.cache is None or prefill.is_plain or not prefill.cache.is_ragged:
+            return None
+        if self._anew_at is None or not tokens < self._anew_at <= tokens + new_tokens:
             return None
         return (
             f"a prompt of {tokens} tokens and an answer of up to {new_tokens}: from {self._anew_at} tokens on, this "
@@ -260,7 +220,7 @@ class DecodeBatch(Generic[K]):
             )
         return None
 
-    def _step(self, row: Sequence[Running[K]]) -> None:
+    def _step(self, row: Sequence[Entry]) -> None:
         """Generate one token for each prompt of a row; if memory is short, split the row from now on."""
         began = time.perf_counter()
         logits = attempt(lambda: self.group.run(row))
@@ -273,7 +233,8 @@ class DecodeBatch(Generic[K]):
                 document.rank_s += ranks * (time.perf_counter() - began) / len(row)
             self._go_on(row, self.group.tell([self._word_of(document) for document in row]))
             return
-        self.group.give_back()
+        self.group.forget_rows()
+        self.group.recorder.forget()
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(row) > 1:
@@ -289,7 +250,7 @@ class DecodeBatch(Generic[K]):
             self._word_of(row[0])
             self._go_on(row, [(ENDED, 0)])
 
-    def _word_of(self, document: Running[K]) -> tuple[int, int]:
+    def _word_of(self, document: Entry) -> tuple[int, int]:
         """Return the next token of a prompt on its home rank; finish the prompt if that is its end.
 
         Returns
@@ -298,25 +259,22 @@ class DecodeBatch(Generic[K]):
             The token to run next, `ENDED` or `FAILED`; and the length to truncate the cache to if another answer begins
             with this token, else 0. (0, 0) for a prompt whose home is another rank.
         """
-        writing, tokens = document.writing, 0
+        writing, prefill, tokens = document.writing, document.prefill, 0
         if writing is None:
             return 0, 0
-        following: DecodeSequence | None = writing
-        while document.samples is not None and following is not None and following.is_answered:
-            if (following := document.samples.follow(following)) is not None:
-                writing = document.writing = following
-                tokens = document.samples.tokens
+        while writing.finish_reason is not None and writing.error is None and writing.begin_next(prefill.logits):
+            if document.fresh is not None:
+                prefill.cache = copy.deepcopy(document.fresh)
+            else:
+                tokens = prefill.partition.tokens
         if writing.finish_reason is None:
             return writing.token_ids[-1], tokens
-        prefill = document.prefill
         if writing.error is not None:
             prefill.cache = prefill.share = None
-        answer = None if writing.error is not None else (document.samples or writing).answer()
-        assert document.key is not None, "it was given with the prompt"
-        self._finished.append(Finished(document.key, prefill, answer, writing.error, document.rank_s))
+        self._finished.append(document)
         return ENDED if prefill.error is None else FAILED, 0
 
-    def _go_on(self, documents: Sequence[Running[K]], words: Sequence[tuple[int, int]]) -> None:
+    def _go_on(self, documents: Sequence[Entry], words: Sequence[tuple[int, int]]) -> None:
         """Apply what the prompts' home ranks decided (`_word_of`)."""
         for document, (token, tokens) in zip(list(documents), words, strict=True):
             if token < 0:
@@ -329,4 +287,4 @@ class DecodeBatch(Generic[K]):
                 continue
             document.last_token = token
             if tokens:
-                self.group.step_back(document.prefill, tokens)
+                (document.prefill.share or document.prefill.cache).step_back(tokens)

@@ -42,27 +42,22 @@ class Grammars:
         """
         try:
             from llguidance import LLMatcher
+            from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ConfigError(MISSING) from error
+        if not self._ends:
+            raise ConfigError(
+                "the model has no end-of-text token, so answers that follow a JSON schema would never end"
+            )
         try:
-            found = LLMatcher(self._tokens_of(vocab_size), grammar_of(schema))
+            if vocab_size not in self._tokens:  # converting the tokenizer takes about a second
+                self._tokens[vocab_size] = from_tokenizer(self._tokenizer, n_vocab=vocab_size, eos_token=self._ends)
+            found = LLMatcher(self._tokens[vocab_size], grammar_of(schema))
         except ValueError as error:
             raise ConfigError(f"answers that follow a JSON schema are not possible here: {error}") from error
         if found.is_error():
             raise ConfigError(f"the JSON schema cannot be followed with this tokenizer: {found.get_error()}")
         return found
-
-    def _tokens_of(self, vocab_size: int | None) -> Any:
-        """Convert the tokenizer for llguidance, which takes about a second."""
-        from llguidance.hf import from_tokenizer
-
-        if not self._ends:
-            raise ConfigError(
-                "the model has no end-of-text token, so answers that follow a JSON schema would never end"
-            )
-        if vocab_size not in self._tokens:
-            self._tokens[vocab_size] = from_tokenizer(self._tokenizer, n_vocab=vocab_size, eos_token=self._ends)
-        return self._tokens[vocab_size]
 
 
 class SchemaProcessor:

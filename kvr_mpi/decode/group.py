@@ -1,6 +1,6 @@
 """The ranks that decode together, and what each computes in a step.
 
-A rank decodes alone (`Alone`), or with other ranks that each hold some heads (`head_parallel.HeadGroup`) or some tokens
+A rank decodes alone (`Group`), or with other ranks that each hold some heads (`head_parallel.HeadGroup`) or some tokens
 (`token_parallel.TokenGroup`). ``batch`` chooses tokens and handles samples, schemas, scores and memory errors for all
 groups. One rank of a group is the prompt's home: it chooses the prompt's tokens and sends them to the other ranks.
 """
@@ -10,14 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
-from kvr_mpi.decode.samples import Samples
-from kvr_mpi.decode.sampling import DecodeSequence
+from kvr_mpi.decode.sampling import Answer, DecodeSequence
 from kvr_mpi.decode.step_graph import Recorder
-from kvr_mpi.kv.cache import held_bytes
+from kvr_mpi.kv.cache import held_bytes as bytes_of_caches
 from kvr_mpi.kv.decode_cache import DecodeCache, Merge
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
@@ -29,59 +28,85 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport
 
-K = TypeVar("K")
-
 
 @dataclass(slots=True, eq=False)
-class Running(Generic[K]):
-    """A running prompt, as one rank sees it.
+class Entry:
+    """A prompt of a batch, as one rank sees it.
 
-    prefill : with the keys and values that this rank holds.
+    prefill : with the keys and values that this rank holds; without a cache after an error.
     last_token : the token to run next.
-    key, writing, samples : on the prompt's home rank; samples if several answers are requested.
+    key, writing : on the prompt's home rank.
+    fresh : the prompt's plain cache as its prefill left it, if several answers are requested; other caches are
+        truncated for the next answer.
     rank_s : its share of the duration of its steps, summed over the ranks of the group.
     """
 
     prefill: Prefill
     last_token: int = -1
-    key: K | None = None
+    key: Any = None
     writing: DecodeSequence | None = None
-    samples: Samples | None = None
+    fresh: Any = None
     rank_s: float = 0.0
 
+    @property
+    def error(self) -> str | None:
+        """Why the prompt has no answer."""
+        return None if self.writing is None else self.writing.error
 
-class Group(Generic[K]):
-    """The ranks that decode together.
+    @property
+    def answer(self) -> Answer | None:
+        """The finished answer; None after an error, and on other ranks than the prompt's home."""
+        return None if self.writing is None or self.writing.error is not None else self.writing.answer()
+
+
+class Group:
+    """A rank that decodes its own prompts, or a tensor-parallel group whose ranks all do the same.
+
+    Base of the groups of ranks that decode together.
 
     Parameters
     ----------
     loaded : LoadedModel
+        Prepared for chains, unless all prompts have plain caches; these step one by one.
     ranks : Transport or None
         All ranks of the group; None: this rank alone.
+    why_alone : str or None
+        Why prompts step one by one (`why_not_packed`); None if this model runs packed.
     """
 
     # Whether prompts wait for `DecodeBatch.begin`, which all ranks call together; otherwise `add` takes them in one by
     # one, on all ranks that hold a part of them.
     waits = False
 
-    def __init__(self, loaded: LoadedModel, ranks: Transport | None = None) -> None:
-        self.loaded, self.ranks = loaded, ranks
-        self._packs: dict[tuple[Running[K], ...], DecodeCache] = {}
+    def __init__(self, loaded: LoadedModel, ranks: Transport | None = None, *, why_alone: str | None = None) -> None:
+        self.loaded, self.ranks, self.recorder = loaded, ranks, Recorder(loaded)
+        self._why_alone, self._anew_at = why_alone, begins_anew_at(loaded.model)
+        self._packs: dict[tuple[Entry, ...], DecodeCache] = {}
 
     def is_home(self, prefill: Prefill) -> bool:
         """Whether this rank chooses a prompt's tokens and delivers its answer."""
         return True
 
-    def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
-        """Prepare new prompts for steps; return those of all ranks of the group."""
+    def take_in(self, documents: Sequence[Entry]) -> Sequence[Entry]:
+        """Prepare new prompts for steps; return those of all ranks of the group.
+
+        A rank alone reorders keys and values by head, which CPUs read faster.
+        """
+        if self.loaded.device.type == "cpu":
+            for cache in (each.prefill.cache for each in documents if not each.prefill.is_plain):
+                for layer in [] if cache is None else cache.layers:
+                    layer.lay_by_heads()
         return documents
 
-    def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
-        """Divide prompts into rows of at most `most` that run in one step."""
-        groups = -(-len(documents) // (most or len(documents) or 1))
-        return [list(documents[at::groups]) for at in range(groups)]
+    def rows(self, documents: Sequence[Entry], most: int | None) -> list[list[Entry]]:
+        """Divide prompts into rows of at most `most` that run in one step; those with transformers' cache run alone."""
+        packed = [each for each in documents if not each.prefill.is_plain]
+        alone = [[each] for each in documents if each.prefill.is_plain]
+        most = 1 if self._why_alone is not None else most
+        groups = -(-len(packed) // (most or len(packed) or 1))
+        return [packed[at::groups] for at in range(groups)] + alone
 
-    def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
+    def run(self, documents: Sequence[Entry]) -> torch.Tensor:
         """Run the last token of each prompt; return the input of `choose`.
 
         Raises
@@ -89,9 +114,10 @@ class Group(Generic[K]):
         MemoryError, RuntimeError
             On all ranks, if memory ran out on any of them; the prompts are unchanged.
         """
-        raise NotImplementedError
+        with guarded(self.loaded.tp_group):
+            return self._run_alone(documents)
 
-    def choose(self, documents: Sequence[Running[K]], logits: torch.Tensor) -> list[int]:
+    def choose(self, documents: Sequence[Entry], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from its logits (prompts, vocab_size).
 
         The result is 0 on other ranks than the prompt's home.
@@ -111,10 +137,6 @@ class Group(Generic[K]):
         self.ranks.all_reduce(told)
         return [(token, tokens) for token, tokens in told.tolist()]
 
-    def step_back(self, prefill: Prefill, tokens: int) -> None:
-        """Truncate a prompt to its first tokens."""
-        prefill.cache.step_back(tokens)
-
     def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
         """Compute logits (tokens, vocab_size) after each of some tokens that follow a prompt, without changing it."""
         if prefill.is_plain:  # a plain cache with windows or states cannot be truncated
@@ -130,100 +152,45 @@ class Group(Generic[K]):
         finally:
             cache.step_back(length)
 
-    def held_bytes(self, prefills: Sequence[Prefill], document: Share | None = None) -> int:
-        """Bytes of prompts and of a document on this rank; shared memory counts once."""
-        return held_bytes([each.cache for each in prefills if each.cache is not None and not each.is_plain])
-
     def forget_rows(self) -> None:
         """Drop the combined caches of rows of prompts, since the rows change."""
         self._packs.clear()
 
-    def give_back(self) -> None:
-        """Free all caches that can be rebuilt, since memory is short."""
-        self.forget_rows()
-
-    def _cache_of(self, documents: Sequence[Running[K]], merge: Merge | None = None) -> DecodeCache:
+    def _cache_of(self, documents: Sequence[Entry], merge: Merge | None = None) -> DecodeCache:
         """Return the combined cache of a row of prompts, which is kept until rows change."""
         members = tuple(documents)
         if members not in self._packs:
             self._packs[members] = DecodeCache([each.prefill.cache for each in documents], merge)
         return self._packs[members]
 
-
-class Alone(Group[K]):
-    """A rank that decodes its own prompts, or a tensor-parallel group whose ranks all do the same.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Prepared for chains, unless all prompts have plain caches; these step one by one.
-    why_alone : str or None
-        Why prompts step one by one (`why_not_packed`); None if this model runs packed.
-    """
-
-    def __init__(self, loaded: LoadedModel, *, why_alone: str | None = None) -> None:
-        super().__init__(loaded)
-        self._why_alone, self._anew_at = why_alone, begins_anew_at(loaded.model)
-        self.recorder = Recorder(loaded)
-
-    def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
-        """Reorder keys and values by head, which CPUs read faster."""
-        for document in documents:
-            if not document.prefill.is_plain and self.loaded.device.type == "cpu":
-                for layer in document.prefill.cache.layers:
-                    layer.lay_by_heads()
-        return documents
-
-    def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
-        """Divide prompts into rows; prompts with transformers' own cache run alone."""
-        packed = [each for each in documents if not each.prefill.is_plain]
-        alone = [[each] for each in documents if each.prefill.is_plain]
-        return super().rows(packed, 1 if self._why_alone is not None else most) + alone
-
-    def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
-        """Run the model on one token of each prompt; return logits (prompts, vocab_size)."""
-        with guarded(self.loaded.tp_group):
-            return self._run(documents)
-
-    def give_back(self) -> None:
-        """Also free CUDA graphs."""
-        self.forget_rows()
-        self.recorder.forget()
-
-    def _run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
-        """Return logits (prompts, vocab_size) after the last token of each prompt."""
-        anew = [each for each in documents if self._begins_anew(each)]
-        if anew:
-            logits = [self._run_anew(each) if each in anew else self._run([each])[0] for each in documents]
-            return torch.stack(logits)
+    def _run_alone(self, documents: Sequence[Entry]) -> torch.Tensor:
+        """Return logits (prompts, vocab_size) after the last token of each prompt, computed by this rank."""
+        writings = [each.writing for each in documents if each.writing is not None]
+        # transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`).
+        anew = [self._anew_at is not None and one.token_ids and len(one.ids) == self._anew_at for one in writings]
+        if any(anew):
+            rows = zip(documents, writings, anew, strict=True)
+            return torch.stack(
+                [self._run_anew(each, writing) if now else self._run_alone([each])[0] for each, writing, now in rows]
+            )
         last = [each.last_token for each in documents]
         if self._why_alone is not None or documents[0].prefill.is_plain:
-            return self._run_alone(documents[0].prefill, last[0]).unsqueeze(0)
+            return self._run_one(documents[0].prefill, last[0]).unsqueeze(0)
         return self.recorder.run(self._cache_of(documents), last)
 
-    def _begins_anew(self, document: Running[K]) -> bool:
-        """Whether transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`)."""
-        writing = document.writing
-        assert writing is not None, "a rank alone holds every prompt"
-        return self._anew_at is not None and len(writing.ids) == self._anew_at and len(writing.token_ids) > 0
-
-    def _run_anew(self, document: Running[K]) -> torch.Tensor:
+    def _run_anew(self, document: Entry, writing: DecodeSequence) -> torch.Tensor:
         """Recompute prompt and answer on this rank; return the last logits (vocab_size,)."""
-        assert document.writing is not None, "a rank alone holds every prompt"
-        ids, loaded = document.writing.ids.tolist(), self.loaded
-        anew = (
-            prefill_single(loaded.model, ids, loaded.device)
-            if document.prefill.is_plain
-            else prefill_kvr(
-                loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=document.writing.room
-            )
-        )
+        ids, loaded, room = writing.ids.tolist(), self.loaded, writing.room
+        if document.prefill.is_plain:
+            anew = prefill_single(loaded.model, ids, loaded.device)
+        else:
+            anew = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=room)
         document.prefill.cache = anew.cache
         self._packs.clear()
         assert anew.logits is not None
         return anew.logits
 
-    def _run_alone(self, prefill: Prefill, token: int) -> torch.Tensor:
+    def _run_one(self, prefill: Prefill, token: int) -> torch.Tensor:
         """Return logits (vocab_size,) after one more token of one prompt."""
         ids = torch.tensor([[token]], device=self.loaded.device)
         if prefill.is_plain:
@@ -237,3 +204,14 @@ class Alone(Group[K]):
         except BaseException:
             cache.step_back(length)
             raise
+
+
+def held_bytes(prefills: Sequence[Prefill], document: Share | None = None) -> int:
+    """Bytes of prompts and of a stored document on this rank; shared memory counts once."""
+    shares = [prefill.share for prefill in prefills if prefill.share is not None]
+    documents = {share.document for share in shares} | {document}
+    return (
+        bytes_of_caches([each.cache for each in prefills if each.cache is not None and not each.is_plain])
+        + sum(share.bytes for share in shares)
+        + sum(one.bytes for one in documents if one is not None)
+    )

@@ -12,37 +12,59 @@ and attends with all heads; the parts are merged by log-sum-exp, which takes a t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from kvr_mpi.compress.placement import LayerPlacement, Loads, Owners, assign_rows, place_layers
-from kvr_mpi.decode.group import Group, Running
-from kvr_mpi.decode.sharing import Part, SharedDocument, share_documents, tell_documents
+from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import Arena
+from kvr_mpi.kv.arena import Arena, make_runs
 from kvr_mpi.kv.attention import PartialAttention, gather_parts, merge_gathered
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import Merge
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
-from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache
 from kvr_mpi.prefill.packed import decode_packed, why_never_packed
 from kvr_mpi.topology import share_of
 from kvr_mpi.transport import Transport
+from kvr_mpi.transport.base import FixedTag, gather_json, share_json
 
-K = TypeVar("K")
 Place = Callable[[Sequence[float], int], LayerPlacement]
+# Rows of a KV head that go to one rank: the head, the first row and the one after the last, among the rows it holds.
+Part = tuple[int, int, int]
 
 
-class HeadGroup(Group[K]):
+@dataclass(frozen=True, slots=True)
+class SharedDocument:
+    """A document as all ranks know it.
+
+    home : the rank that prefilled it, and writes its answer.
+    tokens : its length.
+    slack : tokens that may still be appended.
+    last_token : the token written last.
+    is_greedy : whether the next token is just the argmax of the logits.
+    counts : number of its keys, by layer and KV head.
+    """
+
+    home: int
+    tokens: int
+    slack: int
+    last_token: int
+    is_greedy: bool
+    counts: Sequence[Sequence[int]]
+
+
+class HeadGroup(Group):
     """Ranks that hold some heads of every prompt of a wave, whichever rank prefilled it.
 
     Answers do not depend on the placement or on the number of ranks, except for the order of sums.
@@ -103,9 +125,9 @@ class HeadGroup(Group[K]):
         self.counts = np.zeros((len(loaded.shape.layers), 0, 0), dtype=np.int64)
         self.owners: list[Owners] = []
 
-    def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
+    def take_in(self, documents: Sequence[Entry]) -> Sequence[Entry]:
         """Place the heads of all ranks' prompts by their number of tokens, and distribute them."""
-        shared = tell_documents(self.ranks, documents)
+        shared = self._tell_documents(documents)
         if not shared:
             return []
         self.counts = np.array([document.counts for document in shared], dtype=np.int64).swapaxes(0, 1)
@@ -114,20 +136,102 @@ class HeadGroup(Group[K]):
         loads = self.counts.sum(1).astype(np.float64) if self._loads is None else self._loads
         placed = place_layers(loads, self.ranks.size, self._place)
         self.owners = [assign_rows(layer, counts) for layer, counts in zip(placed, self.counts, strict=True)]
-        prefills = [document.prefill for document in documents]
-        if len(shared) == 1 and self.ranks.size > 1:
-            caches = self._divide_tokens(shared[0], prefills)
-        else:
-            caches = self._divide_heads(shared, prefills)
-        own, running = iter(documents), list[Running[K]]()
-        for told, cache in zip(shared, caches, strict=True):
-            here = told.home == self.ranks.rank
-            whole = Partition((0, told.tokens))
-            running.append(next(own) if here else Running(Prefill(whole, cache, None, 0.0), told.last_token))
-            running[-1].prefill.cache = cache
+        ranks, heads = self.ranks, None
+        self._merging = self._merge if len(shared) == 1 and ranks.size > 1 else None
+        if self._merging is None:
+            # A layer needs at least one head: a rank that owns none computes head 0 without rows, which gives zeros.
+            heads = [sorted({int(head) for head in np.nonzero(own == ranks.rank)[1]}) or [0] for own in self.owners]
+        if self._shared_heads is None:
+            self._shared_heads = SharedHeads(self.loaded, ranks.rank, ranks.size, self._sum)
+        self._part = replace(self.loaded, model=self._shared_heads.choose(heads))
+        own, running = iter(documents), list[Entry]()
+        for at, told in enumerate(shared):  # one at a time: the home drops its whole cache before the next one
+            if told.home == ranks.rank:
+                entry = next(own)
+            else:
+                entry = Entry(Prefill(Partition((0, told.tokens)), None, None, 0.0), told.last_token)
+            entry.prefill.cache = self._distribute(at, told, entry.prefill.cache, heads)
+            running.append(entry)
         return running
 
-    def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
+    def _tell_documents(self, documents: Sequence[Entry]) -> list[SharedDocument]:
+        """Gather the documents of all ranks into one list, which is the same on all ranks.
+
+        The list alternates between ranks, so that each rank sends about as much at a time as it receives.
+        """
+        mine = []
+        for document in documents:
+            cache, writing = document.prefill.cache, document.writing
+            assert writing is not None, "it is this rank's own"
+            counts = [layer.head_counts for layer in cache.layers]
+            mine.append([cache.length, writing.room, document.last_token, writing.is_greedy, counts])
+        turns = itertools.zip_longest(*share_json(self.ranks, gather_json(self.ranks, mine)))
+        return [SharedDocument(home, *told) for turn in turns for home, told in enumerate(turn) if told is not None]
+
+    def _parts_of(self, document: int, rank: int) -> list[list[Part]]:
+        """Return what a rank owns of a document, by layer: the heads placed on it, or a part of each head's tokens."""
+        layers = zip(self.owners, self.counts[:, document], strict=True)
+        if self._merging is None:
+            heads = [(np.flatnonzero(own[document] == rank).tolist(), counts) for own, counts in layers]
+            return [[(head, 0, int(counts[head])) for head in own] for own, counts in heads]
+        size = self.ranks.size
+        whole = [[(at, *share_of(int(count), rank, size)) for at, count in enumerate(counts)] for _, counts in layers]
+        return [[part for part in parts if part[1] < part[2] or rank == size - 1] for parts in whole]
+
+    def _distribute(
+        self, at: int, document: SharedDocument, cache: SliceCache | None, heads: Sequence[list[int]] | None
+    ) -> SliceCache:
+        """Send a document's rows from the cache of its home to their owners; return the cache of this rank's rows.
+
+        Each owner receives one message with its heads' keys and values, layer by layer.
+        """
+        loaded, ranks = self.loaded, self.ranks
+        owned = [self._parts_of(at, rank) for rank in range(ranks.size)]
+        # If all ranks compute all heads, the last one keeps new tokens.
+        appends, stores = heads is not None or ranks.rank == ranks.size - 1, list[HeadStore]()
+        slack = document.slack if appends else 0
+        for idx, (shape, parts) in enumerate(zip(loaded.shape.layers, owned[ranks.rank], strict=True)):
+            computed = list(range(shape.num_kv_heads)) if heads is None else heads[idx]
+            counts, held = [last - first for _, first, last in parts], [computed.index(head) for head, _, _ in parts]
+            runs = make_runs(shape, counts, slack, loaded.dtype, loaded.device, self._arena, heads=held)
+            of_part = replace(shape, num_kv_heads=len(computed))
+            stores.append(HeadStore(runs, of_part, slack, document.tokens, appends=appends))
+        places = [
+            rows
+            for store in stores
+            for line in range(len(store.lines))
+            for rows in store.own_rows(line, document.tokens)
+        ]
+        if cache is not None:
+            self._send_rows(cache, owned, places)
+        elif places:
+            sizes = [place.numel() for place in places]
+            message = torch.empty(sum(sizes), dtype=loaded.dtype, device=loaded.device)
+            ranks.irecv(message, document.home, FixedTag.SHARED_HEADS).wait()
+            for place, part in zip(places, torch.split(message, sizes), strict=True):
+                place.copy_(part.view(place.shape))
+        return make_decode_cache(loaded, stores, document.tokens, document.slack)
+
+    def _send_rows(self, cache: SliceCache, owned: Sequence[list[list[Part]]], places: Sequence[torch.Tensor]) -> None:
+        """Send every rank the rows it owns, and copy this rank's own to their places."""
+        requests = []
+        for rank, by_layer in enumerate(owned):
+            rows = [
+                held[first:last]
+                for layer, parts in zip(cache.layers, by_layer, strict=True)
+                for head, first, last in parts
+                for held in layer.head(head)
+            ]
+            if rank == self.ranks.rank:
+                for place, part in zip(places, rows, strict=True):
+                    place.copy_(part)
+            elif rows:
+                message = torch.cat([part.flatten() for part in rows])
+                requests.append(self.ranks.isend(message, rank, FixedTag.SHARED_HEADS))
+        for request in requests:
+            request.wait()
+
+    def run(self, documents: Sequence[Entry]) -> torch.Tensor:
         """Run this rank's heads of each prompt.
 
         Returns
@@ -151,47 +255,9 @@ class HeadGroup(Group[K]):
             return found
         return found[found[..., 0].argmax(0), torch.arange(len(documents), device=found.device), 1].long()
 
-    def choose(self, documents: Sequence[Running[K]], logits: torch.Tensor) -> list[int]:
+    def choose(self, documents: Sequence[Entry], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from the result of `run`."""
         return logits.tolist() if self._is_greedy else super().choose(documents, logits)
-
-    def _divide_heads(self, shared: Sequence[SharedDocument], prefills: Sequence[Prefill]) -> list[SliceCache]:
-        """Give every rank the heads placed on it."""
-        ranks = self.ranks
-        # A layer needs at least one head: a rank that owns none computes head 0 without rows, which gives zeros.
-        heads = [sorted({int(head) for head in np.nonzero(own == ranks.rank)[1]}) or [0] for own in self.owners]
-
-        def parts_of(document: int, rank: int) -> list[list[Part]]:
-            return [
-                [(head, 0, int(counts[document, head])) for head, owner in enumerate(own[document]) if owner == rank]
-                for own, counts in zip(self.owners, self.counts, strict=True)
-            ]
-
-        self._use(heads, None)
-        return share_documents(self.loaded, ranks, shared, prefills, parts_of, heads, self._arena)
-
-    def _divide_tokens(self, shared: SharedDocument, prefills: Sequence[Prefill]) -> list[SliceCache]:
-        """Give every rank a part of each head's tokens; the last rank gets new tokens."""
-        ranks = self.ranks
-        heads = [list(range(len(counts))) for counts in shared.counts]
-
-        def parts_of(document: int, rank: int) -> list[list[Part]]:
-            whole = [
-                [(head, *share_of(count, rank, ranks.size)) for head, count in enumerate(counts)]
-                for counts in shared.counts
-            ]
-            appends = rank == ranks.size - 1
-            return [[part for part in parts if part[1] < part[2] or appends] for parts in whole]
-
-        self._use(None, self._merge)
-        appends = ranks.rank == ranks.size - 1
-        return share_documents(self.loaded, ranks, [shared], prefills, parts_of, heads, self._arena, appends=appends)
-
-    def _use(self, heads: Sequence[Sequence[int]] | None, merge: Merge | None) -> None:
-        """Switch the model to this rank's part."""
-        if self._shared_heads is None:
-            self._shared_heads = SharedHeads(self.loaded, self.ranks.rank, self.ranks.size, self._sum)
-        self._part, self._merging = replace(self.loaded, model=self._shared_heads.choose(heads)), merge
 
     def _sum(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place."""
@@ -218,7 +284,7 @@ class HeadGroup(Group[K]):
         for meet in (of_layer * len(self.loaded.shape.layers))[self._meetings :]:
             meet()
 
-    def _run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
+    def _run(self, documents: Sequence[Entry]) -> torch.Tensor:
         """Run this rank's heads; return its results, with zeros in the places of other ranks' results."""
         cache = self._cache_of(documents, self._merging)
         logits = decode_packed(self._part, cache, [each.last_token for each in documents])

@@ -49,19 +49,16 @@ class LogprobTrace:
         self._row = torch.log_softmax(logits.float(), dim=-1)
 
     def write(self, token: int) -> None:
-        """Record the chosen token; does nothing on ranks that do not have the logits."""
-        if self._row is None:
-            return
+        """Record the token that was chosen from them."""
+        assert self._row is not None, "the logits were seen before"
         self._chosen.append(self._row[token].clone())  # a view would hold on to the whole row
         if self._top:
             values, tokens = self._row.topk(min(self._top, len(self._row)))
             self._likeliest.append((tokens, values))
         self._row = None
 
-    def finish(self, tokenizer: Any, token_ids: list[int]) -> TokenLogprobs | None:
-        """Return all values; None on ranks that do not have the logits."""
-        if len(self._chosen) != len(token_ids):
-            return None
+    def finish(self, tokenizer: Any, token_ids: list[int]) -> TokenLogprobs:
+        """Return all values."""
         logprobs: list[float] = torch.stack(self._chosen).tolist() if self._chosen else []
         tokens: list[int] = torch.cat([found for found, _ in self._likeliest]).tolist() if self._likeliest else []
         values: list[float] = torch.cat([found for _, found in self._likeliest]).tolist() if self._likeliest else []

@@ -27,9 +27,6 @@ from kvr_mpi.decode.head_parallel import Place, why_not_head_parallel
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel, ModelShape
 
-# Ways to place heads that copy some of them.
-COPYING = ("equal", "proportional")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSharing:
@@ -66,7 +63,7 @@ class HeadSharing:
 
     def describe(self, ranks: int) -> str:
         """Describe the placement in a few words."""
-        copied = f", up to {ranks - 1} copies a layer" if self.settings.placement in COPYING else ""
+        copied = f", up to {ranks - 1} copies a layer" if self.settings.placement in ("equal", "proportional") else ""
         by = "what they keep" if self.settings.profile is None else self.settings.profile
         return f"{self.settings.placement}{copied}" + ("" if self.settings.placement == "static" else f", by {by}")
 

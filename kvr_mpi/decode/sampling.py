@@ -6,9 +6,10 @@ logits of all documents at once; a `DecodeSequence` makes one document's answer 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers import GenerationConfig, StopStringCriteria
 from kvr_mpi.decode.grammar import Grammars, SchemaProcessor
 from kvr_mpi.decode.logprobs import LogprobTrace, TokenLogprobs
 from kvr_mpi.decode.scoring import Score
-from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
+from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.generation import SAMPLING, sampling_settings
 from kvr_mpi.errors import ConfigError, KvrError
 
@@ -62,41 +63,29 @@ def ends_of(config: GenerationConfig) -> set[int]:
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
+@dataclass(eq=False)
 class SamplingParams:
     """Settings for generating an answer, of the job or of one document.
 
-    Parameters
-    ----------
-    model, tokenizer
-        Of transformers.
-    config : GenerationConfig
-    stop : sequence of str
-        Stop strings; an answer ends before the first one.
-    max_new_tokens : int
-    own : OwnGeneration
-        Only its `top_logprobs` and `json_schema` are used here.
-    grammars : Grammars, optional
-        Of the model, if they exist already.
+    model, tokenizer : of transformers.
+    stop : stop strings; an answer ends before the first one.
+    grammars : of the model.
+    top_logprobs : number of top tokens whose log-probabilities are kept; None: none, nor those of the answer's tokens.
+    json_schema : JSON schema that the answer follows, as text, or None.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: GenerationConfig,
-        *,
-        stop: Sequence[str],
-        max_new_tokens: int,
-        own: OwnGeneration = AS_THE_JOB,
-        grammars: Grammars | None = None,
-    ) -> None:
-        self.top_logprobs = None if own.top_logprobs == -1 else own.top_logprobs
-        self.json_schema = own.json_schema or None
-        self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.stop, self.max_new_tokens = tuple(stop), max_new_tokens
-        self.ends = ends_of(config)
-        self.grammars = grammars or Grammars(tokenizer, self.ends)
-        self.stop_strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
+    model: Any
+    tokenizer: Any
+    config: GenerationConfig
+    stop: Sequence[str]
+    max_new_tokens: int
+    grammars: Grammars
+    top_logprobs: int | None = None
+    json_schema: str | None = None
+
+    def __post_init__(self) -> None:
+        self.ends = ends_of(self.config)
+        self.stop_strings = StopStringCriteria(self.tokenizer, list(self.stop)) if self.stop else None
 
     def adapted(self, own: OwnGeneration) -> SamplingParams:
         """Return the settings for a row; values that it does not set are the job's.
@@ -106,14 +95,13 @@ class SamplingParams:
         changes = sampling_settings({name: getattr(own, name) for name in SAMPLING})
         if own.repetition_penalty is not None:
             changes["repetition_penalty"] = own.repetition_penalty
-        return SamplingParams(
-            self.model,
-            self.tokenizer,
-            GenerationConfig.from_dict({**self.config.to_dict(), **changes}),
+        return replace(
+            self,
+            config=GenerationConfig.from_dict({**self.config.to_dict(), **changes}),
             stop=self.stop if own.stop is None else own.stop,
             max_new_tokens=self.max_new_tokens if own.max_new_tokens is None else own.max_new_tokens,
-            own=own,
-            grammars=self.grammars,
+            top_logprobs=None if own.top_logprobs == -1 else own.top_logprobs,
+            json_schema=own.json_schema or None,
         )
 
     @property
@@ -141,41 +129,47 @@ class SamplingParams:
 
 
 class DecodeSequence:
-    """An answer that is being generated.
+    """The answer to a prompt that is being generated; of several (`samples`), one after the other.
 
-    Parameters
-    ----------
-    rules : SamplingParams
-    prompt_ids : sequence of int
-        For the processors that look back (repetition penalties).
-    seed : int
-        For sampling: the same seed, prompt and settings give the same answer.
-    device : torch.device
-        Of the logits.
+    Every sample has its own seed, derived from its index; the first one has the seed of a prompt that is answered once.
 
-    Attributes
-    ----------
-    token_ids : list of int
-        Written so far, without the end-of-text token.
-    finish_reason : str or None
-        See `Answer`; None while there is more to write.
-    error : str or None
-        Why the answer failed.
-    scores : tuple of Score
-        See `Answer`.
+    prompt_ids : for the processors that look back (repetition penalties).
+    seed : for sampling: the same seed, prompt and settings give the same answer.
+    device : of the logits.
+    samples : number of answers.
+    token_ids : written so far, without the end-of-text token.
+    finish_reason, scores : see `Answer`; no reason while there is more to write.
+    error : why the answer failed.
     """
 
-    def __init__(self, rules: SamplingParams, prompt_ids: Sequence[int], seed: int, device: torch.device) -> None:
-        self._rules, self._prompt_tokens, self._began = rules, len(prompt_ids), time.perf_counter()
+    def __init__(
+        self, rules: SamplingParams, prompt_ids: Sequence[int], seed: int, device: torch.device, samples: int = 1
+    ) -> None:
+        self._rules, self._prompt_tokens, self._seed, self._samples = rules, len(prompt_ids), seed, samples
         self._ids = torch.empty(1, len(prompt_ids) + rules.max_new_tokens, dtype=torch.long, device=device)
         self._ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids, device=device)
-        self._processors = rules.processors(len(prompt_ids), device)
-        self._generator = torch.Generator(device=device).manual_seed(seed) if rules.config.do_sample else None
-        self._trace = None if rules.top_logprobs is None else LogprobTrace(rules.top_logprobs)
+        self._done: list[Answer] = []
         self.error: str | None = None
         self.scores: tuple[Score, ...] = ()
+        self._begin(seed)
+
+    def _begin(self, seed: int) -> None:
+        rules, device, self._began = self._rules, self._ids.device, time.perf_counter()
+        self._processors = rules.processors(self._prompt_tokens, device)
+        self._generator = torch.Generator(device=device).manual_seed(seed) if rules.config.do_sample else None
+        self._trace = None if rules.top_logprobs is None else LogprobTrace(rules.top_logprobs)
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None if rules.max_new_tokens else "length"
+
+    def begin_next(self, logits: torch.Tensor | None) -> bool:
+        """Keep the finished answer, and begin the next one from the prompt's logits; return whether there is one."""
+        self._done.append(self._finished())
+        if len(self._done) == self._samples:
+            return False
+        name = f"{self._seed} sample {len(self._done)}"
+        self._begin(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+        self.write_first(logits)
+        return True
 
     @property
     def room(self) -> int:
@@ -186,11 +180,6 @@ class DecodeSequence:
     def is_greedy(self) -> bool:
         """Whether the next token is just the argmax of the logits."""
         return self._generator is None and not self._processors and self._trace is None
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether the answer is complete and has no error."""
-        return self.finish_reason is not None and self.error is None
 
     @property
     def ids(self) -> torch.Tensor:
@@ -210,9 +199,9 @@ class DecodeSequence:
             return logits.argmax()
         return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator)[0]
 
-    def write_first(self, logits: torch.Tensor) -> None:
+    def write_first(self, logits: torch.Tensor | None) -> None:
         """Choose the first token from the prompt's logits (vocab_size,), unless none is wanted."""
-        if self.finish_reason is None:
+        if self.finish_reason is None and logits is not None:
             self.write(int(self.choose(logits.clone())))  # a copy: other samples begin with the same logits
 
     def fail(self, why: str) -> None:
@@ -238,6 +227,13 @@ class DecodeSequence:
             self.finish_reason = "length"
 
     def answer(self) -> Answer:
+        """Return the finished answer; of several, the first one, with all of them as its samples."""
+        first, *others = self._done
+        if not others:
+            return first
+        return replace(first, samples=tuple(self._done), seconds=sum(one.seconds for one in self._done))
+
+    def _finished(self) -> Answer:
         """Return the finished answer, cut before its first stop string."""
         assert self.finish_reason is not None
         text = self._rules.tokenizer.decode(self.token_ids, skip_special_tokens=True) if self.token_ids else ""

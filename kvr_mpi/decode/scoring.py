@@ -17,8 +17,6 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.one_prompt import Prefill
 
-LookAhead = Callable[[Prefill, Sequence[int]], torch.Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -41,7 +39,10 @@ class Score:
 
 @torch.inference_mode()
 def score_continuations(
-    loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, texts: Sequence[str], look_ahead: LookAhead
+    loaded: LoadedModel,
+    prefill: Prefill,
+    texts: Sequence[str],
+    look_ahead: Callable[[Prefill, Sequence[int]], torch.Tensor],
 ) -> tuple[Score, ...]:
     """Score continuations of a prompt.
 
@@ -49,10 +50,8 @@ def score_continuations(
     ----------
     prefill : Prefill
         With room for the longest continuation.
-    prompt_tokens : int
-        Of the prompt.
     texts : sequence of str
-        Each is tokenised by itself, after the prompt's last token.
+        Each is tokenised by itself, after the prompt's last token; control tokens in it are plain text.
     look_ahead : callable
         Computes logits (tokens, vocab_size) after each of some tokens that follow the prompt, without changing it.
 
@@ -66,40 +65,25 @@ def score_continuations(
     DocumentError
         If a continuation has no tokens, or does not fit after the prompt.
     """
-    found = [_score(loaded, prefill, prompt_tokens, text, look_ahead) for text in texts]
-    return tuple(score for score in found if score is not None)
-
-
-def _score(loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, text: str, look_ahead: LookAhead) -> Score | None:
-    """Score one continuation."""
-    ids = continuation_ids(loaded, text)
-    most, anew_at = loaded.shape.max_tokens, begins_anew_at(loaded.model)
-    what = f"a prompt of {prompt_tokens} tokens and the continuation {text[:40]!r} of {len(ids)}"
-    if most and prompt_tokens + len(ids) > most:
-        raise DocumentError(f"{what}: the model's context has {most} tokens")
-    if anew_at is not None and prompt_tokens < anew_at <= prompt_tokens + len(ids):
-        raise DocumentError(
-            f"{what}: from {anew_at} tokens on, this model's rotary embedding changes, and the keys of the prompt "
-            f"would have to be computed again; shorten it"
-        )
-    following = [look_ahead(prefill, ids[:-1])] if len(ids) > 1 else []
-    if prefill.logits is None:
-        return None
-    rows = torch.cat([prefill.logits.float().unsqueeze(0), *following])
-    wanted = torch.tensor(ids, device=rows.device)
-    logprobs = torch.log_softmax(rows, dim=-1).gather(1, wanted.unsqueeze(1))[:, 0]
-    return Score(text, tuple(ids), tuple(logprobs.tolist()), bool((rows.argmax(-1) == wanted).all()))
-
-
-def continuation_ids(loaded: LoadedModel, text: str) -> list[int]:
-    """Tokenise a continuation; control tokens in it are plain text.
-
-    Raises
-    ------
-    DocumentError
-        If it has no tokens.
-    """
-    ids = list(encode_text(loaded.tokenizer, text))
-    if not ids:
-        raise DocumentError(f"the continuation {text[:40]!r} has no tokens: the tokenizer drops all of it")
-    return ids
+    tokens, most, anew_at = prefill.partition.tokens, loaded.shape.max_tokens, begins_anew_at(loaded.model)
+    scores = []
+    for text in texts:
+        ids = list(encode_text(loaded.tokenizer, text))
+        if not ids:
+            raise DocumentError(f"the continuation {text[:40]!r} has no tokens: the tokenizer drops all of it")
+        what = f"a prompt of {tokens} tokens and the continuation {text[:40]!r} of {len(ids)}"
+        if most and tokens + len(ids) > most:
+            raise DocumentError(f"{what}: the model's context has {most} tokens")
+        if anew_at is not None and tokens < anew_at <= tokens + len(ids):
+            raise DocumentError(
+                f"{what}: from {anew_at} tokens on, this model's rotary embedding changes, and the keys of the prompt "
+                f"would have to be computed again; shorten it"
+            )
+        following = [look_ahead(prefill, ids[:-1])] if len(ids) > 1 else []
+        if prefill.logits is None:
+            continue
+        rows = torch.cat([prefill.logits.float().unsqueeze(0), *following])
+        wanted = torch.tensor(ids, device=rows.device)
+        logprobs = torch.log_softmax(rows, dim=-1).gather(1, wanted.unsqueeze(1))[:, 0]
+        scores.append(Score(text, tuple(ids), tuple(logprobs.tolist()), bool((rows.argmax(-1) == wanted).all())))
+    return tuple(scores)

@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.decode_cache import DecodeCache, PagedRows
-from kvr_mpi.kv.units import PageLayout, PageTables
+from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.pages import PageLayout, PageTables
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.prefill.exactness import allowed_error, error_share
@@ -43,19 +43,9 @@ def widened(layout: PageLayout) -> PageLayout:
 
 
 class StepGraph:
-    """The recorded graph of a step.
+    """The recorded graph of a step, made with prompts of this layout or a narrower one, between two steps.
 
-    Parameters
-    ----------
-    recorder : Recorder
-    layout : PageLayout
-    cache : DecodeCache
-        Of prompts that have this layout or a narrower one, between two steps.
-
-    Attributes
-    ----------
-    checks_left : int
-        Replays that are still to be compared with steps that run without it.
+    checks_left : replays that are still to be compared with steps that run without it.
 
     Raises
     ------
@@ -69,18 +59,21 @@ class StepGraph:
         loaded = recorder.loaded
         self._pages, self.checks_left = PageTables(layout, loaded.device), STEPS_CHECKED
         self._inputs = torch.zeros(2, layout.slots, dtype=torch.int64, device=loaded.device)
-        cache.fill(self._pages)
+        self._pages.fill(cache.stores)
         self._filled_for: DecodeCache | None = None
-        rows = PagedRows(loaded.shape.layers, self._pages)
-        self._inputs[1, : len(cache.documents)] = torch.tensor(cache.take_up(), device=loaded.device)
-        with recorder.record() as self._graph:
-            self._logits = run_step(loaded, rows, self._inputs)
+        rows = DecodeCache(cache.documents, recorded=self._pages)  # not kept: it holds the documents
+        self._inputs[1, : len(rows.lengths)] = torch.tensor(rows.lengths, device=loaded.device)
+        try:
+            with recorder.record() as self._graph:
+                self._logits = run_step(loaded, rows, self._inputs)
+        finally:
+            rows.take_back()
 
     def run(self, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:
         """Replay a step after `DecodeCache.take_up`; return the logits of `run_step`."""
         count = inputs.shape[1]
         if self._filled_for is not cache:
-            cache.fill(self._pages)
+            self._pages.fill(cache.stores)
             self._inputs.zero_()
             self._filled_for = cache
         self._inputs[:, :count] = inputs

@@ -7,21 +7,18 @@ prompt's home is the rank that has its last share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
-from kvr_mpi.decode.group import Group, Running
+from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
 
-K = TypeVar("K")
 
-
-class TokenGroup(Group[K]):
+class TokenGroup(Group):
     """The ranks of a chain, each with a shard of every prompt.
 
     Parameters
@@ -37,31 +34,21 @@ class TokenGroup(Group[K]):
         """Whether this rank has a prompt's last shard."""
         return self.ranks.rank == prefill.last
 
-    def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
+    def rows(self, documents: Sequence[Entry], most: int | None) -> list[list[Entry]]:
         """Divide prompts into rows, with those about the same document next to each other, so that it is read once."""
         most = min(most or MAX_SEQUENCES, MAX_SEQUENCES)
         return [list(documents[at : at + most]) for at in range(0, len(documents), most)]
 
-    def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
+    def run(self, documents: Sequence[Entry]) -> torch.Tensor:
         """Run the model on all ranks; return logits (prompts, vocab_size), the same on all of them."""
         logits = self._run([document.prefill for document in documents], [[each.last_token] for each in documents])
         for document in documents:
             _share_of(document.prefill).length += 1
         return logits
 
-    def step_back(self, prefill: Prefill, tokens: int) -> None:
-        """Truncate a prompt to its first tokens."""
-        _share_of(prefill).length = tokens
-
     def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
         """Compute logits (tokens, vocab_size) after each of some tokens that follow a prompt, without changing it."""
         return self._run([prefill], [ids])
-
-    def held_bytes(self, prefills: Sequence[Prefill], document: Share | None = None) -> int:
-        """Bytes of this rank's shards, and of a document; each document counts once."""
-        shares = [prefill.share for prefill in prefills if prefill.share is not None]
-        documents = {share.document for share in shares} | {document}
-        return sum(share.bytes for share in shares) + sum(one.bytes for one in documents if one is not None)
 
     def _run(self, prefills: Sequence[Prefill], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run some tokens after each prompt; return logits (tokens, vocab_size)."""

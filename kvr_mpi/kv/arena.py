@@ -1,14 +1,16 @@
 """Memory for the rows of one layer of one document: its own buffer, or pages of a pool that documents share.
 
-On GPUs one attention call reads the rows of many documents through a block table (``units``). Each KV head's rows
+On GPUs one attention call reads the rows of many documents through a block table (``pages``). Each KV head's rows
 therefore begin on a page boundary, as in vLLM (Kwon et al., SOSP 2023, section 4); the pages of a head are contiguous.
 Pages are allocated from extents of many pages, and freed with their last view.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,35 +29,52 @@ def pages_for(rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowMemory:
-    """Rows of one layer of a document.
+class Run:
+    """Adjacent KV heads of a layer that hold the same number of rows.
 
-    keys, values : (rows, dim).
-    extent : the extent that the pages belong to; None: memory allocated for these rows alone.
-    first : row of the extent at which these rows begin.
+    head : index of the first one, among the heads that the model computes on this rank.
+    first : position of the first row, if rows are in the order of positions.
+    count : rows that each head holds, without appended tokens.
+    keys, values : views (heads, capacity, dim).
+    row : row of the extent at which the first head's rows begin.
+    extent : the extent that the rows lie in; None: memory of their own.
+    owner : the store that owns these rows, if other prompts share them.
     """
 
+    head: int
+    first: int
+    count: int
     keys: torch.Tensor
     values: torch.Tensor
+    row: int = 0
     extent: Extent | None = None
-    first: int = 0
+    owner: Any = None
 
-    @classmethod
-    def in_flat(cls, flat: torch.Tensor, rows: int, shape: LayerShape) -> RowMemory:
-        """View a flat tensor (elements,) as rows: first all keys, then all values."""
-        cut = rows * shape.key_dim
-        values = flat[cut : cut + rows * shape.value_dim]
-        return cls(flat[:cut].view(rows, shape.key_dim), values.view(rows, shape.value_dim))
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return len(self.keys)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last row."""
+        return self.first + self.count
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size in bytes, with room for further rows."""
         return self.keys.nbytes + self.values.nbytes
 
+    def cut(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a range of positions, as views (1, heads, tokens, dim)."""
+        rows = slice(first - self.first, last - self.first)
+        return self.keys[None, :, rows], self.values[None, :, rows]
 
-def capacity_of(rows: int, extent: Extent | None) -> int:
-    """Return the rows to allocate for a head of `rows` rows; in an extent, whole pages."""
-    return rows if extent is None else PAGE_ROWS * pages_for(rows)
+
+def in_flat(flat: torch.Tensor, heads: int, rows: int, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """View a flat tensor (elements,) as keys and values (heads, rows, dim), all keys first."""
+    keys, values = torch.split(flat, [heads * rows * shape.key_dim, heads * rows * shape.value_dim])
+    return keys.view(heads, rows, shape.key_dim), values.view(heads, rows, shape.value_dim)
 
 
 class Extent:
@@ -76,23 +95,22 @@ class Extent:
     def __init__(self, shape: LayerShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages, self.dims = pages, (shape.key_dim, shape.value_dim)
         rows = (pages + 1) * PAGE_ROWS  # the last page is a dummy for heads that lie in other extents
-        memory = RowMemory.in_flat(make_flat(rows * sum(self.dims), dtype, device), rows, shape)
-        self.keys, self.values = memory.keys, memory.values
+        keys, values = in_flat(make_flat(rows * sum(self.dims), dtype, device), 1, rows, shape)
+        self.keys, self.values = keys[0], values[0]
         for each in (self.keys, self.values):
             each[-PAGE_ROWS:] = 0
         self._taken: list[tuple[int, int, list[StorageWeakRef]]] = []  # first page, pages, their storages; ascending
 
-    @property
-    def taken_pages(self) -> int:
-        """Pages in use."""
-        return sum(pages for _, pages, _ in self._taken)
-
-    def collect(self) -> None:
-        """Free the pages that no cache, transfer or writer references any more."""
+    def collect(self) -> bool:
+        """Free the pages that no cache, transfer or writer references any more; return whether any are left in use."""
         self._taken = [run for run in self._taken if not all(one.expired() for one in run[2])]  # type: ignore[no-untyped-call]
+        return bool(self._taken)
 
-    def take(self, pages: int) -> RowMemory | None:
-        """Allocate the first free run of `pages` pages until its last view is gone; return None if there is none."""
+    def take(self, pages: int) -> Run | None:
+        """Allocate the first free run of `pages` pages until its last view is gone; return None if there is none.
+
+        Its rows are those of one head.
+        """
         page = 0
         for start, count, _ in self._taken:
             if start - page >= pages:
@@ -105,7 +123,7 @@ class Extent:
         readers = [StorageWeakRef(each.untyped_storage()) for each in (keys, values)]  # type: ignore[no-untyped-call]
         self._taken.append((page, pages, readers))
         self._taken.sort(key=lambda run: run[0])
-        return RowMemory(keys, values, self, first)
+        return Run(0, 0, 0, keys[None], values[None], first, self)
 
 
 def share_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,11 +152,9 @@ class Arena:
 
     def collect(self) -> None:
         """Free the pages that nothing references any more, and drop empty extents."""
-        for extent in self.extents:
-            extent.collect()
-        self.extents = [extent for extent in self.extents if extent.taken_pages]
+        self.extents = [extent for extent in self.extents if extent.collect()]
 
-    def take(self, shape: LayerShape, pages: int, beside: Extent | None = None) -> RowMemory:
+    def take(self, shape: LayerShape, pages: int, beside: Extent | None = None) -> Run:
         """Allocate uninitialised pages for a layer of a document, preferably in the extent `beside`.
 
         Raises
@@ -156,7 +172,7 @@ class Arena:
         assert found is not None, "a new extent has enough pages"
         return found
 
-    def _find(self, shape: LayerShape, pages: int, beside: Extent | None) -> RowMemory | None:
+    def _find(self, shape: LayerShape, pages: int, beside: Extent | None) -> Run | None:
         for extent in sorted(self.extents, key=lambda extent: extent is not beside):
             if extent.dims == (shape.key_dim, shape.value_dim) and (found := extent.take(pages)) is not None:
                 return found
@@ -173,25 +189,53 @@ class Arena:
         return Extent(shape, pages, self._dtype, self._device)
 
 
-def make_rows(
+def make_runs(
     shape: LayerShape,
     counts: Sequence[int],
     room: int,
     dtype: torch.dtype,
     device: torch.device,
     arena: Arena | None = None,
+    *,
+    heads: Sequence[int] | None = None,
+    start: int = 0,
     beside: Extent | None = None,
-) -> RowMemory:
-    """Allocate memory for heads of `counts` rows and `room` more each, in `arena` or (None) separately.
+) -> list[Run]:
+    """Allocate rows for KV heads of a layer, head after head; adjacent heads with as many rows are one run.
 
-    In an arena, the extent `beside` is preferred.
+    Parameters
+    ----------
+    counts, room : sequence of int, int
+        Rows that each head holds, and how many can be appended to each.
+    arena, beside : Arena or None, Extent or None
+        Where to allocate pages, and the extent that is preferred; None: separate memory.
+    heads : sequence of int, optional
+        Which heads of the layer these are, ascending; by default all.
+    start : int
+        Position of the first row.
 
     Raises
     ------
     MemoryError, torch.OutOfMemoryError
         If there is no memory for them.
     """
-    if arena is not None and counts:
-        return arena.take(shape, sum(pages_for(count + room) for count in counts), beside)
-    rows = sum(counts) + room * len(counts)
-    return RowMemory.in_flat(make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device), rows, shape)
+    held = range(shape.num_kv_heads) if heads is None else heads
+    assert len(counts) == len(held), "one count for each head held"
+    if not counts:
+        return []
+    capacities = [count + room for count in counts]
+    if arena is None:
+        rows = sum(capacities)
+        flat = make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device)
+        whole = Run(0, 0, 0, *in_flat(flat, 1, rows, shape))
+    else:
+        capacities = [PAGE_ROWS * pages_for(capacity) for capacity in capacities]
+        whole = arena.take(shape, sum(capacities) // PAGE_ROWS, beside)
+    runs, at, row = list[Run](), 0, 0
+    for _, group in itertools.groupby(range(len(held)), lambda i: (counts[i], held[i] - i)):
+        many = len(list(group))
+        stop, sizes = row + many * capacities[at], (many, capacities[at])
+        keys, values = (each[0, row:stop].view(*sizes, each.shape[2]) for each in (whole.keys, whole.values))
+        runs.append(Run(held[at], start, counts[at], keys, values, whole.row + row, whole.extent))
+        at, row = at + many, stop
+    return runs

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,14 +110,34 @@ def merge_gathered(gathered: list[torch.Tensor]) -> PartialAttention:
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool = False
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    params: AttentionParams,
+    *,
+    causal: bool = False,
+    window: int | None = None,
 ) -> PartialAttention:
-    """Attend to all keys or, if `causal` (as many queries as keys), to those up to the query's own."""
+    """Attend to all keys or, if `causal`, to those up to the query's own, and with a window to the last ones of these.
+
+    The last query is aligned with the last key.
+    """
+    if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
+        return PartialAttention(
+            *params.kernel.library.attend(query, keys, values, params.scale, causal=causal, window=window)
+        )
+    before = keys.shape[2] - query.shape[2]
+    if window is not None:
+        if takes_flash(query, values, params):
+            return _attend_flash(query, keys, values, params, window=window, causal=True)
+        return _attend_bent(query, keys, values, params, offset=before, window=window)
+    if causal and before:
+        part = attend(query, keys[:, :, before:], values[:, :, before:], params, causal=True)
+        return part.merge(attend(query, keys[:, :, :before], values[:, :, :before], params))
+    heads, queries = query.shape[1:3]
+    causal = causal and queries > 1
     if params.is_plain and keys.shape[-1] == values.shape[-1]:
         if query.device.type in ("cpu", "meta"):  # meta: only shapes matter
-            if params.kernel is not None and params.kernel.takes(query, keys, values):
-                return PartialAttention(*params.kernel.library.attend(query, keys, values, params.scale, causal=causal))
-            heads, queries = query.shape[1:3]
             if queries == 1:  # decoding: with a group's heads as queries, keys are read once per group
                 query = query.view(1, keys.shape[1], -1, query.shape[-1])
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -134,38 +154,6 @@ def attend(
                     _cudnn_failures(query.device).append(str(error))
             return _attend_flash(query, keys, values, params, window=None, causal=causal)
     return _attend_bent(query, keys, values, params, offset=0 if causal else None, window=None)
-
-
-def attend_up_to(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-) -> PartialAttention:
-    """Attend causally; the last query is aligned with the last key."""
-    if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
-        return PartialAttention(*params.kernel.library.attend(query, keys, values, params.scale, causal=True))
-    before = keys.shape[2] - query.shape[2]
-    part = attend(query, keys[:, :, before:], values[:, :, before:], params, causal=query.shape[2] > 1)
-    return part.merge(attend(query, keys[:, :, :before], values[:, :, :before], params)) if before else part
-
-
-def attend_from(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-) -> PartialAttention:
-    """Attend anti-causally: query i attends to key i and all keys after it. There are as many queries as keys."""
-    part = attend(query.flip(2), keys.flip(2), values.flip(2), params, causal=query.shape[2] > 1)
-    return PartialAttention(part.out.flip(2), part.lse.flip(2))
-
-
-def attend_window(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, window: int
-) -> PartialAttention:
-    """Attend to the last `window` keys up to each query; the last query is aligned with the last key."""
-    if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
-        return PartialAttention(
-            *params.kernel.library.attend(query, keys, values, params.scale, causal=True, window=window)
-        )
-    if takes_flash(query, values, params):
-        return _attend_flash(query, keys, values, params, window=window, causal=True)
-    return _attend_bent(query, keys, values, params, offset=keys.shape[2] - query.shape[2], window=window)
 
 
 def takes_flash(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
@@ -193,20 +181,18 @@ def why_no_flash3(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("flash_attn_interface") is None:
         return "the package flash_attn_interface is not installed"
 
-    def outputs() -> list[torch.Tensor]:
+    def outputs() -> list[PartialAttention]:
         how: Any = ({"window": None, "causal": False}, {"window": 100, "causal": True})
         parts = [_attend_flash(query, keys, values, params, **each) for each in how]
-        parts.append(_attend_flash(query, keys[:, :, :256], values[:, :, :256], params, window=None, causal=True))
-        return [each.float() for part in parts for each in (part.out, part.lse)]
+        return [*parts, _attend_flash(query, keys[:, :, :256], values[:, :, :256], params, window=None, causal=True)]
+
+    def trial() -> Iterator[tuple[PartialAttention, PartialAttention]]:
+        torchs.activate_flash_attention_impl("FA3")
+        yield from zip(outputs(), before, strict=True)
 
     query, keys, values, params = _trial(device, dtype)
     before = outputs()
-    try:
-        torchs.activate_flash_attention_impl("FA3")
-        pairs = zip(outputs(), before, strict=True)
-        why = None if all(_agree(mine, theirs) for mine, theirs in pairs) else "its outputs differ"
-    except Exception as error:  # whatever another package raises
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    why = _why_they_differ(trial())
     if why is not None:
         torchs.restore_flash_attention_impl(_raise_warn=False)
     return why
@@ -224,8 +210,19 @@ def _trial(
     return query, keys, values, AttentionParams(128**-0.5)
 
 
-def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return torch.allclose(mine.float(), theirs.float(), atol=TRIAL_ERROR, rtol=TRIAL_ERROR)
+def _why_they_differ(trial: Iterator[tuple[PartialAttention, PartialAttention]]) -> str | None:
+    """Compare the results of a kernel with true ones; return how they differ, or why the kernel failed; None if equal.
+
+    The pairs are computed one after the other.
+    """
+    try:
+        for mine, truth in trial:
+            for name, one, other in (("outputs", mine.out, truth.out), ("log-sum-exp", mine.lse, truth.lse)):
+                if not torch.allclose(one.float(), other.float(), atol=TRIAL_ERROR, rtol=TRIAL_ERROR):
+                    return f"its {name} differ by up to {float((one.float() - other.float()).abs().max()):.1e}"
+    except Exception as error:  # whatever a compiler or another package raises
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return None
 
 
 def _suits_cudnn(query: torch.Tensor, keys: torch.Tensor, *, causal: bool) -> bool:
@@ -251,16 +248,14 @@ def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
     if torch.cuda.get_device_capability(device) < (9, 0) or why_no_flash3(device, dtype) is None:
         return False
     query, keys, values, params = _trial(device, dtype)
-    try:
+
+    def trial() -> Iterator[tuple[PartialAttention, PartialAttention]]:
         for last in (256, 768):  # causal over as many keys as queries; then over more keys
             given = query, keys[:, :, :last], values[:, :, :last], params
             mine = _attend_cudnn(*given, causal=last == 256)
-            flash = _attend_flash(*given, window=None, causal=last == 256)
-            if not (_agree(mine.out, flash.out) and _agree(mine.lse, flash.lse)):
-                return False
-    except (RuntimeError, AttributeError):  # cuDNN is missing, or not the version that torch was built for
-        return False
-    return True
+            yield mine, _attend_flash(*given, window=None, causal=last == 256)
+
+    return _why_they_differ(trial()) is None  # it may be missing, or not the version that torch was built for
 
 
 def name_attention(device: torch.device) -> str:
@@ -358,17 +353,15 @@ def why_no_flex(
     shapes = (heads, TRIAL[0], dims[0]), (kv_heads, TRIAL[1], dims[0]), (kv_heads, TRIAL[1], dims[1])
     query, keys, values = (torch.randn(1, *each, generator=draw, dtype=dtype, device=device) for each in shapes)
     params = AttentionParams(dims[0] ** -0.5, softcap)
-    try:
-        for offset, window in ((None, None), (TRIAL[1] - TRIAL[0], None), (TRIAL[1] - TRIAL[0], TRIAL[0] // 2)):
+
+    def trial() -> Iterator[tuple[PartialAttention, PartialAttention]]:
+        after = TRIAL[1] - TRIAL[0]
+        for offset, window in ((None, None), (after, None), (after, TRIAL[0] // 2)):
             how: Any = {"offset": offset, "window": window}
-            out, lse = attend_flex(query, keys, values, scale=params.scale, softcap=softcap, **how)
-            truth = _attend_blocks(query, keys, values, params, **how)
-            for name, mine, theirs in (("outputs", out, truth.out), ("log-sum-exp", lse, truth.lse)):
-                if not torch.allclose(mine.float(), theirs, atol=TRIAL_ERROR, rtol=TRIAL_ERROR):
-                    return f"its {name} differ by up to {float((mine - theirs).abs().max()):.1e}"
-    except Exception as error:  # whatever a compiler raises
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return None
+            mine = PartialAttention(*attend_flex(query, keys, values, scale=params.scale, softcap=softcap, **how))
+            yield mine, _attend_blocks(query, keys, values, params, **how)
+
+    return _why_they_differ(trial())
 
 
 def _attend_blocks(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.kv.arena import Arena, make_rows
+from kvr_mpi.kv.arena import Arena, make_runs
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.contents import rows_by_token
@@ -201,17 +201,17 @@ class SliceCache(LayersOwner):
         assert before is not None, "the buffer was filled"
         shared = before.shared if is_whole else ()
         while True:
-            beside = shared[0].owner.memory.extent if shared and shared[0].owner is not None else None
+            beside = shared[0].extent if shared else None
             known = shared[-1].stop if shared else 0
             counts = [length - known] * shape.num_kv_heads if kept is None else list(map(len, kept))
-            memory = make_rows(shape, counts, slack, self.dtype, self.device, self.arena, beside)
-            if not shared or memory.extent is beside:
+            runs = make_runs(shape, counts, slack, self.dtype, self.device, self.arena, start=known, beside=beside)
+            if not shared or runs[0].extent is beside:
                 break
             shared = ()  # their extent is full: copy the shared rows
         if layer.segments is not None:
             layer.segments.wait_through()
         keys, values = before.rows(known, length)
-        store = HeadStore.by_heads(memory, shape, counts, slack, length, is_whole=is_whole, shared=shared)
+        store = HeadStore(runs, shape, slack, length, is_whole=is_whole, shared=shared)
         for head in range(shape.num_kv_heads):
             places = store.own_rows(head, length)
             for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import SliceLayer
 
 
@@ -38,7 +39,7 @@ def layer_positions(cache: Any, layer_idx: int) -> list[torch.Tensor] | None:
     return layer.positions if getattr(layer, "is_ragged", False) else None
 
 
-def rows_by_token(layer: SliceLayer, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_by_token(layer: SliceLayer | HeadStore, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of a range of tokens, each (tokens, kv_heads, head_dim), as views."""
     keys, values = layer.rows(first, last)
     return keys[0].transpose(0, 1), values[0].transpose(0, 1)

@@ -1,32 +1,27 @@
 """The cache that the model uses in a decode step, which has one token of each of several documents.
 
 The model reads its weights once for all documents. Their keys and values stay in place (``head_store``): a layer
-appends each document's token to its rows, and one `attend_units` call attends for all documents (``units``). A single
-document is decoded in the same way.
+appends each document's token to its rows, and attends for all documents at once. A single document is decoded in the
+same way. Attention has three backends: our kernel on CPUs, paged flash attention on GPUs (``pages``), and torch,
+document by document, if neither supports the layer.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention
+from kvr_mpi.kv.attention import PartialAttention, takes_flash
 from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.head_store import HeadStore
+from kvr_mpi.kv.pages import PageLayout, PageTables
 from kvr_mpi.kv.row import RowCache, RowLayer
-from kvr_mpi.kv.units import (
-    PageLayout,
-    PageTables,
-    Table,
-    attend_units,
-    takes_pages,
-    unit_tables,
-    write_token,
-)
-from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.unit_table import Unit, UnitTable
 
 Merge = Callable[[PartialAttention], PartialAttention]
 
@@ -40,114 +35,88 @@ class DecodeCache(RowCache):
         The decode rank's cache of each document, after its prefill.
     merge : callable, optional
         Merges this rank's attention with that of other ranks, for one document whose tokens are sharded.
+    recorded : PageTables, optional
+        To record a step in a CUDA graph: the only tables that are read, filled with these documents. They may have more
+        slots than there are documents.
 
     Attributes
     ----------
+    stores : list of list of HeadStore
+        For each layer, the documents' keys and values.
     lengths : list of int
         Tokens of each document before the one being decoded.
+    on_device : Tensor
+        The same (documents,), int64, for a step that has begun.
     """
 
     prefilling = False
 
-    def __init__(self, documents: Sequence[SliceCache], merge: Merge | None = None) -> None:
+    def __init__(
+        self, documents: Sequence[SliceCache], merge: Merge | None = None, recorded: PageTables | None = None
+    ) -> None:
         assert merge is None or len(documents) == 1, "the tokens of one document are divided"
-        self.documents, self.merge = documents, merge
+        self.documents, self.merge, self._is_recorded = documents, merge, recorded is not None
         self.lengths = [0] * len(documents)
         self.on_device = torch.zeros(len(documents), dtype=torch.int64, device=documents[0].device)
         layers = zip(*(document.layers for document in documents), strict=True)
-        self._stores = [[layer.store for layer in layer_of_all] for layer_of_all in layers]
-        self._tables: list[Table] | None = None
-        super().__init__([RowLayer(self, at, stores[0].shape) for at, stores in enumerate(self._stores)])
+        self.stores: list[list[HeadStore]] = [[layer.store for layer in layer_of_all] for layer_of_all in layers]
+        if recorded is not None:
+            self.tables = recorded
+        super().__init__([RowLayer(self, at, stores[0].shape) for at, stores in enumerate(self.stores)])
         self.take_up()
-
-    @property
-    def tables(self) -> list[Table]:
-        """For each layer, the table that `attend_units` reads."""
-        if self._tables is None:
-            self._tables = unit_tables(self._stores)
-        return self._tables
 
     @functools.cached_property
     def layout(self) -> PageLayout | None:
-        """Layout of the documents' page tables; None if some are not in pages, or if ranks merge."""
-        return None if self.merge is not None else PageLayout.of(self._stores)
+        """Layout of the documents' page tables; None if some are not in pages."""
+        return PageLayout.of(self.stores)
 
-    def fill(self, pages: PageTables) -> None:
-        """Fill page tables of this or a wider layout with these documents."""
-        pages.fill(self._stores)
+    @functools.cached_property
+    def tables(self) -> PageTables | list[UnitTable]:
+        """What attention reads: page tables, or for each layer the table of our kernel."""
+        if self.layout is not None:
+            pages = PageTables(self.layout, self.on_device.device)
+            pages.fill(self.stores)
+            return pages
+        return [
+            UnitTable(
+                len(stores),
+                stores[0].shape.num_kv_heads,
+                [unit for at, store in enumerate(stores) for unit in _units_of(at, store)],
+            )
+            for stores in self.stores
+        ]
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append one token per document, (1, kv_heads, documents, head_dim)."""
         at = layer.layer_idx
-        write_token(self._stores[at], self.tables[at], keys, values, self.lengths, self.on_device)
+        if isinstance(self.tables, PageTables):
+            self.tables.write(at, keys, values, self.on_device)
+        else:
+            self._write(at, keys, values)
         for document, length in zip(self.documents, self.lengths, strict=True):
             document.layers[at].length = length + 1
 
-    def attend(
-        self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Attend from each document's token to those before it.
-
-        For one document, heads may be folded into the query length.
-        """
-        at, shape = layer.layer_idx, query.shape
-        if len(self.documents) == 1:
-            query = query.reshape(1, -1, 1, shape[-1])
-        lengths = [length + 1 for length in self.lengths]
-        part = attend_units(query, self._stores[at], self.tables[at], lengths, params, layer.shape.visibility)
-        if self.merge is not None:
-            part = self.merge(part)
-        return part.finish(params).to(query.dtype).reshape(*shape[:-1], layer.shape.value_dim)
-
-    def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """For each document, its tokens in this row (1) and its length with them."""
-        return [(1, length + 1) for length in self.lengths]
-
-    def take_up(self) -> list[int]:
-        """Read the current lengths of the documents, and return them."""
-        self.current = None
-        self.lengths = [document.length for document in self.documents]
-        return self.lengths
-
-    def begin(self, lengths: torch.Tensor) -> None:
-        """Begin a step at the lengths (documents,), int64 on the device, that `take_up` returned."""
-        self.on_device = lengths
-
-    def went_on(self) -> None:
-        """Count each document's new token, which a CUDA graph wrote without `append`."""
-        for document, length in zip(self.documents, self.lengths, strict=True):
-            for layer in document.layers:
-                layer.length = length + 1
-
-    def take_back(self) -> None:
-        """Drop the tokens of a step that failed between layers."""
-        self.current = None
-        for document, length in zip(self.documents, self.lengths, strict=True):
-            document.step_back(length)
-
-
-class PagedRows(RowCache):
-    """The cache that is recorded in a CUDA graph: one token for every slot of the page tables.
-
-    Parameters
-    ----------
-    shapes : sequence of LayerShape
-    pages : PageTables
-    """
-
-    prefilling = False
-
-    def __init__(self, shapes: Sequence[LayerShape], pages: PageTables) -> None:
-        self._pages, self.on_device = pages, torch.zeros(0)
-        super().__init__([RowLayer(self, at, shape) for at, shape in enumerate(shapes)])
-
-    def begin(self, lengths: torch.Tensor) -> None:
-        """Begin a step at lengths (documents,), int64 on the device."""
-        self.on_device = lengths
-
-    def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append one token per document, (1, kv_heads, documents, head_dim)."""
-        self._pages.of_layers[layer.layer_idx].write(keys, values, self.on_device)
+    def _write(self, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append one token per document where its rows lie, with one call for all of them."""
+        places, tokens = list[torch.Tensor](), list[torch.Tensor]()
+        rows = zip(self.stores[at], self.lengths, keys[0].unbind(1), values[0].unbind(1), strict=True)
+        for store, length, token_keys, token_values in rows:
+            if not store.appends:
+                continue
+            appended = length - store.origin
+            if store.is_one_run:
+                (run,) = store.runs
+                row = run.count + appended
+                places += (run.keys.select(1, row), run.values.select(1, row))
+                tokens += (token_keys, token_values)
+                continue
+            of_keys, of_values = token_keys.unbind(0), token_values.unbind(0)
+            for head, count, to_keys, to_values in store.lines:
+                row = count + appended
+                places += (to_keys.select(0, row), to_values.select(0, row))
+                tokens += (of_keys[head], of_values[head])
+        if places:
+            torch._foreach_copy_(places, tokens)
 
     def attend(
         self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
@@ -159,16 +128,70 @@ class PagedRows(RowCache):
         Raises
         ------
         ModelError
-            If the layer cannot use paged attention.
+            If a step is recorded, and the layer cannot use paged attention.
         """
         shape, seen, dim = query.shape, layer.shape.visibility, layer.shape.value_dim
-        if self._pages.layout.slots == 1:
+        if len(self.documents) == 1:
             query = query.reshape(1, -1, 1, shape[-1])
-        if not takes_pages(query, dim, params, seen):
+        if (
+            isinstance(self.tables, PageTables)
+            and seen.chunk is None
+            and takes_flash(query, query.new_empty(0, dim), params)
+        ):
+            part = self.tables.attend(layer.layer_idx, query, params, seen.window)
+        elif self._is_recorded:
             raise ModelError(f"layer {layer.layer_idx} does not attend by pages, but document by document")
-        part = self._pages.of_layers[layer.layer_idx].attend(query, params, seen.window)
+        else:
+            part = self._attend_units(layer, query, params)
+        if self.merge is not None:
+            part = self.merge(part)
         return part.finish(params).to(query.dtype).reshape(*shape[:-1], dim)
 
+    def _attend_units(self, layer: RowLayer, query: torch.Tensor, params: AttentionParams) -> PartialAttention:
+        """Attend with our kernel, or document by document; heads without rows have a log-sum-exp of -inf."""
+        at, seen, kernel = layer.layer_idx, layer.shape.visibility, params.kernel
+        lengths = [length + 1 for length in self.lengths]
+        firsts = None if seen.size is None else [seen.first_key(length) for length in self.lengths]
+        if kernel is not None and params.is_plain and not isinstance(self.tables, PageTables):
+            table = self.tables[at]
+            if kernel.takes_units(query, table):
+                from_rows = None if firsts is None else np.array(firsts)
+                out, lse = kernel.library.attend_units(query, table, np.array(lengths), params.scale, from_rows)
+                return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
+        parts = [
+            store.attend(query.narrow(2, row, 1), length, params, 0 if firsts is None else firsts[row])
+            for row, (store, length) in enumerate(zip(self.stores[at], lengths, strict=True))
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """For each document, its tokens in this row (1) and a placeholder for its length."""
-        return [(1, 1)] * tokens
+        """For each document, its tokens in this row (1) and its length with them; 1 for empty slots."""
+        return [(1, length + 1) for length in self.lengths] + [(1, 1)] * (tokens - len(self.lengths))
+
+    def take_up(self) -> list[int]:
+        """Read the current lengths of the documents, and return them."""
+        self.current = None
+        self.lengths = [document.length for document in self.documents]
+        return self.lengths
+
+    def went_on(self) -> None:
+        """Count each document's new token, which a CUDA graph wrote without `append`."""
+        for document, length in zip(self.documents, self.lengths, strict=True):
+            for layer in document.layers:
+                layer.length = length + 1
+
+    def take_back(self) -> None:
+        """Drop the tokens of a step that failed between layers, or was only recorded."""
+        self.current = None
+        for document, length in zip(self.documents, self.lengths, strict=True):
+            document.step_back(length)
+
+
+def _units_of(document: int, store: HeadStore) -> Iterator[Unit]:
+    """Yield the units of each KV head of a document: shared rows, and its own."""
+    for head, count, keys, values in store.lines:
+        for rows in store.shared:
+            yield Unit(document, head, rows.keys[head], rows.values[head], rows.count, False, rows.first)
+        yield Unit(document, head, keys, values, count + store.appended(0), store.appends, store.shared_tokens)

@@ -7,23 +7,22 @@ embedding, so a dropped token leaves no gap. A rank may hold only some heads of 
 
 A document's rows are its own memory, freed when the document is answered, or on GPUs pages of an ``arena``. Prompts
 with a common prefix reference one copy of its rows, which is freed with the last of these prompts, and have their own
-runs for the tokens after it. ``units`` runs a decode step over the rows of many documents.
+runs for the tokens after it. ``decode_cache`` runs a step over the rows of many documents.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import PAGE_ROWS, RowMemory, capacity_of, pages_for
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to
+from kvr_mpi.kv.arena import PAGE_ROWS, Run, in_flat, pages_for
+from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 
@@ -31,52 +30,15 @@ Rows = npt.NDArray[np.int32]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """Adjacent KV heads that hold the same number of rows.
-
-    head : index of the first one, among the heads that the model computes on this rank.
-    first : position of the first row, if rows are in the order of positions.
-    count : rows that each head holds, without appended tokens.
-    keys, values : views (heads, capacity, dim).
-    row : row of the memory or extent at which the first head's rows begin.
-    owner : the store that owns these rows, if other prompts share them.
-    """
-
-    head: int
-    first: int
-    count: int
-    keys: torch.Tensor
-    values: torch.Tensor
-    row: int = 0
-    owner: HeadStore | None = None
-
-    @property
-    def heads(self) -> int:
-        """Number of heads."""
-        return len(self.keys)
-
-    @property
-    def stop(self) -> int:
-        """Position after the last row."""
-        return self.first + self.count
-
-    def cut(self, first: int, last: int) -> Pair:
-        """Keys and values of a range of positions, as views (1, heads, tokens, dim)."""
-        rows = slice(first - self.first, last - self.first)
-        return self.keys[None, :, rows], self.values[None, :, rows]
-
-
 class HeadStore:
     """Keys and values of one layer of one document.
 
     Parameters
     ----------
-    memory : RowMemory
-        Memory of the runs.
+    runs : sequence of Run
+        Rows of the held heads (`arena.make_runs`); of all heads, if every head holds all tokens from the first row on.
     shape : LayerShape
         Its `num_kv_heads` is the number of heads of the keys that `write` receives.
-    runs : sequence of Run
     room : int
         Tokens that can be appended.
     origin : int
@@ -87,85 +49,36 @@ class HeadStore:
         Every head holds all tokens: rows are in the order of positions.
     shared : sequence of Run
         Shared runs of the first tokens, in order; `runs` hold the tokens after them.
-    start : int, optional
-        Position of the runs' first row, if every head holds all tokens from there on; by default the end of `shared`.
     buffer : Tensor, optional
-        The token-major memory (capacity, elements of K and V of all heads), while rows are in it.
+        The token-major memory (capacity, elements of K and V of all heads), while rows are in it (`by_tokens`).
 
     Attributes
     ----------
+    start : int
+        Position of the first row of `runs`.
     positions : list of Tensor or None
         Positions in the prompt that each held head keeps, (tokens,) int32 on the host; None if they are not known.
     """
 
     def __init__(
         self,
-        memory: RowMemory,
-        shape: LayerShape,
         runs: Sequence[Run],
+        shape: LayerShape,
         room: int,
         origin: int,
         *,
         appends: bool = True,
         is_whole: bool = False,
         shared: Sequence[Run] = (),
-        start: int | None = None,
         buffer: torch.Tensor | None = None,
     ) -> None:
-        assert is_whole or not shared, "shared runs hold all heads"
-        self.shared, self.buffer = shared, buffer
-        self.start = self.shared_tokens if start is None else start
-        self.memory, self.shape, self.runs, self.room, self.origin = memory, shape, runs, room, origin
-        self.appends, self.is_whole = appends, is_whole
+        assert not shared or (is_whole and runs[0].first == shared[-1].stop), "all heads go on after shared rows"
+        self.runs, self.shared, self.buffer, self.shape = runs, shared, buffer, shape
+        self.start = runs[0].first if runs else 0
+        self.extent = runs[0].extent if runs else None
+        self.room, self.origin, self.appends, self.is_whole = room, origin, appends, is_whole
         self.positions: list[torch.Tensor] | None = None
-        # Per head: (head, rows of the prompt, keys, values). None if one run has all heads of the layer.
-        self.lines: list[tuple[int, int, torch.Tensor, torch.Tensor]] | None = None
-        if len(runs) != 1 or runs[0].heads < shape.num_kv_heads:
-            self.lines = [
-                (run.head + at, run.count, *rows)
-                for run in runs
-                for at, rows in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True))
-            ]
-
-    @classmethod
-    def by_heads(
-        cls,
-        memory: RowMemory,
-        shape: LayerShape,
-        counts: Sequence[int],
-        room: int,
-        origin: int,
-        heads: Sequence[int] | None = None,
-        *,
-        appends: bool = True,
-        is_whole: bool = False,
-        shared: Sequence[Run] = (),
-        start: int | None = None,
-    ) -> HeadStore:
-        """Make a store in which the rows of each head are contiguous, head after head.
-
-        Parameters
-        ----------
-        memory : RowMemory
-            From `arena.make_rows`, for these counts and room.
-        counts : sequence of int
-            Rows that each head holds.
-        heads : sequence of int, optional
-            Which heads of the layer are held, ascending; by default all.
-        """
-        room = room if appends else 0
-        held = tuple(range(shape.num_kv_heads) if heads is None else heads)
-        assert len(counts) == len(held), "one count for each head held"
-        first = (shared[-1].stop if shared else 0) if start is None else start
-        runs, at, row = list[Run](), 0, 0
-        for _, group in itertools.groupby(range(len(held)), lambda i: (counts[i], held[i] - i)):
-            many = len(list(group))
-            capacity = capacity_of(counts[at] + room, memory.extent)
-            stretch = slice(row, row + many * capacity)
-            keys, values = (each[stretch].view(many, capacity, each.shape[1]) for each in (memory.keys, memory.values))
-            runs.append(Run(held[at], first, counts[at], keys, values, memory.first + row))
-            at, row = at + many, stretch.stop
-        return cls(memory, shape, runs, room, origin, appends=appends, is_whole=is_whole, shared=shared, start=first)
+        self.is_one_run = len(runs) == 1 and runs[0].heads == shape.num_kv_heads
 
     @classmethod
     def by_tokens(cls, buffer: torch.Tensor, shape: LayerShape, start: int = 0) -> HeadStore:
@@ -178,9 +91,8 @@ class HeadStore:
         start : int
             Position of the buffer's first row.
         """
-        keys, values = _by_head(buffer, shape)
-        run = Run(0, start, 0, keys, values)
-        return cls(RowMemory(keys, values), shape, [run], len(buffer), start, is_whole=True, start=start, buffer=buffer)
+        run = Run(0, start, 0, *_by_head(buffer, shape))
+        return cls([run], shape, len(buffer), start, is_whole=True, buffer=buffer)
 
     def laid_by_heads(self, length: int) -> HeadStore:
         """Reorder the buffer in place so that each head's tokens are contiguous: CPU attention is then twice as fast.
@@ -193,14 +105,19 @@ class HeadStore:
         assert self.buffer is not None, "rows are by token"
         tokens, capacity, shape = length - self.start, len(self.buffer), self.shape
         old = [rows.clone(memory_format=torch.contiguous_format) for rows in _by_head(self.buffer[:tokens], shape)]
-        memory = RowMemory.in_flat(self.buffer.view(-1), capacity * shape.num_kv_heads, shape)
-        counts, room = [tokens] * shape.num_kv_heads, capacity - tokens
-        store = HeadStore.by_heads(
-            memory, shape, counts, room, length, is_whole=True, shared=self.shared, start=self.start
-        )
-        for place, rows in zip((store.runs[0].keys, store.runs[0].values), old, strict=True):
+        run = Run(0, self.start, tokens, *in_flat(self.buffer.view(-1), shape.num_kv_heads, capacity, shape))
+        for place, rows in zip((run.keys, run.values), old, strict=True):
             place[:, :tokens] = rows
-        return store
+        return HeadStore([run], shape, capacity - tokens, length, is_whole=True, shared=self.shared)
+
+    @functools.cached_property
+    def lines(self) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Each held head, its own rows without appended ones, and their keys and values (capacity, dim)."""
+        return [
+            (run.head + at, run.count, *rows)
+            for run in self.runs
+            for at, rows in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True))
+        ]
 
     @property
     def shared_tokens(self) -> int:
@@ -210,24 +127,22 @@ class HeadStore:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.memory.nbytes
+        return sum(run.nbytes for run in self.runs)
 
-    def count(self, run: Run, length: int) -> int:
-        """Rows of each head of a run, without shared ones, for a document of `length` tokens."""
-        return run.count + (length - self.origin if self.appends else 0)
+    def appended(self, length: int) -> int:
+        """Rows that each held head has got since the prefill, for a document of `length` tokens."""
+        return length - self.origin if self.appends else 0
 
     def counts(self, length: int) -> list[int]:
         """Rows of each held head, including shared rows."""
-        return [self.shared_tokens + self.count(run, length) for run in self.runs for _ in range(run.heads)]
+        more = self.shared_tokens + self.appended(length)
+        return [run.count + more for run in self.runs for _ in range(run.heads)]
 
     def own_rows(self, at: int, length: int) -> Pair:
         """Keys and values of one held head, without shared rows, as views (rows, dim), for a document of `length`."""
-        for run in self.runs:
-            if at < run.heads:
-                count = self.count(run, length)
-                return run.keys[at, :count], run.values[at, :count]
-            at -= run.heads
-        raise IndexError(at)
+        _, count, keys, values = self.lines[at]
+        rows = slice(count + self.appended(length))
+        return keys[rows], values[rows]
 
     def head_rows(self, at: int, length: int) -> Pair:
         """Keys and values of one held head (rows, dim), for a document of `length` tokens.
@@ -267,8 +182,8 @@ class HeadStore:
     def as_shared(self, length: int) -> tuple[Run, ...]:
         """Return the rows that prompts continuing this document may share; on GPUs only whole pages."""
         (run,) = self.runs
-        own, extent = length - self.start, self.memory.extent
-        own = own if extent is None else own // PAGE_ROWS * PAGE_ROWS
+        own = length - self.start
+        own = own if self.extent is None else own // PAGE_ROWS * PAGE_ROWS
         return (*self.shared, replace(run, count=own, owner=self)) if own else tuple(self.shared)
 
     @functools.cached_property
@@ -286,7 +201,7 @@ class HeadStore:
             pages = [
                 first[:, None] // PAGE_ROWS + np.arange(pages_for(rows)) for first, rows in [*parts, (own, capacity)]
             ]
-            filled = self.shared_tokens + run.count - (self.origin if self.appends else 0)
+            filled = self.shared_tokens + run.count + self.appended(0)
             whole = np.concatenate(pages, axis=1).astype(np.int32)
             found.append((run.head, (own - self.shared_tokens).astype(np.int32), filled, whole))
         return found
@@ -308,7 +223,7 @@ class HeadStore:
                 f"room for {self.room} more"
             )
         for run in self.runs:
-            rows, heads = self.count(run, first), slice(run.head, run.head + run.heads)
+            rows, heads = run.count + self.appended(first), slice(run.head, run.head + run.heads)
             run.keys[:, rows : rows + tokens] = keys[0, heads]
             run.values[:, rows : rows + tokens] = values[0, heads]
 
@@ -329,30 +244,25 @@ class HeadStore:
         PartialAttention
             Of (1, heads, tokens, value_dim); heads without rows have a log-sum-exp of -inf.
         """
-        shape, tokens = self.shape, query.shape[2]
-        group = query.shape[1] // shape.num_kv_heads
-        part: PartialAttention | None = None
-        own_first = max(0, first - self.start)
-        for run in self.runs:
-            count, heads = self.count(run, length), slice(run.head * group, (run.head + run.heads) * group)
-            keys, values = run.keys[None, :, own_first:count], run.values[None, :, own_first:count]
-            found = (attend if tokens == 1 else attend_up_to)(query[:, heads], keys, values, params)
-            if run.heads == shape.num_kv_heads:
-                part = found
-                break
-            part = _nothing(query, shape.value_dim) if part is None else part
-            part.out[:, heads], part.lse[:, heads] = found.out, found.lse
-        if part is None:
-            return _nothing(query, shape.value_dim)
+        group, causal = query.shape[1] // self.shape.num_kv_heads, query.shape[2] > 1
+        own_first, appended = max(0, first - self.start), self.appended(length)
+
+        def attend_to(run: Run, heads: slice) -> PartialAttention:
+            keys, values = (rows[None, :, own_first : run.count + appended] for rows in (run.keys, run.values))
+            return attend(query[:, heads], keys, values, params, causal=causal)
+
+        if self.is_one_run:
+            part = attend_to(self.runs[0], slice(None))
+        else:
+            part = PartialAttention.of_nothing((*query.shape[:-1], self.shape.value_dim), query.device)
+            for run in self.runs:
+                heads = slice(run.head * group, (run.head + run.heads) * group)
+                found = attend_to(run, heads)
+                part.out[:, heads], part.lse[:, heads] = found.out, found.lse
         for rows in self.shared:
             if first < rows.stop:
                 part = part.merge(attend(query, *rows.cut(max(first, rows.first), rows.stop), params))
         return part
-
-    @property
-    def heads(self) -> list[int]:
-        """Indices of the held heads, ascending, among those that the model computes on this rank."""
-        return [run.head + at for run in self.runs for at in range(run.heads)]
 
 
 def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:
@@ -360,10 +270,6 @@ def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:
     heads, cut = shape.num_kv_heads, shape.key_elements
     keys, values = rows[:, :cut].view(-1, heads, shape.key_dim), rows[:, cut:].view(-1, heads, shape.value_dim)
     return keys.transpose(0, 1), values.transpose(0, 1)
-
-
-def _nothing(query: torch.Tensor, value_dim: int) -> PartialAttention:
-    return PartialAttention.of_nothing((*query.shape[:-1], value_dim), query.device)
 
 
 def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, length: int, layer_idx: int) -> None:
@@ -385,10 +291,7 @@ def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, length: 
         raise ValueError(f"layer {layer_idx} has {shape.num_kv_heads} KV heads, and {len(retained)} are to keep tokens")
     about = f"layer {layer_idx}, KV head"
     for head, positions in enumerate(retained):
-        if positions.ndim != 1 or positions.dtype != torch.int64:
-            raise ValueError(
-                f"{about} {head}: expected positions (tokens,) int64, got {positions.dtype} {positions.shape}"
-            )
+        assert positions.ndim == 1 and positions.dtype == torch.int64, f"{about} {head}: positions are integers"
         if not len(positions):
             raise ValueError(f"{about} {head} would keep nothing; expected at least one token")
     edge = torch.tensor([length], device=retained[0].device)

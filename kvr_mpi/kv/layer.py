@@ -15,7 +15,7 @@ import torch
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to, attend_window
+from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.head_store import HeadStore, Pair
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -244,7 +244,7 @@ class SliceLayer(RowLayer):
             if route.attend is not None:
                 return route.attend(query, *layout.rows(0, route.capacity), params, start)
             *before, own = layout.pieces(0, self.length)
-            part = attend_up_to(query, *own, params)
+            part = attend(query, *own, params, causal=True)
             for rows in before:
                 part = part.merge(attend(query, *rows, params))
             return part
@@ -404,10 +404,9 @@ def attend_ranges(
         keys, values = rows(seen.first_key(first), last)
         if last - first == 1:
             piece = attend(some, keys, values, params)
-        elif not seen.sees_all(last) and seen.window is not None:
-            piece = attend_window(some, keys, values, params, seen.window)
         else:
-            piece = attend_up_to(some, keys, values, params)
+            window = None if seen.sees_all(last) else seen.window
+            piece = attend(some, keys, values, params, causal=True, window=window)
         part = piece if part is None else part.join(piece)
     assert part is not None
     return part

@@ -37,7 +37,9 @@ class LoadedLayers:
         self._count = count
         gpu = device if device is not None and device.type == "cuda" else None
         self._load = load if gpu is None else partial(_load_locked, load)
-        self._pool = ThreadPoolExecutor(1, "kvr-loading", initializer=_begin_thread, initargs=(gpu,))
+        # A thread would use GPU 0, and create a context there.
+        begin = (None, ()) if gpu is None else (torch.cuda.set_device, (gpu,))
+        self._pool = ThreadPoolExecutor(1, "kvr-loading", *begin)
         self._layers: dict[int, Future[torch.Tensor | None]] = {}
 
     def __getitem__(self, at: int) -> torch.Tensor | None:
@@ -53,12 +55,6 @@ class LoadedLayers:
         except BaseException:
             del self._layers[at]  # so that it can be read again: more memory may be free then
             raise
-
-
-def _begin_thread(gpu: torch.device | None) -> None:
-    """Select the rank's GPU in a thread; otherwise it would use GPU 0 and create a context there."""
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
 
 
 def _load_locked(load: Callable[[int], torch.Tensor | None], layer: int) -> torch.Tensor | None:

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvr_mpi.kv.attention import takes_flash
+from kvr_mpi.kv.attention import PartialAttention, takes_flash
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.row import RowCache, RowLayer
-from kvr_mpi.kv.varlen import attend_documents
 from kvr_mpi.model.attention_hook import AttentionParams
 
 
@@ -34,9 +33,9 @@ class PackedCache(RowCache):
 
     def __init__(self, documents: Sequence[SliceCache], tokens: Sequence[int]) -> None:
         self.documents = documents
-        stops = list(itertools.accumulate(tokens))
-        self.bounds = list(zip([0, *stops], stops, strict=False))
-        self.edges = torch.tensor([0, *stops], dtype=torch.int32, device=documents[0].device)
+        stops = list(itertools.accumulate(tokens, initial=0))
+        self.bounds = list(itertools.pairwise(stops))
+        self.edges = torch.tensor(stops, dtype=torch.int32, device=documents[0].device)
         self.longest = max(tokens)
         super().__init__([RowLayer(self, at, layer.shape) for at, layer in enumerate(documents[0].layers)])
 
@@ -53,9 +52,25 @@ class PackedCache(RowCache):
         seen = layer.shape.visibility
         is_plain = all(document.prefix is None for document in self.documents) and seen.chunk is None
         if is_plain and takes_flash(query, values, params):
+            from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
             for document in self.documents:
                 document.current = None
-            part = attend_documents(query, keys, values, params, self.edges, self.longest, seen.window)
+            out, lse = varlen_attn(
+                query[0].transpose(0, 1),
+                keys[0].transpose(0, 1),
+                values[0].transpose(0, 1),
+                self.edges,
+                self.edges,
+                self.longest,
+                self.longest,
+                return_aux=AuxRequest(lse=True),
+                scale=params.scale,
+                window_size=(-1 if seen.window is None else seen.window - 1, 0),
+                enable_gqa=True,
+            )
+            # The log-sum-exp is (heads, queries); varlen_attn's own documentation is wrong.
+            part = PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.view(1, *query.shape[1:3]).float())
             return part.finish(params).to(query.dtype)
         outs = [
             one.attend(query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], params)

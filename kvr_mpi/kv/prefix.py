@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from kvr_mpi.kv.arena import PAGE_ROWS, Arena, make_rows
+from kvr_mpi.kv.arena import PAGE_ROWS, Arena, make_runs
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.model import LayerShape
@@ -22,24 +22,14 @@ ReadRows = Callable[[int, int, int], "torch.Tensor | None"]
 class SharedPrefix:
     """Keys and values of the tokens that several prompts begin with.
 
-    Parameters
-    ----------
-    ids : tuple of int
-    layers : sequence or LoadedLayers
-        For each layer its `HeadStore`; for a stored prefix its rows (tokens, elements of K and V of all heads), read
-        on access; None for layers without keys and values.
-    states : dict of int to Tensor
-        Recurrent states by layer index, (bytes,), in the format of messages.
-    read : callable or None
-        For a stored prefix: reads a layer's rows from one token to another; returns None if the layer has none.
-    heads : callable or None
-        For a compressed prefix: reads a layer's heads, which keep different tokens; `layers` is then empty.
-    compression : str
-        Its compression method and settings.
-    in_pages : bool
-        Rows are, or will be once they are read, in pages of the prompts' arena, if there is one.
-    source : hashable, optional
-        Where it is stored; prefixes with the same source are the same.
+    layers : for each layer its `HeadStore`; for a stored prefix its rows (tokens, elements of K and V of all heads),
+        read on access; None for layers without keys and values.
+    states : recurrent states by layer index, (bytes,), in the format of messages.
+    read : of a stored prefix: reads a layer's rows from one token to another; returns None if the layer has none.
+    heads : of a compressed prefix: reads a layer's heads, which keep different tokens; `layers` is then empty.
+    compression : its compression method and settings.
+    in_pages : rows are, or will be once they are read, in pages of the prompts' arena, if there is one.
+    source : where it is stored; prefixes with the same source are the same.
     """
 
     ids: tuple[int, ...]
@@ -80,9 +70,8 @@ class SharedPrefix:
         held = self.layers[layer_idx] if found is None else found
         if isinstance(held, HeadStore) or held is None:
             return held
-        counts = [self.tokens] * shape.num_kv_heads
-        memory = make_rows(shape, counts, 0, held.dtype, device, arena)
-        store = HeadStore.by_heads(memory, shape, counts, 0, self.tokens, is_whole=True)
+        runs = make_runs(shape, [self.tokens] * shape.num_kv_heads, 0, held.dtype, device, arena)
+        store = HeadStore(runs, shape, 0, self.tokens, is_whole=True)
         loaded = HeadStore.by_tokens(held.to(device, non_blocking=True), shape)
         store.write(0, *loaded.rows(0, self.tokens))
         self._stores[name] = store

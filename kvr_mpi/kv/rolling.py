@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_from
+from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.route import Range, join_ranges
 from kvr_mpi.kv.row import RowCache, RowLayer
@@ -101,13 +101,7 @@ class RollingLayer(RowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a step's tokens (1, kv_heads, tokens, head_dim) over the oldest ones.
-
-        Raises
-        ------
-        ModelError
-            If there are more than `step_tokens`.
-        """
+        """Write a step's tokens (1, kv_heads, tokens, head_dim), at most `step_tokens`, over the oldest ones."""
         count, at = key_states.shape[2], 0
         if count > self.cache.rolling.step_tokens:
             raise ModelError(f"layer {self.layer_idx}: {count} tokens in a step of {self.cache.rolling.step_tokens}")
@@ -124,10 +118,7 @@ class RollingLayer(RowLayer):
     ) -> torch.Tensor:
         """Attend from a step's tokens to sinks and last tokens; (1, heads, tokens, value_dim) in the query's dtype.
 
-        Raises
-        ------
-        UnreadError
-            To leave the model if the rest of its output is not used.
+        Leaves the model (`UnreadError`) if the rest of its output is not used.
         """
         self.cache.current, fresh = None, keys.shape[2]
         if self.layer_idx == self.cache.left_after:
@@ -144,13 +135,7 @@ class RollingLayer(RowLayer):
     def _attend_piece(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bounds: Range, params: AttentionParams
     ) -> PartialAttention:
-        """Attend from consecutive tokens of a step to sinks, older tokens and, causally, themselves.
-
-        Parameters
-        ----------
-        keys, values : Tensor
-            Of these tokens (1, kv_heads, tokens, head_dim).
-        """
+        """Attend from consecutive tokens of a step to sinks, older tokens and, causally, themselves."""
         (first, last), count = bounds, bounds[1] - bounds[0]
         oldest, seen_by_all = self.first_seen(first), self.first_seen(last - 1)
         before = last if count == 1 else first
@@ -159,12 +144,14 @@ class RollingLayer(RowLayer):
         if count > 1:
             parts.append(attend(query, keys, values, params, causal=True))
         part = reduce(PartialAttention.merge, parts)
-        if oldest < seen_by_all:  # each token sees one fewer of them than the one before it, the last one none
-            some = [self._layout.rows(*stretch) for stretch in self._rows(oldest, seen_by_all)]
-            old_keys, old_values = (torch.cat(each, 2) for each in zip(*some, strict=True))
-            some_part = part.cut(0, count - 1).merge(attend_from(query[:, :, :-1], old_keys, old_values, params))
-            part = some_part.join(part.cut(count - 1, count))
-        return part
+        if oldest == seen_by_all:
+            return part
+        # Each token sees one fewer of these than the one before it, the last one none: causal, in reverse order.
+        some = [self._layout.rows(*stretch) for stretch in self._rows(oldest, seen_by_all)]
+        old_keys, old_values = (torch.cat(each, 2).flip(2) for each in zip(*some, strict=True))
+        old = attend(query[:, :, :-1].flip(2), old_keys, old_values, params, causal=count > 2)
+        seeing = part.cut(0, count - 1).merge(PartialAttention(old.out.flip(2), old.lse.flip(2)))
+        return seeing.join(part.cut(count - 1, count))
 
     def step_back(self, length: int) -> None:
         """Truncate to the first `length` tokens.
@@ -190,14 +177,7 @@ class RollingLayer(RowLayer):
 
 
 class RollingCache(RowCache):
-    """The rolling cache of a whole model.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    rolling : Rolling
-    prompt_tokens : int
-        Length of the whole prompt.
+    """The rolling cache of a whole model, for a prompt of `prompt_tokens`.
 
     Raises
     ------

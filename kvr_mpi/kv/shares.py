@@ -18,8 +18,9 @@ from functools import reduce
 import torch
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.kv.arena import make_rows
+from kvr_mpi.kv.arena import make_runs
 from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
+from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
 from kvr_mpi.kv.loading import LoadedLayers
@@ -34,27 +35,14 @@ from kvr_mpi.transport import Transport
 class Share:
     """What one rank holds of a prompt, or of a stored document that prompts continue.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    start, stop : int
-        Bounds of this rank's tokens.
-    tokens : int
-        Tokens on all ranks together. The rank with the last of them also holds the tokens that follow.
-    longest : int
-        Largest number of tokens on all ranks together, including those that follow.
-    prefix : SharedPrefix, optional
-        The stored document that this share holds, with `read`: each layer's rows are read when the layer is first used.
-        The tokens after it are in the shares of prompts (`after`).
-    document : Share, optional
-        Share of the stored document that this prompt continues.
-
-    Attributes
-    ----------
-    length : int
-        Tokens that all ranks together hold.
-    failure : str or None
-        Why the stored document cannot be read, on this or another rank.
+    start, stop : bounds of this rank's tokens.
+    tokens : on all ranks together. The rank with the last of them also holds the tokens that follow.
+    longest : largest number of tokens on all ranks together, including those that follow.
+    prefix : the stored document that this share holds, with `read`: each layer's rows are read when the layer is first
+        used. The tokens after it are in the shares of prompts (`after`).
+    document : share of the stored document that this prompt continues.
+    length : tokens that all ranks together hold.
+    failure : why the stored document cannot be read, on this or another rank.
     """
 
     def __init__(
@@ -78,13 +66,7 @@ class Share:
 
     @classmethod
     def after(cls, loaded: LoadedModel, document: Share, reserve_tokens: int) -> Share:
-        """Make the share of a prompt that continues a stored document; the last rank has room for the new tokens.
-
-        Parameters
-        ----------
-        reserve_tokens : int
-            Room for all tokens after the document.
-        """
+        """Make the share of a prompt that continues a stored document; the last rank has room for the new tokens."""
         longest = document.length + reserve_tokens
         if longest > document.longest:
             raise ValueError(
@@ -153,14 +135,17 @@ class Share:
         """Close the file after all layers are loaded, or after a rank failed to read its own."""
         self.failure, self._loading = failure, None
 
+    def step_back(self, length: int) -> None:
+        """Truncate to the prompt's first `length` tokens."""
+        self.length = length
+
     def own_kv(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of this rank's tokens, including decoded ones, each (tokens, kv_heads, head_dim)."""
         layer = self.layers[layer_idx]
         if layer is None:
             return None
         assert self.document is None, "questions about a stored document are not stored again"
-        keys, values = layer.rows(self.start, self.held_until)
-        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        return rows_by_token(layer, self.start, self.held_until)
 
     def _make(self, layer_idx: int) -> HeadStore:
         """Allocate uninitialised rows of a layer."""
@@ -170,8 +155,8 @@ class Share:
             assert before is not None, "it was read first"
         shared, first = () if before is None else before.as_shared(self.start), self.first_row(shape.visibility)
         counts, room = [self.stop - first] * shape.num_kv_heads, self.longest - self.stop if self.is_last else 0
-        memory = make_rows(shape, counts, room, self.dtype, self.device)
-        return HeadStore.by_heads(memory, shape, counts, room, self.stop, is_whole=True, shared=shared, start=first)
+        runs = make_runs(shape, counts, room, self.dtype, self.device, start=first)
+        return HeadStore(runs, shape, room, self.stop, is_whole=True, shared=shared)
 
     def _read(self, number: int) -> torch.Tensor | None:
         assert self.prefix is not None and self.prefix.read is not None, "it is stored"
@@ -195,9 +180,11 @@ class SharesCache(RowCache):
     def __init__(self, loaded: LoadedModel, shares: Sequence[Share], tokens: Sequence[int], chain: Transport) -> None:
         self.shares, self.chain, self._first_position = shares, chain, loaded.shape.first_position
         self._heads = loaded.model.config.get_text_config().num_attention_heads
-        stops = list(itertools.accumulate(tokens))
-        self.bounds = list(zip([0, *stops], stops, strict=False))
-        self.groups, self.apart = _same_document(shares), [range(at, at + 1) for at in range(len(shares))]
+        self.bounds = list(itertools.pairwise(itertools.accumulate(tokens, initial=0)))
+        # Adjacent shares that continue the same document, and each by itself.
+        documents = [-at if share.document is None else id(share.document) for at, share in enumerate(shares)]
+        self.groups = [list(some) for _, some in itertools.groupby(range(len(shares)), documents.__getitem__)]
+        self.apart = [[at] for at in range(len(shares))]
         for share, count in zip(shares, tokens, strict=True):
             if share.is_last and share.length + count > share.longest:
                 raise ValueError(f"a share with room for {share.longest} tokens is full; reserve room for more")
@@ -250,12 +237,17 @@ class SharesCache(RowCache):
                 gather_parts(self._nothing(layer, self._heads, self.bounds[-1][1]), self.chain)
 
     def _attend(
-        self, layer: RowLayer, numbers: range, query: torch.Tensor, params: AttentionParams
+        self, layer: RowLayer, numbers: Sequence[int], query: torch.Tensor, params: AttentionParams
     ) -> list[PartialAttention]:
         """Attend from the new tokens of prompts that continue the same document; its rows are read once for all."""
-        found = []
-        begin, end = self.bounds[numbers[0]][0], self.bounds[numbers[-1]][1]
-        before = self._attend_document(layer, numbers[0], query[:, :, begin:end], params)
+        found, before = [], None
+        share, (begin, end) = self.shares[numbers[0]], self.bounds[numbers[0]]
+        document = share.document
+        if document is not None and layer.shape.visibility.sees_all(share.length + end - begin):
+            rows = document.layers[layer.layer_idx]
+            assert rows is not None, "stored rows are read before the first step"
+            some = query[:, :, begin : self.bounds[numbers[-1]][1]]
+            before = attend(some, *rows.rows(document.start, document.stop), params)
         for number in numbers:
             first, last = self.bounds[number]
             part = self._attend_own(layer, self.shares[number], query[:, :, first:last], params)
@@ -265,24 +257,12 @@ class SharesCache(RowCache):
             found.append(self._nothing(layer, query.shape[1], last - first) if part is None else part)
         return found
 
-    def _attend_document(
-        self, layer: RowLayer, number: int, query: torch.Tensor, params: AttentionParams
-    ) -> PartialAttention | None:
-        """Attend to this rank's rows of a stored document; None if there is none, or `_attend_own` includes it."""
-        share, (first, last) = self.shares[number], self.bounds[number]
-        document = share.document
-        if document is None or not layer.shape.visibility.sees_all(share.length + last - first):
-            return None
-        rows = document.layers[layer.layer_idx]
-        assert rows is not None, "stored rows are read before the first step"
-        return attend(query, *rows.rows(document.start, document.stop), params)
-
     def _attend_own(
         self, layer: RowLayer, share: Share, query: torch.Tensor, params: AttentionParams
     ) -> PartialAttention | None:
-        """Attend from a prompt's new tokens to this rank's rows of that prompt, without the shared document.
+        """Attend from a prompt's new tokens to this rank's rows of it; None if they see nothing of it.
 
-        None if they see nothing of it.
+        With a window or chunks, these include the shared document.
         """
         store, fresh, seen = share.layers[layer.layer_idx], query.shape[2], layer.shape.visibility
         if store is None:  # what follows the document is on another rank
@@ -297,12 +277,3 @@ class SharesCache(RowCache):
 
     def _nothing(self, layer: RowLayer, heads: int, tokens: int) -> PartialAttention:
         return PartialAttention.of_nothing((1, heads, tokens, layer.shape.value_dim), self.shares[0].device)
-
-
-def _same_document(shares: Sequence[Share]) -> list[range]:
-    """Group adjacent shares that continue the same document."""
-    edges = [0]
-    for at, (one, other) in enumerate(itertools.pairwise(shares), 1):
-        if one.document is None or one.document is not other.document:
-            edges.append(at)
-    return [range(*bounds) for bounds in itertools.pairwise([*edges, len(shares)])]

@@ -62,7 +62,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
     @property
     def state_bytes(self) -> int:
         """Size of a message with all states, in bytes."""
-        return sum(stop - start for _, start, stop in _places(self.shape.states, self.cache.dtype))
+        return sum(self._sizes())
 
     def post(self) -> None:
         """Post the receives of keys and values, and then of the states."""
@@ -108,9 +108,8 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
     def packed(self) -> torch.Tensor:
         """Return all states as one message (bytes,)."""
         message = torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device)
-        for state, start, _ in _places(self.shape.states, self.cache.dtype):
+        for state, into in self._views(message):
             held = self._values[state.kind].get(state.index)
-            into = _view(message, state, start, self.cache.dtype)
             if held is None or held.shape != into.shape or held.dtype != into.dtype:
                 found = "none" if held is None else f"{tuple(held.shape)} {held.dtype}"
                 raise ModelError(
@@ -140,6 +139,17 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         self._values = {"conv": {}, "recurrent": {}}
         self._incoming = None
 
+    def _sizes(self) -> list[int]:
+        """Bytes of each state in a message, aligned."""
+        sizes = (math.prod(state.shape) * (state.dtype or self.cache.dtype).itemsize for state in self.shape.states)
+        return [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+
+    def _views(self, message: torch.Tensor) -> Iterator[tuple[StateShape, torch.Tensor]]:
+        """Yield each state with its view of a message."""
+        for state, part in zip(self.shape.states, torch.split(message, self._sizes()), strict=True):
+            dtype = state.dtype or self.cache.dtype
+            yield state, part[: math.prod(state.shape) * dtype.itemsize].view(dtype).view(state.shape)
+
     def _held(self) -> list[torch.Tensor]:
         return [held for kind in self._values.values() for held in kind.values() if held is not None]
 
@@ -158,8 +168,8 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         incoming, self._incoming = self._incoming, None
         if self.segments is not None and self.cache.route.position > 0:
             self.segments.wait_for()
-        for state, start, _ in _places(self.shape.states, self.cache.dtype):
-            self._values[state.kind][state.index] = _view(incoming, state, start, self.cache.dtype)
+        for state, view in self._views(incoming):
+            self._values[state.kind][state.index] = view
             if state.kind == "conv":
                 self.conv_kernel_size[state.index] = state.shape[-1]
                 self.is_conv_states_initialized[state.index] = True
@@ -172,19 +182,3 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         if self.cache.prefilling and self._updated >= {(state.kind, state.index) for state in self.shape.states}:
             self.send_states()
             self.leave_if_done()
-
-
-def _places(states: tuple[StateShape, ...], dtype: torch.dtype) -> Iterator[tuple[StateShape, int, int]]:
-    """Yield each state with its offset and the offset of the next one, in bytes."""
-    start = 0
-    for state in states:
-        size = math.prod(state.shape) * (state.dtype or dtype).itemsize
-        stop = start + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        yield state, start, stop
-        start = stop
-
-
-def _view(message: torch.Tensor, state: StateShape, start: int, dtype: torch.dtype) -> torch.Tensor:
-    kind = state.dtype or dtype
-    size = math.prod(state.shape) * kind.itemsize
-    return message[start : start + size].view(kind).view(state.shape)

@@ -161,7 +161,7 @@ def prefix_of_cache(ids: Sequence[int], cache: SliceCache) -> SharedPrefix:
     for layer in cache.layers:
         layer.lay_by_heads()
     stores = [layer.store if layer.shape.elements else None for layer in cache.layers]
-    in_pages = all(store.memory.extent is not None for store in stores if store is not None)
+    in_pages = all(store.extent is not None for store in stores if store is not None)
     return SharedPrefix(tuple(ids), stores, states, in_pages=in_pages)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.decode_cache import DecodeCache, PagedRows
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -165,7 +165,7 @@ def decode_packed(
         raise
 
 
-def run_step(loaded: LoadedModel, cache: DecodeCache | PagedRows, inputs: torch.Tensor) -> torch.Tensor:
+def run_step(loaded: LoadedModel, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:
     """Run the model on one token of each document, after `DecodeCache.take_up`.
 
     Parameters
@@ -178,7 +178,7 @@ def run_step(loaded: LoadedModel, cache: DecodeCache | PagedRows, inputs: torch.
     torch.Tensor
         Logits (documents, vocab_size), float32.
     """
-    cache.begin(inputs[1])
+    cache.on_device = inputs[1]
     keep = torch.arange(inputs.shape[1], device=inputs.device)
     positions = inputs[1:] + loaded.shape.first_position
     return run_model(loaded.model, inputs[:1], cache, positions=positions, keep=keep)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvr_mpi.compress.compression import size_of
-from kvr_mpi.decode.batch import Finished
-from kvr_mpi.decode.group import Group
+from kvr_mpi.decode.group import Entry, Group, held_bytes
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -32,9 +31,7 @@ class Decoder:
     group : the ranks that decode together and call `decode` at the same time; None: this rank alone.
     """
 
-    def __init__(
-        self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group[Prompt] | None = None
-    ) -> None:
+    def __init__(self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group | None = None) -> None:
         self._setup, self._sink, self._stop, self._trace = setup, sink, stop, trace
         self._batch, self._kernels = setup.open_decode_batch(group), setup.kernels
         self._group_size = setup.spec.parallel.tensor_parallel
@@ -54,7 +51,7 @@ class Decoder:
         """Return the memory in use on this rank, including the prefix or stored document that prompts continue."""
         prefills = [*self._batch.prefills, *([beginning] if isinstance(beginning, Prefill) else [])]
         document = beginning if isinstance(beginning, Share) else None
-        return Held(self._batch.running, self._batch.group.held_bytes(prefills, document))
+        return Held(self._batch.running, held_bytes(prefills, document))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
         """Add a prefilled prompt; all ranks that hold a shard of it call this."""
@@ -98,7 +95,7 @@ class Decoder:
         is_over, ranks = self._stop.is_over_for_group, self._batch.group.ranks
         return is_over if ranks is None else bool(share_json(ranks, is_over))
 
-    def _deliver(self, answered: Sequence[Finished[Prompt]]) -> None:
+    def _deliver(self, answered: Sequence[Entry]) -> None:
         """Store final answers, and keep those to document parts for the leader."""
         for finished in answered:
             prompt, answer = finished.key, finished.answer

@@ -15,7 +15,6 @@ from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.errors import Say
-from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.rounds import Round
@@ -90,7 +89,7 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
 def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choice: DecodeChoice) -> WorkerContext:
     """Let the chain decode together if keys and values are sharded or heads are shared."""
     if setup.spec.is_spread:
-        group: Group[Prompt] = TokenGroup(setup.loaded, chain)
+        group: Group = TokenGroup(setup.loaded, chain)
     elif choice.mode == "head-parallel":
         assert isinstance(setup.sharing, HeadSharing), "without it, ranks decode separately"
         place, loads = setup.sharing.placing(chain.size), setup.sharing.loads

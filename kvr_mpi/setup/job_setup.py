@@ -16,7 +16,7 @@ from kvr_mpi.compress.compression import Compression
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.group import Alone, Group
+from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.documents.prompts import Frame, PromptText, encode_text
 from kvr_mpi.job import JobSpec
@@ -30,7 +30,6 @@ from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import identity_of
-from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
 from kvr_mpi.store.log import Header
@@ -146,7 +145,7 @@ class JobSetup:
         speeds = costs.speeds and (costs.speeds[ranks] if self.costs else costs.speeds[:size])
         return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
 
-    def open_decode_batch(self, group: Group[Prompt] | None = None) -> DecodeBatch[Prompt]:
+    def open_decode_batch(self, group: Group | None = None) -> DecodeBatch:
         """Create the decode batch, for a group of ranks or this rank alone."""
         generation = self.spec.generation
         return DecodeBatch(
@@ -154,7 +153,7 @@ class JobSetup:
             self.generation,
             stop=generation.stop,
             max_new_tokens=generation.max_new_tokens,
-            group=group or Alone(self.loaded, why_alone=self.why_alone),
+            group=group or Group(self.loaded, why_alone=self.why_alone),
         )
 
     def forecast(self) -> Forecast:

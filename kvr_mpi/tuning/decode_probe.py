@@ -52,8 +52,8 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
     options: dict[str, Any] = {"stop": (), "max_new_tokens": STEPS + 3}
     ids = loaded.shape.sample_ids(PROBE_TOKENS, 7, 1)
 
-    def time_step(group: Group[int] | None) -> float:
-        batch: DecodeBatch[int] = DecodeBatch(loaded, greedy, group=group, **options)
+    def time_step(group: Group | None) -> float:
+        batch = DecodeBatch(loaded, greedy, group=group, **options)
         own = min(shares, MOST_DOCUMENTS)
         prefills = prefill_packed(loaded, [ids] * own, reserve_tokens=STEPS + 3) if own else []
         for number, prefill in enumerate(prefills):

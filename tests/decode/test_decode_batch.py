@@ -17,7 +17,7 @@ from rows import alone, batch_of, finish, other_prompt, ready, tokens_of
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.group import Alone
+from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
@@ -29,9 +29,9 @@ NEW_TOKENS = 14
 LENGTHS = [5, 30, 1, 18, 16, 9]
 
 
-def begun(loaded: LoadedModel, lengths: Sequence[int] = LENGTHS, **options: Any) -> DecodeBatch[int]:
+def begun(loaded: LoadedModel, lengths: Sequence[int] = LENGTHS, **options: Any) -> DecodeBatch:
     """A batch of documents of these lengths, each prefilled alone."""
-    batch = batch_of(loaded, NEW_TOKENS, Alone(loaded, why_alone=options.pop("why_alone", None)), **options)
+    batch = batch_of(loaded, NEW_TOKENS, Group(loaded, why_alone=options.pop("why_alone", None)), **options)
     for tokens in lengths:
         batch.add(tokens, alone(loaded, other_prompt(tokens), NEW_TOKENS), other_prompt(tokens), 0)
     return batch

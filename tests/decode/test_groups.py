@@ -13,8 +13,7 @@ from rows import alone, batch_of, count_down, finish, ready, run_out_at
 from torch.overrides import TorchFunctionMode
 
 from kvr_mpi.compress.placement import place_in_proportion
-from kvr_mpi.decode.batch import Finished
-from kvr_mpi.decode.group import Alone, Group
+from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.documents.document import OwnGeneration
@@ -29,7 +28,7 @@ NEW_TOKENS = 7
 LENGTHS = (34, 51, 20)
 TEXTS = ("7 8 9 10 11", "5", "190 3 4 5 6 7")
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40}
-Answers = dict[int, Finished[int]]
+Answers = dict[int, Entry]
 
 
 @dataclass
@@ -52,8 +51,8 @@ class Asking:
     ) -> Answers:
         """Answer on a rank, after a call when all prompts are prefilled."""
         torch.set_num_threads(1)
-        groups: dict[str, Callable[[], Group[int]]] = {
-            "alone": lambda: Alone(loaded),
+        groups: dict[str, Callable[[], Group]] = {
+            "alone": lambda: Group(loaded),
             "heads": lambda: HeadGroup(loaded, chain, place_in_proportion),
             "tokens": lambda: TokenGroup(loaded, chain),
         }
@@ -193,7 +192,7 @@ def test_ranks_that_would_run_different_tokens_end_the_job() -> None:
 
     @torch.inference_mode()
     def work(chain: Transport) -> str:
-        group = TokenGroup[int](loaded, chain)
+        group = TokenGroup(loaded, chain)
         prefill = spread(loaded, prompt(30), chain, 1)
         with pytest.raises(
             AgreementError, match="have run different tokens of prompts that are spread over them"

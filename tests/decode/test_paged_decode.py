@@ -11,7 +11,7 @@ from paged_rows import LENGTHS, NEW_TOKENS, answer, arena_of, pages_read, ready
 from rows import alone, other_prompt
 
 from benchmarks.tiny import shrink
-from kvr_mpi.kv.arena import PAGE_ROWS, Arena
+from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.model import LayerShape
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -67,12 +67,12 @@ def test_pages_are_used_again_when_the_last_view_is_gone() -> None:
     loaded = ready("llama-gqa")
     arena, shape = arena_of(loaded, 1), loaded.shape.layers[0]  # two heads, three layers: six pages to an extent
     first, second = arena.take(shape, 2), arena.take(shape, 1)
-    assert (first.first, second.first) == (0, 2 * PAGE_ROWS) and first.extent is second.extent
-    held = first.values[5:7]  # as a writer, or a transfer, would hold it
+    assert (first.row, second.row) == (0, 2 * PAGE_ROWS) and first.extent is second.extent
+    held = first.values[0, 5:7]  # as a writer, or a transfer, would hold it
     held.fill_(7.0)
     del first
     third = arena.take(shape, 3)
-    assert third.first == 3 * PAGE_ROWS and third.extent is second.extent
+    assert third.row == 3 * PAGE_ROWS and third.extent is second.extent
     fourth = arena.take(shape, 1)
     assert fourth.extent is not second.extent and bool((held == 7.0).all()), "one view is left"
     del held
@@ -80,12 +80,14 @@ def test_pages_are_used_again_when_the_last_view_is_gone() -> None:
     assert fifth.extent not in (second.extent, fourth.extent)
     arena.collect()
     sixth = arena.take(shape, 2)
-    assert sixth.first == 0 and sixth.extent is second.extent
+    assert sixth.row == 0 and sixth.extent is second.extent
     seventh = arena.take(shape, 7)
     assert seventh.extent is not None and seventh.extent.pages == 7, "a long document has an extent of just its size"
     del second, third, fourth, fifth, sixth
     arena.collect()
     assert [extent.pages for extent in arena.extents] == [7]
+    wide = arena.take(LayerShape(2, 16, 16), 1)  # a layer with other heads has extents of its own
+    assert wide.extent not in (None, seventh.extent) and wide.keys.shape == (1, PAGE_ROWS, 16)
 
 
 def test_no_memory_for_an_extent_is_memory_for_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +107,3 @@ def test_no_memory_for_an_extent_is_memory_for_a_document(monkeypatch: pytest.Mo
     room = 2
     with pytest.raises(MemoryError):
         arena.take(shape, 18)
-
-
-def test_layers_with_other_heads_have_extents_of_their_own() -> None:
-    narrow, wide = LayerShape(3, 8, 8), LayerShape(3, 16, 16)
-    arena = Arena([narrow, wide], torch.float32, torch.device("cpu"), extent_bytes=0)
-    taken = [arena.take(shape, 1) for shape in (narrow, wide, narrow)]
-    assert taken[0].extent is taken[2].extent is not taken[1].extent
-    assert [each.keys.shape for each in taken] == [(256, 8), (256, 16), (256, 8)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from chains import greedy, single
 from models import prompt, tiny
 from rows import batch_of, count_down, finish, ready, run_out_at, tokens_of
 
+from kvr_mpi.decode.group import held_bytes
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.errors import DataError
 from kvr_mpi.kv.contents import layer_kv
@@ -72,28 +74,21 @@ def store_rows(loaded: LoadedModel, tokens: int) -> StoredRows:
     return StoredRows(loaded, ids, [torch.cat([each.flatten(1) for each in pair], 1).clone() for pair in pairs if pair])
 
 
-@dataclass
-class Asked:
-    """What a rank has of some questions: its prefills, answers, and bytes held before the first token was decoded."""
+def ask(stored: StoredRows, prompts: Sequence[Sequence[int]], rows: Sequence[slice], chain: Transport) -> Any:
+    """Ask some questions at a time, and decode all of them together.
 
-    document: Share
-    prefills: list[Prefill]
-    answers: dict[int, list[int]]
-    held_bytes: int
-
-
-def ask(stored: StoredRows, prompts: Sequence[Sequence[int]], rows: Sequence[slice], chain: Transport) -> Asked:
-    """Ask some questions at a time, and decode all of them together."""
+    Returns what a rank has of them: its prefills, answers, and bytes held before the first token was decoded.
+    """
     loaded, document, prefills = stored.loaded, stored.open_on(chain, LONGEST), list[Prefill]()
     for row in rows:
         options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * len(prompts[row]), "last": chain.size - 1}
         prefills += prefill_stored(loaded, prompts[row], document, chain, **options)
-    group = TokenGroup[int](loaded, chain)
-    batch = batch_of(loaded, NEW_TOKENS, group)
+    batch = batch_of(loaded, NEW_TOKENS, TokenGroup(loaded, chain))
     for number, (ids, prefill) in enumerate(zip(prompts, prefills, strict=True)):
         batch.add(number, prefill, ids, 0)
-    held_bytes = group.held_bytes(batch.prefills, document)
-    return Asked(document, prefills, {key: list(ids) for key, ids in tokens_of(finish(batch)).items()}, held_bytes)
+    held = held_bytes(batch.prefills, document)
+    answers = {key: list(ids) for key, ids in tokens_of(finish(batch)).items()}
+    return SimpleNamespace(document=document, prefills=prefills, answers=answers, held_bytes=held)
 
 
 def opened(name: str) -> tuple[StoredRows, list[list[int]], dict[int, list[int]]]:

@@ -11,7 +11,7 @@ import torch
 from models import prompt
 from rows import alone, batch_of, finish, long_rope, ready
 
-from kvr_mpi.decode.group import Alone
+from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.model import LoadedModel
@@ -26,7 +26,7 @@ KINDS = ["llama-gqa", "mistral-window", "llama4-chunks", "gpt-oss-sinks", "deeps
 
 
 def scored(loaded: LoadedModel, prefill: Prefill, texts: Sequence[str]) -> tuple[Score, ...]:
-    return score_continuations(loaded, prefill, prefill.partition.tokens, texts, Alone[str](loaded).look_ahead)
+    return score_continuations(loaded, prefill, texts, Group(loaded).look_ahead)
 
 
 def truth_of(loaded: LoadedModel, text: str) -> torch.Tensor:

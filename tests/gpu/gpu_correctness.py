@@ -13,7 +13,7 @@ from gpu_machine import random_model
 from gpu_steps import Figures, Given
 
 from kvr_mpi.kv import attention
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_window, name_attention
+from kvr_mpi.kv.attention import PartialAttention, attend, name_attention
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -81,7 +81,7 @@ def _worst_errors(given: Given) -> Figures:
         cases = {
             "all": (attend(query, keys, values, params), None, None),
             "merged": (part.merge(other), None, None),
-            "window": (attend_window(query, keys, values, params, WINDOW), length - queries, WINDOW),
+            "window": (attend(query, keys, values, params, causal=True, window=WINDOW), length - queries, WINDOW),
         }
         if queries == length:
             cases["causal"] = (attend(query, keys, values, params, causal=True), 0, None)

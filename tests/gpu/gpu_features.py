@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,16 +12,14 @@ from gpu_machine import random_model
 from gpu_steps import Absent, Figures, Given
 
 from benchmarks.kept import keep_only
-from kvr_mpi.kv.arena import Arena, make_rows
-from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window, why_no_flex
+from kvr_mpi.kv.arena import Arena, make_runs
+from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, why_no_flex
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.units import attend_units, unit_tables, write_token
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -54,7 +53,7 @@ def bent_scores_are_exact(given: Given) -> Figures:
         for part, first, window in (
             (attend(query, keys, values, params), None, None),
             (attend(query, keys[:, :, before:], values[:, :, before:], params, causal=True), 0, None),
-            (attend_window(query, keys, values, params, 256), before, 256),
+            (attend(query, keys, values, params, causal=True, window=256), before, 256),
         ):
             start = before if first == 0 else 0
             truth = truth_of(query, keys[:, :, start:], values[:, :, start:], params, first, window)
@@ -88,15 +87,17 @@ def ragged_heads_are_exact(given: Given) -> Figures:
     for dim, kept in ((64, (700, 31, 1500, 1500)), (128, (5, 9, 9, 2)), (256, (1, 1, 1, 1))):
         shape, origin = LayerShape(4, dim, dim), 2000
         arena, params = Arena([shape], torch.bfloat16, device, extent_bytes=1 << 26), AttentionParams(dim**-0.5)
-        memory = make_rows(shape, kept, 3, torch.bfloat16, device, arena)
-        for rows in (memory.keys, memory.values):
+        runs = make_runs(shape, kept, 3, torch.bfloat16, device, arena)
+        for rows in (rows for run in runs for rows in (run.keys, run.values)):
             rows.copy_(torch.randn(rows.shape, generator=draw, device=device))
-        store = HeadStore.by_heads(memory, shape, kept, 3, origin)
-        table, length = unit_tables([[store]])[0], torch.tensor([origin], device=device)
+        store = HeadStore(runs, shape, 3, origin)
+        document: Any = SimpleNamespace(layers=[SimpleNamespace(store=store)], length=origin, device=device)
+        row = DecodeCache([document])
+        row.on_device = torch.tensor([origin], device=device)
         fresh = torch.randn(2, 1, 4, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
-        write_token([store], table, fresh[0], fresh[1], [origin], length)
+        row.layers[0].update(fresh[0], fresh[1])
         query = torch.randn(1, 16, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
-        found = attend_units(query, [store], table, [origin + 1], params, Visibility()).out
+        found = row.layers[0].attend(query, fresh[0], fresh[1], params)
         for head in range(4):
             keys, values = (rows[None, None] for rows in store.head_rows(head, origin + 1))
             group = slice(4 * head, 4 * head + 4)

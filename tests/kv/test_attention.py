@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvr_mpi.kv import attention
-from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window
+from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend
 
 pytestmark = pytest.mark.quick
 
@@ -83,10 +83,7 @@ def test_a_query_sees_its_window_and_nothing_behind_itself(
     expected = reference(query, keys, values, params, (after >= 0) & (after < (window or queries)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MAX_SCORES", most_scores)
-        if window is None:
-            found = attend(query, keys, values, params, causal=True)
-        else:
-            found = attend_window(query, keys, values, params, window)
+        found = attend(query, keys, values, params, causal=True, window=window)
     torch.testing.assert_close(found.finish(params).double(), expected, atol=2e-6, rtol=1e-5)
 
 

@@ -127,7 +127,7 @@ def test_it_is_used_where_it_holds(monkeypatch: pytest.MonkeyPatch, refused: str
     monkeypatch.setattr(attention, "why_no_flex", lambda *given: refused if refused == "it differs" else None)
     given, bent = tensors(6, 2, 40, 40, (16, 16)), AttentionParams(0.3, 5.0)
     for window in (None, 7):
-        found = attend(*given, bent, causal=True) if window is None else attention.attend_window(*given, bent, window)
+        found = attend(*given, bent, causal=True, window=window)
         truth = attention._attend_blocks(*given, bent, offset=0, window=window)
         torch.testing.assert_close(found.out, truth.out, atol=2e-6, rtol=1e-5)
     attend(*given, AttentionParams(0.3))

@@ -14,13 +14,12 @@ import torch
 from chains import chain, greedy
 from models import prompt, tiny
 from paged_rows import Numbers, arena_of, pages_read, ready, steps_recorded
-from rows import alone, long_rope, other_prompt
+from rows import alone, batch_of, finish, long_rope, other_prompt
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from benchmarks.kept import keep_only
 from kvr_mpi.decode import step_graph
-from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache
@@ -151,18 +150,6 @@ def test_after_a_chain_the_old_memory_is_gone() -> None:
     torch.testing.assert_close(logits_after(loaded, prefill, tokens), truth, atol=1e-4, rtol=0)
 
 
-def make_pool(loaded: LoadedModel) -> DecodeBatch[str]:
-    config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    return DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
-
-
-def answers(pool: DecodeBatch[str]) -> dict[str, Finished[str]]:
-    found: dict[str, Finished[str]] = {}
-    while pool.running:
-        found |= {each.key: each for each in pool.step()}
-    return found
-
-
 def compressed(loaded: LoadedModel, tokens: int, arena: Arena | None = None) -> Prefill:
     (prefill,) = prefill_packed(loaded, [other_prompt(tokens)], reserve_tokens=NEW_TOKENS, arena=arena)
     if tokens != 18:  # one stays whole among the others
@@ -184,10 +171,10 @@ def test_in_company_answers_are_the_same(name: str, pages: int, fails: bool, mon
     """In memory of their own, in pages (one to an extent, or many) in recorded steps; after a step taken back."""
     monkeypatch.setattr(step_graph, "STEPS_BEFORE", 0)
     graphs, failures = steps_recorded(monkeypatch), 0
-    loaded, pool = ready(name), make_pool(ready(name))
+    loaded, batch = ready(name), batch_of(ready(name), NEW_TOKENS)
     arena = arena_of(loaded, pages) if pages else None
     for tokens in LENGTHS:
-        pool.add(str(tokens), compressed(loaded, tokens, arena), other_prompt(tokens), 0)
+        batch.add(tokens, compressed(loaded, tokens, arena), other_prompt(tokens), 0)
 
     def crowded(module: Any, inputs: Any) -> None:
         nonlocal failures
@@ -196,13 +183,13 @@ def test_in_company_answers_are_the_same(name: str, pages: int, fails: bool, mon
             raise torch.OutOfMemoryError("on purpose")
 
     with pages_read(monkeypatch) if pages else nullcontext():
-        first = {each.key: each for each in pool.step()}
+        first = {each.key: each for each in batch.step()}
         hook = loaded.model.get_decoder().layers[1].mlp.register_forward_pre_hook(crowded)
-        found = first | answers(pool)
+        found = first | finish(batch)
         hook.remove()
     assert bool(failures) == fails and any(graph.replays for graph in graphs) == bool(pages)
     for tokens in LENGTHS:
-        answer = found[str(tokens)].answer
+        answer = found[tokens].answer
         assert answer is not None
         assert list(answer.token_ids) == greedy(loaded.model, compressed(loaded, tokens), NEW_TOKENS)
 
@@ -210,14 +197,14 @@ def test_in_company_answers_are_the_same(name: str, pages: int, fails: bool, mon
 def test_an_answer_that_would_begin_anew_is_an_error() -> None:
     """Phi-3 computes all keys anew past 32 tokens: without a word it would go on from the whole prompt."""
     loaded = replace(long_rope(), tokenizer=Numbers())
-    pool = make_pool(loaded)
+    batch = batch_of(loaded, NEW_TOKENS)
     for tokens in (10, 25, 40):
         prefill = alone(loaded, other_prompt(tokens), NEW_TOKENS)
         keep_only(prefill.cache, choose(loaded, tokens), NEW_TOKENS)
-        pool.add(str(tokens), prefill, other_prompt(tokens), 0)
-    found = answers(pool)
-    assert {key: each.error is None for key, each in found.items()} == {"10": True, "25": False, "40": True}
-    assert "from 33 tokens on" in str(found["25"].error)
+        batch.add(tokens, prefill, other_prompt(tokens), 0)
+    found = finish(batch)
+    assert {key: each.error is None for key, each in found.items()} == {10: True, 25: False, 40: True}
+    assert "from 33 tokens on" in str(found[25].error)
 
 
 def test_what_cannot_be_kept_is_refused_and_changes_nothing() -> None:

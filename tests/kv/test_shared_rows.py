@@ -11,12 +11,10 @@ import pytest
 import torch
 from models import prompt
 from paged_rows import arena_of, pages_read, ready, steps_recorded
-from rows import alone
+from rows import alone, batch_of, finish, tokens_of
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import GenerationConfig
 
 from kvr_mpi.decode import step_graph
-from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.arena import PAGE_ROWS, Arena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
@@ -46,14 +44,10 @@ def ask(
 
 def answered(loaded: LoadedModel, ids: Sequence[Sequence[int]], prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
     """Decode together."""
-    config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    batch: DecodeBatch[int] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
+    batch = batch_of(loaded, NEW_TOKENS)
     for at, (prefill, each) in enumerate(zip(prefills, ids, strict=True)):
         batch.add(at, prefill, each, 0)
-    found: dict[int, Any] = {}
-    while batch.running:
-        found |= {one.key: one.answer for one in batch.step()}
-    return [found[at].token_ids for at in range(len(ids))]
+    return [tokens for _, tokens in sorted(tokens_of(finish(batch)).items())]
 
 
 def storages(caches: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
@@ -61,8 +55,7 @@ def storages(caches: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
     held = {}
     for layer in (layer for cache in caches for layer in cache.layers):
         store = layer.store
-        rows = [store.memory.keys, store.memory.values, *(each.keys for each in store.shared)]
-        for each in [*rows, *(each.values for each in store.shared)]:
+        for each in (rows for run in (*store.runs, *store.shared) for rows in (run.keys, run.values)):
             held[each.untyped_storage().data_ptr()] = each.untyped_storage()
     return held
 
@@ -111,7 +104,7 @@ def test_prompts_hold_one_copy_of_their_document_until_the_last_one_leaves(pages
     assert held[1] <= (tokens + PAGE_ROWS * pages) * each + follows
     assert held[8] <= held[1] + 7 * follows
     prefills = ask(loaded, document, ENDS, arena)
-    copy = StorageWeakRef(document.layers[1].memory.keys.untyped_storage())  # type: ignore[union-attr,no-untyped-call]
+    copy = StorageWeakRef(document.layers[1].runs[0].keys.untyped_storage())  # type: ignore[union-attr,no-untyped-call]
     del document, caches
     gc.collect()
     assert answered(loaded, ids[:2], prefills[:2]) == truth[:2]

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, STATES, WHOLE, prompt, random_model, tiny
 from paged_rows import Numbers
-from rows import long_rope
+from rows import batch_of, finish, long_rope, tokens_of
 from transformers import masking_utils
 
 from benchmarks.tiny import shrink
-from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.contents import layer_kv
@@ -149,12 +148,9 @@ def test_an_answer_that_outgrows_its_frequencies_is_that_of_generate() -> None:
     prepare_model(loaded.model, chain=False)
     truth = loaded.model.generate(torch.tensor([ids]), config, max_new_tokens=new_tokens)[0, 24:].tolist()
     for bounds in [(0, 24), (0, 15, 24)]:
-        pool = DecodeBatch(loaded, config, stop=(), max_new_tokens=new_tokens)
-        pool.add("one", chain(loaded, ids, bounds, new_tokens), ids, 0)
-        finished: list[Any] = []
-        while not finished:
-            finished = pool.step()
-        assert list(finished[0].answer.token_ids) == truth, bounds
+        batch = batch_of(loaded, new_tokens)
+        batch.add("one", chain(loaded, ids, bounds, new_tokens), ids, 0)
+        assert list(tokens_of(finish(batch))["one"]) == truth, bounds
 
 
 @pytest.mark.parametrize("tokens", [3, 4, 5])

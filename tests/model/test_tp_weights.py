@@ -30,7 +30,7 @@ NEW_TOKENS, PROMPT = 32, ids_of(50)
 
 def answers(loaded: LoadedModel, prefills: Sequence[Prefill]) -> list[list[int]]:
     """Decode prompts together, greedily."""
-    batch = DecodeBatch[int](loaded, tf.GenerationConfig(do_sample=False), stop=(), max_new_tokens=NEW_TOKENS)
+    batch = DecodeBatch(loaded, tf.GenerationConfig(do_sample=False), stop=(), max_new_tokens=NEW_TOKENS)
     for key, prefill in enumerate(prefills):
         batch.add(key, prefill, PROMPT, seed=0)
     found: dict[int, Any] = {}

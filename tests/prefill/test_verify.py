@@ -52,19 +52,16 @@ def test_what_is_not_the_model_of_the_job_is_not_passed_for_it(setting: str, tmp
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, attend_up_to = layer_module.attend, layer_module.attend_up_to
+    attend = layer_module.attend
 
-    def forgetful(query: Any, keys: Any, values: Any, scores: Any, *, causal: bool = False) -> Any:
-        # Leaves out the first token of every stretch before the own slice; answers are decoded from all.
-        if not causal and 1 < keys.shape[2] < 40:
+    def forgetful(query: Any, keys: Any, values: Any, scores: Any, *, causal: bool = False, **how: Any) -> Any:
+        # Leaves out the first token of every stretch before the own slice or chunk; answers are decoded from all.
+        before = keys.shape[2] - query.shape[2] if causal else keys.shape[2]
+        if before and 1 < keys.shape[2] < 40:
             keys, values = keys[:, :, 1:], values[:, :, 1:]
-        return attend(query, keys, values, scores, causal=causal)
-
-    def forgets_first(query: Any, keys: Any, values: Any, scores: Any) -> Any:
-        return attend_up_to(query, keys[:, :, 1:], values[:, :, 1:], scores)
+        return attend(query, keys, values, scores, causal=causal, **how)
 
     if broken:
-        monkeypatch.setattr(layer_module, "attend_up_to", forgets_first)
         monkeypatch.setattr(layer_module, "attend", forgetful)
     loaded = tiny("llama-gqa")
     first, second = run_local(2, lambda rank: list(verify(loaded, rank, [40])))

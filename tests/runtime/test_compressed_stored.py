@@ -73,7 +73,7 @@ def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tu
     with torch.inference_mode():
         known.logits = run_next(loaded.model, known, torch.tensor([list(asked)]))
     config = GenerationConfig(do_sample=False, eos_token_id=loaded.model.generation_config.eos_token_id)
-    batch: DecodeBatch[int] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
+    batch = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
     batch.add(0, known, [*ids[: text[1]], *asked], 0)
     found: list[Any] = []
     while batch.running:

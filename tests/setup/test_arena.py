@@ -11,7 +11,7 @@ import torch
 from models import tiny
 
 from kvr_mpi.kv.arena import PAGE_ROWS, Arena
-from kvr_mpi.kv.units import PageTable
+from kvr_mpi.kv.pages import PageTables
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.setup import arena as arenas
@@ -26,8 +26,10 @@ def test_pages_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, n
     prepare_model(loaded.model, chain=True)
     trial = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
     assert why_not_packed(loaded, trial) is None and trial.extents, "it is in these that they were tried"
-    write = PageTable.write
-    monkeypatch.setattr(PageTable, "write", lambda table, keys, values, lengths: write(table, values, keys, lengths))
+    write = PageTables.write
+    monkeypatch.setattr(
+        PageTables, "write", lambda tables, at, keys, values, lengths: write(tables, at, values, keys, lengths)
+    )
     assert "differ from each alone" in str(why_not_packed(loaded, trial))
     assert why_not_packed(loaded) is None
 
