@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,18 +34,22 @@ def spent(meter: Meters) -> float | None:
     return meter.cost(Tally()).joules
 
 
-def test_packages_and_memory_count_once_and_ranks_of_a_host_share_them(tmp_path: Path) -> None:
-    powercap = tmp_path / "powercap"
+def test_packages_and_memory_count_once_and_ranks_of_a_host_share_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    powercap, now_s = tmp_path / "powercap", [100.0]
+    monkeypatch.setattr(meters, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     files = [add_zone(powercap, zone, name) for zone, name in (("0", "package-0"), ("1", "package-1"), ("0:1", "dram"))]
     others = [add_zone(powercap, zone, name) for zone, name in (("2", "psys"), ("0:0", "core"))]
     first, second = (Meters(CPU, 2, rank, powercap) for rank in range(2))
+    now_s[0] += 10
     for file in (*files, *others):
         file.write_text("4000000")
     assert spent(first) == spent(second) == pytest.approx(6.0)
     found = total_cost(meter.cost(Tally(rank_s=3.0), 4) for meter in (first, second))
     assert found.joules == pytest.approx(12.0) and found.meters == "RAPL: dram, package"
     assert found.joules_per_rank_s == pytest.approx(2.0)
-    assert found.core_s == pytest.approx(8 * found.node_s, rel=0.5), "the first rank of a host counts the node"
+    assert (found.node_s, found.core_s) == (10, 80), "the first rank of a host counts the node"
 
 
 def test_a_counter_that_begins_anew_goes_on(tmp_path: Path) -> None:
