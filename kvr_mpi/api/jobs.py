@@ -82,7 +82,7 @@ def run(
     overwrite, resume, extend, retry_failed : bool
         What to do with existing results in the output folder, as for ``kvr-run``.
     time_limit : str, optional
-        Start no document that would not finish in time: minutes, h:mm:ss or d-hh from now, as in sbatch.
+        Start no document that would not finish within this time: ``90m``, ``2h30m``, or as for sbatch.
 
     Raises
     ------

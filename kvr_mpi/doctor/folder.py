@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -130,7 +130,17 @@ def check_shared(transport: Transport, path: Path, facts: Sequence[RankFacts]) -
     finally:
         if transport.rank == 0:
             in_time(lambda: (existing_folder(path) / name).unlink(missing_ok=True))
-    return judge_tokens(path, token, tried, facts) if transport.rank == 0 else []
+    if transport.rank:
+        return []
+    missing = [
+        f"rank {one.rank} on {one.host}" for one, got in zip(facts, tried, strict=True) if got.get("value") != token
+    ]
+    if missing:
+        text = f"a file that rank 0 writes to {path.absolute()} cannot be seen by {some(missing)}"
+        remedy = "choose a folder on a file system that all hosts share, and give its full path"
+        return [fail("shared folder", text, remedy)]
+    hosts = len({one.host for one in facts})
+    return [ok("shared folder", f"the same on all {counted(hosts, 'host')}" if hosts > 1 else "one host")]
 
 
 def read_token(path: Path, name: str) -> str:
@@ -143,17 +153,3 @@ def read_token(path: Path, name: str) -> str:
             if time.monotonic() > ends:
                 raise
             time.sleep(0.1)
-
-
-def judge_tokens(path: Path, token: str, tried: Sequence[dict[str, Any]], facts: Sequence[RankFacts]) -> list[Finding]:
-    """Report the ranks that did not read rank 0's token."""
-    missing = [
-        f"rank {one.rank} on {one.host}" for one, got in zip(facts, tried, strict=True) if got.get("value") != token
-    ]
-    if missing:
-        text = f"a file that rank 0 writes to {path.absolute()} cannot be seen by {some(missing)}"
-        return [
-            fail("shared folder", text, "choose a folder on a file system that all hosts share, and give its full path")
-        ]
-    hosts = len({one.host for one in facts})
-    return [ok("shared folder", f"the same on all {counted(hosts, 'host')}" if hosts > 1 else "one host")]

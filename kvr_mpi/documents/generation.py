@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.json_schema import read_schema
-from kvr_mpi.plain import Strict
+from kvr_mpi.plain import AS_TOKENS, Strict
 
 # The maxima of OpenAI's format.
 MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128
@@ -25,8 +25,8 @@ class GenerationSection(Strict):
     temperature: float | None = Field(
         None,
         ge=0,
-        description="below 1: likely tokens become more likely; above 1: less likely; 0: greedy. Greedy is the "
-        "default, but any of temperature, top_k, top_p and min_p turns sampling on",
+        description="below 1: likely tokens become more likely; 0: greedy, the default unless top_k, top_p or min_p is "
+        "set",
     )
     top_k: int | None = Field(None, ge=0, description="sample only from this many most likely tokens")
     top_p: float | None = Field(
@@ -39,7 +39,9 @@ class GenerationSection(Strict):
         None, gt=0, description="above 1: tokens that have already occurred become less likely"
     )
     min_new_tokens: int | None = Field(None, ge=0, description="minimum length of an answer")
-    max_new_tokens: int = Field(128, ge=0, description="maximum length of an answer; 0: prefill only")
+    max_new_tokens: Annotated[int, Field(ge=0), AS_TOKENS] = Field(
+        128, description="maximum length of an answer; 0: prefill only"
+    )
     stop: list[str] = Field([], description="the answer ends before the first of these strings")
     seed: int = Field(0, ge=0, description="seed for sampling; each document has its own random numbers")
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="number of answers to each prompt, sampled from one prefill")
@@ -47,16 +49,15 @@ class GenerationSection(Strict):
         None,
         ge=0,
         le=MAX_TOP_LOGPROBS,
-        description="store the log-probability of every token of the answer, before temperature and other "
-        "settings, and of this many most likely tokens at each position",
+        description="store the log-probability of every answer token, and of this many most likely ones at its "
+        "position",
     )
     json_schema: str | None = Field(
         None, min_length=1, description="a JSON schema, or a file with one, that answers follow"
     )
     score: list[str] | Annotated[str, Field(min_length=1)] = Field(
         [],
-        description="continuations to score by log-probability, instead of writing an answer: a list, or the field of "
-        "a row with a text or a list of texts",
+        description="continuations to score instead of writing an answer: a list, or the field of a row that has them",
     )
 
     @model_validator(mode="before")

@@ -37,15 +37,8 @@ def row_format(spec: JobSpec) -> RowFormat:
     """Return the format with which the rows of a job's corpus are read."""
     check_prompts(spec)
     columns = dict.fromkeys(name for template in parse_templates(spec) for name in template.columns)
-    wanted = spec.documents
-    return RowFormat(
-        wanted.id_field,
-        wanted.content_field,
-        tuple(columns),
-        kept_columns(spec),
-        wanted.format,
-        wanted.encoding,
-    )
+    of = spec.documents
+    return RowFormat(of.id_field, of.content_field, tuple(columns), kept_columns(spec), of.format, of.encoding)
 
 
 def passed_columns(spec: JobSpec) -> list[str]:

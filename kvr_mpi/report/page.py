@@ -56,6 +56,7 @@ class RunFacts:
 
     left : documents neither done nor failed; None: not known.
     cost : description in one line; empty: not known.
+    answering_s : time in which documents were answered; 0: not known.
     skipped : for each trace that could not be read, the reason.
     """
 
@@ -64,6 +65,7 @@ class RunFacts:
     software: str
     left: int | None = None
     cost: str = ""
+    answering_s: float = 0.0
     skipped: tuple[str, ...] = ()
 
 
@@ -84,10 +86,11 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     skipped: list[str] = []
     traces = list(read_traces(folder, skipped.append)) if path.is_dir() else []
     records: list[Record] = []
-    model, software, cost = "nothing is stored yet", f"{len(traces)} traces", ""
+    model, software, cost, answering_s = "nothing is stored yet", f"{len(traces)} traces", "", 0.0
     if has_results(path) or not traces:  # a job that was killed early may have only traces
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
+        answering_s = results.cost.answering_s
         if results.index.costs:
             told = results.cost.describe(sum(record.status == "done" for record in records))
             cost = "; ".join(filter(None, (told, results.cost.describe_outcome())))
@@ -104,6 +107,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
         software=software,
         left=left,
         cost=cost,
+        answering_s=answering_s,
         skipped=tuple(skipped),
     )
     fastest = min(rates, default=(0.0, 0.0))
@@ -129,7 +133,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
         draw_first_token(records),
         draw_slices(records),
         draw_speedup(records, run, rates),
-        draw_progress(records),
+        draw_progress(records, facts.answering_s),
         draw_memory(run),
     ]
     drawn = [_section(chart) for chart in charts if chart.drawing is not None]
