@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Read cores, threads, cache folder and the batch system's deadline.
-
-    ``KVR_CACHE`` (default: ``kvr-mpi`` in ``XDG_CACHE_HOME`` or ``~/.cache``) is the folder of converted models and
-    kernels. The page of environment variables (``docs/reference.py``) describes the others.
-    """
+    """Read cores, threads, cache folder and the batch system's deadline; docs/reference.py lists all variables."""
     from kvr_mpi.setup.job_setup import Machine
 
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

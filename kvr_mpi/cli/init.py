@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from kvr_mpi.cli.files import writing
 from kvr_mpi.cli.options import command
-from kvr_mpi.cli.writing import writing
 
 ASK = "Summarise this document in one paragraph. Keep names, dates and numbers."
 # Placeholder for the document in a template.

@@ -39,14 +39,7 @@ def command(name: str | None = None) -> Callable[[Callable[..., Any]], click.Com
 
 
 def load_model_job(job: Path | None, settings: Sequence[str]) -> JobSpec:
-    """Read a job for a command without documents, which uses its model, ranks and transport.
-
-    Parameters
-    ----------
-    job : Path or None
-        None: use the small demo model in float32.
-    settings : sequence of str
-        ``section.key=value``, which override the job's.
+    """Read a job for a command that uses only its model, ranks and transport; None: the small demo model in float32.
 
     Raises
     ------
@@ -97,13 +90,7 @@ extend_option = click.option(
 
 
 def check_fresh_or_resumed(*, overwrite: bool, resume: bool) -> None:
-    """Refuse ``--overwrite`` together with ``--resume`` or ``--extend``.
-
-    Raises
-    ------
-    click.UsageError
-        If both are given.
-    """
+    """Refuse ``--overwrite`` together with ``--resume`` or ``--extend``, with `click.UsageError`."""
     if overwrite and resume:
         raise click.UsageError("--overwrite deletes what --resume and --extend continue from: give only one")
 
@@ -116,15 +103,10 @@ def parse_names(text: str) -> list[str]:
 def parse_numbers(option: str, text: str) -> list[int]:
     """Parse integers separated by commas, such as ``1024,2k,1m``: k is 1024, m is 1024 k.
 
-    Parameters
-    ----------
-    option : str
-        Name of the option, for error messages.
-
     Raises
     ------
     ConfigError
-        If the text is not such a list, or has no numbers.
+        If the text is not such a list, or has no numbers; the message names the option.
     """
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.plain import parse_size

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 
-from kvr_mpi.cli.allocation import START_S, Allocation, allocation_of, node_options
 from kvr_mpi.cli.options import (
     check_fresh_or_resumed,
     extend_option,
@@ -21,6 +20,7 @@ from kvr_mpi.cli.options import (
     resume_option,
     set_option,
 )
+from kvr_mpi.cli.plan import START_S, Allocation, allocation_of, node_options, read_and_plan
 from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.errors import counted
 
@@ -161,14 +161,22 @@ def sbatch(
         if gather:
             click.echo(f"# Then, submitted with --dependency=afterany:JOB:\n{gather}", nl=False)
         return 0
-    if not gather:
-        return _call(script, _words(wanted)).returncode
-    return _submit_array(script, _words(wanted), gather, _words(shared))
+    code, number = _submit(script, _words(wanted))
+    if code or not gather:
+        return code
+    code, _ = _submit(gather, [f"--dependency=afterany:{number}", *_words(shared)], ", to merge the shares")
+    if code:
+        click.echo(
+            f"kvr sbatch: the array {number} was submitted, but the job that merges its shares was not; when the "
+            "array has finished, run: kvr merge OUTPUT -o all.h5",
+            err=True,
+        )
+    return code
 
 
 def scripts_folder() -> Path:
     """Find the folder of the job scripts; `ConfigError` if they cannot be found."""
-    from kvr_mpi.cli.shipped import find_shipped
+    from kvr_mpi.cli.files import find_shipped
 
     return find_shipped("slurm", SCRIPT).parent
 
@@ -338,7 +346,6 @@ def _forecast(
         The time of the job, or of the longest of its shares, plus a margin, in minutes; `requests` says that it will
         be the time limit.
     """
-    from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.report.style import bytes_text
     from kvr_mpi.schedule.plan import plan_documents, written_seconds
@@ -400,35 +407,19 @@ def _memory_option(nodes: Allocation, rank_bytes: float) -> str:
     return f"at least {bytes_text(rank_bytes)} per rank, so about --mem={gib}G"
 
 
-def _submit_array(script: str, options: Sequence[str], gather: str, gather_options: Sequence[str]) -> int:
-    """Submit an array, and the job that merges its shares."""
-    done = _call(script, ["--parsable", *options], captures=True)
-    array = done.stdout.strip().partition(";")[0]
-    if done.returncode or not array:
-        return done.returncode or 1
-    click.echo(f"Submitted batch job {array}")
-    after = [f"--dependency=afterany:{array}"]
-    done = _call(gather, ["--parsable", *after, *gather_options], captures=True)
-    if done.returncode:
-        click.echo(
-            f"kvr sbatch: the array {array} was submitted, but the job that merges its shares was not; when the "
-            "array has finished, run: kvr merge OUTPUT -o all.h5",
-            err=True,
-        )
-        return done.returncode
-    click.echo(f"Submitted batch job {done.stdout.strip().partition(';')[0]}, to merge the shares")
-    return 0
-
-
-def _call(script: str, options: Sequence[str], *, captures: bool = False) -> subprocess.CompletedProcess[str]:
-    """Pass a script to sbatch; its errors are shown to the user."""
+def _submit(script: str, options: Sequence[str], about: str = "") -> tuple[int, str]:
+    """Pass a script to sbatch, whose errors the user sees; return the exit code, and the number of the job."""
     from kvr_mpi.errors import ConfigError
 
     try:
-        return subprocess.run(
-            ["sbatch", *options], input=script, text=True, check=False, stdout=subprocess.PIPE if captures else None
+        done = subprocess.run(
+            ["sbatch", "--parsable", *options], input=script, text=True, check=False, stdout=subprocess.PIPE
         )
     except FileNotFoundError as error:
         raise ConfigError(
             "sbatch: command not found; run this on a login node of the cluster, or use --print to see the script"
         ) from error
+    job = done.stdout.strip().partition(";")[0]
+    if done.returncode == 0 and job:
+        click.echo(f"Submitted batch job {job}{about}")
+    return done.returncode or int(not job), job

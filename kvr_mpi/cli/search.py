@@ -130,15 +130,13 @@ def search(
 
 def _target(output: Path, key: Key, overwrite: bool) -> Path:
     """Return the file to write, after checking that it can be written."""
-    from kvr_mpi.errors import OutputError
+    from kvr_mpi.cli.files import writing
     from kvr_mpi.store.targets import check_file
     from kvr_mpi.tuning.table import file_name
 
     path = output if output.suffix == ".json" else output / file_name(key)
-    try:
+    with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"table {str(path)!r} cannot be written: {error}; choose another --output") from error
     check_file(path, overwrite=overwrite)
     return path
 
@@ -157,7 +155,7 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     import statistics
 
     from kvr_mpi.cli.environment import is_offline, read_environment
-    from kvr_mpi.cli.writing import writing
+    from kvr_mpi.cli.files import writing
     from kvr_mpi.disk import replacing
     from kvr_mpi.job import load_job
     from kvr_mpi.preflight.checks import check_job

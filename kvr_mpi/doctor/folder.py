@@ -60,12 +60,7 @@ def check_folder(path: Path) -> list[Finding]:
 
 
 def write_and_read(folder: Path, stem: str) -> bool:
-    """Write an HDF5 file as a job does, read it back, and remove it.
-
-    Raises
-    ------
-    OSError, DataError
-    """
+    """Write an HDF5 file as a job does, read it back, and remove it; raises `OSError` and `DataError`."""
     part, path = folder / f"{stem}.h5.part", folder / f"{stem}.h5"
     values = np.arange(VALUES, dtype=np.int64)
     try:

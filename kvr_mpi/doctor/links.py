@@ -59,12 +59,12 @@ class Measured:
 def measure_chain(
     transport: Transport, device: torch.device, effort: Effort, timeout_s: float
 ) -> dict[str, Any] | None:
-    """Measure this rank's two links; every rank calls this.
+    """Measure this rank's link to the next rank; every rank calls this.
 
     Returns
     -------
     dict or None
-        ``latency_us``, ``gigabytes_per_s`` and ``intact`` of the link to the next rank; None on the last.
+        ``latency_us``, ``gigabytes_per_s`` and ``intact``; None on the last rank.
 
     Raises
     ------
@@ -233,12 +233,7 @@ def first_on_each_host(hosts: Sequence[str]) -> list[int]:
 
 
 def measure_clocks(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
-    """Estimate every rank's clock offset in seconds, on rank 0; every rank calls this.
-
-    Raises
-    ------
-    SilentError
-    """
+    """Estimate every rank's clock offset in seconds, on rank 0; every rank calls this. Raises `SilentError`."""
     has_begun = False
 
     def wait(request: Request, who: str) -> None:

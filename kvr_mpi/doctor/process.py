@@ -142,13 +142,7 @@ class Child:
 
 
 def run_limited(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[int | None, str, str]:
-    """Run a command and its children with a time limit.
-
-    Returns
-    -------
-    tuple
-        Its exit code (None if it had to be killed), standard output, and standard error.
-    """
+    """Run a command and its children with a time limit; return exit code (None: it was killed), output and errors."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # a pipe might never be closed
         try:
             process = subprocess.Popen(

@@ -72,14 +72,6 @@ def _launcher(scene: Scene) -> list[Finding]:
     return [scene.launch] if scene.launch else ranks.check_launcher(scene.facts, launched_size(scene.environ))
 
 
-def _places(scene: Scene) -> list[Finding]:
-    return [*ranks.check_hosts(scene.facts), *ranks.check_cores(scene.facts), *ranks.check_threads(scene.facts)]
-
-
-def _devices(scene: Scene) -> list[Finding]:
-    return [*devices.check_devices(scene.facts, scene.request.share_gpu), *devices.check_abilities(scene.facts)]
-
-
 def _cuda_awareness(scene: Scene) -> list[Finding]:
     findings = [] if scene.launch else trial.check_cuda_awareness(scene.facts)
     if not trial.is_to_be_tried(scene.facts):
@@ -147,8 +139,11 @@ def still_here(scene: Scene) -> list[Finding]:
 
 STEPS = (
     Step("launcher", _launcher),
-    Step("ranks", _places),
-    Step("devices", _devices),
+    Step("ranks", lambda scene: ranks.check_hosts(scene.facts)),
+    Step("cores", lambda scene: ranks.check_cores(scene.facts)),
+    Step("threads", lambda scene: ranks.check_threads(scene.facts)),
+    Step("devices", lambda scene: devices.check_devices(scene.facts, scene.request.share_gpu)),
+    Step("devices", lambda scene: devices.check_abilities(scene.facts)),
     Step("transfers", _cuda_awareness, timeout_s=TRIAL_TIMEOUT_S + 30.0),
     Step("links", _links, together=True),
     Step("tensor-parallel", _groups, together=True),

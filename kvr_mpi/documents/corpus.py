@@ -88,13 +88,7 @@ class Corpus:
         return numbers_of(len(self.entries), len(self.prompts), documents)
 
     def read(self, index: int) -> Document:
-        """Read one document; fast in ascending order.
-
-        Returns
-        -------
-        Document
-            As yielded by `read_corpus`, or with an error if the text has changed since it was listed.
-        """
+        """Read one document as `read_corpus` yields it, or with an error if it has changed; fast in ascending order."""
         entry = self.entries[index]
         if entry.error is not None:
             return Document(entry.id, error=entry.error, passed=self._passed_of(entry))

@@ -15,6 +15,7 @@ from kvr_mpi.plain import AS_TOKENS, Strict
 MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128
 # Any of these turns sampling on.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+NonEmpty = Annotated[str, Field(min_length=1)]
 # Settings that are not part of transformers' GenerationConfig.
 OURS = frozenset({"max_new_tokens", "stop", "seed", "logprobs", "score", "n", "json_schema"})
 
@@ -42,7 +43,7 @@ class GenerationSection(Strict):
     max_new_tokens: Annotated[int, Field(ge=0), AS_TOKENS] = Field(
         128, description="maximum length of an answer; 0: prefill only"
     )
-    stop: list[str] = Field([], description="the answer ends before the first of these strings")
+    stop: list[NonEmpty] = Field([], description="the answer ends before the first of these strings")
     seed: int = Field(0, ge=0, description="seed for sampling; each document has its own random numbers")
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="number of answers to each prompt, sampled from one prefill")
     logprobs: int | None = Field(
@@ -55,7 +56,7 @@ class GenerationSection(Strict):
     json_schema: str | None = Field(
         None, min_length=1, description="a JSON schema, or a file with one, that answers follow"
     )
-    score: list[str] | Annotated[str, Field(min_length=1)] = Field(
+    score: list[str] | NonEmpty = Field(
         [],
         description="continuations to score instead of writing an answer: a list, or the field of a row that has them",
     )
@@ -76,13 +77,6 @@ class GenerationSection(Strict):
     def _has_words(cls, value: list[str] | str) -> list[str] | str:
         if not all(value):
             raise ValueError("an empty continuation has no probability")
-        return value
-
-    @field_validator("stop")
-    @classmethod
-    def _not_empty(cls, value: list[str]) -> list[str]:
-        if not all(value):
-            raise ValueError("an empty stop string would end every answer at once")
         return value
 
     @model_validator(mode="after")

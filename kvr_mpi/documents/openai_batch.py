@@ -50,14 +50,9 @@ NUMBERS: dict[str, Range] = {
 
 
 def parse_request(row: Mapping[str, Any], place: str) -> Document:
-    """Convert a row to a document; unsupported fields become its error.
+    """Convert a row with ``custom_id``, ``method``, ``url`` and ``body`` to a document.
 
-    Parameters
-    ----------
-    row : mapping
-        With ``custom_id``, ``method``, ``url`` and ``body``.
-    place : str
-        Name of a row without a custom_id.
+    Unsupported fields become its error; `place` names a row without a custom_id.
     """
     name, url, body = row.get("custom_id"), row.get("url"), row.get("body")
     model = body.get("model") if isinstance(body, Mapping) else None

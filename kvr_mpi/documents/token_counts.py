@@ -34,13 +34,7 @@ class Counted:
 
 
 def count_corpus(tokenizer: Any, documents: Iterable[Document]) -> Counted:
-    """Count the tokens of all documents, or estimate them above 20 million characters.
-
-    Parameters
-    ----------
-    documents : iterable of Document
-        Iterated once.
-    """
+    """Count the tokens of all documents in one pass, or estimate them above 20 million characters."""
     errors: dict[str, str] = {}
     batches, first, chars = _batches(documents, errors), list[Batch](), 0
     for batch in batches:

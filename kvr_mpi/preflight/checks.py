@@ -33,18 +33,13 @@ from kvr_mpi.tuning.lookup import find_tables
 SAMPLED_FILES = 8
 # Maximum number of files of other types to list.
 NAMED_FILES = 50
-# By documents.format: the setting to change if rows do not match, and the expected type of the content field.
-CONTENT: dict[str, tuple[str, type]] = {
-    "text": ("text_field", str),
-    "messages": ("text_field", list),
-    "openai-batch": ("format", dict),
+# By documents.format: the setting to change if rows do not match, the expected type of the content field, and its name.
+CONTENT: dict[str, tuple[str, type, str]] = {
+    "text": ("text_field", str, "text of that name"),
+    "messages": ("text_field", list, "list of messages of that name"),
+    "openai-batch": ("format", dict, "request with a body"),
 }
 TELLTALE = {"messages": "messages", "body": "openai-batch"}
-NOUNS = {
-    "text": "text of that name",
-    "messages": "list of messages of that name",
-    "openai-batch": "request with a body",
-}
 INDEX = "model.safetensors.index.json"
 
 
@@ -53,7 +48,6 @@ def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> Non
 
     Parameters
     ----------
-    spec : JobSpec
     ranks : int
         Number of ranks of the whole job.
     goes_on : bool
@@ -132,13 +126,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
 
 
 def check_table(spec: JobSpec, ranks: int) -> None:
-    """Refuse a lookup table that is missing, damaged, or for another number of ranks.
-
-    Raises
-    ------
-    ConfigError
-        The message lists the tables found.
-    """
+    """Refuse a lookup table that is missing, damaged, or for other ranks; the `ConfigError` lists those found."""
     parallel = spec.parallel
     if parallel.table is None:
         return
@@ -157,13 +145,7 @@ def _check_profile(spec: JobSpec) -> None:
 
 
 def check_tensor_parallel(spec: JobSpec) -> None:
-    """Refuse tensor-parallel groups that do not divide the heads of the model, as far as its config.json says.
-
-    Raises
-    ------
-    ConfigError
-        The message lists the valid sizes.
-    """
+    """Refuse groups that do not divide the heads of the model, as far as its config.json says, with `ConfigError`."""
     size, path = spec.parallel.tensor_parallel, spec.model.path
     if size == 1:
         return
@@ -269,7 +251,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         )
     if texts:
         return
-    (key, kind), field = CONTENT[documents.format], documents.content_field
+    (key, kind, noun), field = CONTENT[documents.format], documents.content_field
     names: set[str] = set()
     for file in files[:SAMPLED_FILES]:
         for row in first_rows(file, (field,)):
@@ -281,7 +263,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         others = [kind for name, kind in TELLTALE.items() if name in names and kind != documents.format]
         hint = f"; is it documents.format = {others[0]!r}?" if others else ""
         raise CorpusError(
-            f"documents.{key} = {written!r}: no {NOUNS[documents.format]} in the first rows of "
+            f"documents.{key} = {written!r}: no {noun} in the first rows of "
             f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more' if len(files) > 1 else ''}; "
             f"the fields are {', '.join(sorted(names)[:20])}{hint}"
         )

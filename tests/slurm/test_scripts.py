@@ -15,7 +15,7 @@ import pytest
 from constants import Kvr
 from made_tables import a_table, fitting
 
-from kvr_mpi.cli.allocation import Allocation
+from kvr_mpi.cli.plan import Allocation
 from kvr_mpi.cli.sbatch import SCRIPT, fill_in, scripts_folder
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.tuning.table import save_table
@@ -198,7 +198,7 @@ def test_options_win_over_the_users_defaults(
     """SBATCH_ACCOUNT and its like win over a script's own lines, so sbatch gets the options themselves."""
     stand_in = tmp_path / "bin" / "sbatch"
     stand_in.parent.mkdir()
-    stand_in.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/options\n')
+    stand_in.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/options; echo 7\n')
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", str(stand_in.parent), prepend=os.pathsep)
     words = ["--ranks", "2", "--hardware", "h200", "--time=9", "--account=b", "--exclusive"]
