@@ -88,6 +88,8 @@ def plan(
     parallel.tensor_parallel = n, the plan is for groups of n ranks, and all chains have the same length.
     """  # noqa: D301
     from kvr_mpi.documents import describe_others
+    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.job import load_job
     from kvr_mpi.transport.mpi import launched_size
 
     if (job is None) == (tokens is None):
@@ -98,7 +100,10 @@ def plan(
             raise click.UsageError("--tokens needs --model and --ranks, such as --model 'Llama 3.1 8B' --ranks 8")
         _plan_prompts(parse_numbers("--tokens", str(tokens)), model, hardware, count, as_json=as_json)
         return
-    made = read_and_plan(job, settings, count, hardware)
+    spec, _ = load_job(job, settings)
+    if not count:
+        raise ConfigError("--ranks is missing, and there is no allocation to take it from: give it, such as --ranks 8")
+    made = plan_here(spec, count, hardware)
     found, forecast, outline = made.schedule, made.forecast, made.outline
     nodes = allocation_of(made.spec, made.ranks, hardware, **node)
     if as_json:
@@ -176,23 +181,14 @@ def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: 
     click.echo("\nfirst token: of a chain with the best slices; efficiency: 1 if p ranks are p times as fast as one")
 
 
-def read_and_plan(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None) -> PlannedJob:
-    """Read a job, and plan it for this number of ranks."""
+def plan_here(spec: JobSpec, ranks: int, hardware: str | None) -> PlannedJob:
+    """Plan a job for this number of ranks."""
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.errors import ConfigError
-    from kvr_mpi.job import load_job
+    from kvr_mpi.setup.planning import plan_job
 
-    spec, _ = load_job(job, settings)
-    if not ranks:
-        raise ConfigError(
-            "--ranks is missing, and there is no allocation to take it from: give a number, such as --ranks 8"
-        )
-    from kvr_mpi.setup.planning import plan_job  # imports torch, which takes seconds: only after the check
-
-    machine = read_environment().machine
     quiet_libraries()
-    return plan_job(spec, machine, ranks, hardware)
+    return plan_job(spec, read_environment().machine, ranks, hardware)
 
 
 def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:

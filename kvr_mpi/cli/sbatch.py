@@ -10,6 +10,7 @@ import shlex
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,9 +21,12 @@ from kvr_mpi.cli.options import (
     resume_option,
     set_option,
 )
-from kvr_mpi.cli.plan import START_S, Allocation, allocation_of, node_options, read_and_plan
+from kvr_mpi.cli.plan import START_S, Allocation, allocation_of, node_options, plan_here
 from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.errors import counted
+
+if TYPE_CHECKING:
+    from kvr_mpi.job import JobSpec
 
 OPTION = re.compile("[a-z][a-z0-9-]*")
 SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
@@ -137,7 +141,7 @@ def sbatch(
     if not nodes.gpus and node["gpus_per_node"] is None and spec.model.device == "auto":
         _say_without_gpus(chosen, node["cpus_per_task"])
     try:
-        minutes = _forecast(job, settings, hardware, shares, nodes, requests="time" not in chosen)
+        minutes = _forecast(spec, hardware, shares, nodes, requests="time" not in chosen)
         wanted.setdefault("time", minutes)
     except KvrError as error:
         if "time" not in chosen:
@@ -329,15 +333,7 @@ def _say_without_gpus(chosen: Mapping[str, str], cores: int | None) -> None:
     )
 
 
-def _forecast(
-    job: Path,
-    settings: tuple[str, ...],
-    hardware: str | None,
-    shares: int,
-    nodes: Allocation,
-    *,
-    requests: bool,
-) -> str:
+def _forecast(spec: JobSpec, hardware: str | None, shares: int, nodes: Allocation, *, requests: bool) -> str:
     """Print the forecast of the job's time, cost, memory and disk space.
 
     Returns
@@ -351,7 +347,7 @@ def _forecast(
     from kvr_mpi.schedule.plan import plan_documents, written_seconds
     from kvr_mpi.setup.planning import plan_shares
 
-    made = read_and_plan(job, settings, nodes.ranks, hardware)
+    made = plan_here(spec, nodes.ranks, hardware)
     plans = plan_shares(made, shares) if shares else [made]
     ranges = [one.expected for one in plans]
     times = [one.written_s if known is None else known.high_s for one, known in zip(plans, ranges, strict=True)]

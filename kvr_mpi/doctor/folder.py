@@ -18,6 +18,7 @@ from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
 from kvr_mpi.errors import counted
 from kvr_mpi.store.hdf5 import create_hdf5, open_hdf5, write_dataset
+from kvr_mpi.store.log import sync
 from kvr_mpi.transport import Transport, share_json
 
 T = TypeVar("T")
@@ -66,14 +67,9 @@ def write_and_read(folder: Path, stem: str) -> bool:
     try:
         with create_hdf5(part) as file:
             write_dataset(file, "values", values)
-        for target in (part, folder):
-            handle = os.open(target, os.O_RDONLY)
-            try:
-                if target == folder:
-                    os.replace(part, path)
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        sync(part)
+        os.replace(part, path)
+        sync(folder)
         with open_hdf5(path) as file:
             return bool(np.array_equal(file["values"][()], values))
     finally:

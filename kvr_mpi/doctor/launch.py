@@ -71,7 +71,10 @@ def diagnose(
         # MPI_Init failed. Only the first rank reports: an error exit of another rank might end it.
         if rank:
             return EXIT_OK
-        child, outcome = start(_not_joined(outcome, environ))
+        query, library, _ = run_limited(python_module("kvr_mpi.transport.mpi_query"), environ, LIBRARY_TIMEOUT_S)
+        name = library.strip() if query == 0 else ""
+        text = f"joining {name or 'MPI'} {outcome.problem}: the launcher does not match it"
+        child, outcome = start(fail("launcher", text, MISMATCH_REMEDY))
     bad = f"the step '{outcome.step}' {outcome.problem}" if outcome.problem else ""
     code = EXIT_NO_TRANSPORT if bad or outcome.lost else EXIT_OK
     if rank == 0:
@@ -87,11 +90,3 @@ def diagnose(
     if outcome.lost:
         child.release()  # only after the report: the launcher may then end this process, too
     return code
-
-
-def _not_joined(outcome: Outcome, environ: Mapping[str, str]) -> Finding:
-    """Describe a crash or hang during MPI_Init."""
-    code, output, _ = run_limited(python_module("kvr_mpi.transport.mpi_query"), environ, LIBRARY_TIMEOUT_S)
-    library = output.strip() if code == 0 else ""
-    found = f"joining {library or 'MPI'} {outcome.problem}: the launcher does not match it"
-    return fail("launcher", found, MISMATCH_REMEDY)

@@ -172,6 +172,11 @@ def examine(
     bool
         Whether all ranks still respond, so that MPI_Finalize will not hang.
     """
+
+    def report(findings: list[Finding]) -> None:
+        if transport.rank == 0 and findings:
+            tell.findings(findings)
+
     tell.step("ranks", 2 * request.patience_s)
     in_order = True
     try:
@@ -180,16 +185,16 @@ def examine(
     except SilentError as error:
         in_order, facts = False, [look_at_rank(transport.rank, 0, environ, launch is None)]
         places = [(facts[0].host, facts[0].device.index)]
-        _tell_root(transport, tell, [_silent("ranks", error)])
+        report([_silent("ranks", error)])
     hosts, gpus = zip(*places, strict=True)
     scene = Scene(transport, request, environ, facts, launch, hosts, gpus)
     for step in STEPS:
         if not in_order and transport.rank:
             break
         if not in_order and step.together:
-            text = "not checked, since not all ranks answered"
-            skipped = [] if step.work is still_here else [warn(step.check, text, "resolve the failure above first")]
-            _tell_root(transport, tell, skipped)
+            if step.work is not still_here:
+                text = "not checked, since not all ranks answered"
+                report([warn(step.check, text, "resolve the failure above first")])
             continue
         tell.step(step.check, step.timeout_s + 2 * request.patience_s + links.LIMITS * request.timeout_s)
         try:
@@ -197,8 +202,9 @@ def examine(
         except SilentError as error:
             in_order, found = False, [_silent(step.check, error)]
         except Exception as error:
-            found = [_broken(step.check, error)]
-        _tell_root(transport, tell, found)
+            text = f"the check itself failed: {type(error).__name__}: {error}"
+            found = [fail(step.check, text, "if this machine seems to be fine, report this as a bug in kvr-mpi")]
+        report(found)
     return in_order
 
 
@@ -222,19 +228,9 @@ def _gather_facts(
     ]
 
 
-def _tell_root(transport: Transport, tell: Tell, findings: list[Finding]) -> None:
-    if transport.rank == 0 and findings:
-        tell.findings(findings)
-
-
 def _silent(check: str, error: SilentError) -> Finding:
     remedy = "check the hosts of these ranks and the network between them; start on fewer hosts to find the faulty one"
     return fail(check, str(error), remedy)
-
-
-def _broken(check: str, error: Exception) -> Finding:
-    text = f"the check itself failed: {type(error).__name__}: {error}"
-    return fail(check, text, "if this machine seems to be fine, report this as a bug in kvr-mpi")
 
 
 def main(request: Request, launch: Finding | None, environ: Mapping[str, str]) -> None:
