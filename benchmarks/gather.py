@@ -19,7 +19,7 @@ import torch
 from benchmarks.options import make_parser
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
 from kvr_mpi.store.kv import CachedTokens
-from kvr_mpi.store.lock import this_process
+from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.run import open_run
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str]) -> None:
         folder = Path(made)
         for number in range(shares):
             share, path = slice(number, None, shares), folder / f"share-{number}-of-{shares}"
-            run = open_run(path, HEADER, corpus, share=share, owner=this_process())
+            path.mkdir()
+            run = open_run(path, HEADER, corpus, Lock(path, this_process()), share=share)
             writer = ResultWriter(path, 0, HEADER)
             for name in names[share]:
                 kv = [(layer, layer)] * LAYERS if kv_tokens else ()

@@ -13,7 +13,7 @@ from benchmarks.options import PRINT
 from benchmarks.pairs import STARTS_DIFFER, Ratio
 from benchmarks.plots import plot_bench
 from benchmarks.roofline import Roofline
-from kvr_mpi.cli.writing import writing
+from kvr_mpi.cli.files import writing
 from kvr_mpi.errors import counted
 from kvr_mpi.report.table import print_table
 

@@ -38,7 +38,9 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_SECTION__KEY": "a setting of the job, such as `KVR_GENERATION__SEED=7`; overrides the job file, but not "
         "`--set`",
         "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
-        "`XDG_CACHE_HOME` or in `~/.cache`",
+        "`XDG_CACHE_HOME` or `~/.cache`",
+        "XDG_CONFIG_HOME": "folder whose `kvr-mpi/sbatch.toml` has defaults for `kvr sbatch`; default: `~/.config`",
+        "XDG_CONFIG_DIRS": "the same for a site's defaults; default: `/etc/xdg`",
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "
         "or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores",
@@ -102,7 +104,7 @@ def environment() -> str:
 EXPERT = """
 model.kernels model.trust_remote_code documents.shard documents.reuse prompt.overlap_tokens prompt.reduce_template
 generation.min_p generation.min_new_tokens cache.tokens compress.observes compress.window compress.profile
-decode.placement decode.profile parallel.partition parallel.chunk_tokens parallel.memory_gib parallel.transport
+decode.placement parallel.partition parallel.chunk_tokens parallel.memory_gib parallel.transport
 """.split()
 
 

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 PART = ".part"
 MODE = 0o666  # minus the umask
+OTHER_FOLDER = "choose another output folder (output.path; kvr ask: -o)"
 RUN_FILE = "run.json"  # identity and documents of a run (`store.run.RunFile`)
 RUN_FILE_START = b'{"identity": '
 LOG_NAME = re.compile(r"log-([0-9]{4,})(?:-([0-9]{4,}))?\.jsonl", re.ASCII)

@@ -1,4 +1,4 @@
-"""Durations: parsed in SLURM's format, and formatted for people."""
+"""Durations: parsed as people and SLURM write them, and formatted for people."""
 
 from __future__ import annotations
 
@@ -7,17 +7,40 @@ from collections.abc import Sequence
 
 from kvr_mpi.errors import ConfigError
 
-FORMATS = "minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s"
+UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+CLOCK = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
+IN_UNITS = re.compile("".join(f"(?:([0-9]+){unit})?" for unit in UNITS_S))
+FORMATS = "a time such as 90m, 2h30m or 7d, or as for sbatch: m:s, h:m:s, d-h, d-h:m or d-h:m:s"
 
 
-def parse_duration(text: str) -> float:
-    """Parse a duration like ``sbatch --time`` to seconds: ``90`` is 90 minutes, ``1-12`` one day and twelve hours.
+def parse_duration(text: str, plain: str = "m") -> float:
+    """Parse a duration: ``2h30m``, ``45s``, ``7d``, or as for ``sbatch --time``, such as ``1-12:00``.
 
-    Raises a `ConfigError` if it is in none of SLURM's formats.
+    Parameters
+    ----------
+    text : str
+    plain : str
+        Unit of a number without one; minutes as for sbatch, unless an option says otherwise.
+
+    Returns
+    -------
+    float
+        Seconds.
+
+    Raises
+    ------
+    ConfigError
+        If it has another format.
     """
-    found = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text.strip(" "))
-    if found is None:
-        raise ConfigError(f"time {text!r}: expected {FORMATS}, as in sbatch")
+    word = text.strip(" ").lower()
+    if word.isascii() and word.isdecimal():
+        word += plain
+    if word and (found := IN_UNITS.fullmatch(word)) is not None:
+        return float(
+            sum(int(count or 0) * unit_s for count, unit_s in zip(found.groups(), UNITS_S.values(), strict=True))
+        )
+    if (found := CLOCK.fullmatch(word)) is None:
+        raise ConfigError(f"time {text!r}: expected {FORMATS}")
     days, *rest = found.groups()
     parts = [int(part) for part in rest if part is not None]
     if days is None and len(parts) < 3:

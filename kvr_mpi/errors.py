@@ -146,7 +146,7 @@ class OutputError(ConfigError):
 class WriteError(OutputError):
     """The output folder can no longer be written: the disk is full or gone. Stored results are safe."""
 
-    meaning = "stopped before the end, since results cannot be written; --resume continues once they can"
+    meaning = "results cannot be written (--resume continues)"
 
 
 class PartitionError(ConfigError):

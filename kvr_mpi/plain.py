@@ -6,6 +6,7 @@ The types of the fields decide which values are accepted. ``dataclasses.asdict``
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -20,20 +21,36 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UnixTime = Annotated[float, Field(gt=-6e10, lt=2.5e11)]
 
 
+SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt]?)(?:i?b)?", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(text: str) -> int | None:
+    """Parse ``64G``, ``1.5 TiB``, ``4k`` or a plain number, with powers of 1024; None if it is something else."""
+    found = SIZE.fullmatch(text.replace(" ", ""))
+    return None if found is None else int(float(found[1]) * SCALES[found[2].lower()])
+
+
 def _read_share(value: Any) -> Any:
-    if isinstance(value, str) and value.endswith("%") and value[:-1].replace(".", "", 1).isdecimal():
+    if isinstance(value, str) and value.endswith("%") and value[:-1].strip().replace(".", "", 1).isdecimal():
         return float(value[:-1]) / 100
     return value
 
 
 def _read_tokens(value: Any) -> Any:
-    if isinstance(value, str) and value[-1:].lower() == "k" and value[:-1].isdecimal():
-        return 1024 * int(value[:-1])
+    if isinstance(value, str) and value[-1:].lower() in ("k", "m") and (tokens := parse_size(value)) is not None:
+        return tokens
     return value
 
 
-# Values may be written as people write them: 0.25 or "25%"; 4096 or "4k".
-AS_SHARE, AS_TOKENS = BeforeValidator(_read_share), BeforeValidator(_read_tokens)
+def _read_gib(value: Any) -> Any:
+    if isinstance(value, str) and (size := parse_size(value)) is not None:
+        return size / (1 << 30)
+    return value
+
+
+# Values may be written as people write them: 0.25 or "25%"; 4096 or "4k"; 64 (GiB) or "64G".
+AS_SHARE, AS_TOKENS, AS_GIB = map(BeforeValidator, (_read_share, _read_tokens, _read_gib))
 
 
 class Strict(BaseModel):

@@ -11,8 +11,9 @@ import h5py
 import torch
 
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
+from kvr_mpi.store.folder import check_writable
 from kvr_mpi.store.kv import CachedTokens
-from kvr_mpi.store.lock import session_of, this_process
+from kvr_mpi.store.lock import Lock, session_of, this_process
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
@@ -60,9 +61,15 @@ def corpus_of(names: Iterable[str], **texts: str) -> Corpus:
 
 def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Run:
     """Resume a run, or do as `options` say."""
-    given: dict[str, Any] = {"mode": "resume", "owner": this_process(), **options}
+    given: dict[str, Any] = {"mode": "resume", **options}
     header, corpus = given.pop("header", HEADER), given.pop("corpus", corpus_of(NAMES))
-    return open_run(folder, header, corpus, say=say, **given)
+    check_writable(folder)
+    lock = Lock(folder, given.pop("owner", None) or this_process(), say)
+    try:
+        return open_run(folder, header, corpus, lock, say=say, **given)
+    except BaseException:
+        lock.release()
+        raise
 
 
 def resume(folder: Path, **options: Any) -> tuple[set[str], set[str], list[str]]:

@@ -15,7 +15,7 @@ from kvr_mpi.job.combinations import (
     MODELS,
     NO_EFFECT,
     REFUSED,
-    check_model_combinations,
+    check_combinations,
     setting_of,
     why_no_effect,
     why_not_heads,
@@ -97,14 +97,14 @@ def test_a_pair_of_the_table_is_refused_by_name(pair: tuple[str, str]) -> None:
 def test_what_a_model_cannot_is_refused_or_has_no_effect_on_that_model_only(pair: tuple[str, str]) -> None:
     setting, kind = pair
     job = job_of(setting)
-    check_model_combinations(job, ())
+    check_combinations(job, ())
     if any(row.setting == setting and kind in row.others for row in NO_EFFECT):
         assert why_no_effect(setting, job) is None and kind in (why_no_effect(setting, job, [kind]) or "")
         return
     with pytest.raises(ConfigError, match=kind):
-        check_model_combinations(job, [kind])
-    check_model_combinations(job, [other for other in MODELS if (setting, other) not in OF_MODELS])
-    check_model_combinations(job_of(), MODELS)
+        check_combinations(job, [kind])
+    check_combinations(job, [other for other in MODELS if (setting, other) not in OF_MODELS])
+    check_combinations(job_of(), MODELS)
 
 
 def test_all_is_said_at_once_and_what_is_left_open_is_not_refused_but_explained() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.api.ranks import ending_all, join_ranks
-from kvr_mpi.cli.environment import is_offline, read_environment
+from kvr_mpi.cli.environment import is_offline
+from kvr_mpi.cli.plan import plan_here
 from kvr_mpi.cli.run import run_on
 from kvr_mpi.errors import EXIT_OK, ConfigError
 from kvr_mpi.job import JobSpec, load_job, make_job
@@ -82,7 +83,7 @@ def run(
     overwrite, resume, extend, retry_failed : bool
         What to do with existing results in the output folder, as for ``kvr-run``.
     time_limit : str, optional
-        Start no document that would not finish in time: minutes, h:mm:ss or d-hh from now, as in sbatch.
+        Start no document that would not finish within this time: ``90m``, ``2h30m``, or as for sbatch.
 
     Raises
     ------
@@ -121,12 +122,7 @@ def plan(job: Job, ranks: int, hardware: str | None = None, *, settings: Sequenc
     """
     if ranks < 1:
         raise ConfigError(f"ranks = {ranks}: expected the number of ranks of the job, at least 1")
-    from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.setup.planning import plan_job
-
-    spec = read_job(job, settings)
-    quiet_libraries()
-    return plan_job(spec, read_environment().machine, ranks, hardware)
+    return plan_here(read_job(job, settings), ranks, hardware)
 
 
 def simulate(

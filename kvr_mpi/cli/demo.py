@@ -46,7 +46,7 @@ def demo(ranks: int, output: Path, overwrite: bool) -> int:
     The command is printed before it runs. A demo that was stopped resumes.
     """
     from kvr_mpi.cli.environment import is_offline
-    from kvr_mpi.cli.shipped import find_shipped
+    from kvr_mpi.cli.files import find_shipped
     from kvr_mpi.job import load_job
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.transport.mpi import launched_size

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Read cores, threads, cache folder and the batch system's deadline.
-
-    ``KVR_CACHE`` (default: ``kvr-mpi`` in ``XDG_CACHE_HOME`` or ``~/.cache``) is the folder of converted models and
-    kernels. The page of environment variables (``docs/reference.py``) describes the others.
-    """
+    """Read cores, threads, cache folder and the batch system's deadline; docs/reference.py lists all variables."""
     from kvr_mpi.setup.job_setup import Machine
 
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -39,6 +35,13 @@ def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:
     job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
     restarts = environ.get("SLURM_RESTART_COUNT", "")
     return this_process(f"{job}@{cluster}" if job and cluster else job, int(restarts) if restarts.isdecimal() else 0)
+
+
+def config_files(name: str, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """List where a site and a user may have a file of settings (XDG base directories); the user's comes last."""
+    site = (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep)
+    user = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return [Path(folder) / "kvr-mpi" / name for folder in (*reversed(site), user)]
 
 
 # As huggingface_hub reads its variables.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.files import writing
 from kvr_mpi.cli.options import command
-from kvr_mpi.cli.writing import writing
 from kvr_mpi.errors import counted
 
 if TYPE_CHECKING:

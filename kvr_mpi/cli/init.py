@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from kvr_mpi.cli.files import writing
 from kvr_mpi.cli.options import command
-from kvr_mpi.cli.writing import writing
 
 ASK = "Summarise this document in one paragraph. Keep names, dates and numbers."
 # Placeholder for the document in a template.
@@ -92,10 +92,10 @@ def init(
     The corpus and the model are checked first, as `kvr-run` would do. An existing file is never overwritten.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline
-    from kvr_mpi.documents.corpus import read_corpus
+    from kvr_mpi.documents import describe_others, read_corpus
     from kvr_mpi.errors import OutputError, counted, listed
     from kvr_mpi.job import break_lines
-    from kvr_mpi.preflight.checks import check_job, describe_others, find_others
+    from kvr_mpi.preflight.checks import check_job, find_others
     from kvr_mpi.preflight.inputs import row_format
 
     if job.exists():
@@ -137,15 +137,29 @@ def init(
 def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[str, str, str]:
     """Prompt for missing values if there is a terminal."""
     from kvr_mpi.documents import find_files
+    from kvr_mpi.errors import KvrError
     from kvr_mpi.model import find_model
 
     missing = [name for name, value in (("--corpus", corpus), ("--model", model)) if value is None]
     if missing and not _is_terminal():
         raise click.UsageError(f"{' and '.join(missing)}: required, since there is no terminal for questions")
+
+    def question(text: str, check: Callable[[str], object]) -> str:
+        """Ask until the answer is valid."""
+
+        def checked(answer: str) -> str:
+            try:
+                check(answer)
+            except KvrError as error:
+                raise click.UsageError(str(error)) from error
+            return answer
+
+        return str(click.prompt(text, value_proc=checked))
+
     if corpus is None:
-        corpus = _question("Where are the documents (folder, glob or file)?", lambda path: find_files([path]))
+        corpus = question("Where are the documents (folder, glob or file)?", lambda path: find_files([path]))
     if model is None:
-        model = _question("Which model (folder, .gguf file, or id on the hub)?", find_model)
+        model = question("Which model (folder, .gguf file, or id on the hub)?", find_model)
     if ask is None:
         ask = ASK if not missing else click.prompt("What is the question about each document?", default=ASK)
     return corpus, model, ask
@@ -153,21 +167,6 @@ def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[s
 
 def _is_terminal() -> bool:
     return sys.stdin.isatty()
-
-
-def _question(text: str, check: Callable[[str], object]) -> str:
-    """Ask until the answer is valid."""
-    from kvr_mpi.errors import KvrError
-
-    def checked(answer: str) -> str:
-        try:
-            check(answer)
-        except KvrError as error:
-            raise click.UsageError(str(error)) from error
-        return answer
-
-    found: str = click.prompt(text, value_proc=checked)
-    return found
 
 
 def _write(job: Path, wanted: dict[str, str]) -> tuple[str, Any]:

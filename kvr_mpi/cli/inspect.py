@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -101,17 +101,11 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
     place = results.place(document)
     with results.open(document) as (record, found):
         found.check()
-        layers = [
-            {
-                "layer": number,
-                "keys": list(found.format(number).keys),
-                "values": list(found.format(number).values),
-                "dtype": found.format(number).dtype,
-                **({} if (rows := found.rows(number)) is None else {"head_rows": list(rows.counts)}),
-            }
-            for number in found.layers
-        ]
-        kept = [count for number in found.layers if (rows := found.rows(number)) for count in rows.counts]
+        layers: list[dict[str, Any]] = []
+        for number in found.layers:
+            form, rows = found.format(number), found.rows(number)
+            layer = {"layer": number, "keys": list(form.keys), "values": list(form.values), "dtype": form.dtype}
+            layers.append(layer | ({} if rows is None else {"head_rows": list(rows.counts)}))
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
@@ -123,6 +117,7 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
             click.echo(f"{name:21} {printable(shown)}")
     if found.compression:
+        kept = [count for layer in layers for count in layer.get("head_rows", ())]
         mean = sum(kept) / len(kept)
         click.echo(f"{'kv':21} {len(layers)} layers, compressed: {mean:.0f} tokens per KV head on average")
     elif layers:

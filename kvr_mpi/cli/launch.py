@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from traceback import format_exception
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
     log = Log(world.rank)
 
     def tell(error: Exception, code: int) -> None:
-        log.line(f"{_message(error)}\n{exit_line(code, meaning=getattr(error, 'meaning', ''))}")
+        text = f"error: {error}"
+        if not isinstance(error, KvrError):
+            text = "this is a bug in kvr-mpi, or a machine failure:\n" + "".join(format_exception(error)).rstrip()
+        log.line(f"{text}\n{exit_line(code, meaning=getattr(error, 'meaning', ''))}")
 
     try:
         return work()
@@ -54,16 +58,6 @@ def _show_stacks_when_asked() -> None:
     if sys.__stderr__ is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         with contextlib.suppress(ValueError, OSError):  # stderr may have no file descriptor
             faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
-
-
-def _message(error: Exception) -> str:
-    import traceback
-
-    from kvr_mpi.errors import KvrError
-
-    if isinstance(error, KvrError):
-        return f"error: {error}"
-    return "this is a bug in kvr-mpi, or a machine failure:\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
 @contextlib.contextmanager

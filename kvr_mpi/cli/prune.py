@@ -10,27 +10,6 @@ import click
 from kvr_mpi.cli.options import command
 from kvr_mpi.errors import counted
 
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def parse_size(text: str) -> int:
-    """Parse ``500G``, ``1.5T`` or bytes.
-
-    Raises
-    ------
-    click.UsageError
-        If it is not a size.
-    """
-    word = text.strip().upper().removesuffix("B").removesuffix("I")
-    number, unit = (word[:-1], word[-1]) if word[-1:] in UNITS and word else (word, "")
-    try:
-        size = float(number) * UNITS[unit]
-    except (ValueError, KeyError):
-        raise click.UsageError(f"--keep {text!r}: expected a size such as 500G, 1.5T, or bytes") from None
-    if not 0 <= size < 1 << 62:
-        raise click.UsageError(f"--keep {text!r}: expected a size such as 500G, 1.5T, or bytes")
-    return int(size)
-
 
 @command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN")
@@ -43,33 +22,34 @@ def parse_size(text: str) -> int:
 )
 @click.option(
     "--older-than",
-    type=click.FloatRange(min=0),
-    metavar="DAYS",
-    help="Remove those of documents that finished more than this many days ago.",
+    metavar="TIME",
+    help="Remove those of documents that finished longer ago than this: 12h, 30d, or a number of days.",
 )
 @click.option("--keep", metavar="SIZE", help="Remove the oldest until at most this much is left: 500G, 1.5T, or bytes.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and exit.")
-def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, keep: str | None, dry_run: bool) -> None:
+def prune(folder: Path, documents: tuple[str, ...], older_than: str | None, keep: str | None, dry_run: bool) -> None:
     """Remove keys and values from RUN, the output folder of a run; records and answers are kept.
 
     The files concerned are rewritten one after the other, which needs free space for the largest of them. Not possible
     while a job is writing to RUN.
     """
     from kvr_mpi.cli.environment import read_owner
+    from kvr_mpi.duration import parse_duration
     from kvr_mpi.errors import ConfigError, MissingError
+    from kvr_mpi.plain import parse_size
     from kvr_mpi.report.style import bytes_text
     from kvr_mpi.store.lock import Lock
     from kvr_mpi.store.results import read_results
     from kvr_mpi.store.rewrite import choose_pruned, list_stored, prune_kv
 
     if not documents and older_than is None and keep is None:
-        raise click.UsageError("nothing selected to remove: give --doc ID, --older-than DAYS or --keep SIZE")
+        raise click.UsageError("nothing selected to remove: give --doc ID, --older-than TIME or --keep SIZE")
     if not folder.is_dir():
         raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
-    older_than_s, keep_bytes = (
-        math.inf if older_than is None else 86_400 * older_than,
-        math.inf if keep is None else parse_size(keep),
-    )
+    older_than_s = math.inf if older_than is None else parse_duration(older_than, plain="d")
+    keep_bytes = math.inf if keep is None else parse_size(keep)
+    if keep_bytes is None:
+        raise click.UsageError(f"--keep {keep!r}: expected a size such as 500G, 1.5T, or bytes")
     with Lock(folder, read_owner(), lambda line: click.echo(line, err=True)) as lock:
         index = read_results([folder])
         stored = list_stored(index)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.files import writing
 from kvr_mpi.cli.options import command
-from kvr_mpi.cli.writing import writing
 
 
 @command()

@@ -45,8 +45,8 @@ run_options = grouped(
     click.option(
         "--time-limit",
         metavar="TIME",
-        help="Start no document that would not finish in time: minutes, h:mm:ss or d-hh from now, as in "
-        "sbatch.  [default: the end of the SLURM job]",
+        help="Start no document that would not finish within this time: 90m, 2h30m, or as for sbatch.  [default: until "
+        "the end of the SLURM job]",
     ),
     click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and exit."),
     click.option("--quiet", is_flag=True, help="Show only warnings, errors and the last line of the log."),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from kvr_mpi.cli.allocation import START_S, Allocation, allocation_of, node_options
 from kvr_mpi.cli.options import (
     check_fresh_or_resumed,
     extend_option,
@@ -20,15 +21,23 @@ from kvr_mpi.cli.options import (
     resume_option,
     set_option,
 )
+from kvr_mpi.cli.plan import START_S, Allocation, allocation_of, node_options, plan_here
 from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.errors import counted
+
+if TYPE_CHECKING:
+    from kvr_mpi.job import JobSpec
 
 OPTION = re.compile("[a-z][a-z0-9-]*")
 SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
 # Options of sbatch that also apply to the job that merges an array's results.
 GATHER_TOO = ("account", "partition", "qos", "reservation", "mail-type", "mail-user", "clusters")
-# Values of --time for a job without a time limit.
-NO_LIMIT = ("0", "-1", "INFINITE", "UNLIMITED")
+# File of defaults, and options of `kvr sbatch` itself that it may set.
+DEFAULTS, OWN_DEFAULTS = "sbatch.toml", ("ntasks-per-node", "gpus-per-node", "cpus-per-task", "hardware")
+# Variables of sbatch that are not named like their option.
+VARIABLES = {"time": "SBATCH_TIMELIMIT", "mem": "SBATCH_MEM_PER_NODE"}
+# Values of --time for a job without a time limit, and a time that SLURM cannot read.
+NO_LIMIT, WITH_UNITS = ("0", "-1", "INFINITE", "UNLIMITED"), re.compile("([0-9]+[dhms])+", re.IGNORECASE)
 # Safety factor for the forecast. A job that reaches its limit anyway is requeued and resumes.
 MARGIN = 1.5
 # Parts of the names of sbatch's options that ask for GPUs.
@@ -81,8 +90,10 @@ def sbatch(
     kvr sbatch jobs/summarize.toml --ranks 4 --hardware h200 --array 100%20
 
     Any long option of sbatch may be given as --NAME=VALUE: --account, --partition, --mem, --mail-type, --dependency
-    and others; without --time, the forecast decides. Defaults for all jobs go into variables such as SBATCH_ACCOUNT.
-    The expected cost in node, GPU and core hours is printed first.
+    and others; without --time, the forecast decides. The expected cost in node, GPU and core hours is printed first.
+
+    Defaults for all jobs go into ~/.config/kvr-mpi/sbatch.toml, such as account = "abc" and setup = ["module load
+    openmpi"], the lines that run before the job. Options and variables such as SBATCH_ACCOUNT override them.
     """  # noqa: D301
     check_fresh_or_resumed(overwrite=overwrite, resume=resume or extend)
     if extend and array is not None:
@@ -94,6 +105,15 @@ def sbatch(
     from kvr_mpi.errors import ConfigError, KvrError
     from kvr_mpi.job import load_job
 
+    own = {"hardware": hardware, **{name.replace("_", "-"): count for name, count in node.items()}}
+    defaults, setup = _read_defaults({*chosen, *(name for name, value in own.items() if value is not None)})
+    hardware = defaults.pop("hardware", hardware)
+    for name in node:
+        if (count := defaults.pop(name.replace("_", "-"), None)) is not None:
+            node[name] = int(count)
+    chosen = {**defaults, **chosen}
+    if WITH_UNITS.fullmatch(chosen.get("time", "")):
+        chosen["time"] = str(math.ceil(parse_duration(chosen["time"]) / 60))
     spec, _ = load_job(job, settings)
     if shares and (spec.documents.shard is not None or spec.questions is not None):
         what = "documents.shard" if spec.questions is None else "[questions]"
@@ -103,40 +123,37 @@ def sbatch(
     nodes = allocation_of(spec, ranks, hardware, **node)
     if wished not in ("", str(nodes.nodes)):
         raise ConfigError(f"--nodes={wished}: {ranks} ranks, {nodes.ranks // nodes.nodes} per node, need {nodes.nodes}")
-    wanted: dict[str, str | int | None] = {
-        "job-name": f"kvr-{re.sub('[^A-Za-z0-9._-]', '_', job.stem)}",
-        "chdir": str(Path.cwd()),
+    name, here = re.sub("[^A-Za-z0-9._-]", "_", job.stem), str(Path.cwd())
+    planned = {
         "nodes": nodes.nodes,
         "ntasks-per-node": nodes.ranks // nodes.nodes,
         "gpus-per-node": nodes.gpus // nodes.nodes,
         "cpus-per-task": node["cpus_per_task"],
-        "array": f"0-{shares - 1}{at_once}" if shares else None,
-        **chosen,
     }
-    if shares and "output" not in chosen:
-        wanted["output"] = "%x-%A_%a.out"
+    wanted = {"job-name": f"kvr-{name}", "chdir": here, **{key: str(count) for key, count in planned.items() if count}}
+    if shares:
+        wanted |= {"array": f"0-{shares - 1}{at_once}", "output": "%x-%A_%a.out"}
+    wanted |= chosen
     arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
     arguments += ["--resume"] * resume + ["--extend"] * extend + ["--overwrite"] * overwrite
-    name = ARRAY_SCRIPT if shares else SCRIPT
-    _script(name, wanted, arguments)  # refuses wrong options before the forecast, which takes seconds
+    template = ARRAY_SCRIPT if shares else SCRIPT
+    fill_in(template, wanted, arguments, setup)  # refuses wrong options before the forecast, which takes seconds
     if not nodes.gpus and node["gpus_per_node"] is None and spec.model.device == "auto":
         _say_without_gpus(chosen, node["cpus_per_task"])
     try:
-        minutes = _forecast(job, settings, hardware, shares, nodes, requests=not chosen.get("time"))
-        wanted["time"] = chosen.get("time") or minutes
+        minutes = _forecast(spec, hardware, shares, nodes, requests="time" not in chosen)
+        wanted.setdefault("time", minutes)
     except KvrError as error:
-        if not chosen.get("time"):
+        if "time" not in chosen:
             raise
         click.echo(f"no forecast of time, cost and memory: {str(error).splitlines()[0]}", err=True)
-    script = _script(name, wanted, arguments)
-    gather_script, shared = None, dict[str, str]()
+    script, gather, shared = fill_in(template, wanted, arguments, setup), "", dict[str, str]()
     if shares:
-        own = {"job-name": f"{wanted['job-name']}-gather", "chdir": str(Path.cwd())}
         shared = {key: value for key, value in chosen.items() if key in GATHER_TOO}
-        gather_script = _script(GATHER_SCRIPT, {**own, **shared}, [spec.output.path, str(shares)])
-    limit_text = str(wanted["time"]).strip()
-    if limit_text.upper() not in NO_LIMIT:
-        limit_s = parse_duration(limit_text)
+        of_gather = {"job-name": f"{wanted['job-name']}-gather", "chdir": here, **shared}
+        gather = fill_in(GATHER_SCRIPT, of_gather, [spec.output.path, str(shares)], setup)
+    if wanted["time"].strip().upper() not in NO_LIMIT:
+        limit_s = parse_duration(wanted["time"])
         most = nodes.hours(limit_s * (shares or 1))
         click.echo(
             f"at most {most}: the time limit of {duration_text(limit_s)} on {counted(nodes.nodes, 'node')}"
@@ -145,38 +162,45 @@ def sbatch(
         )
     if show:
         click.echo(script, nl=False)
-        if gather_script is not None:
-            click.echo(f"# Then, submitted with --dependency=afterany:JOB:\n{gather_script}", nl=False)
+        if gather:
+            click.echo(f"# Then, submitted with --dependency=afterany:JOB:\n{gather}", nl=False)
         return 0
-    if gather_script is None:
-        return _call(script, _words(wanted)).returncode
-    return _submit_array(script, _words(wanted), gather_script, _words(shared))
+    code, number = _submit(script, _words(wanted))
+    if code or not gather:
+        return code
+    code, _ = _submit(gather, [f"--dependency=afterany:{number}", *_words(shared)], ", to merge the shares")
+    if code:
+        click.echo(
+            f"kvr sbatch: the array {number} was submitted, but the job that merges its shares was not; when the "
+            "array has finished, run: kvr merge OUTPUT -o all.h5",
+            err=True,
+        )
+    return code
 
 
 def scripts_folder() -> Path:
-    """Find the folder of the job scripts.
-
-    Raises
-    ------
-    ConfigError
-        If they cannot be found.
-    """
-    from kvr_mpi.cli.shipped import find_shipped
+    """Find the folder of the job scripts; `ConfigError` if they cannot be found."""
+    from kvr_mpi.cli.files import find_shipped
 
     return find_shipped("slurm", SCRIPT).parent
 
 
+def _own_options() -> list[str]:
+    """Return the long options of `kvr sbatch` itself."""
+    parameters = click.get_current_context().command.params
+    return [option for parameter in parameters for option in parameter.opts if option.startswith("--")]
+
+
 def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
     """Separate the job from options of sbatch, which are all options that `kvr sbatch` itself does not have."""
-    context = click.get_current_context()
-    own = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
+    own = [option for option in _own_options() if "-per-" not in option]
     jobs, chosen = [], {}
     for word in words:
         if not word.startswith("-"):
             jobs.append(word)
             continue
         name, _, value = word.partition("=")
-        if near := difflib.get_close_matches(name, [option for option in own if "-per-" not in option], cutoff=0.8):
+        if near := difflib.get_close_matches(name, own, cutoff=0.8):
             raise click.UsageError(f"{name}: no such option. Did you mean {near[0]}?")
         if not name.startswith("--"):
             raise click.UsageError(f"{word!r}: expected a long option of sbatch, such as --partition=gpu")
@@ -185,6 +209,58 @@ def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
         found = f"{len(jobs)}: {' '.join(map(repr, jobs))}" if jobs else "none"
         raise click.UsageError(f"expected one job file, found {found}; options of sbatch are written --NAME=VALUE")
     return Path(jobs[0]), chosen
+
+
+def _read_defaults(given: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Read what a site and a user set for all jobs, and print what is used.
+
+    Parameters
+    ----------
+    given : collection of str
+        Options on the command line, which override the files. So do variables such as SBATCH_ACCOUNT.
+
+    Returns
+    -------
+    (dict of str to str, list of str)
+        Options, and lines to run before a job.
+    """
+    import tomllib
+
+    from kvr_mpi.cli.environment import config_files
+    from kvr_mpi.errors import ConfigError
+
+    found, setup, files = dict[str, str | int](), list[str](), list[str]()
+    for path in filter(Path.is_file, config_files(DEFAULTS)):
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+        files.append(str(path))
+        lines = table.pop("setup", [])
+        setup += [lines] if isinstance(lines, str) else map(str, lines)
+        for name, value in table.items():
+            if f"--{name}" in _own_options() and name not in OWN_DEFAULTS:
+                raise ConfigError(f"{path}: {name} = {value!r}: give --{name} on the command line")
+            if not isinstance(value, str | int) or ("-per-" in name and not str(value).isdecimal()):
+                expected = "a number" if "-per-" in name else "a text, a number or true"
+                raise ConfigError(f"{path}: {name} = {value!r}: expected {expected}")
+            found[name] = value
+    used = {
+        name: "" if value is True else str(value)
+        for name, value in found.items()
+        if name not in given and value is not False and _variable(name) not in os.environ
+    }
+    if used or setup:
+        more = [f"and {counted(len(setup), 'line')} to run first"] if setup else []
+        click.echo(f"defaults from {', '.join(files)}: {' '.join([*_words(used), *more])}", err=True)
+    if "time" not in given and (limit := os.environ.get(_variable("time"))):
+        used["time"] = limit  # otherwise the time of the forecast would override the variable
+    return used, setup
+
+
+def _variable(name: str) -> str:
+    """Return the variable from which sbatch takes the default of an option."""
+    return VARIABLES.get(name, f"SBATCH_{name.upper().replace('-', '_')}")
 
 
 def _read_array(array: str | None) -> tuple[int, str]:
@@ -198,20 +274,13 @@ def _read_array(array: str | None) -> tuple[int, str]:
     return int(found[1]), found[2] or ""
 
 
-def _words(wanted: Mapping[str, str | int | None]) -> list[str]:
+def _words(wanted: Mapping[str, str]) -> list[str]:
     """Write options for sbatch's command line, where they win over variables such as SBATCH_ACCOUNT."""
-    return [f"--{key}={value}" if value else f"--{key}" for key, value in wanted.items() if value or value == ""]
+    return [f"--{key}={value}" if value else f"--{key}" for key, value in wanted.items()]
 
 
-def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequence[str]) -> str:
-    """Fill in one of the shipped scripts; options that are 0 or None keep the script's value."""
-    folder = scripts_folder()
-    options = {key: str(value) for key, value in wanted.items() if value or value == ""}
-    return fill_in((folder / name).read_text(), options, arguments, folder)
-
-
-def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], folder: Path) -> str:
-    """Insert sbatch's options and the job's arguments into a script.
+def fill_in(name: str, options: Mapping[str, str], arguments: Sequence[str], setup: Sequence[str] = ()) -> str:
+    """Insert sbatch's options and the job's arguments into one of the shipped scripts.
 
     Parameters
     ----------
@@ -219,10 +288,11 @@ def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], f
         Long names without dashes, and values (empty: a flag); they replace the script's own.
     arguments : sequence of str
         Arguments of the script, as on sbatch's command line.
-    folder : Path
-        Folder of the other scripts, since SLURM runs a copy.
+    setup : sequence of str
+        Lines to run first.
     """
-    first, *rest = script.splitlines()
+    folder = scripts_folder()
+    first, *rest = (folder / name).read_text().splitlines()
     at = next(number for number, line in enumerate(rest) if line.startswith("#SBATCH"))  # before it: how to submit it
     lines, left = [first], dict(options)
     for line in rest[at:]:
@@ -232,7 +302,8 @@ def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], f
     lines[last + 1 : last + 1] = [
         *(_directive(key, value) for key, value in left.items()),
         "",
-        f"export KVR_SLURM_DIR={shlex.quote(str(folder))}",
+        *setup,
+        f"export KVR_SLURM_DIR={shlex.quote(str(folder))}",  # of the other scripts, since SLURM runs a copy
         f"set -- {shlex.join(arguments)}",
     ]
     return "\n".join(lines) + "\n"
@@ -262,15 +333,7 @@ def _say_without_gpus(chosen: Mapping[str, str], cores: int | None) -> None:
     )
 
 
-def _forecast(
-    job: Path,
-    settings: tuple[str, ...],
-    hardware: str | None,
-    shares: int,
-    nodes: Allocation,
-    *,
-    requests: bool,
-) -> str:
+def _forecast(spec: JobSpec, hardware: str | None, shares: int, nodes: Allocation, *, requests: bool) -> str:
     """Print the forecast of the job's time, cost, memory and disk space.
 
     Returns
@@ -279,13 +342,12 @@ def _forecast(
         The time of the job, or of the longest of its shares, plus a margin, in minutes; `requests` says that it will
         be the time limit.
     """
-    from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.report.style import bytes_text
     from kvr_mpi.schedule.plan import plan_documents, written_seconds
     from kvr_mpi.setup.planning import plan_shares
 
-    made = read_and_plan(job, settings, nodes.ranks, hardware)
+    made = plan_here(spec, nodes.ranks, hardware)
     plans = plan_shares(made, shares) if shares else [made]
     ranges = [one.expected for one in plans]
     times = [one.written_s if known is None else known.high_s for one, known in zip(plans, ranges, strict=True)]
@@ -326,7 +388,7 @@ def _forecast(
         with_half_s = written_seconds(made.spec, plan_documents(made.spec, made.texts, half, made.forecast))
         if with_half_s is not None and with_half_s < ENOUGH * made.written_s:
             click.echo(
-                f"warning: {counted(half, 'rank')} would take only {duration_text(with_half_s)} instead of "
+                f"warning: {counted(half, 'rank')} would take {duration_text(with_half_s)}, and {nodes.ranks} "
                 f"{duration_text(made.written_s)}: request fewer",
                 err=True,
             )
@@ -341,35 +403,19 @@ def _memory_option(nodes: Allocation, rank_bytes: float) -> str:
     return f"at least {bytes_text(rank_bytes)} per rank, so about --mem={gib}G"
 
 
-def _submit_array(script: str, options: Sequence[str], gather: str, gather_options: Sequence[str]) -> int:
-    """Submit an array, and the job that merges its shares."""
-    done = _call(script, ["--parsable", *options], captures=True)
-    array = done.stdout.strip().partition(";")[0]
-    if done.returncode or not array:
-        return done.returncode or 1
-    click.echo(f"Submitted batch job {array}")
-    after = [f"--dependency=afterany:{array}"]
-    done = _call(gather, ["--parsable", *after, *gather_options], captures=True)
-    if done.returncode:
-        click.echo(
-            f"kvr sbatch: the array {array} was submitted, but the job that merges its shares was not; when the "
-            "array has finished, run: kvr merge OUTPUT -o all.h5",
-            err=True,
-        )
-        return done.returncode
-    click.echo(f"Submitted batch job {done.stdout.strip().partition(';')[0]}, to merge the shares")
-    return 0
-
-
-def _call(script: str, options: Sequence[str], *, captures: bool = False) -> subprocess.CompletedProcess[str]:
-    """Pass a script to sbatch; its errors are shown to the user."""
+def _submit(script: str, options: Sequence[str], about: str = "") -> tuple[int, str]:
+    """Pass a script to sbatch, whose errors the user sees; return the exit code, and the number of the job."""
     from kvr_mpi.errors import ConfigError
 
     try:
-        return subprocess.run(
-            ["sbatch", *options], input=script, text=True, check=False, stdout=subprocess.PIPE if captures else None
+        done = subprocess.run(
+            ["sbatch", "--parsable", *options], input=script, text=True, check=False, stdout=subprocess.PIPE
         )
     except FileNotFoundError as error:
         raise ConfigError(
             "sbatch: command not found; run this on a login node of the cluster, or use --print to see the script"
         ) from error
+    job = done.stdout.strip().partition(";")[0]
+    if done.returncode == 0 and job:
+        click.echo(f"Submitted batch job {job}{about}")
+    return done.returncode or int(not job), job

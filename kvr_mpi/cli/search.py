@@ -19,9 +19,10 @@ from kvr_mpi.cli.options import (
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.layer_costs import Costs
-    from kvr_mpi.model import LoadedModel
-    from kvr_mpi.transport import Transport
-    from kvr_mpi.tuning.table import Key, Provenance
+    from kvr_mpi.tuning.table import Key
+
+# Default number of documents for --heads; documents.limit overrides it.
+SAMPLED = 8
 
 
 @command()
@@ -67,16 +68,14 @@ def search(
     JOB names the model and the transport; without it, a small model in float32 is used. A job uses the table with
     parallel.partition = "tables/".
 
-    compress.method = "headkv" and the placement of heads use the profile that --heads writes: the mean over 8
-    documents of the corpus, or documents.limit of them. The similarity of the documents is printed, too; look
+    compress.method = "headkv" uses the profile that --heads writes: the mean over 8 documents of the corpus, or
+    documents.limit of them. The similarity of the documents is printed, too; look
     at the mean-centred cosines, since plain cosines are always close to 1.
     """  # noqa: D301
     if heads is not None:
-        from kvr_mpi.cli.heads import measure_heads
-
         if job is None:
             raise click.UsageError("--heads FILE needs a JOB, whose documents are sampled")
-        measure_heads(job, settings, heads, overwrite=overwrite)
+        _measure_heads(job, settings, heads, overwrite)
         return 0
     from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.cli.launch import guarded
@@ -93,7 +92,9 @@ def search(
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
+        from kvr_mpi.transport.mpi_query import library_version
         from kvr_mpi.tuning.cores import pinned
+        from kvr_mpi.tuning.identity import key_of, provenance_of
         from kvr_mpi.tuning.measure import follow, leading, measure_costs
         from kvr_mpi.tuning.table import save_table
         from kvr_mpi.tuning.tabulate import check_contexts, tabulate
@@ -107,7 +108,8 @@ def search(
         threads = torch.get_num_threads()  # the same number as in a job
         with pinned(chain):
             torch.set_num_threads(threads)
-            key, provenance = _who(loaded, chain)
+            key = key_of(loaded, chain)
+            provenance = provenance_of(chain, shlex.join(["kvr", *sys.argv[1:]]), library_version())
             target = on_root(world, lambda: _target(output, key, overwrite))
             costs = measure_costs(loaded, chain)
             if target is None:
@@ -126,26 +128,15 @@ def search(
     return guarded(world, work)
 
 
-def _who(loaded: LoadedModel, chain: Transport) -> tuple[Key, Provenance]:
-    """Return the key and origin of the table."""
-    from kvr_mpi.transport.mpi_query import library_version
-    from kvr_mpi.tuning.identity import key_of, provenance_of
-
-    key = key_of(loaded, chain)
-    return key, provenance_of(chain, shlex.join(["kvr", *sys.argv[1:]]), library_version())
-
-
 def _target(output: Path, key: Key, overwrite: bool) -> Path:
     """Return the file to write, after checking that it can be written."""
-    from kvr_mpi.errors import OutputError
+    from kvr_mpi.cli.files import writing
     from kvr_mpi.store.targets import check_file
     from kvr_mpi.tuning.table import file_name
 
     path = output if output.suffix == ".json" else output / file_name(key)
-    try:
+    with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"table {str(path)!r} cannot be written: {error}; choose another --output") from error
     check_file(path, overwrite=overwrite)
     return path
 
@@ -156,3 +147,37 @@ def _say_costs(costs: Costs) -> str:
         f"per layer {1e6 * token_s:.1f} us per token, {1e9 * costs.pair_s:.2f} ns per query-key pair; link "
         f"{costs.link_bytes_per_s / 1e9:.2f} GB/s, {1e6 * costs.link_latency_s:.1f} us"
     )
+
+
+def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite: bool) -> None:
+    """Prefill a sample of a job's documents on one rank, and write how many tokens each KV head keeps."""
+    import json
+    import statistics
+
+    from kvr_mpi.cli.environment import is_offline, read_environment
+    from kvr_mpi.cli.files import writing
+    from kvr_mpi.disk import replacing
+    from kvr_mpi.job import load_job
+    from kvr_mpi.preflight.checks import check_job
+    from kvr_mpi.runtime.head_sample import sample_heads
+    from kvr_mpi.store.targets import check_file
+
+    alone = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1")  # whatever the job's own settings are
+    spec, _ = load_job(job, (*settings, *alone))
+    check_job(spec, 1, goes_on=True, offline=is_offline())
+    check_file(output, overwrite=overwrite)
+    found, left_out = sample_heads(
+        spec, read_environment().machine, spec.documents.limit or SAMPLED, lambda text: click.echo(text, err=True)
+    )
+    for name, reason in left_out:
+        click.echo(f"left out: {name}: {reason}", err=True)
+    with writing(output), replacing(output) as stream:
+        stream.write((json.dumps(found) + "\n").encode())
+    layers = found["counts"]
+    heads = [count for layer in layers for count in layer]
+    click.echo(f"{found['source']}: {len(layers)} layers of {len(layers[0])} KV heads")
+    click.echo(f"a head keeps {min(heads):.0f} to {max(heads):.0f} tokens, {statistics.mean(heads):.0f} on average")
+    for what, cosines in found["similarity"].items():
+        if cosines:
+            click.echo(f"{what}: {statistics.mean(cosines):.3f} on average, minimum {min(cosines):.3f}")
+    click.echo(f"written to {output}")

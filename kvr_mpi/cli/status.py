@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvr_mpi.cli.options import command
-from kvr_mpi.duration import duration_text
+from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.errors import counted
 
 if TYPE_CHECKING:
@@ -25,20 +25,20 @@ SHOWN = 8  # maximum number of ranks or files to list
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object that lists everything in progress.")
 @click.option(
     "--watch",
-    "every_s",
+    "every",
     is_flag=False,
-    flag_value=5.0,
-    type=click.FloatRange(min=1),
-    metavar="[SECONDS]",
-    help="Refresh every SECONDS (default 5) until no job is running there; with --json, print one line each time.",
+    flag_value="5s",
+    metavar="[TIME]",
+    help="Refresh every TIME (default: 5s) until no job is running there; with --json, print one line each time.",
 )
-def status(folders: tuple[Path, ...], as_json: bool, every_s: float | None) -> None:
+def status(folders: tuple[Path, ...], as_json: bool, every: str | None) -> None:
     """Show what is done, failed and left in DIR, the output folder of a run, even while it runs.
 
     While a job is running, each of its ranks is shown, too: what it is doing and for how long; a rank that has not
     reported for longer than the others is marked SILENT. Several DIRs, or a folder of such folders (the shares of an
     array), get one line each and one for all of them; missing shares are listed. Nothing is changed.
     """
+    every_s = None if every is None else max(1.0, parse_duration(every, plain="s"))
     is_alive = _show_status(folders, as_json)
     while every_s is not None and is_alive:
         time.sleep(every_s)

@@ -94,27 +94,19 @@ class DecodeSettings(Strict):
 
     mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
         "data-parallel",
-        description="data-parallel: each rank decodes its own prompts; head-parallel: all ranks decode all "
-        "prompts, each with some of the heads; auto: the faster forecast",
+        description="data-parallel: each rank its own prompts; head-parallel: all ranks all prompts, each some heads; "
+        "auto: the faster",
     )
     placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
         "proportional",
         description="how heads are assigned to ranks: in order; by the number of tokens they keep; also with copies",
     )
-    profile: str | None = Field(
-        None, min_length=1, description="file with counts to place heads by; default: the number of tokens they keep"
-    )
 
     @model_validator(mode="after")
     def _settings_fit_the_mode(self) -> DecodeSettings:
-        if self.mode == "data-parallel" and (changed := self.changed("placement", "profile")):
+        if self.mode == "data-parallel" and self.changed("placement"):
             raise ValueError(
-                f"decode.{changed[0]} is not used with mode = 'data-parallel', where every rank holds all heads of its "
-                f"prompts; leave it out, or choose mode = 'head-parallel' or 'auto'"
-            )
-        if self.placement == "static" and self.profile is not None:
-            raise ValueError(
-                "decode.profile is not used with placement = 'static', which places heads in order; leave it out, or "
-                "choose another placement"
+                "decode.placement is not used with mode = 'data-parallel', where every rank holds all heads of its "
+                "prompts; leave it out, or choose mode = 'head-parallel' or 'auto'"
             )
         return self

@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvr_mpi.compress.placement import LayerPlacement, Loads, Owners, assign_rows, place_layers
+from kvr_mpi.compress.placement import LayerPlacement, Owners, assign_rows, place_layers
 from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena, make_runs
@@ -76,9 +76,7 @@ class HeadGroup(Group):
     ranks : Transport
         The ranks that share the heads.
     place : callable
-        Places one layer's heads by their loads, such as `placement.place_in_proportion`.
-    loads : array, optional
-        Loads of heads for the placement (layers, kv_heads); by default the tokens that the prompts' heads keep.
+        Places one layer's heads by the tokens that they keep, such as `placement.place_in_proportion`.
     arena : Arena, optional
         Page pool for the rows of this rank's heads.
 
@@ -103,7 +101,6 @@ class HeadGroup(Group):
         loaded: LoadedModel,
         ranks: Transport,
         place: Place,
-        loads: Loads | None = None,
         arena: Arena | None = None,
     ) -> None:
         if why := why_not_head_parallel(loaded):
@@ -112,7 +109,7 @@ class HeadGroup(Group):
                 f"'data-parallel'"
             )
         super().__init__(loaded, ranks)
-        self._place, self._loads, self._arena = place, loads, arena
+        self._place, self._arena = place, arena
         self._is_greedy = False  # all prompts that were taken in are greedy
         self._part = loaded
         self._shared_heads: SharedHeads | None = None  # made with the first prompts
@@ -133,8 +130,7 @@ class HeadGroup(Group):
         self.counts = np.array([document.counts for document in shared], dtype=np.int64).swapaxes(0, 1)
         # For greedy prompts each rank sends two numbers; other settings need the logits of the whole vocabulary.
         self._is_greedy = all(document.is_greedy for document in shared)
-        loads = self.counts.sum(1).astype(np.float64) if self._loads is None else self._loads
-        placed = place_layers(loads, self.ranks.size, self._place)
+        placed = place_layers(self.counts.sum(1).astype(np.float64), self.ranks.size, self._place)
         self.owners = [assign_rows(layer, counts) for layer, counts in zip(placed, self.counts, strict=True)]
         ranks, heads = self.ranks, None
         self._merging = self._merge if len(shared) == 1 and ranks.size > 1 else None

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from kvr_mpi.compress.compression import check_profile
-from kvr_mpi.compress.head_profile import HeadProfile, read_profile
 from kvr_mpi.compress.placement import (
-    Loads,
     place_best_effort,
     place_in_proportion,
     place_layers,
@@ -33,18 +29,11 @@ class HeadSharing:
     """How heads are distributed over ranks.
 
     layers, kv_heads : of the model.
-    profile : loads of heads for the placement; None: the tokens that the documents' heads keep.
     """
 
     settings: DecodeSettings
     layers: int
     kv_heads: int
-    profile: HeadProfile | None = None
-
-    @property
-    def loads(self) -> Loads | None:
-        """Counts of the profile (layers, kv_heads)."""
-        return None if self.profile is None else self.profile.counts
 
     def placing(self, ranks: int) -> Place:
         """Return the function that places one layer's heads on `ranks` ranks."""
@@ -57,15 +46,14 @@ class HeadSharing:
         return ways[self.settings.placement]
 
     def efficiency(self, ranks: int) -> float:
-        """Forecast the fraction of time in which ranks attend, from the profile or for heads of equal size."""
-        loads = np.ones((self.layers, self.kv_heads)) if self.loads is None else self.loads
-        return sync_efficiency(place_layers(loads, ranks, self.placing(ranks)))
+        """Forecast the fraction of time in which ranks attend, for heads of equal size."""
+        return sync_efficiency(place_layers(np.ones((self.layers, self.kv_heads)), ranks, self.placing(ranks)))
 
     def describe(self, ranks: int) -> str:
         """Describe the placement in a few words."""
         copied = f", up to {ranks - 1} copies a layer" if self.settings.placement in ("equal", "proportional") else ""
-        by = "what they keep" if self.settings.profile is None else self.settings.profile
-        return f"{self.settings.placement}{copied}" + ("" if self.settings.placement == "static" else f", by {by}")
+        by = "" if self.settings.placement == "static" else ", by what they keep"
+        return f"{self.settings.placement}{copied}{by}"
 
 
 def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | None) -> HeadSharing | str | None:
@@ -79,7 +67,7 @@ def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | N
     Raises
     ------
     ConfigError
-        If the job requires a placement that is not possible, or the profile is of another model.
+        If the job requires a placement that is not possible.
     """
     if settings.mode == "data-parallel":
         return None
@@ -91,15 +79,9 @@ def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | N
                 f"ranks: {why}; choose mode = 'data-parallel', where each rank decodes its own prompts"
             )
         return why
-    sharing = placement_of(settings, loaded.shape)
-    if sharing.profile is not None:
-        name = f"decode.profile = {settings.profile!r}"
-        check_profile(name, sharing.profile, loaded, sharing.layers, sharing.kv_heads)
-    return sharing
+    return placement_of(settings, loaded.shape)
 
 
 def placement_of(settings: DecodeSettings, shape: ModelShape) -> HeadSharing:
     """Prepare a placement for models of a shape, whose layers are all alike."""
-    layers, kv_heads = len(shape.layers), shape.layers[0].num_kv_heads
-    profile = None if settings.profile is None else read_profile(Path(settings.profile), kv_heads=kv_heads)
-    return HeadSharing(settings, layers, kv_heads, profile)
+    return HeadSharing(settings, len(shape.layers), shape.layers[0].num_kv_heads)

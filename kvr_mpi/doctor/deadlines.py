@@ -31,12 +31,7 @@ class SilentError(TransportError):
 
 
 def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep: bool = False) -> None:
-    """Wait for a transfer, spinning (exact to the microsecond) or sleeping.
-
-    Raises
-    ------
-    SilentError
-    """
+    """Wait for a transfer, spinning (exact to the microsecond) or sleeping; `SilentError` if it takes too long."""
     began = time.monotonic()
     while not request.test():
         waited_s = time.monotonic() - began
@@ -51,13 +46,7 @@ def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep:
 
 
 def meet(transport: Transport, timeout_s: float) -> None:
-    """Wait for all ranks with a barrier that sleeps and times out.
-
-    Raises
-    ------
-    SilentError
-        The message names the missing ranks.
-    """
+    """Wait for all ranks with a barrier that sleeps; after the timeout, `SilentError` names the missing ranks."""
     others = range(1, transport.size)
     token = torch.zeros(1, dtype=torch.uint8)
     if transport.rank:
@@ -90,12 +79,7 @@ def gather_tried(transport: Transport, work: Callable[[], Any], timeout_s: float
 
 
 def within(timeout_s: float, work: Callable[[], T], what: str) -> T:
-    """Call a function that may never return, such as access to a dead file system; abandon it after a time limit.
-
-    Raises
-    ------
-    TimeoutError
-    """
+    """Call a function that may never return, such as access to a dead file system; `TimeoutError` after a while."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -10,8 +10,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter
-
 from kvr_mpi.doctor.deadlines import within
 from kvr_mpi.model.devices import NVIDIA_DRIVER, explain_unusable_gpu
 from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
@@ -56,9 +54,6 @@ class RankFacts:
     versions: dict[str, str]
 
 
-RANK_FACTS: TypeAdapter[RankFacts] = TypeAdapter(RankFacts)
-
-
 def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool) -> RankFacts:
     """Collect the facts of this process and its host.
 
@@ -78,11 +73,6 @@ def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool
         mpi=describe_mpi(environ) if with_mpi else None,
         versions={"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
     )
-
-
-def unknown_rank(rank: int, error: str) -> RankFacts:
-    """Return placeholder facts for a rank that failed to collect them."""
-    return RankFacts(rank, "an unknown host", (), "", DeviceFacts(error=error), None, {})
 
 
 def look_at_device(gpu: int, environ: Mapping[str, str]) -> DeviceFacts:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
 from kvr_mpi.errors import counted
 from kvr_mpi.store.hdf5 import create_hdf5, open_hdf5, write_dataset
+from kvr_mpi.store.log import sync
 from kvr_mpi.transport import Transport, share_json
 
 T = TypeVar("T")
@@ -60,25 +61,15 @@ def check_folder(path: Path) -> list[Finding]:
 
 
 def write_and_read(folder: Path, stem: str) -> bool:
-    """Write an HDF5 file as a job does, read it back, and remove it.
-
-    Raises
-    ------
-    OSError, DataError
-    """
+    """Write an HDF5 file as a job does, read it back, and remove it; raises `OSError` and `DataError`."""
     part, path = folder / f"{stem}.h5.part", folder / f"{stem}.h5"
     values = np.arange(VALUES, dtype=np.int64)
     try:
         with create_hdf5(part) as file:
             write_dataset(file, "values", values)
-        for target in (part, folder):
-            handle = os.open(target, os.O_RDONLY)
-            try:
-                if target == folder:
-                    os.replace(part, path)
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        sync(part)
+        os.replace(part, path)
+        sync(folder)
         with open_hdf5(path) as file:
             return bool(np.array_equal(file["values"][()], values))
     finally:
@@ -130,7 +121,17 @@ def check_shared(transport: Transport, path: Path, facts: Sequence[RankFacts]) -
     finally:
         if transport.rank == 0:
             in_time(lambda: (existing_folder(path) / name).unlink(missing_ok=True))
-    return judge_tokens(path, token, tried, facts) if transport.rank == 0 else []
+    if transport.rank:
+        return []
+    missing = [
+        f"rank {one.rank} on {one.host}" for one, got in zip(facts, tried, strict=True) if got.get("value") != token
+    ]
+    if missing:
+        text = f"a file that rank 0 writes to {path.absolute()} cannot be seen by {some(missing)}"
+        remedy = "choose a folder on a file system that all hosts share, and give its full path"
+        return [fail("shared folder", text, remedy)]
+    hosts = len({one.host for one in facts})
+    return [ok("shared folder", f"the same on all {counted(hosts, 'host')}" if hosts > 1 else "one host")]
 
 
 def read_token(path: Path, name: str) -> str:
@@ -143,17 +144,3 @@ def read_token(path: Path, name: str) -> str:
             if time.monotonic() > ends:
                 raise
             time.sleep(0.1)
-
-
-def judge_tokens(path: Path, token: str, tried: Sequence[dict[str, Any]], facts: Sequence[RankFacts]) -> list[Finding]:
-    """Report the ranks that did not read rank 0's token."""
-    missing = [
-        f"rank {one.rank} on {one.host}" for one, got in zip(facts, tried, strict=True) if got.get("value") != token
-    ]
-    if missing:
-        text = f"a file that rank 0 writes to {path.absolute()} cannot be seen by {some(missing)}"
-        return [
-            fail("shared folder", text, "choose a folder on a file system that all hosts share, and give its full path")
-        ]
-    hosts = len({one.host for one in facts})
-    return [ok("shared folder", f"the same on all {counted(hosts, 'host')}" if hosts > 1 else "one host")]

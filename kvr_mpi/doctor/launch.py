@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from kvr_mpi.doctor.findings import Finding, exit_code, fail
 from kvr_mpi.doctor.process import Child, Outcome, python_module, run_limited
 from kvr_mpi.errors import EXIT_NO_TRANSPORT, EXIT_OK
@@ -45,9 +43,6 @@ class Request:
     patience_s: float = TRIAL_TIMEOUT_S + 60.0
 
 
-REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
-
-
 def diagnose(
     request: Request,
     environ: Mapping[str, str],
@@ -67,8 +62,8 @@ def diagnose(
     rank = launched_rank(environ)
 
     def start(launch: Finding | None) -> tuple[Child, Outcome]:
-        words = [REQUEST.dump_json(request).decode(), json.dumps(launch and asdict(launch))]
-        child = Child([*program, *words], environ)
+        given = asdict(request) | {"output_dir": str(request.output_dir)}
+        child = Child([*program, json.dumps(given), json.dumps(launch and asdict(launch))], environ)
         return child, child.outcome()
 
     child, outcome = start(None)
@@ -76,37 +71,22 @@ def diagnose(
         # MPI_Init failed. Only the first rank reports: an error exit of another rank might end it.
         if rank:
             return EXIT_OK
-        child, outcome = start(_not_joined(outcome, environ))
-    code = _report(rank, outcome, show, pause_s)
+        query, library, _ = run_limited(python_module("kvr_mpi.transport.mpi_query"), environ, LIBRARY_TIMEOUT_S)
+        name = library.strip() if query == 0 else ""
+        text = f"joining {name or 'MPI'} {outcome.problem}: the launcher does not match it"
+        child, outcome = start(fail("launcher", text, MISMATCH_REMEDY))
+    bad = f"the step '{outcome.step}' {outcome.problem}" if outcome.problem else ""
+    code = EXIT_NO_TRANSPORT if bad or outcome.lost else EXIT_OK
+    if rank == 0:
+        # Whatever the step checks, no job would survive such a crash.
+        crash = [fail("ranks", bad, "the checks after it did not run; try again without the feature it examines")]
+        findings = (*outcome.findings, *(crash if bad else []))
+        show(findings)
+        code = exit_code(findings)
+    elif code != EXIT_OK:
+        if bad:
+            print(f"kvr doctor: rank {rank}: {bad}", file=sys.stderr, flush=True)
+        time.sleep(pause_s)
     if outcome.lost:
         child.release()  # only after the report: the launcher may then end this process, too
     return code
-
-
-def _report(rank: int, outcome: Outcome, show: Callable[[Sequence[Finding]], None], pause_s: float) -> int:
-    if rank == 0:
-        findings = (*outcome.findings, *_ended_badly(outcome))
-        show(findings)
-        return exit_code(findings)
-    if not (outcome.problem or outcome.lost):
-        return EXIT_OK
-    if outcome.problem:
-        print(f"kvr doctor: rank {rank}: the step '{outcome.step}' {outcome.problem}", file=sys.stderr, flush=True)
-    time.sleep(pause_s)
-    return EXIT_NO_TRANSPORT
-
-
-def _not_joined(outcome: Outcome, environ: Mapping[str, str]) -> Finding:
-    """Describe a crash or hang during MPI_Init."""
-    code, output, _ = run_limited(python_module("kvr_mpi.transport.mpi_query"), environ, LIBRARY_TIMEOUT_S)
-    library = output.strip() if code == 0 else ""
-    found = f"joining {library or 'MPI'} {outcome.problem}: the launcher does not match it"
-    return fail("launcher", found, MISMATCH_REMEDY)
-
-
-def _ended_badly(outcome: Outcome) -> list[Finding]:
-    if not outcome.problem:
-        return []
-    remedy = "the checks after it did not run; try again without the feature it examines, or report it"
-    # Whatever the step checks, no job would survive such a crash.
-    return [fail("ranks", f"the step '{outcome.step}' {outcome.problem}", remedy)]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from kvr_mpi.doctor.deadlines import wait_for, within
-from kvr_mpi.doctor.facts import RankFacts, group_hosts
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
 from kvr_mpi.errors import counted
 from kvr_mpi.topology import place_in_group
@@ -60,12 +59,12 @@ class Measured:
 def measure_chain(
     transport: Transport, device: torch.device, effort: Effort, timeout_s: float
 ) -> dict[str, Any] | None:
-    """Measure this rank's two links; every rank calls this.
+    """Measure this rank's link to the next rank; every rank calls this.
 
     Returns
     -------
     dict or None
-        ``latency_us``, ``gigabytes_per_s`` and ``intact`` of the link to the next rank; None on the last.
+        ``latency_us``, ``gigabytes_per_s`` and ``intact``; None on the last rank.
 
     Raises
     ------
@@ -135,18 +134,8 @@ def _of_rank(count: int, rank: int) -> torch.Tensor:
     return (torch.arange(count, dtype=torch.int64) * (1 + rank)).remainder(MODULUS).float()
 
 
-def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], memory: str) -> list[Finding]:
-    """Judge the measured links.
-
-    Parameters
-    ----------
-    tried : sequence of dict
-        For each rank, the ``value`` of `measure_chain`, or its ``error``.
-    hosts : sequence of str
-        Host of each rank.
-    memory : str
-        Kind of memory that was sent from.
-    """
+def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], on_gpus: bool) -> list[Finding]:
+    """Judge the links; for each rank `tried` has the ``value`` of `measure_chain`, or ``error``."""
     links = []
     for at, one in enumerate(tried[:-1]):
         ends = {"source": at, "dest": at + 1, "source_host": hosts[at], "dest_host": hosts[at + 1]}
@@ -156,49 +145,14 @@ def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], memory
         row = ends | ({"error": error} if error else one["value"])
         links.append(Measured(name, hosts[at] != hosts[at + 1], row))
 
-    def describe(good: Sequence[Measured]) -> str:
-        slowest, latest = min(good, key=lambda link: link.speed), max(good, key=lambda link: link.latency)
-        return (
-            f"{counted(len(good), 'link')} from {memory} memory: {statistics.median(one.speed for one in good):.2f} "
-            f"GB/s "
-            f"(slowest {slowest.speed:.2f}, {slowest.name}), {statistics.median(one.latency for one in good):.1f} us "
-            f"(longest {latest.latency:.1f}, {latest.name}); checksums compared"
-        )
-
-    return _judge("links", links, describe)
-
-
-def check_layout(ranks: int, tensor_parallel: int) -> list[Finding]:
-    """Refuse a number of ranks that is not a multiple of the group size."""
-    if ranks % tensor_parallel == 0:
-        return []
-    text = f"{counted(ranks, 'rank')} cannot be divided into tensor-parallel groups of {tensor_parallel}"
-    return [
-        fail(
-            "tensor-parallel",
-            text,
-            f"start a multiple of {tensor_parallel} ranks, or choose another parallel.tensor_parallel",
-        )
-    ]
+    return _judge("links", links, "link", f"from {'GPU' if on_gpus else 'host'} memory")
 
 
 def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: int) -> list[Finding]:
     """Judge the all-reduces measured by every rank (`measure_sums`); `hosts` has the host of each rank."""
     groups = [_group(tried, hosts, first, size) for first in range(0, len(tried), size)]
 
-    def describe(good: Sequence[Measured]) -> str:
-        slowest, latest = min(good, key=lambda group: group.speed), max(good, key=lambda group: group.latency)
-        prompt_s = (2 * LAYERS + 1) * PROMPT_TOKENS * STATE_BYTES / slowest.speed / 1e9
-        token_s = (2 * LAYERS + 1) * latest.latency / 1e6
-        return (
-            f"{counted(len(good), 'tensor-parallel group')} of {size} ranks: all-reduces of long tensors at "
-            f"{statistics.median(one.speed for one in good):.2f} GB/s (slowest {slowest.speed:.2f}, "
-            f"{slowest.name}), of one token in {statistics.median(one.latency for one in good):.0f} us (longest "
-            f"{latest.latency:.0f}, {latest.name}); results compared. Forecast for Llama 3.1 70B: {prompt_s:.2f} s "
-            f"for {PROMPT_TOKENS} prompt tokens, {1e3 * token_s:.1f} ms per decoded token"
-        )
-
-    findings = _judge("tensor-parallel", groups, describe)
+    findings = _judge("tensor-parallel", groups, "tensor-parallel group", f"of {size} ranks", _forecast_sums)
     if across := [one.name for one in groups if one.crosses]:
         text = f"{counted(len(across), 'group')} on several hosts, so all-reduces go over the network: {some(across)}"
         remedy = f"start a multiple of {size} ranks on each host, numbered block-wise"
@@ -224,10 +178,34 @@ def _group(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int,
     return Measured(name, len(places) > 1, row)
 
 
-def _judge(check: str, measured: Sequence[Measured], describe: Callable[[Sequence[Measured]], str]) -> list[Finding]:
+def _forecast_sums(gigabytes_per_s: float, latency_us: float) -> str:
+    """Forecast the all-reduces of a large model."""
+    prompt_s = (2 * LAYERS + 1) * PROMPT_TOKENS * STATE_BYTES / gigabytes_per_s / 1e9
+    token_ms = (2 * LAYERS + 1) * latency_us / 1e3
+    return (
+        f". All-reduces of Llama 3.1 70B would take {prompt_s:.2f} s for {PROMPT_TOKENS} prompt tokens, "
+        f"{token_ms:.1f} ms per decoded token"
+    )
+
+
+def _judge(
+    check: str,
+    measured: Sequence[Measured],
+    noun: str,
+    about: str,
+    forecast: Callable[[float, float], str] = lambda gigabytes_per_s, latency_us: "",
+) -> list[Finding]:
     """Describe usable links or groups, and list those that fail or are much slower than others."""
-    good = [one for one in measured if not one.row.get("error")]
-    findings = [Finding(check, "ok", describe(good), measured=[one.row for one in good])] if good else []
+    good, findings = [one for one in measured if not one.row.get("error")], list[Finding]()
+    if good:
+        slowest, latest = min(good, key=lambda one: one.speed), max(good, key=lambda one: one.latency)
+        text = (
+            f"{counted(len(good), noun)} {about}: {statistics.median(one.speed for one in good):.2f} "
+            f"GB/s (slowest {slowest.speed:.2f}, {slowest.name}), {statistics.median(one.latency for one in good):.1f} "
+            f"us (longest {latest.latency:.1f}, {latest.name}); data compared"
+        )
+        text += forecast(slowest.speed, latest.latency)
+        findings.append(Finding(check, "ok", text, measured=[one.row for one in good]))
     findings += [fail(check, f"{one.name}: {one.problem}", NETWORK_REMEDY) for one in measured if one.problem]
     for one in good:
         others = [other for other in good if other is not one and other.crosses == one.crosses]
@@ -249,18 +227,13 @@ TIMEOUT_S = 20.0
 MAX_SKEW_S = 1.0
 
 
-def first_on_each_host(facts: Sequence[RankFacts]) -> list[int]:
+def first_on_each_host(hosts: Sequence[str]) -> list[int]:
     """Return the first rank of every host except rank 0's."""
-    return [ranks[0].rank for ranks in list(group_hosts(facts).values())[1:]]
+    return [hosts.index(host) for host in list(dict.fromkeys(hosts))[1:]]
 
 
 def measure_clocks(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
-    """Estimate every rank's clock offset in seconds, on rank 0; every rank calls this.
-
-    Raises
-    ------
-    SilentError
-    """
+    """Estimate every rank's clock offset in seconds, on rank 0; every rank calls this. Raises `SilentError`."""
     has_begun = False
 
     def wait(request: Request, who: str) -> None:
@@ -271,19 +244,14 @@ def measure_clocks(transport: Transport, ranks: Sequence[int]) -> dict[int, floa
     return {rank: skew.ahead_s for rank, skew in measure_skews(transport, ranks, wait).items()}
 
 
-def check_clocks(skews_s: Mapping[int, float], facts: Sequence[RankFacts]) -> list[Finding]:
+def check_clocks(skews_s: Mapping[int, float], hosts: Sequence[str]) -> list[Finding]:
     """Judge the clock offsets."""
     if not skews_s:
         return [ok("clocks", "one host, one clock")]
     rank = max(skews_s, key=lambda rank: abs(skews_s[rank]))
-    skew_s, host = skews_s[rank], next(one.host for one in facts if one.rank == rank)
-    text = f"{host} is {abs(skew_s):.3f} s {'ahead of' if skew_s > 0 else 'behind'} {facts[0].host}, the largest skew"
+    skew_s = skews_s[rank]
+    text = f"{hosts[rank]} is {abs(skew_s):.3f} s {'ahead of' if skew_s > 0 else 'behind'} {hosts[0]}, the largest skew"
     if abs(skew_s) <= MAX_SKEW_S:
         return [ok("clocks", text)]
-    return [
-        warn(
-            "clocks",
-            text,
-            "ask the administrators to check chrony or ntpd; until then, times from different hosts cannot be compared",
-        )
-    ]
+    remedy = "ask the administrators to check chrony or ntpd; until then, times of different hosts cannot be compared"
+    return [warn("clocks", text, remedy)]

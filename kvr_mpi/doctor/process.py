@@ -18,7 +18,6 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO
 
 from kvr_mpi.doctor.findings import Finding
 
@@ -142,14 +141,9 @@ class Child:
 
 
 def run_limited(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[int | None, str, str]:
-    """Run a command and its children with a time limit.
-
-    Returns
-    -------
-    tuple
-        Its exit code (None if it had to be killed), standard output, and standard error.
-    """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # a pipe might never be closed
+    """Run a command and its children with a time limit; return exit code (None: it was killed), output and errors."""
+    kept = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(2)]  # a pipe might never be closed
+    with kept[0] as output, kept[1] as errors:
         try:
             process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
@@ -162,7 +156,9 @@ def run_limited(command: Sequence[str], environ: Mapping[str, str], timeout_s: f
                 os.killpg(process.pid, sign)
                 if _wait(process, KILL_TIMEOUT_S) is not None:
                     break
-        return code, _text(output), _text(errors)
+        for file in kept:
+            file.seek(0)
+        return code, output.read(), errors.read()
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
@@ -170,11 +166,6 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return None
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
 
 
 def _how(code: int | None) -> str:

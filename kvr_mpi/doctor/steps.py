@@ -10,19 +10,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from kvr_mpi.doctor import devices, folder, links, ranks, trial
 from kvr_mpi.doctor.deadlines import SilentError, gather_tried, meet, within
-from kvr_mpi.doctor.facts import DEVICE_TIMEOUT_S, RANK_FACTS, RankFacts, group_hosts, look_at_rank, unknown_rank
+from kvr_mpi.doctor.facts import DEVICE_TIMEOUT_S, DeviceFacts, RankFacts, look_at_rank
 from kvr_mpi.doctor.findings import Finding, fail, ok, warn
-from kvr_mpi.doctor.launch import MISMATCH_REMEDY, REQUEST, TRIAL_TIMEOUT_S, Request
+from kvr_mpi.doctor.launch import MISMATCH_REMEDY, TRIAL_TIMEOUT_S, Request
 from kvr_mpi.doctor.process import Tell, python_module
-from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError
+from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError, counted
 from kvr_mpi.model.devices import visible_gpus
+from kvr_mpi.plain import from_plain
 from kvr_mpi.store.hdf5 import hdf5_build
 from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, share_json
@@ -35,13 +36,26 @@ JOIN_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The state of the examination; only rank 0 has the facts of all ranks."""
+    """The state of the examination; only rank 0 has the facts of all ranks.
+
+    launch : why MPI could not be used.
+    hosts, gpus : host and GPU of each rank.
+    """
 
     transport: Transport
     request: Request
     environ: Mapping[str, str]
     facts: Sequence[RankFacts]
-    launch: Finding | None  # why MPI could not be used
+    launch: Finding | None
+    hosts: Sequence[str]
+    gpus: Sequence[int | None]
+
+    def measure(self, work: Callable[[torch.device], object]) -> list[dict[str, Any]]:
+        """Measure something on every rank; return every rank's result on rank 0."""
+        meet(self.transport, self.request.patience_s)
+        gpu = self.gpus[self.transport.rank]
+        device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+        return gather_tried(self.transport, lambda: work(device), self.request.timeout_s * links.LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +72,6 @@ def _launcher(scene: Scene) -> list[Finding]:
     return [scene.launch] if scene.launch else ranks.check_launcher(scene.facts, launched_size(scene.environ))
 
 
-def _places(scene: Scene) -> list[Finding]:
-    return [*ranks.check_hosts(scene.facts), *ranks.check_cores(scene.facts), *ranks.check_threads(scene.facts)]
-
-
-def _devices(scene: Scene) -> list[Finding]:
-    return [*devices.check_devices(scene.facts, scene.request.share_gpu), *devices.check_abilities(scene.facts)]
-
-
 def _cuda_awareness(scene: Scene) -> list[Finding]:
     findings = [] if scene.launch else trial.check_cuda_awareness(scene.facts)
     if not trial.is_to_be_tried(scene.facts):
@@ -74,44 +80,30 @@ def _cuda_awareness(scene: Scene) -> list[Finding]:
     if launcher is None:
         text = "neither mpirun nor srun found to start the test process"
         return [*findings, warn("transfers", text, "add the launcher of this MPI to PATH")]
-    command = [*launcher, *python_module("kvr_mpi.doctor.trial", "cuda", str(TRIAL_TIMEOUT_S))]
+    command = [*launcher, *python_module("kvr_mpi.doctor.trial", str(TRIAL_TIMEOUT_S))]
     environ = trial.trial_environment(scene.environ, launcher[0])
-    return [*findings, trial.try_transfers(command, environ, "cuda", TRIAL_TIMEOUT_S)]
-
-
-def _measured(scene: Scene, measure: Callable[[torch.device], object]) -> tuple[list[str], str, list[dict[str, Any]]]:
-    """Measure something on every rank; return hosts and kind of memory, and on rank 0 every rank's result."""
-    meet(scene.transport, scene.request.patience_s)
-    shared = share_json(scene.transport, [(one.host, one.device.index) for one in scene.facts])
-    index = shared[scene.transport.rank][1]
-    device = torch.device("cpu") if index is None else torch.device("cuda", index)
-    tried = gather_tried(scene.transport, lambda: measure(device), scene.request.timeout_s * links.LIMITS)
-    return [host for host, _ in shared], "host" if index is None else "GPU", tried
+    return [*findings, trial.try_transfers(command, environ, TRIAL_TIMEOUT_S)]
 
 
 def _links(scene: Scene) -> list[Finding]:
-    if scene.transport.size == 1:
+    transport, request = scene.transport, scene.request
+    if transport.size == 1:
         return []
-    hosts, memory, tried = _measured(
-        scene,
-        lambda device: links.measure_chain(scene.transport, device, scene.request.effort, scene.request.timeout_s),
-    )
-    return links.check_links(tried, hosts, memory) if scene.transport.rank == 0 else []
+    tried = scene.measure(lambda device: links.measure_chain(transport, device, request.effort, request.timeout_s))
+    return links.check_links(tried, scene.hosts, scene.gpus[0] is not None) if transport.rank == 0 else []
 
 
 def _groups(scene: Scene) -> list[Finding]:
     transport, request = scene.transport, scene.request
     if scene.launch or request.tensor_parallel == 1:
         return []
-    if wrong := links.check_layout(transport.size, request.tensor_parallel):
-        return wrong
-    hosts, _, tried = _measured(
-        scene,
-        lambda device: links.measure_sums(
-            transport, request.tensor_parallel, device, request.effort, request.timeout_s
-        ),
-    )
-    return links.check_sums(tried, hosts, request.tensor_parallel) if transport.rank == 0 else []
+    size = request.tensor_parallel
+    if transport.size % size:
+        text = f"{counted(transport.size, 'rank')} cannot be divided into tensor-parallel groups of {size}"
+        remedy = f"start a multiple of {size} ranks, or choose another parallel.tensor_parallel"
+        return [fail("tensor-parallel", text, remedy)]
+    tried = scene.measure(lambda device: links.measure_sums(transport, size, device, request.effort, request.timeout_s))
+    return links.check_sums(tried, scene.hosts, size) if transport.rank == 0 else []
 
 
 def _folder(scene: Scene) -> list[Finding]:
@@ -129,14 +121,13 @@ def _shared_folder(scene: Scene) -> list[Finding]:
 
 def _clocks(scene: Scene) -> list[Finding]:
     meet(scene.transport, scene.request.patience_s)
-    chosen: list[int] = share_json(scene.transport, links.first_on_each_host(scene.facts) if scene.facts else [])
-    skews_s = links.measure_clocks(scene.transport, chosen)
-    return links.check_clocks(skews_s, scene.facts) if scene.transport.rank == 0 else []
+    skews_s = links.measure_clocks(scene.transport, links.first_on_each_host(scene.hosts))
+    return links.check_clocks(skews_s, scene.hosts) if scene.transport.rank == 0 else []
 
 
 def _slurm(scene: Scene) -> list[Finding]:
     # If the ranks are not connected, their number is unknown.
-    size, hosts = (None, None) if scene.launch else (len(scene.facts), len(group_hosts(scene.facts)))
+    size, hosts = (None, None) if scene.launch else (len(scene.facts), len(set(scene.hosts)))
     return ranks.check_slurm(scene.environ, size, hosts, time.time())
 
 
@@ -148,8 +139,11 @@ def still_here(scene: Scene) -> list[Finding]:
 
 STEPS = (
     Step("launcher", _launcher),
-    Step("ranks", _places),
-    Step("devices", _devices),
+    Step("ranks", lambda scene: ranks.check_hosts(scene.facts)),
+    Step("cores", lambda scene: ranks.check_cores(scene.facts)),
+    Step("threads", lambda scene: ranks.check_threads(scene.facts)),
+    Step("devices", lambda scene: devices.check_devices(scene.facts, scene.request.share_gpu)),
+    Step("devices", lambda scene: devices.check_abilities(scene.facts)),
     Step("transfers", _cuda_awareness, timeout_s=TRIAL_TIMEOUT_S + 30.0),
     Step("links", _links, together=True),
     Step("tensor-parallel", _groups, together=True),
@@ -178,23 +172,29 @@ def examine(
     bool
         Whether all ranks still respond, so that MPI_Finalize will not hang.
     """
+
+    def report(findings: list[Finding]) -> None:
+        if transport.rank == 0 and findings:
+            tell.findings(findings)
+
     tell.step("ranks", 2 * request.patience_s)
-    facts: list[RankFacts] = []
+    in_order = True
     try:
         facts = _gather_facts(transport, request, environ, launch is None)
-        in_order = True
+        places = share_json(transport, [(one.host, one.device.index) for one in facts])
     except SilentError as error:
-        in_order = False
-        facts = [look_at_rank(transport.rank, 0, environ, launch is None)]
-        _tell_root(transport, tell, [_silent("ranks", error)])
-    scene = Scene(transport, request, environ, facts, launch)
+        in_order, facts = False, [look_at_rank(transport.rank, 0, environ, launch is None)]
+        places = [(facts[0].host, facts[0].device.index)]
+        report([_silent("ranks", error)])
+    hosts, gpus = zip(*places, strict=True)
+    scene = Scene(transport, request, environ, facts, launch, hosts, gpus)
     for step in STEPS:
         if not in_order and transport.rank:
             break
         if not in_order and step.together:
-            text = "not checked, since not all ranks answered"
-            skipped = [] if step.work is still_here else [warn(step.check, text, "resolve the failure above first")]
-            _tell_root(transport, tell, skipped)
+            if step.work is not still_here:
+                text = "not checked, since not all ranks answered"
+                report([warn(step.check, text, "resolve the failure above first")])
             continue
         tell.step(step.check, step.timeout_s + 2 * request.patience_s + links.LIMITS * request.timeout_s)
         try:
@@ -202,8 +202,9 @@ def examine(
         except SilentError as error:
             in_order, found = False, [_silent(step.check, error)]
         except Exception as error:
-            found = [_broken(step.check, error)]
-        _tell_root(transport, tell, found)
+            text = f"the check itself failed: {type(error).__name__}: {error}"
+            found = [fail(step.check, text, "if this machine seems to be fine, report this as a bug in kvr-mpi")]
+        report(found)
     return in_order
 
 
@@ -217,28 +218,19 @@ def _gather_facts(
     gpu = gpus_in_turn(share_json(transport, [one.get("value", []) for one in seen]))[transport.rank]
 
     def look() -> object:
-        return RANK_FACTS.dump_python(look_at_rank(transport.rank, gpu, environ, with_mpi), mode="json")
+        return asdict(look_at_rank(transport.rank, gpu, environ, with_mpi))
 
-    gathered = gather_tried(transport, look, request.patience_s)
     return [
-        RANK_FACTS.validate_python(one["value"]) if "value" in one else unknown_rank(rank, one["error"])
-        for rank, one in enumerate(gathered)
+        from_plain(RankFacts, one["value"])
+        if "value" in one
+        else RankFacts(rank, "an unknown host", (), "", DeviceFacts(error=one["error"]), None, {})
+        for rank, one in enumerate(gather_tried(transport, look, request.patience_s))
     ]
-
-
-def _tell_root(transport: Transport, tell: Tell, findings: list[Finding]) -> None:
-    if transport.rank == 0 and findings:
-        tell.findings(findings)
 
 
 def _silent(check: str, error: SilentError) -> Finding:
     remedy = "check the hosts of these ranks and the network between them; start on fewer hosts to find the faulty one"
     return fail(check, str(error), remedy)
-
-
-def _broken(check: str, error: Exception) -> Finding:
-    text = f"the check itself failed: {type(error).__name__}: {error}"
-    return fail(check, text, "if this machine seems to be fine, report this as a bug in kvr-mpi")
 
 
 def main(request: Request, launch: Finding | None, environ: Mapping[str, str]) -> None:
@@ -262,4 +254,4 @@ def main(request: Request, launch: Finding | None, environ: Mapping[str, str]) -
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[2])
-    main(REQUEST.validate_json(sys.argv[1]), given and Finding(**given), os.environ)
+    main(from_plain(Request, json.loads(sys.argv[1])), given and Finding(**given), os.environ)

@@ -1,6 +1,6 @@
 """CUDA-aware MPI: what MPI claims, and a trial in a separate process, since it may crash.
 
-``python -m kvr_mpi.doctor.trial host|cuda TIMEOUT_S`` runs one rank of the trial, which has two.
+``python -m kvr_mpi.doctor.trial TIMEOUT_S`` runs one rank of the trial, which has two.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, warn
 from kvr_mpi.doctor.process import run_limited
-
-Kind = Literal["host", "cuda"]
 
 # Bytes of a message that MPI sends eagerly, and of one that it sends with a rendezvous.
 SIZES = (4 << 10, 16 << 20)
@@ -74,7 +72,7 @@ def trial_environment(environ: Mapping[str, str], launcher: str) -> dict[str, st
     return kept | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
 
-def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind, timeout_s: float) -> Finding:
+def try_transfers(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> Finding:
     """Run the trial, and report how it ends: success, crash, hang, wrong data, or failure to start."""
     code, output, errors = run_limited(command, environ, timeout_s)
     rows, words = _rows(output), " ".join(errors.split())[-400:]
@@ -82,34 +80,23 @@ def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind
     said = f"; its output: {words}" if words else ""
     if len({row["ready"] for row in ready}) < 2:
         how = f"no response within {timeout_s:.0f} s" if code is None else f"exit code {code}"
-        text = f"the test process with {kind} buffers did not start ({how}){said}"
+        text = f"the test process did not start ({how}){said}"
         return warn("transfers", text, f"run it by hand: {' '.join(command)}")
-    remedy = (
-        "repair this MPI, or use another" if kind == "host" else "use an MPI with working GPU support, or disable it"
-    )
-    if code is None:
-        return fail("transfers", f"{kind} buffers: hangs, killed after {timeout_s:.0f} s{said}", remedy)
-    wrong = _wrong(sums)
-    if wrong:
-        return fail(
-            "transfers",
-            f"{kind} buffers: the checksum of {wrong} bytes is wrong: data are corrupted in transit",
-            remedy,
-        )
-    if code != 0 or len(sums) < 2 * len(SIZES):
-        how = f"killed by {signal.Signals(-code).name}" if -64 < code < 0 else f"exit code {code}"
-        return fail("transfers", f"{kind} buffers: crashes ({how}){said}", remedy)
-    sizes = " and ".join(str(size) for size in SIZES)
-    return ok("transfers", f"{kind} buffers of {sizes} bytes exchanged by 2 ranks on this host, checksums correct")
-
-
-def _wrong(sums: Sequence[dict[str, Any]]) -> int | None:
-    """Return the size of the first corrupted message; None if all are correct."""
     sent = {(row["rank"], row["bytes"]): row["sent"] for row in sums}
-    for row in sums:
-        if sent.get((1 - row["rank"], row["bytes"]), row["received"]) != row["received"]:
-            return int(row["bytes"])
-    return None
+    wrong = [
+        row["bytes"] for row in sums if sent.get((1 - row["rank"], row["bytes"]), row["received"]) != row["received"]
+    ]
+    if code is None:
+        problem = f"hangs, killed after {timeout_s:.0f} s{said}"
+    elif wrong:
+        problem = f"the checksum of {wrong[0]} bytes is wrong: data are corrupted in transit"
+    elif code != 0 or len(sums) < 2 * len(SIZES):
+        how = f"killed by {signal.Signals(-code).name}" if -64 < code < 0 else f"exit code {code}"
+        problem = f"crashes ({how}){said}"
+    else:
+        sizes = " and ".join(map(str, SIZES))
+        return ok("transfers", f"buffers of {sizes} bytes exchanged by 2 ranks on this host, checksums correct")
+    return fail("transfers", f"GPU buffers: {problem}", "use an MPI with working GPU support, or disable it")
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
@@ -123,8 +110,8 @@ def _rows(text: str) -> list[dict[str, Any]]:
     return rows
 
 
-def swap_buffers(kind: str, timeout_s: float) -> None:
-    """Run as one of two ranks that exchange buffers; prints JSON lines with checksums.
+def swap_buffers(timeout_s: float) -> None:
+    """Run as one of two ranks that exchange buffers, on a GPU if there is one; prints JSON lines with checksums.
 
     MPI accesses the buffers directly. If it crashes or hangs, it does so only in this process.
     """
@@ -140,7 +127,7 @@ def swap_buffers(kind: str, timeout_s: float) -> None:
 
     world = connect()
     device = torch.device("cpu")
-    if kind == "cuda" and (seen := visible_gpus()):
+    if seen := visible_gpus():
         device = torch.device("cuda", gpus_in_turn([seen] * world.size)[world.rank])  # both see the same
         torch.cuda.set_device(device)  # MPI may only accept memory of the current GPU
     buffers = [
@@ -156,4 +143,4 @@ def swap_buffers(kind: str, timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    swap_buffers(sys.argv[1], float(sys.argv[2]))
+    swap_buffers(float(sys.argv[1]))

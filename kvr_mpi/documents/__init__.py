@@ -8,7 +8,7 @@ with it and does not affect the others.
 from kvr_mpi.documents.corpus import Corpus, CorpusFile, Entry, numbers_of, read_corpus, scan_corpus
 from kvr_mpi.documents.document import Asked, Document
 from kvr_mpi.documents.files import MAX_ID_CHARS, first_rows, is_table
-from kvr_mpi.documents.paths import SUFFIXES, describe_types, find_files, other_files
+from kvr_mpi.documents.paths import SUFFIXES, describe_others, find_files, other_files
 from kvr_mpi.documents.rows import RowFormat
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Document",
     "Entry",
     "RowFormat",
-    "describe_types",
+    "describe_others",
     "find_files",
     "first_rows",
     "is_table",

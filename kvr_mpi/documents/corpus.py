@@ -52,9 +52,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
-    """A file of the corpus when it was listed; a file without access has size -1."""
+    """A file of the corpus when it was listed; without access its size is -1. Files are compared without folders."""
 
-    path: str
+    path: str = field(compare=False)
     name: str
     size_bytes: int
     mtime_ns: int
@@ -88,13 +88,7 @@ class Corpus:
         return numbers_of(len(self.entries), len(self.prompts), documents)
 
     def read(self, index: int) -> Document:
-        """Read one document; fast in ascending order.
-
-        Returns
-        -------
-        Document
-            As yielded by `read_corpus`, or with an error if the text has changed since it was listed.
-        """
+        """Read one document as `read_corpus` yields it, or with an error if it has changed; fast in ascending order."""
         entry = self.entries[index]
         if entry.error is not None:
             return Document(entry.id, error=entry.error, passed=self._passed_of(entry))
@@ -195,7 +189,7 @@ def scan_corpus(
     if (
         known is not None
         and (known.rows, known.limit, known.prompts) == (rows, limit, tuple(prompts))
-        and list(map(_state, known.files)) == list(map(_state, files))
+        and known.files == files
     ):
         return Corpus(files, known.entries, rows, limit, known.prompts)
     entries = tuple(
@@ -294,7 +288,3 @@ def _look(file: str, name: str) -> CorpusFile:
     except OSError:
         return CorpusFile(file, name, -1, 0)
     return CorpusFile(file, name, found.st_size, found.st_mtime_ns)
-
-
-def _state(file: CorpusFile) -> tuple[str, int, int]:
-    return file.name, file.size_bytes, file.mtime_ns

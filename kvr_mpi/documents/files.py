@@ -156,13 +156,7 @@ def is_table(file: Path) -> bool:
 
 
 def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the first rows of a table, skipping unreadable ones.
-
-    Raises
-    ------
-    CorpusError
-        If the package for this file format is missing.
-    """
+    """Read the first rows of a table that are readable; `CorpusError` if the package for its format is missing."""
     found: list[Any] = []
     with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):
         for _, row in islice(read_rows(file, RowFormat(columns=tuple(fields))), SAMPLE_ROWS):
@@ -172,13 +166,7 @@ def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, row) from row `start` on; unused fields are None.
-
-    Raises
-    ------
-    ValueError
-        If it is not a Parquet file, or is damaged.
-    """
+    """Yield (number, row) from row `start` on, unused fields as None; `ValueError` if it is no Parquet file."""
     try:
         import pyarrow.lib
         import pyarrow.parquet

@@ -9,12 +9,13 @@ from pydantic import Field, field_validator, model_validator
 
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.json_schema import read_schema
-from kvr_mpi.plain import Strict
+from kvr_mpi.plain import AS_TOKENS, Strict
 
 # The maxima of OpenAI's format.
 MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128
 # Any of these turns sampling on.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+NonEmpty = Annotated[str, Field(min_length=1)]
 # Settings that are not part of transformers' GenerationConfig.
 OURS = frozenset({"max_new_tokens", "stop", "seed", "logprobs", "score", "n", "json_schema"})
 
@@ -25,8 +26,8 @@ class GenerationSection(Strict):
     temperature: float | None = Field(
         None,
         ge=0,
-        description="below 1: likely tokens become more likely; above 1: less likely; 0: greedy. Greedy is the "
-        "default, but any of temperature, top_k, top_p and min_p turns sampling on",
+        description="below 1: likely tokens become more likely; 0: greedy, the default unless top_k, top_p or min_p is "
+        "set",
     )
     top_k: int | None = Field(None, ge=0, description="sample only from this many most likely tokens")
     top_p: float | None = Field(
@@ -39,24 +40,25 @@ class GenerationSection(Strict):
         None, gt=0, description="above 1: tokens that have already occurred become less likely"
     )
     min_new_tokens: int | None = Field(None, ge=0, description="minimum length of an answer")
-    max_new_tokens: int = Field(128, ge=0, description="maximum length of an answer; 0: prefill only")
-    stop: list[str] = Field([], description="the answer ends before the first of these strings")
+    max_new_tokens: Annotated[int, Field(ge=0), AS_TOKENS] = Field(
+        128, description="maximum length of an answer; 0: prefill only"
+    )
+    stop: list[NonEmpty] = Field([], description="the answer ends before the first of these strings")
     seed: int = Field(0, ge=0, description="seed for sampling; each document has its own random numbers")
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="number of answers to each prompt, sampled from one prefill")
     logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_TOP_LOGPROBS,
-        description="store the log-probability of every token of the answer, before temperature and other "
-        "settings, and of this many most likely tokens at each position",
+        description="store the log-probability of every answer token, and of this many most likely ones at its "
+        "position",
     )
     json_schema: str | None = Field(
         None, min_length=1, description="a JSON schema, or a file with one, that answers follow"
     )
-    score: list[str] | Annotated[str, Field(min_length=1)] = Field(
+    score: list[str] | NonEmpty = Field(
         [],
-        description="continuations to score by log-probability, instead of writing an answer: a list, or the field of "
-        "a row with a text or a list of texts",
+        description="continuations to score instead of writing an answer: a list, or the field of a row that has them",
     )
 
     @model_validator(mode="before")
@@ -75,13 +77,6 @@ class GenerationSection(Strict):
     def _has_words(cls, value: list[str] | str) -> list[str] | str:
         if not all(value):
             raise ValueError("an empty continuation has no probability")
-        return value
-
-    @field_validator("stop")
-    @classmethod
-    def _not_empty(cls, value: list[str]) -> list[str]:
-        if not all(value):
-            raise ValueError("an empty stop string would end every answer at once")
         return value
 
     @model_validator(mode="after")

@@ -25,13 +25,7 @@ MISSING = "answers by a JSON schema need llguidance; `pip install llguidance`"
 
 
 def read_schema(value: str) -> str:
-    """Return a schema as text in one line, given the schema itself or the name of its file.
-
-    Raises
-    ------
-    ValueError
-        If the file cannot be read, or does not contain a schema.
-    """
+    """Return a schema as one line of text, given the schema or the name of its file; `ValueError` if it is not one."""
     where, text = "the schema", value
     if not value.lstrip().startswith("{"):
         where = repr(value)
@@ -50,13 +44,7 @@ def read_schema(value: str) -> str:
 
 
 def one_line(schema: Any, where: str) -> str:
-    """Return a schema as text in one line.
-
-    Raises
-    ------
-    ValueError
-        If it is recognisably not a schema; `grammar_of` checks it fully.
-    """
+    """Return a schema as one line of text; `ValueError` if it is recognisably none (`grammar_of` checks it fully)."""
     if not isinstance(schema, dict) or KEYWORDS.isdisjoint(schema):
         raise ValueError(
             f"{where} is not a JSON schema: {json.dumps(schema)[:60]}; expected an object with at least one of "

@@ -24,15 +24,9 @@ BYSTANDERS = {"metadata", "model", "prompt_cache_key", "safety_identifier", "ser
 # Fields with their own parsing code.
 SPECIAL = ("stop", "logprobs", "top_logprobs", "response_format")
 # Fields that are accepted only with values that have no effect.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "stream": (False,),
-    "tool_choice": ("none",),
-    "tools": ([],),
+NEUTRAL: dict[str, Any] = {
+    **{"best_of": 1, "frequency_penalty": 0, "presence_penalty": 0, "echo": False, "stream": False},
+    **{"logit_bias": {}, "tool_choice": "none", "tools": []},
 }
 # Numeric settings: from the field to our name, the types, the range in words, and the test of the range.
 Range = tuple[str, tuple[type, ...], str, Callable[[float], bool]]
@@ -50,14 +44,9 @@ NUMBERS: dict[str, Range] = {
 
 
 def parse_request(row: Mapping[str, Any], place: str) -> Document:
-    """Convert a row to a document; unsupported fields become its error.
+    """Convert a row with ``custom_id``, ``method``, ``url`` and ``body`` to a document.
 
-    Parameters
-    ----------
-    row : mapping
-        With ``custom_id``, ``method``, ``url`` and ``body``.
-    place : str
-        Name of a row without a custom_id.
+    Unsupported fields become its error; `place` names a row without a custom_id.
     """
     name, url, body = row.get("custom_id"), row.get("url"), row.get("body")
     model = body.get("model") if isinstance(body, Mapping) else None
@@ -96,13 +85,11 @@ def _check_envelope(row: Mapping[str, Any]) -> None:
             f"body has {', '.join(unknown)}, which is not supported here, so the request is not answered (supported: "
             f"{content}, {', '.join((*SPECIAL, *NUMBERS))})"
         )
-    for name, values in NEUTRAL.items():
+    for name, neutral in NEUTRAL.items():
         value = body.get(name)
-        if value is not None and not any(value == one and type(value) is type(one) for one in values):
-            if isinstance(value, float) and value in values:  # 0.0
-                continue
+        if value is not None and (value != neutral or isinstance(value, bool) != isinstance(neutral, bool)):
             raise DocumentError(
-                f"body.{name} is {str(value)[:80]}: not supported; remove it from the body, or set it to {values[0]}"
+                f"body.{name} is {str(value)[:80]}: not supported; remove it from the body, or set it to {neutral}"
             )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 from kvr_mpi.disk import LOG_NAME, is_output_folder, kind_of_file
-from kvr_mpi.errors import CorpusError
+from kvr_mpi.errors import CorpusError, counted
 
 TEXT_SUFFIXES = (".txt", ".md")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
@@ -61,10 +61,11 @@ def other_files(paths: Iterable[str]) -> list[str]:
     return sorted(found.values())
 
 
-def describe_types(files: Iterable[str]) -> str:
-    """Count files by type, the most frequent first: ``12 .docx, 3 .pdf``."""
+def describe_others(files: Sequence[str]) -> str:
+    """Describe the result of `other_files`, counted by type, the most frequent first: ``12 .docx, 3 .pdf``."""
     counts = Counter(os.path.splitext(file)[1].lower() or "without a suffix" for file in files)
-    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
+    types = [f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0]))]
+    return f"{counted(len(files), 'file')} of other types will not be read ({', '.join(types)})"
 
 
 def _match(pattern: str) -> list[tuple[str, str]]:

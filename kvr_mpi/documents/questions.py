@@ -101,13 +101,7 @@ def parse_answer_id(answer: str) -> tuple[str, str]:
 
 
 def words_after(template: str, question: str) -> str:
-    """Insert a question into the text that follows the document.
-
-    Raises
-    ------
-    ConfigError
-        If the template does not contain ``{question}`` exactly once.
-    """
+    """Insert a question into the text after the document; `ConfigError` if it lacks ``{question}`` or has it twice."""
     if template.count(QUESTION) != 1:
         raise ConfigError(
             f"questions.template {template[:60]!r} contains {QUESTION} {template.count(QUESTION)} times; expected "

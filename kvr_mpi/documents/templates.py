@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvr_mpi.errors import ConfigError
@@ -56,9 +56,10 @@ def parse_template(template: str, key: str = "prompt.template", *, columns: Coll
     """
     words, names = _parse(template)
     times = names.count("text")
-    unknown = [f"{{{name}}}" for name in names if name != "text" and columns is not None and name not in columns]
+    missing = [name for name in dict.fromkeys(names) if columns is not None and name not in ("text", *columns)]
+    unknown = ", ".join(f"{{{name}}}" for name in missing[:5])
     if times != 1:
-        also = f" (and {_listed(unknown)}, which is unknown)" if unknown else ""
+        also = f" (and {unknown}, which is unknown)" if unknown else ""
         raise ConfigError(
             f"{key} {template[:60]!r} contains {{text}} {times} times; expected once, where the document goes{also}"
         )
@@ -66,8 +67,8 @@ def parse_template(template: str, key: str = "prompt.template", *, columns: Coll
         there = ", ".join(sorted(columns or ())[:NAMED])
         fields = f", and the fields of its row: {there}" if there else ""
         raise ConfigError(
-            f"{key} {template[:60]!r} has {_listed(unknown)}, which is unknown; known are {{text}}, the "
-            f"document{fields}; write literal braces twice, such as {{{unknown[0]}}}"
+            f"{key} {template[:60]!r} has {unknown}, which is unknown; known are {{text}}, the "
+            f"document{fields}; write literal braces twice, such as {{{{{missing[0]}}}}}"
         )
     for name in columns or ():  # names that templates cannot use, and that would be sent literally
         if f"{{{name}}}" in template and name not in (*names, "text") and not PLACE.fullmatch(f"{{{name}}}"):
@@ -112,7 +113,3 @@ def _parse(template: str) -> tuple[list[str], list[str]]:
             opened.pop()
         at += len(word)
     return words, names
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(names[:5]))

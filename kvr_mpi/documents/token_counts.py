@@ -21,6 +21,7 @@ COUNTED_CHARS = 20_000_000
 EXCERPT_CHARS, CONTROL_SHARE = 512, 0.01
 # Size of a batch for the tokenizer; fast (Rust) tokenizers process its texts in parallel.
 BATCH_CHARS = 2_000_000
+Batch = list[tuple[str, str]]  # ids and texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,42 +33,19 @@ class Counted:
     errors: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """The token counts of a document's excerpts (or of a whole short text), and of the document if it was counted."""
-
-    id: str
-    chars: int
-    sampled_chars: int
-    sampled_tokens: int
-    tokens: int | None
-
-
 def count_corpus(tokenizer: Any, documents: Iterable[Document]) -> Counted:
-    """Count the tokens of all documents, or estimate them above 20 million characters.
-
-    Parameters
-    ----------
-    documents : iterable of Document
-        Iterated once.
-    """
+    """Count the tokens of all documents in one pass, or estimate them above 20 million characters."""
     errors: dict[str, str] = {}
-    stream = _noting(documents, errors)
-    first: list[Document] = []
-    chars = 0
-    for document in stream:
-        first.append(document)
-        chars += len(document.text)
+    batches, first, chars = _batches(documents, errors), list[Batch](), 0
+    for batch in batches:
+        first.append(batch)
+        chars += sum(len(text) for _, text in batch)
         if chars > COUNTED_CHARS:
-            break
-    else:
-        texts = [
-            (document.id, tokens)
-            for batch in _batches(first)
-            for document, tokens in zip(batch, count_texts(tokenizer, _texts(batch)), strict=True)
-        ]
-        return Counted(texts, f"{sum(tokens for _, tokens in texts)} tokens of text", errors)
-    return Counted(*_estimate(list(_sample(tokenizer, chain(first, stream)))), errors)
+            texts, how = _estimate(tokenizer, chain(first, batches))
+            return Counted(texts, how, errors)
+    names = [name for batch in first for name, _ in batch]
+    counts = [count for batch in first for count in count_texts(tokenizer, [text for _, text in batch])]
+    return Counted(list(zip(names, counts, strict=True)), f"{sum(counts)} tokens of text", errors)
 
 
 def count_texts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
@@ -84,61 +62,40 @@ def count_texts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
     ]
 
 
-def _sample(tokenizer: Any, documents: Iterable[Document]) -> Iterator[_Sample]:
-    """Tokenise excerpts of all documents, and about every hundredth document as a whole."""
+def _estimate(tokenizer: Any, batches: Iterable[Batch]) -> tuple[list[tuple[str, int]], str]:
+    """Scale up every document's excerpts, corrected by the ratio found on documents that are counted as a whole."""
+    names, rows = list[str](), list[tuple[int, int, int, int]]()
     seen = counted = 0
-    for batch in _batches(documents):
+    for batch in batches:
+        texts = [text for _, text in batch]
         chosen = []
-        for number, text in enumerate(_texts(batch)):
+        for number, text in enumerate(texts):
             seen += len(text)
             if text and counted <= CONTROL_SHARE * seen:
                 counted += len(text)
                 chosen.append(number)
-        texts = _texts(batch)
         whole = dict(zip(chosen, count_texts(tokenizer, [texts[number] for number in chosen]), strict=True))
         excerpts = [_excerpts(text) for text in texts]
         counts = iter(count_texts(tokenizer, [piece for pieces in excerpts for piece in pieces]))
-        for number, (document, pieces) in enumerate(zip(batch, excerpts, strict=True)):
-            tokens = sum(next(counts) for _ in pieces)
-            yield _Sample(document.id, len(texts[number]), sum(map(len, pieces)), tokens, whole.get(number))
-
-
-def _noting(documents: Iterable[Document], errors: dict[str, str]) -> Iterator[Document]:
-    for document in documents:
-        if document.error is not None:
-            errors[document.id] = document.error
-        yield document
-
-
-def _estimate(samples: Sequence[_Sample]) -> tuple[list[tuple[str, int]], str]:
-    """Scale up every document's excerpts, corrected by the ratio found on the documents counted in full."""
-
-    def scaled(sample: _Sample) -> float:
-        return sample.sampled_tokens * sample.chars / max(1, sample.sampled_chars)
-
-    control = [sample for sample in samples if sample.tokens is not None and sample.sampled_chars < sample.chars]
-    truth = np.array([sample.tokens for sample in control], dtype=float)
-    guessed = np.array([scaled(sample) for sample in control])
-    factor = float(truth.sum() / guessed.sum()) if len(control) else 1.0
-    texts = [
-        (
-            sample.id,
-            sample.tokens
-            if sample.tokens is not None
-            else sample.sampled_tokens
-            if sample.sampled_chars == sample.chars
-            else max(1, round(factor * scaled(sample))),
-        )
-        for sample in samples
-    ]
-    how = f"about {sum(tokens for _, tokens in texts)} tokens of text, estimated from two excerpts of each document"
-    if len(control) > 1:
-        errors = 100 * np.abs(factor * guessed / truth - 1)
+        names += [name for name, _ in batch]
+        rows += [
+            (len(text), sum(map(len, pieces)), sum(next(counts) for _ in pieces), whole.get(number, -1))
+            for number, (text, pieces) in enumerate(zip(texts, excerpts, strict=True))
+        ]
+    chars, sampled_chars, sampled_tokens, truth = np.array(rows, dtype=np.int64).T
+    scaled = sampled_tokens * chars / np.maximum(1, sampled_chars)
+    control = (truth >= 0) & (sampled_chars < chars)
+    factor = float(truth[control].sum() / scaled[control].sum()) if control.any() else 1.0
+    estimates = np.where(sampled_chars == chars, sampled_tokens, np.maximum(1, np.round(factor * scaled)))
+    tokens = np.where(truth >= 0, truth, estimates).astype(np.int64).tolist()
+    how = f"about {sum(tokens)} tokens of text, estimated from two excerpts of each document"
+    if control.sum() > 1:
+        errors = 100 * np.abs(factor * scaled[control] / truth[control] - 1)
         how += (
-            f" ({len(control)} were counted: the median error of their estimates is {np.median(errors):.1f} %, the "
+            f" ({control.sum()} were counted: the median error of their estimates is {np.median(errors):.1f} %, the "
             f"90th percentile {np.quantile(errors, 0.9):.1f} %)"
         )
-    return texts, how
+    return list(zip(names, tokens, strict=True)), how
 
 
 def _excerpts(text: str) -> list[str]:
@@ -149,18 +106,16 @@ def _excerpts(text: str) -> list[str]:
     return [text[start : start + EXCERPT_CHARS] for start in starts]
 
 
-def _texts(batch: Sequence[Document]) -> list[str]:
-    return [document.text if document.error is None else "" for document in batch]
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    chars = 0
+def _batches(documents: Iterable[Document], errors: dict[str, str]) -> Iterator[Batch]:
+    """Yield ids and texts, which are empty for documents with errors; these are added to `errors`."""
+    batch, chars = Batch(), 0
     for document in documents:
-        batch.append(document)
+        if document.error is not None:
+            errors[document.id] = document.error
+        batch.append((document.id, document.text if document.error is None else ""))
         chars += len(document.text)
         if chars > BATCH_CHARS:
             yield batch
-            batch, chars = [], 0
+            batch, chars = Batch(), 0
     if batch:
         yield batch

@@ -6,7 +6,7 @@ for that value, ``[section]`` for a section that is present. Kinds of models (`M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvr_mpi.errors import ConfigError
@@ -209,32 +209,24 @@ SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
 }
 
 
-def check_combinations(job: JobSpec) -> None:
-    """Refuse settings of a job that cannot be combined.
+def check_combinations(job: JobSpec, model: Collection[str] = ()) -> None:
+    """Refuse settings of a job that cannot be combined, or not with its model, described by some of `MODELS`.
 
     Raises
     ------
     ConfigError
         The message lists all such pairs, and what to do.
     """
-    _raise(refusals(job))
+    if len(found := refusals(job, model)) > 1:
+        found = [f"{len(found)} pairs of settings cannot be combined:", *(f"- {refusal}" for refusal in found)]
+    if found:
+        raise ConfigError("\n".join(found))
 
 
-def check_model_combinations(job: JobSpec, model: Collection[str]) -> None:
-    """Refuse settings that cannot be combined with the job's model, described by some of `MODELS`.
-
-    Raises
-    ------
-    ConfigError
-        The message lists all such settings, and what to do.
-    """
-    _raise(refusals(job, [row for row in REFUSED if not {*row.others}.isdisjoint(MODELS)], model))
-
-
-def refusals(job: JobSpec, rows: Iterable[Row] = REFUSED, model: Collection[str] = ()) -> list[str]:
+def refusals(job: JobSpec, model: Collection[str] = ()) -> list[str]:
     """Describe each pair of settings that cannot be combined, with the reason and the remedy."""
     found: dict[frozenset[str], str] = {}
-    for row in rows:
+    for row in REFUSED:
         if (own := setting_of(row.setting, job)) is None:
             continue
         for other in _used(row.others, job, model):
@@ -282,10 +274,3 @@ def _first(rows: Iterable[Row], settings: Collection[str], job: JobSpec, model: 
         f"{other}: {row.why}" for row in rows if row.setting in settings for other in _used(row.others, job, model)
     )
     return next(reasons, None)
-
-
-def _raise(found: Sequence[str]) -> None:
-    if len(found) > 1:
-        found = [f"{len(found)} pairs of settings cannot be combined:", *(f"- {refusal}" for refusal in found)]
-    if found:
-        raise ConfigError("\n".join(found))

@@ -43,8 +43,7 @@ def load_job(
     path : Path
         The TOML file, or a file of requests in OpenAI's batch format, whose job has no settings but its paths.
     settings : sequence of str
-        ``section.key=value`` from the command line; a value that is not valid TOML is a plain string. In
-        sections with templates, ``\n`` in such a string is a line break.
+        ``section.key=value``; a value that is not valid TOML is a plain string, with line breaks written as ``\n``.
     environ : mapping
         Environment with ``KVR_SECTION__KEY`` variables.
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from kvr_mpi.compress.settings import CompressSettings, DecodeSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.kv.settings import CacheSettings
-from kvr_mpi.plain import AS_SHARE, AS_TOKENS, Strict
+from kvr_mpi.plain import AS_GIB, AS_SHARE, AS_TOKENS, Strict
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import Name
@@ -56,6 +56,11 @@ class DocumentsSection(Strict):
         "utf-8", description="encoding of text files, such as latin-1 (any that Python knows); rows are always UTF-8"
     )
     limit: int | None = Field(None, ge=1, description="process only this many documents, the first ones")
+    order: Literal["longest", "shortest", "given"] = Field(
+        "longest",
+        description="which documents come first: longest, so that the job ends soonest; shortest, so that answers "
+        "come early; given, as in the corpus",
+    )
     shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
     reuse: str | None = Field(
         None,
@@ -105,15 +110,13 @@ class PromptSection(Strict):
 
     template: str | Annotated[dict[str, str], Field(min_length=1)] = Field(
         "{text}",
-        description="user message; {text} is replaced by the document, and {field} by any field of its row; a table: "
-        "several prompts about each document, by name",
+        description="user message with {text}, the document, and {field}, any field of its row; or several by name",
     )
     system: str | None = Field(None, description="system prompt")
     chat_template: bool | None = Field(None, description="use the model's chat template; default: true if it has one")
     too_long: Literal["error", "keep-head", "keep-middle", "keep-tail", "split"] = Field(
         "error",
-        description="if a prompt exceeds the context: an error record; an answer about a part of the document; or one "
-        "from the answers about all its parts",
+        description="if a prompt exceeds the context: an error record, a part of the document, or all parts in turn",
     )
     min_coverage: Annotated[float, Field(ge=0, le=1), AS_SHARE] = Field(
         0.0,
@@ -137,12 +140,8 @@ class PromptSection(Strict):
     @property
     def kept(self) -> Literal["head", "middle", "tail"] | None:
         """The part of a document that is kept if its prompt is too long."""
-        kept: dict[str, Literal["head", "middle", "tail"]] = {
-            "keep-head": "head",
-            "keep-middle": "middle",
-            "keep-tail": "tail",
-        }
-        return kept.get(self.too_long)
+        kept: tuple[Literal["head", "middle", "tail"], ...] = ("head", "middle", "tail")
+        return next((part for part in kept if self.too_long == f"keep-{part}"), None)
 
 
 class ParallelSection(Strict):
@@ -150,10 +149,10 @@ class ParallelSection(Strict):
 
     strategy: str = Field(
         "kvr",
-        description="kvr: chains of ranks; ring: zigzag rings; auto: the one with the faster forecast for each prompt; "
-        "single: one document per rank",
+        description="kvr: chains of ranks; ring: zigzag rings; auto: the faster for each prompt; single: one document "
+        "per rank",
     )
-    ranks_per_chain: int | Literal["all", "auto"] | None = Field(
+    ranks_per_chain: Annotated[int, Field(ge=1)] | Literal["all", "auto"] | None = Field(
         None,
         description="ranks that share one prompt; auto: planned for each document; default: all, but 1 for [questions]",
     )
@@ -163,17 +162,15 @@ class ParallelSection(Strict):
     partition: str = Field(
         EQUAL_TIME,
         min_length=1,
-        description="slices of equal time (equal_time), of equal length (even), or from a table written by kvr "
-        "search, or from a folder of tables",
+        description="slices of equal_time or even length, or from a table that kvr search wrote, or a folder of tables",
     )
     chunk_tokens: ChunkTokens = Field(
         "auto",
         description="compute slices in chunks of this many tokens; auto: only if memory is short, or 64 for a rolling "
         "cache",
     )
-    memory_gib: float | None = Field(
+    memory_gib: Annotated[float, Field(gt=0), AS_GIB] | None = Field(
         None,
-        gt=0,
         description="maximum memory per rank for prompts, in addition to the weights; default: all free memory",
     )
     transport: Name = Field(
@@ -185,13 +182,6 @@ class ParallelSection(Strict):
     def _known(cls, value: str) -> str:
         if value not in JOB_STRATEGIES:
             raise ValueError(f"expected one of {', '.join(map(repr, JOB_STRATEGIES))}")
-        return value
-
-    @field_validator("ranks_per_chain")
-    @classmethod
-    def _positive(cls, value: int | str | None) -> int | str | None:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("expected 'all', 'auto' or a number of at least 1")
         return value
 
     @property

@@ -14,8 +14,8 @@ class CacheSettings(Strict):
 
     kind: Literal["whole", "rolling", "streaming-llm"] = Field(
         "whole",
-        description="whole: all tokens; rolling: only the last ones, exact for models with windows; streaming-llm: "
-        "also the first four, approximate",
+        description="whole: all tokens; rolling: the last ones, exact with windows; streaming-llm: and the first four, "
+        "inexact",
     )
     tokens: Annotated[int, Field(ge=5), AS_TOKENS] = Field(
         448, description="rolling: number of earlier tokens that the first token of a step can attend to"

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.documents import describe_types, find_files, first_rows, is_table, other_files
+from kvr_mpi.disk import OTHER_FOLDER
+from kvr_mpi.documents import find_files, first_rows, is_table, other_files
 from kvr_mpi.documents.templates import check_system, parse_template
 from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError, counted
 from kvr_mpi.job import JobSpec, ModelSection
@@ -32,18 +33,13 @@ from kvr_mpi.tuning.lookup import find_tables
 SAMPLED_FILES = 8
 # Maximum number of files of other types to list.
 NAMED_FILES = 50
-# By documents.format: the setting to change if rows do not match, and the expected type of the content field.
-CONTENT: dict[str, tuple[str, type]] = {
-    "text": ("text_field", str),
-    "messages": ("text_field", list),
-    "openai-batch": ("format", dict),
+# By documents.format: the setting to change if rows do not match, the expected type of the content field, and its name.
+CONTENT: dict[str, tuple[str, type, str]] = {
+    "text": ("text_field", str, "text of that name"),
+    "messages": ("text_field", list, "list of messages of that name"),
+    "openai-batch": ("format", dict, "request with a body"),
 }
 TELLTALE = {"messages": "messages", "body": "openai-batch"}
-NOUNS = {
-    "text": "text of that name",
-    "messages": "list of messages of that name",
-    "openai-batch": "request with a body",
-}
 INDEX = "model.safetensors.index.json"
 
 
@@ -52,7 +48,6 @@ def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> Non
 
     Parameters
     ----------
-    spec : JobSpec
     ranks : int
         Number of ranks of the whole job.
     goes_on : bool
@@ -108,19 +103,19 @@ def lay_out(spec: JobSpec, ranks: int) -> Topology:
 
 def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterator[KvrError]:
     """Yield the errors of all checks."""
+    fields = _fields(spec)
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
         partial(check_table, spec, ranks),
-        partial(_check_profiles, spec),
+        partial(_check_profile, spec),
         partial(check_tensor_parallel, spec),
-        *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
+        *(partial(parse_template, template, key, columns=fields) for key, template in templates_of(spec).items()),
         partial(check_prompts, spec),
         partial(check_schema, spec),
-        partial(_check_columns, spec),
+        partial(_check_columns, spec, fields),
         partial(_check_model, spec.model, offline),
         *([] if spec.model.adapter is None else [partial(check_adapter, spec.model.adapter)]),
         *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
-        partial(find_others, spec),
         partial(_check_output, spec, goes_on),
     ]
     for check in checks:
@@ -131,13 +126,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
 
 
 def check_table(spec: JobSpec, ranks: int) -> None:
-    """Refuse a lookup table that is missing, damaged, or for another number of ranks.
-
-    Raises
-    ------
-    ConfigError
-        The message lists the tables found.
-    """
+    """Refuse a lookup table that is missing, damaged, or for other ranks; the `ConfigError` lists those found."""
     parallel = spec.parallel
     if parallel.table is None:
         return
@@ -145,56 +134,35 @@ def check_table(spec: JobSpec, ranks: int) -> None:
     find_tables(Path(parallel.table), {} if parallel.strategy == "single" else {"ranks": size})
 
 
-def _check_profiles(spec: JobSpec) -> None:
-    """Refuse missing head profiles."""
-    remedies = {
-        "compress": "use published scores of this model's heads",
-        "decode": "leave it out to place heads by the number of tokens they keep",
-    }
-    for section, remedy in remedies.items():
-        profile = getattr(getattr(spec, section), "profile", None)
-        if profile is not None and not Path(profile).is_file():
-            raise ConfigError(
-                f"{section}.profile = {profile!r}: no such file; create one with kvr search JOB --heads, or {remedy}"
-            )
+def _check_profile(spec: JobSpec) -> None:
+    """Refuse a missing head profile."""
+    profile = None if spec.compress is None else spec.compress.profile
+    if profile is not None and not Path(profile).is_file():
+        raise ConfigError(
+            f"compress.profile = {profile!r}: no such file; create one with kvr search JOB --heads, or use published "
+            f"scores of this model's heads"
+        )
 
 
 def check_tensor_parallel(spec: JobSpec) -> None:
-    """Refuse tensor-parallel groups that do not divide the heads of the model.
-
-    Raises
-    ------
-    ConfigError
-        The message lists the valid sizes.
-    """
-    size = spec.parallel.tensor_parallel
-    if size > 1 and (why := _why_not_heads(spec.model.path, size)):
-        raise ConfigError(f"parallel.tensor_parallel = {size}: {why}")
-
-
-def _why_not_heads(path: str, size: int) -> str | None:
-    """Return why a model's heads cannot be divided, from its config.json; None if they can, or if that is unknown."""
-    try:
+    """Refuse groups that do not divide the heads of the model, as far as its config.json says, with `ConfigError`."""
+    size, path = spec.parallel.tensor_parallel, spec.model.path
+    if size == 1:
+        return
+    with contextlib.suppress(ModelError):  # `_check_model` reports it
         source = find_model(path)
-    except ModelError:
-        return None
-    if source.is_hub:
-        return (
-            f"model.path {path!r} is an id on the hub, but the ranks of a tensor-parallel group read slices of "
-            f"files in a folder: download it (hf download {path} --local-dir FOLDER), and use that folder"
-        )
-    file = Path(source.location) / "config.json"
-    if source.gguf_file is not None or not file.is_file():
-        return None
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    heads = found.get("num_attention_heads") if isinstance(found, dict) else None
-    kv_heads = found.get("num_key_value_heads") or heads if isinstance(found, dict) else None
-    if not isinstance(heads, int) or not isinstance(kv_heads, int) or min(heads, kv_heads) < 1:
-        return None
-    return why_not_divided(heads, kv_heads, size)
+        if source.is_hub:
+            raise ConfigError(
+                f"parallel.tensor_parallel = {size}: model.path {path!r} is an id on the hub, but the ranks of a "
+                f"tensor-parallel group read slices of files in a folder: download it (hf download {path} --local-dir "
+                f"FOLDER), and use that folder"
+            )
+        config = {} if source.gguf_file is not None else _read_json(spec.model, Path(source.location) / "config.json")
+        heads = config.get("num_attention_heads")
+        kv_heads = config.get("num_key_value_heads") or heads
+        if isinstance(heads, int) and isinstance(kv_heads, int) and min(heads, kv_heads) > 0:
+            if why := why_not_divided(heads, kv_heads, size):
+                raise ConfigError(f"parallel.tensor_parallel = {size}: {why}")
 
 
 def _check_model(model: ModelSection, offline: bool) -> None:
@@ -215,19 +183,14 @@ def _check_model(model: ModelSection, offline: bool) -> None:
     if source.is_hub:
         must_be_cached(model.path, offline)
         return
-    config = _read_json(model, folder / "config.json")
-    if not isinstance(config, dict):
-        raise ModelError(
-            f"model.path {model.path!r}: {folder / 'config.json'} does not contain a JSON object; copy it again"
-        )
+    _read_json(model, folder / "config.json")
     if not any(file.is_file() for file in folder.glob("*.safetensors")):
         raise ModelError(
             f"model.path {model.path!r}: the folder {folder} has a config.json but no *.safetensors weights; "
             f"pickled weights (*.bin, *.pt) are never loaded, since they can run code: convert them to safetensors"
         )
     if (folder / INDEX).is_file():
-        index = _read_json(model, folder / INDEX)
-        names = index.get("weight_map") if isinstance(index, dict) else None
+        names = _read_json(model, folder / INDEX).get("weight_map")
         wanted = {name for name in names.values() if isinstance(name, str)} if isinstance(names, dict) else set()
         missing = sorted(name for name in wanted if not (folder / name).is_file())
         if missing:
@@ -237,44 +200,41 @@ def _check_model(model: ModelSection, offline: bool) -> None:
             )
 
 
-def _read_json(model: ModelSection, file: Path) -> Any:
+def _read_json(model: ModelSection, file: Path) -> dict[str, Any]:
     try:
         if not file.is_file():
             raise ModelError(
                 f"model.path {model.path!r}: the folder {file.parent} has no {file.name}; expected a causal language "
                 f"model that transformers knows: config.json, *.safetensors and tokenizer files"
             )
-        return json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model.path {model.path!r}: {file} cannot be read: {error}; copy it again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"model.path {model.path!r}: {file} does not contain a JSON object; copy it again")
+    return found
 
 
-def _check_template(spec: JobSpec, key: str, template: str) -> None:
-    """Refuse templates with fields that no row has."""
-    parse_template(template, key, columns=_fields(spec))
-
-
-def _check_columns(spec: JobSpec) -> None:
-    """Refuse fields in the system prompt, and unknown columns."""
-    names = _fields(spec)
-    check_system(spec.prompt.system, names or ())
-    missing = [name for name in spec.output.columns if names is not None and name not in names]
-    if missing:
-        there = f"the fields are {', '.join(sorted(names or ())[:20])}" if names else "text files have no fields"
-        raise ConfigError(f"output.columns: no row has a field {missing[0]!r}; {there}")
-    scored = spec.generation.score_column
-    if scored is not None and names is not None and scored not in names:
-        there = f"the fields are {', '.join(sorted(names)[:20])}" if names else "text files have no fields"
-        raise ConfigError(f"generation.score: no row has a field {scored!r}; {there}")
+def _check_columns(spec: JobSpec, fields: set[str] | None) -> None:
+    """Refuse fields in the system prompt, and unknown columns; `fields` are those of rows, None if unknown."""
+    check_system(spec.prompt.system, fields or ())
+    wanted = [("output.columns", name) for name in spec.output.columns]
+    wanted += [("generation.score", name) for name in (spec.generation.score_column,) if name is not None]
+    for key, name in wanted:
+        if fields is not None and name not in fields:
+            there = f"the fields are {', '.join(sorted(fields)[:20])}" if fields else "text files have no fields"
+            raise ConfigError(f"{key}: no row has a field {name!r}; {there}")
 
 
 def _fields(spec: JobSpec) -> set[str] | None:
     """List the fields in the first rows of tables; None if unknown."""
-    tables: list[Path] = []
+    tables, rows = list[Path](), list[dict[str, Any]]()
     for path in spec.documents.path if spec.questions is None else ():
         with contextlib.suppress(CorpusError):  # `_check_documents` reports it
             tables += (Path(file) for file, _ in find_files([path]) if is_table(Path(file)))
-    rows = [row for file in tables[:SAMPLED_FILES] for row in first_rows(file, (spec.documents.content_field,))]
+    for file in tables[:SAMPLED_FILES]:
+        with contextlib.suppress(CorpusError):
+            rows += first_rows(file, (spec.documents.content_field,))
     return {str(name) for row in rows for name in row} if rows or not (tables or spec.questions) else None
 
 
@@ -291,7 +251,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         )
     if texts:
         return
-    (key, kind), field = CONTENT[documents.format], documents.content_field
+    (key, kind, noun), field = CONTENT[documents.format], documents.content_field
     names: set[str] = set()
     for file in files[:SAMPLED_FILES]:
         for row in first_rows(file, (field,)):
@@ -303,7 +263,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         others = [kind for name, kind in TELLTALE.items() if name in names and kind != documents.format]
         hint = f"; is it documents.format = {others[0]!r}?" if others else ""
         raise CorpusError(
-            f"documents.{key} = {written!r}: no {NOUNS[documents.format]} in the first rows of "
+            f"documents.{key} = {written!r}: no {noun} in the first rows of "
             f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more' if len(files) > 1 else ''}; "
             f"the fields are {', '.join(sorted(names)[:20])}{hint}"
         )
@@ -312,11 +272,6 @@ def _check_documents(spec: JobSpec, path: str) -> None:
 def find_others(spec: JobSpec) -> list[str]:
     """List the files in the folders of a job's documents that are skipped for their type."""
     return other_files(spec.documents.path) if spec.questions is None else []
-
-
-def describe_others(files: Sequence[str]) -> str:
-    """Describe the result of `find_others`, with counts by type."""
-    return f"{counted(len(files), 'file')} of other types will not be read ({describe_types(files)})"
 
 
 def name_files(files: Sequence[str]) -> str:
@@ -332,7 +287,7 @@ def _check_apart(spec: JobSpec, path: str, files: Sequence[Path]) -> None:
         if folder == output or (output in folder.parents and output not in base.parents):
             raise OutputError(
                 f"output.path {spec.output.path!r} contains documents of documents.path {path!r} ({folder}); "
-                "choose another folder (--set output.path=...)"
+                f"{OTHER_FOLDER}"
             )
 
 

@@ -23,13 +23,7 @@ def templates_of(spec: JobSpec) -> dict[str, str]:
 
 
 def parse_templates(spec: JobSpec) -> list[Template]:
-    """Parse all templates of a job.
-
-    Raises
-    ------
-    ConfigError
-        If one of them is invalid.
-    """
+    """Parse all templates of a job; `ConfigError` if one of them is invalid."""
     return [parse_template(template, key) for key, template in templates_of(spec).items()]
 
 
@@ -37,15 +31,8 @@ def row_format(spec: JobSpec) -> RowFormat:
     """Return the format with which the rows of a job's corpus are read."""
     check_prompts(spec)
     columns = dict.fromkeys(name for template in parse_templates(spec) for name in template.columns)
-    wanted = spec.documents
-    return RowFormat(
-        wanted.id_field,
-        wanted.content_field,
-        tuple(columns),
-        kept_columns(spec),
-        wanted.format,
-        wanted.encoding,
-    )
+    of = spec.documents
+    return RowFormat(of.id_field, of.content_field, tuple(columns), kept_columns(spec), of.format, of.encoding)
 
 
 def passed_columns(spec: JobSpec) -> list[str]:
@@ -61,13 +48,7 @@ def kept_columns(spec: JobSpec) -> tuple[str, ...]:
 
 
 def check_schema(spec: JobSpec) -> None:
-    """Refuse a JSON schema that answers cannot follow.
-
-    Raises
-    ------
-    ConfigError
-        The message says why, or what to install.
-    """
+    """Refuse a JSON schema that answers cannot follow, with `ConfigError`: why, or what to install."""
     schema = spec.generation.json_schema
     why = None if schema is None else why_not_followed(schema)
     if why is not None:
@@ -75,13 +56,7 @@ def check_schema(spec: JobSpec) -> None:
 
 
 def check_prompts(spec: JobSpec) -> None:
-    """Refuse several prompts with invalid names or equal templates.
-
-    Raises
-    ------
-    ConfigError
-        The message names the first of them.
-    """
+    """Refuse several prompts with invalid names or equal templates, with `ConfigError`."""
     asked: dict[str, str] = {}
     for name, template in spec.prompts.items():
         if not NAME.fullmatch(name):

@@ -298,8 +298,8 @@ def draw_speedup(records: Sequence[Record], run: TracedRun) -> Chart | str:
     return Chart(title, drawing, f"{sum(map(len, best.values()))} prompts of similar length.", tuple(legend))
 
 
-def draw_progress(records: Sequence[Record]) -> Chart | str:
-    """Draw the number of finished documents over time."""
+def draw_progress(records: Sequence[Record], answering_s: float = 0.0) -> Chart | str:
+    """Draw the number of finished documents over time; `answering_s` is the time for the rate, if it is known."""
     ends = sorted(_unix(one) for one in records if one.finished_at)
     if len(ends) < 2:
         return "fewer than two documents have a time"
@@ -323,8 +323,9 @@ def draw_progress(records: Sequence[Record]) -> Chart | str:
             drawing.line(points, colour)
     done = len(ends) - len(failed)
     also = f", {len(failed):,} failed" if failed else ""
-    rate = plain_number(3600 * done / span)
-    title = f"{counted(done, 'document')} answered{also} in {duration_text(span)}: {rate} answers per hour"
+    seconds = answering_s or span
+    rate = plain_number(3600 * done / seconds)
+    title = f"{counted(done, 'document')} answered{also} in {duration_text(seconds)}: {rate} answers per hour"
     legend = (("ours", "done or failed"), ("wait", "failed")) if failed else ()
     return Chart(title, drawing, "By the time their answers were ready.", legend)
 

@@ -57,6 +57,7 @@ class RunFacts:
 
     left : documents neither done nor failed; None: not known.
     cost : description in one line; empty: not known.
+    answering_s : time in which documents were answered; 0: not known.
     skipped : for each trace that could not be read, the reason.
     """
 
@@ -65,6 +66,7 @@ class RunFacts:
     software: str
     left: int | None = None
     cost: str = ""
+    answering_s: float = 0.0
     skipped: tuple[str, ...] = ()
 
 
@@ -77,10 +79,11 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     skipped: list[str] = []
     traces = list(read_traces(folder, skipped.append)) if path.is_dir() else []
     records: list[Record] = []
-    model, software, cost = "nothing is stored yet", f"{len(traces)} traces", ""
+    model, software, cost, answering_s = "nothing is stored yet", f"{len(traces)} traces", "", 0.0
     if has_results(path) or not traces:  # a job that was killed early may have only traces
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
+        answering_s = results.cost.answering_s
         if results.costs:
             told = results.cost.describe(sum(record.status == "done" for record in records))
             cost = "; ".join(filter(None, (told, results.cost.describe_outcome())))
@@ -91,7 +94,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
         with contextlib.suppress(DataError):  # results without the other files of a run
             left = read_status(folder).left
     name = path.resolve().name if path.is_dir() else path.name
-    facts = RunFacts(name, model, software, left, cost, tuple(skipped))
+    facts = RunFacts(name, model, software, left, cost, answering_s, tuple(skipped))
     return make_page(facts, records, read_timelines(traces)), skipped
 
 
@@ -108,7 +111,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> byt
         ("ttft", "Time to the first token", draw_first_token(records)),
         ("slices", "Slices over the prompt's length", draw_slices(records)),
         ("speedup", "Speed-up over ranks", draw_speedup(records, run)),
-        ("documents", "Documents over time", draw_progress(records)),
+        ("documents", "Documents over time", draw_progress(records, facts.answering_s)),
         ("memory", "Memory of the ranks", draw_memory(run)),
     ]
     drawn = [_section(name, chart) for name, _, chart in charts if isinstance(chart, Chart)]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.disk import replacing
-from kvr_mpi.documents import Corpus, scan_corpus
+from kvr_mpi.disk import OTHER_FOLDER, replacing
+from kvr_mpi.documents import Corpus, describe_others, scan_corpus
 from kvr_mpi.errors import (
     EXIT_BAD_DATA,
     EXIT_OK,
@@ -30,7 +30,7 @@ from kvr_mpi.errors import (
 )
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.preflight.checks import describe_others, find_others, lay_out, name_files
+from kvr_mpi.preflight.checks import find_others, lay_out, name_files
 from kvr_mpi.preflight.inputs import row_format
 from kvr_mpi.report.log import Detail, Log
 from kvr_mpi.report.progress import Progress
@@ -59,6 +59,7 @@ from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
 from kvr_mpi.store.folder import check_writable, survey
+from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import software
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
@@ -102,6 +103,12 @@ def _run(
     folder, machine = Path(spec.output.path), environment.machine
     topology = together(world, lambda: lay_out(spec, world.size))
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
+
+    def claim_folder() -> Lock:
+        """Take the output folder before the model is loaded: a second job that starts now ends at once."""
+        return held.enter_context(Lock(folder, environment.owner, log.line))
+
+    lock = on_root(world, claim_folder)
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
     links, reason = open_transport(world, spec.parallel.transport, device)
@@ -117,18 +124,18 @@ def _run(
         )
 
     def open_folder() -> Run:
-        opened = open_run(
+        """Repair the output folder, and find the finished documents."""
+        assert lock is not None, "on rank 0"
+        return open_run(
             folder,
             prepared.header(),
             corpus,
+            lock,
             share=spec.documents.share,
             mode=options.mode,
             retry_failed=options.retry_failed,
-            owner=environment.owner,
             say=log.line,
         )
-        held.enter_context(opened.lock)
-        return opened
 
     run = on_root(world, open_folder)
     # Only rank 0 lists the folder: listings on two ranks may differ.
@@ -161,6 +168,8 @@ def _run(
         ) as writer,
         Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar) as progress,
     ):
+        if world.rank == 0:
+            meters.begin_answering()
         source = open_source(prepared, corpus)
         stop.join(counters, None if run is None else run.lock.check, ranks.peers)
         sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
@@ -176,6 +185,8 @@ def _run(
             expected = keep_outcome(prepared, links, total, seconds, started_s, machine.cache_dir, log.line)
         if left < len(todo):  # otherwise nothing was written
             cost = meters.cost(trace.tally, threads, ranks.tells)
+            if world.rank == 0:  # the report divides by the same time as the log
+                cost = replace(cost, answering_s=seconds)
             if expected is not None:
                 cost = replace(cost, expected_s=expected.range_s, took_s=ended_s)
                 log.root(cost.describe_outcome())
@@ -226,7 +237,7 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
             if spec.questions is not None
             else ("documents.shard", "each share would then contain different documents")
         )
-        raise ConfigError(f"--extend cannot be combined with {what}: {why}; choose another output.path")
+        raise ConfigError(f"--extend cannot be combined with {what}: {why}; {OTHER_FOLDER}")
     if spec.questions is not None:
         corpus, lines = scan_stored(spec)
         check_writable(folder)

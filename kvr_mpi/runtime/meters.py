@@ -70,6 +70,7 @@ class Meters:
     ) -> None:
         self._key, self._began_s = secrets.token_hex(8), time.monotonic()
         self._is_first = rank_here == 0
+        self._answering_since_s: float | None = None
         self._gpus = min(1.0, torch.cuda.device_count() / ranks_here) if device.type == "cuda" else 0.0
         zones, why = _zones(powercap or POWERCAP)
         self._counters: list[tuple[Zone | Gpu, float]] = [(zone, 1 / ranks_here) for zone in zones]
@@ -83,19 +84,25 @@ class Meters:
                 why = f"the GPU's counter: {(str(error).splitlines() or [type(error).__name__])[0]}"
         self._about = "; ".join(about) or f"{NOT_READABLE}: {why}"
 
+    def begin_answering(self) -> None:
+        """Count from now on the time in which the job answers documents; only the first rank calls this."""
+        self._answering_since_s = time.monotonic()
+
     def cost(self, tally: Tally, threads: int = 1, tells: bool = True) -> Cost:
         """Return the cost so far; call this every minute, so that no counter wraps around twice in between.
 
         threads : threads of this rank.
         tells : whether this rank counts the documents of its tensor-parallel group.
         """
-        seconds = time.monotonic() - self._began_s
+        now_s = time.monotonic()
+        seconds = now_s - self._began_s
         return Cost(
             self._key,
             node_s=seconds if self._is_first else 0.0,
             gpu_s=seconds * self._gpus,
             core_s=seconds * threads,
             rank_s=tally.rank_s if tells else 0.0,
+            answering_s=0.0 if self._answering_since_s is None else now_s - self._answering_since_s,
             joules=self._joules(),
             meters=self._about,
         )

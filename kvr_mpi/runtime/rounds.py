@@ -14,7 +14,7 @@ from kvr_mpi.documents import Corpus
 from kvr_mpi.plain import from_plain
 from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.report.log import Log
-from kvr_mpi.schedule.placement import deal
+from kvr_mpi.schedule.placement import Order, deal, order_key
 from kvr_mpi.schedule.plan import count_tokens, describe, plan_documents
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup
@@ -77,15 +77,15 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
         if tokens is not None:
             shares = _planned(prepared, corpus, todo, tokens, lanes, log)
         else:
-            each = prepared.spec.parallel.tensor_parallel
-            shares = Shares([_round(corpus, todo, lay_out(prepared.spec, lanes * each).by_group)])
+            each, order = prepared.spec.parallel.tensor_parallel, prepared.spec.documents.order
+            shares = Shares([_round(corpus, todo, lay_out(prepared.spec, lanes * each).by_group, order)])
         return asdict(replace(shares, refused=unreadable | shares.refused))
 
     return from_plain(Shares, share_json(world, on_root(world, decide)))
 
 
-def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
-    """Distribute documents over chains of the same length, longest first, so that all chains end together."""
+def _round(corpus: Corpus, todo: Sequence[int], topology: Topology, order: Order) -> Round:
+    """Distribute documents over chains of the same length, with the same work for each chain."""
     works = {number: max(1, corpus.entries[number].chars) for number in todo}
     # All questions about a document go to the same chain, which loads it once.
     together: dict[tuple[int, int], list[int]] = {}
@@ -94,8 +94,7 @@ def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
     groups = {members[0]: members for members in together.values()}
     sizes = {first: sum(works[number] for number in members) for first, members in groups.items()}
     lists = deal(list(sizes.items()), topology.chains)
-    # Sort by length only to a factor of two, then in file order, since sequential reads are faster.
-    ordered = [sorted(one, key=lambda first: (-sizes[first].bit_length(), first)) for one in lists]
+    ordered = [sorted(one, key=lambda first: (order_key(order, sizes[first]), first)) for one in lists]
     return Round(topology, [[number for first in one for number in groups[first]] for one in ordered], works)
 
 

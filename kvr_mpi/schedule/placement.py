@@ -13,12 +13,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths, fixed_plans, moldable_plans
+
+Order = Literal["longest", "shortest", "given"]
 
 # Factor by which a batch may end later than possible, in exchange for efficient chains.
 LATER = 1.02
@@ -41,7 +44,7 @@ class Placement:
 class Schedule:
     """The placement of a whole corpus.
 
-    placements : in execution order: longest chains first, then in corpus order.
+    placements : in execution order: longest chains first, then in the order in which documents were given.
     does_not_fit : (id, tokens, reason) of documents that fit on no chain.
     lower_bound_s : no schedule ends sooner; `area_bound_s` (minimum rank time divided by the ranks) and
         `longest_bound_s` (the longest document on its fastest chain) are weaker bounds.
@@ -103,7 +106,8 @@ def schedule(
     A chain longer than a document's memory requires must have a parallel efficiency of at least `min_efficiency`,
     unless the batch would then end more than 2 % later, or later than with chains of one fixed length.
 
-    documents : unique ids and tokens; a document of 0 tokens is only an error record and takes no time.
+    documents : unique ids and tokens, in the order in which a chain takes them; a document of 0 tokens is only an error
+        record and takes no time.
     seconds : maps (tokens, ranks) to the predicted time, from the first token of the prompt to the last of the answer.
     fits : whether (tokens, ranks) fits into memory; if it does, all shorter documents must fit as well.
     min_efficiency : between 0 (end the batch as early as possible) and 1.
@@ -169,7 +173,7 @@ def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
 def _lay_out(
     documents: Sequence[tuple[str, int]], order: dict[str, int], choice: _Choice, lengths: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Assign start times: longest chains first, and corpus order within each block."""
+    """Assign start times: longest chains first, and the given order within each block."""
     plan, times = choice.plan, choice.times
     free: dict[int, int] = {}
     placements = []
@@ -207,6 +211,15 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
     if choice.later is not None and shares[column] < choice.limit:
         reason += f", but without such chains the batch would end {100 * (choice.later - 1):.0f} % later"
     return reason
+
+
+def order_key(order: Order, work: int) -> int:
+    """Return the key that sorts documents into the order in which a chain takes them.
+
+    Lengths are compared only to a factor of two. Similar documents stay in the order of the corpus, which is faster to
+    read.
+    """
+    return {"longest": -work.bit_length(), "shortest": work.bit_length(), "given": 0}[order]
 
 
 def deal(todo: Sequence[tuple[int, int]], chains: int) -> list[set[int]]:

@@ -14,7 +14,7 @@ from kvr_mpi.documents.prompts import Frame, count_parts, encode_text
 from kvr_mpi.duration import duration_text
 from kvr_mpi.job import JobSpec, PromptSection
 from kvr_mpi.schedule.forecast import Forecast
-from kvr_mpi.schedule.placement import Schedule, sampled, schedule
+from kvr_mpi.schedule.placement import Schedule, order_key, sampled, schedule
 from kvr_mpi.topology import whole_groups
 from kvr_mpi.transport import Transport, gather_json, share_json
 
@@ -47,6 +47,7 @@ def count_tokens(tokenizer: Any, share: Iterable[Document], world: Transport) ->
 def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, forecast: Forecast) -> Schedule:
     """Schedule documents (id, tokens of text) on ranks."""
     documents = [(name, prompt_tokens(spec.prompt, forecast.frame, tokens)) for name, tokens in texts]
+    documents.sort(key=lambda document: order_key(spec.documents.order, document[1]))
     forecast = forecast.for_corpus(len(documents), ranks)
 
     def fits(tokens: int, length: int) -> bool:

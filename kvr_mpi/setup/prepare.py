@@ -26,7 +26,7 @@ from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError, Say, counted
 from kvr_mpi.job import EQUAL_TIME, JobSpec
-from kvr_mpi.job.combinations import PROMPTS, check_model_combinations, why_no_effect, why_not_heads
+from kvr_mpi.job.combinations import PROMPTS, check_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
@@ -259,7 +259,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         loaded = check_chain(loaded, say=say)
         for line in describe_portable(loaded):
             say(line)
-    check_model_combinations(spec, kinds_of(loaded))
+    check_combinations(spec, kinds_of(loaded))
     if spec.is_spread:
         check_spread(loaded)
     tokenizer, shape = loaded.tokenizer, loaded.shape

@@ -22,6 +22,7 @@ class Cost:
     key : names the rank's session, so that nothing is counted twice.
     node_s, gpu_s, core_s : seconds, of all nodes, GPUs and cores.
     rank_s : rank seconds spent on documents (`Record.rank_s`).
+    answering_s : seconds in which the job answered documents; recorded by the first rank.
     joules : energy; None: not known for all ranks.
     meters : source of the energy reading, or why there is none.
     expected_s, took_s : forecast of the job's duration, start included (low, middle, high: 80 % of cases lie between),
@@ -33,6 +34,7 @@ class Cost:
     gpu_s: Amount = 0.0
     core_s: Amount = 0.0
     rank_s: Amount = 0.0
+    answering_s: Amount = 0.0
     joules: Amount | None = None
     meters: str = NOT_READABLE
     expected_s: tuple[()] | tuple[Amount, Amount, Amount] = ()
@@ -66,7 +68,7 @@ class Cost:
 
 
 COST = "cost"
-NUMBERS = ("node_s", "gpu_s", "core_s", "rank_s")
+NUMBERS = ("node_s", "gpu_s", "core_s", "rank_s", "answering_s")
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:

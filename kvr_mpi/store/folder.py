@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, create
+from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, VOLUME_NAME, create
 from kvr_mpi.errors import DataError, ForeignError, OutputError, counted
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
@@ -303,11 +303,10 @@ def check_fresh(folder: Path) -> None:
     """Raise `OutputError` if the folder holds results of an earlier run, or is not a folder."""
     if folder.is_file():
         raise OutputError(
-            f"output.path {str(folder)!r} is a file; expected a folder, which is created if it does not exist (--set "
-            f"output.path=...)"
+            f"output.path {str(folder)!r} is a file; expected a folder, which is created if it does not exist"
         )
     if files := [path for path in _sources(folder, os.listdir(folder) if folder.is_dir() else ()) if path.is_file()]:
         raise OutputError(
             f"output.path {str(folder)!r} holds {counted(len(files), 'result file')} of an earlier run; add --resume "
-            f"to continue that run, --overwrite to delete the files, or choose another folder (--set output.path=...)"
+            f"to continue that run, --overwrite to delete the files, or {OTHER_FOLDER}"
         )

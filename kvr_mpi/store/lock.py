@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from kvr_mpi.disk import LOCK_NAME, LOG_NAME, create, read_regular
+from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, create, read_regular
 from kvr_mpi.errors import OutputError, Say, printable
 from kvr_mpi.plain import Count, UnixTime, read_plain
 
@@ -120,7 +120,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:
-        self._folder, self._owner, self._since = folder, owner, time.time()
+        self.owner, self._folder, self._since = owner, folder, time.time()
         self._beats, self._is_lost, self._ended = 0, False, threading.Event()
         state = read_lock(folder)
         if state is not None and not state.released and not _is_gone(folder, state, owner, say):
@@ -192,7 +192,7 @@ class Lock:
         return handle
 
     def _store(self, *, released: bool = False) -> None:
-        stored = {"owner": asdict(self._owner), "beats": self._beats, "released": released, "since_s": self._since}
+        stored = {"owner": asdict(self.owner), "beats": self._beats, "released": released, "since_s": self._since}
         os.pwrite(self._handle, json.dumps(stored).encode().ljust(LOCK_BYTES - 1) + b"\n", 0)
         os.fsync(self._handle)
 
@@ -253,10 +253,7 @@ def _beats(folder: Path, state: LockState, seconds: float) -> bool:
 
 
 def _refusal(folder: Path, state: LockState | None) -> str:
-    return (
-        f"output.path {str(folder)!r} is in use by {_describe(state)}; wait for it to end, end it, or choose another "
-        f"folder (--set output.path=...)"
-    )
+    return f"output.path {str(folder)!r} is in use by {_describe(state)}; wait for it to end, end it, or {OTHER_FOLDER}"
 
 
 def _describe(state: LockState | None) -> str:

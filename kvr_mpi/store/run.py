@@ -17,19 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvr_mpi.disk import LOG_NAME, PART, RUN_FILE, read_regular, replacing
+from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, PART, RUN_FILE, read_regular, replacing
 from kvr_mpi.documents import Corpus, numbers_of
 from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, counted
 from kvr_mpi.store.folder import (
     DAMAGED,
     Survey,
     check_fresh,
-    check_writable,
     read_run_header,
     survey,
     take_lines,
 )
-from kvr_mpi.store.lock import Lock, Owner
+from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, sync, unseal
 from kvr_mpi.store.traces import remove_traces
 from kvr_mpi.store.volumes import RESULTS, is_ours, open_source, open_volume
@@ -65,14 +64,14 @@ def open_run(
     folder: Path,
     header: Header,
     corpus: Corpus,
+    lock: Lock,
     *,
     share: slice = ALL,
     mode: Mode = "new",
     retry_failed: bool = False,
-    owner: Owner,
     say: Say = lambda line: None,
 ) -> Run:
-    """Lock the folder of a run, repair it, and find the finished documents.
+    """Repair the folder of a run, and find the finished documents.
 
     Parameters
     ----------
@@ -80,6 +79,8 @@ def open_run(
         Its identity has to match the existing results.
     corpus : Corpus
         It has to contain the documents of the existing results, unless the run is extended.
+    lock : Lock
+        The folder's, which this process holds. The caller releases it if this function raises.
     share : slice
         The documents that this job processes, as ``slice(first, None, step)``; recorded for progress reports.
     mode : {'new', 'overwrite', 'resume', 'extend'}
@@ -87,22 +88,16 @@ def open_run(
         list of documents.
     retry_failed : bool
         Process documents with error records again.
-    owner : Owner
-        This process.
     say : callable
         Receives log lines about the folder's contents and repairs.
 
     Raises
     ------
     OutputError
-        If the folder cannot be written, is in use, or holds results of another job; the message names the difference.
+        If the folder cannot be written, or holds results of another job; the message names the difference.
     DataError
         If a file with the name of a result file was written by another program, or by a newer version of this one.
     """
-    check_writable(folder)
-    if mode == "new":
-        check_fresh(folder)
-    lock = Lock(folder, owner, say)
     try:
         others = sorted(name for name in os.listdir(folder) if name.endswith(".h5") and not is_ours(name))
         if others:
@@ -117,17 +112,13 @@ def open_run(
             places, _, _ = _recover(folder, header, say, log).locate()
             wanted = {corpus.entries[number].id for number in corpus.share(share)}
             stale = _check_job(
-                folder, header, corpus, share, ({*places}, wanted), owner.job, say, log, extends=mode == "extend"
+                folder, header, corpus, share, ({*places}, wanted), lock.owner.job, say, log, extends=mode == "extend"
             )
         known = places.keys() & wanted - stale
         done = {name for name in known if places[name].is_done}
         return Run(done, set() if retry_failed else known - done, lock)
     except OSError as error:
-        lock.release()
         raise OutputError(f"output.path {str(folder)!r} cannot be used: {error}") from error
-    except BaseException:
-        lock.release()
-        raise
 
 
 def check_settings(folder: Path, identity: dict[str, Any]) -> None:
@@ -310,7 +301,7 @@ def _check_job(
     elif recorded and extends:
         raise OutputError(
             f"cannot extend {folder}: {RUN_FILE} is missing or damaged, so it is unknown which documents have changed; "
-            f"choose another output.path"
+            f"{OTHER_FOLDER}"
         )
     elif recorded:
         say(f"warning: {folder / RUN_FILE} is missing or damaged: whether the documents are still the same is unknown")
@@ -319,7 +310,7 @@ def _check_job(
         raise OutputError(
             f"cannot resume {folder}: it has {counted(len(others), 'document')} that this job does not process "
             f"({_some(sorted(others))}); it was started with {_share_text(first)}, this job has "
-            f"{_share_text(share)}: restore that, or choose another output.path"
+            f"{_share_text(share)}: restore that, or {OTHER_FOLDER}"
         )
     listed = {"share": [share.start, share.step], "corpus": corpus.to_json(), "gone": sorted(gone)}
     line = seal({"identity": header.identity, "model": header.model, "job": job, **listed})
@@ -339,8 +330,8 @@ def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
     wanted = json.loads(json.dumps(wanted))  # as it was stored: without tuples
     if changed := [f"{key} was {was}, is {now}" for key, was, now in differing_settings(stored, wanted)]:
         raise OutputError(
-            f"cannot resume {file}: it was written with other settings ({'; '.join(changed)}); restore them, or choose "
-            f"another output.path"
+            f"cannot resume {file}: it was written with other settings ({'; '.join(changed)}); restore them, or "
+            f"{OTHER_FOLDER}"
         )
 
 
@@ -374,7 +365,7 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
     if told := differing_documents(before, now):
         raise OutputError(
             f"cannot resume {folder}: the documents have changed since it began: {told}; restore them, answer new and "
-            f"changed ones with --extend, or choose another output.path"
+            f"changed ones with --extend, or {OTHER_FOLDER}"
         )
 
 

@@ -32,7 +32,8 @@ class Status:
     total : documents of the corpus, or of the latest job's share; None if not known.
     left : documents neither done nor failed.
     owner : process that holds, or last held, the folder.
-    rate_per_h, lately_per_h : documents answered per hour, since this job began and in the last `LATELY_S`.
+    rate_per_h, lately_per_h : documents answered per hour, since this job's ranks began, and in the last `LATELY_S`;
+        if no job is running, `rate_per_h` is that of all jobs of the run.
     eta_s : seconds until all documents are finished, at the recent rate if known; None if not known, and before the
         first answer: documents that cannot be read fail at once.
     damaged, missing : files that need `--resume`.
@@ -78,16 +79,17 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
     results, wanted = Results.of(found), None if run is None else run.wanted
+    answering_s = results.cost.answering_s
     if wanted is not None:  # results of documents that are gone are kept (`kvr-run --extend`)
         results = replace(results, places={name: results.places[name] for name in wanted if name in results})
     summary, times = results.summary(), [place.finished_s for place in results.places.values() if place.is_done]
     session = lock.number if lock else 0
-    since = lock.since_s if lock else 0.0
-    overall = _rate(times, since, now if alive else max(times, default=0.0))
+    ranks = read_states(folder, session) if alive else ()
+    since = min((rank.began_s for rank in ranks), default=lock.since_s if lock else 0.0)
+    overall = _rate(times, since, now) if alive else 3600 * len(times) / answering_s if answering_s else None
     lately = _rate(times, max(since, now - LATELY_S), now) if alive else None
     left = None if wanted is None else len(set(wanted) - results.places.keys())
     rate = lately or overall
-    ranks = read_states(folder, session) if alive else ()
     eta = 3600 * left / rate if alive and left is not None and rate else None
     return Status(
         folder=str(folder),

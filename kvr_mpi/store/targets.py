@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvr_mpi.disk import LOCK_NAME, LOG_NAME, PART, RUN_FILE, VOLUME_NAME, is_output_folder
+from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, PART, RUN_FILE, VOLUME_NAME, is_output_folder
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.folder import DAMAGED
 from kvr_mpi.store.shares import SHARE_NAME, is_run
@@ -67,18 +67,16 @@ def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
         if there == (source.parent if home is None else home) or home in there.parents:
             raise OutputError(
                 f"output.path {str(folder)!r} is where the job reads stored results ({str(read)!r}), which it would "
-                f"delete or mix with its own; choose another folder (--set output.path=...)"
+                f"delete or mix with its own; {OTHER_FOLDER}"
             )
     if around := next(filter(_has_run_file, there.parents), None):
         raise OutputError(
-            f"output.path {str(folder)!r} is in the output folder of another run, {str(around)!r}; choose a folder "
-            f"outside of it (--set output.path=...)"
+            f"output.path {str(folder)!r} is in the output folder of another run, {str(around)!r}; {OTHER_FOLDER}"
         )
     inner = sorted(path.name for path in there.iterdir() if _has_run_file(path)) if there.is_dir() else []
     if inner and not is_run(there):
         raise OutputError(
-            f"output.path {str(folder)!r} contains output folders of other runs, such as {inner[0]!r}; choose "
-            "another folder (--set output.path=...)"
+            f"output.path {str(folder)!r} contains output folders of other runs, such as {inner[0]!r}; {OTHER_FOLDER}"
         )
 
 

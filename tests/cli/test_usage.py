@@ -14,8 +14,8 @@ from constants import SMOLLM, Kvr
 from shown_runs import write_run
 
 from kvr_mpi.cli.environment import is_offline
+from kvr_mpi.cli.files import find_shipped
 from kvr_mpi.cli.launch import guarded, importing
-from kvr_mpi.cli.shipped import find_shipped
 from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
 from kvr_mpi.store.record import Record
 from kvr_mpi.transport.local import LocalTransport

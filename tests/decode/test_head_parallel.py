@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -236,14 +234,3 @@ def test_three_equal_heads_on_ranks_that_do_not_divide_them(placement: Any, rank
     assert found.efficiency(ranks) == pytest.approx(efficiency, abs=1e-3)
     assert found.placing(ranks)([1.0, 1.0, 1.0], ranks).copies <= ranks - 1
     assert placement in found.describe(ranks)
-
-
-def test_a_profile_is_what_heads_are_placed_by_and_of_this_model(tmp_path: Path) -> None:
-    loaded, path = tiny("llama-gqa"), tmp_path / "heads.json"
-    settings = DecodeSettings(mode="head-parallel", placement="best-effort", profile=str(path))
-    path.write_text(json.dumps({"counts": [[300, 100]] * 3, "model": loaded.fingerprint}))
-    found = open_sharing(settings, loaded, None)
-    assert isinstance(found, HeadSharing) and found.efficiency(2) == pytest.approx(200 / 300)
-    path.write_text(json.dumps({"counts": [[300, 100]] * 3, "model": "another"}))
-    with pytest.raises(ConfigError, match="decode.profile = .* is for another model"):
-        open_sharing(settings, loaded, None)

@@ -13,7 +13,7 @@ import pytest
 from constants import TESTS
 from made_jobs import with_settings
 
-from kvr_mpi.cli.shipped import find_shipped
+from kvr_mpi.cli.files import find_shipped
 
 
 def findings_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:

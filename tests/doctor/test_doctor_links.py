@@ -59,7 +59,7 @@ def test_links_are_measured_and_changed_data_noticed() -> None:
         assert link["intact"] and link["latency_us"] > 0 and link["gigabytes_per_s"] > 0
     assert last == {"value": None}
     noisy = True
-    findings = links.check_links(run_local(2, work)[0], ["a", "b"], "host")
+    findings = links.check_links(run_local(2, work)[0], ["a", "b"], False)
     assert findings[-1].status == "fail" and "rank 0 (a) -> 1 (b)" in findings[-1].found
     assert exit_code(findings) == 69
 
@@ -84,17 +84,17 @@ def test_links_are_compared_with_their_kind() -> None:
         return {"value": {**GOOD["value"], "gigabytes_per_s": speed, "latency_us": latency_us}}
 
     usual, last = [link(12.0), link(2.0), link(11.0)], {"value": None}
-    (found,) = links.check_links([*usual, last], "aabb", "host")
+    (found,) = links.check_links([*usual, last], "aabb", False)
     assert found.status == "ok", "a network is slower than memory"
     assert {"latency_us", "gigabytes_per_s", "source", "dest"} <= set(found.measured[0])
     assert "slowest 2.00, rank 1 (a) -> 2 (b)" in found.found
-    slow = links.check_links([*usual, link(1.0), last], "aabbb", "host")[1:]
+    slow = links.check_links([*usual, link(1.0), last], "aabbb", False)[1:]
     assert [(one.status, "rank 3" in one.found) for one in slow] == [("warn", True)]
-    late = links.check_links([*usual, link(12.0, 50.0), last], "aabbb", "host")[1:]
+    late = links.check_links([*usual, link(12.0, 50.0), last], "aabbb", False)[1:]
     assert "50.0 us" in only(late).found
-    lost = links.check_links([usual[0], {"error": "SilentError: no answer"}, last], "aaa", "host")
+    lost = links.check_links([usual[0], {"error": "SilentError: no answer"}, last], "aaa", False)
     assert statuses(lost) == ["ok", "fail"]
-    silent = links.check_links([usual[0], {"error": "SilentError: no answer"}], "aa", "host")
+    silent = links.check_links([usual[0], {"error": "SilentError: no answer"}], "aa", False)
     assert statuses(silent) == ["fail"], "the last rank has no link of its own to tell it with"
 
 
@@ -116,11 +116,11 @@ def test_shared_folder(tmp_path: Path) -> None:
 
 
 def test_clocks() -> None:
-    facts = [place(0), place(1), place(2, "node2")]
-    assert links.first_on_each_host(facts) == [2]
-    assert only(links.check_clocks({}, facts[:2])).status == "ok"
-    assert only(links.check_clocks({2: 0.2}, facts)).status == "ok"
-    found = only(links.check_clocks({2: -3.5}, facts))
+    hosts = ["node1", "node1", "node2", "node1", "node2"]
+    assert links.first_on_each_host(hosts) == [2]
+    assert only(links.check_clocks({}, hosts[:2])).status == "ok"
+    assert only(links.check_clocks({2: 0.2}, hosts)).status == "ok"
+    found = only(links.check_clocks({2: -3.5}, hosts))
     assert found.status == "warn" and "node2 is 3.500 s behind node1" in found.found
     skews_s = run_local(3, lambda world: links.measure_clocks(world, [1, 2]))[0]
     assert set(skews_s) == {1, 2} and all(abs(skew_s) < 30 for skew_s in skews_s.values())
@@ -131,9 +131,10 @@ def test_clocks() -> None:
 
 def examine(world: LocalTransport, size: int, hosts: str) -> Any:
     facts = [place(rank, host) for rank, host in enumerate(hosts)] if world.rank == 0 else []
+    gpus = [None] * world.size
     request = Request(effort=LONG, patience_s=20.0, tensor_parallel=size)
     (step,) = (step for step in steps.STEPS if step.check == "tensor-parallel")
-    return step.work(steps.Scene(world, request, {}, facts, None))
+    return step.work(steps.Scene(world, request, {}, facts, None, hosts, gpus))
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 3)])

@@ -48,18 +48,18 @@ RIGHT = "".join(
 )
 def test_how_a_trial_ends(said: str, then: str, status: str, words: str) -> None:
     program = f"import os, sys, threading; print({said!r}, flush=True); {then}"
-    found = trial.try_transfers([sys.executable, "-c", program], dict(os.environ), "cuda", 2.0)
+    found = trial.try_transfers([sys.executable, "-c", program], dict(os.environ), 2.0)
     assert found.status == status and words in found.found
     assert (found.status == "ok") == (not found.remedy)
-    assert "did not start" in trial.try_transfers(["/no/such/mpirun"], {}, "host", 1.0).found
+    assert "did not start" in trial.try_transfers(["/no/such/mpirun"], {}, 1.0).found
 
 
 @pytest.mark.slow
 def test_two_real_ranks_swap_buffers() -> None:
     launcher = trial.find_launcher((), os.environ["PATH"])
     assert launcher is not None
-    command = [*launcher, *python_module("kvr_mpi.doctor.trial", "host", "120")]
-    found = trial.try_transfers(command, trial.trial_environment(os.environ, launcher[0]), "host", 120.0)
+    command = [*launcher, *python_module("kvr_mpi.doctor.trial", "120")]
+    found = trial.try_transfers(command, trial.trial_environment(os.environ, launcher[0]), 120.0)
     assert found.status == "ok" and "checksums correct" in found.found, found
 
 

@@ -16,7 +16,7 @@ from made_corpora import errors_of, read, read_one, unicode_text
 from made_runs import record, take
 from made_runs import write as write_results
 
-from kvr_mpi.documents import SUFFIXES, Document, describe_types, find_files, other_files
+from kvr_mpi.documents import SUFFIXES, Document, describe_others, find_files, other_files
 from kvr_mpi.errors import EXIT_CONFIG, CorpusError
 
 
@@ -39,7 +39,7 @@ def test_folders_are_read_to_their_depths_in_order(tmp_path: Path, monkeypatch: 
     others = other_files(["deep", str(corpus), "b.txt", "*.txt"])
     found = sorted(os.path.relpath(file) for file in others)
     assert found == ["c.PDF", "deep/README", "deep/er/more.docx", "deep/skip.docx"]
-    assert describe_types(others) == "2 .docx, 1 .pdf, 1 without a suffix"
+    assert "(2 .docx, 1 .pdf, 1 without a suffix)" in describe_others(others)
     assert other_files(["b.txt"]) == other_files(["**/*.md"]) == []
 
 

@@ -71,7 +71,6 @@ HEADKV = ("compress.method=headkv", "compress.budget=512", "compress.profile=now
         (("parallel.partition={}/table.json",), 1, "table.json: ranks is 2, here it is 1"),
         (("parallel.partition={}/table.json",), 3, "table.json: ranks is 2, here it is 3"),
         (HEADKV, 2, "compress.profile = 'nowhere.json': no such file"),
-        (("decode.mode=auto", "decode.profile=nowhere.json"), 2, "decode.profile = 'nowhere.json': no such file"),
         (("model.path={}/page.gguf",), 2, "is not a GGUF file"),
         (
             ("model.path=no-org/no-model",),

@@ -12,7 +12,8 @@ import sys
 import threading
 
 from kvr_mpi.doctor.findings import to_json
-from kvr_mpi.doctor.launch import REQUEST, Request, diagnose
+from kvr_mpi.doctor.launch import Request, diagnose
+from kvr_mpi.plain import from_plain
 from kvr_mpi.transport.links import Effort
 from kvr_mpi.transport.mpi import launched_rank
 
@@ -30,7 +31,7 @@ if len(sys.argv) == 5:
 
     if launched_rank(os.environ) == 1:
         setattr(links, {"links": "measure_chain", "clocks": "measure_clocks"}[where], lose_this_rank)
-    steps.main(REQUEST.validate_json(sys.argv[3]), None, os.environ)
+    steps.main(from_plain(Request, json.loads(sys.argv[3])), None, os.environ)
 else:
     patience_s = float(sys.argv[3])
     effort = Effort(rounds=5, max_bytes=1 << 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,16 @@ def test_tiny_documents_are_packed_and_long_ones_go_over_the_chain(
         assert run.tokens == expected and "90 documents answered in" in run.log and "answers/hour" in run.log
     four = mpirun(4, [kvr_run, job, *with_settings(many, "parallel.ranks_per_chain=2")])
     assert four.returncode == 0 and answers(tmp_path / "out") == expected, four.stderr
+
+
+def test_documents_come_in_the_order_that_the_job_names(of_sentences: Any, run_job: Any) -> None:
+    settings, answers = [of_sentences([2, 20, 7]), "generation.max_new_tokens=0"], {}
+    for order, expected in (("longest", "120"), ("shortest", "021"), ("given", "012")):
+        for ranks in ("1", "auto"):
+            run = run_job(1, *settings, f"documents.order={order}", f"parallel.ranks_per_chain={ranks}")
+            assert re.findall(r" \d/3 d00(\d): ", run.log) == [*expected], (order, ranks)
+            answers[order, ranks] = {record.id: record.prompt_sha256 for record in run.records.values()}
+    assert all(each == answers["given", "1"] for each in answers.values())
 
 
 @pytest.mark.slow

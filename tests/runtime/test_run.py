@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvr_mpi.report.page import page_of
 from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.status import read_status
@@ -37,6 +39,32 @@ def test_a_folder_in_use_is_refused_before_torch_is_imported(words: list[str], t
     other.release()
     assert f"is in use by process {os.getpid()}" in log and "importing torch" not in log
     assert log.splitlines()[-1].endswith("exit code 78: the output folder or file cannot be used")
+
+
+def test_of_two_jobs_that_start_together_one_ends_before_it_loads_the_model(
+    tmp_path: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvr_mpi.store.lock.check_unused", lambda folder: None)  # neither saw the other
+    (tmp_path / "out").mkdir()
+    other = Lock(tmp_path / "out", this_process())
+    log = run_job(2, to="out", code=78).log
+    assert f"is in use by process {os.getpid()}" in log and "loading" not in log
+    other.check(anew=True)
+    other.release()
+    assert len(run_job(2, to="out").records) == 5, "the one that ended has left nothing behind"
+
+
+def test_log_report_and_status_say_the_same_rate(run_job: Any) -> None:
+    run = run_job(2)
+    rates = [
+        float(re.search(pattern, text.replace(",", ""))[1])  # type: ignore[index]
+        for pattern, text in (
+            (r": (\d+) answers/hour", run.log),
+            (r": (\d+) answers per hour", page_of(run.folder)[0].decode()),
+            (r"^(\d+)", f"{read_status(run.folder).rate_per_h:.0f}"),
+        )
+    ]
+    assert rates[0] == pytest.approx(rates[1], rel=0.01) and rates[0] == rates[2]
 
 
 def test_prompts_shorter_than_the_chain(tmp_path: Path, run_job: Any) -> None:

@@ -57,6 +57,19 @@ def test_a_job_says_how_its_prompts_are_cut_and_whether_over_chains(job: Path) -
     assert plan_documents(spec_of(job, "parallel.strategy=single"), texts, 4, FORECAST).chain_lengths == (1,)
 
 
+def test_documents_come_in_the_order_that_the_job_names(job: Path) -> None:
+    texts = [("short", 20), ("long", 900), ("middle", 200), ("also short", 21)]
+    expected = {
+        "longest": ["long", "middle", "short", "also short"],
+        "shortest": ["short", "also short", "middle", "long"],
+        "given": [name for name, _ in texts],
+    }
+    plans = {order: plan_documents(spec_of(job, f"documents.order={order}"), texts, 1, FORECAST) for order in expected}
+    assert {order: [place.id for place in plan.placements] for order, plan in plans.items()} == expected
+    assert len({plan.makespan_s for plan in plans.values()}) == 1 and plans["given"] != plans["longest"]
+    assert plan_documents(spec_of(job), texts, 1, FORECAST) == plans["longest"]
+
+
 def test_ranks_share_the_counting(tokenizer: Any) -> None:
     documents = [Document(f"{number}", TEXT * number, error=None if number else "bad") for number in range(7)]
     counts = run_local(3, lambda rank: count_tokens(tokenizer, documents[rank.rank :: 3], rank))

@@ -15,7 +15,7 @@ import pytest
 from constants import Kvr
 from made_tables import a_table, fitting
 
-from kvr_mpi.cli.allocation import Allocation
+from kvr_mpi.cli.plan import Allocation
 from kvr_mpi.cli.sbatch import SCRIPT, fill_in, scripts_folder
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.tuning.table import save_table
@@ -53,14 +53,14 @@ def test_nothing_is_forced_that_sites_differ_in_and_long_jobs_may_be_queued_agai
 def test_fill_in_replaces_what_is_there_and_adds_the_rest(tmp_path: Path) -> None:
     before = (FOLDER / SCRIPT).read_text()
     arguments = ["jobs/a b.toml", "--set", "prompt.system=it's $HOME `ls`"]
-    after = fill_in(before, {"nodes": "7", "chdir": "/a b/c", "exclusive": ""}, arguments, Path("/some where"))
+    after = fill_in(SCRIPT, {"nodes": "7", "chdir": "/a b/c", "exclusive": ""}, arguments, ["export X=7"])
     chosen = directives(after)
     assert chosen == {**directives(before), "nodes": "7", "chdir": "'/a b/c'", "exclusive": ""}
     # What follows the head is run as it is, but for starting the job, which is printed here.
-    (tmp_path / "common.sh").write_text('launch() { printf \'%s\\n\' "$here" "$@"; }\nconclude() { :; }\n')
-    runnable = after.replace("'/some where'", f"'{tmp_path}'")
+    (tmp_path / "common.sh").write_text('launch() { printf \'%s\\n\' "$X" "$here" "$@"; }\nconclude() { :; }\n')
+    runnable = after.replace(f"KVR_SLURM_DIR={FOLDER}", f"KVR_SLURM_DIR='{tmp_path}'")
     said = subprocess.run(["bash"], input=runnable, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said == [str(tmp_path), "kvr-run", *arguments]
+    assert said == ["7", str(tmp_path), "kvr-run", *arguments]
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_memory_to_ask_for_and_ranks_that_gain_little(
     assert code == EXIT_OK and ("#SBATCH --time=9\n" in out) == ("requesting" not in err) == bool(options)
     assert re.search(r"keys and values of 6 documents: about \S+ [KM]iB; \S+ [GT]iB are free", err)
     assert re.search(r"memory: at least \S+ MiB per rank, so about --mem=7G", err), err
-    assert "warning: 4 ranks would take only" in err
+    assert "warning: 4 ranks would take" in err
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,47 @@ def test_options_win_over_the_users_defaults(
     """SBATCH_ACCOUNT and its like win over a script's own lines, so sbatch gets the options themselves."""
     stand_in = tmp_path / "bin" / "sbatch"
     stand_in.parent.mkdir()
-    stand_in.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/options\n')
+    stand_in.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/options; echo 7\n')
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", str(stand_in.parent), prepend=os.pathsep)
     words = ["--ranks", "2", "--hardware", "h200", "--time=9", "--account=b", "--exclusive"]
     assert run_kvr("sbatch", job, *words)[0] == EXIT_OK
     options = (tmp_path / "options").read_text().split()
     assert {"--account=b", "--time=9", "--exclusive", "--nodes=1"} <= set(options)
+
+
+def test_a_file_of_defaults_is_below_variables_and_options(
+    job: Path, tmp_path: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site's below a user's; what is taken from them is printed."""
+    for name in ("site", "user"):
+        (tmp_path / name / "kvr-mpi").mkdir(parents=True)
+    monkeypatch.setenv("XDG_CONFIG_DIRS", str(tmp_path / "site"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    site, user = (tmp_path / name / "kvr-mpi" / "sbatch.toml" for name in ("site", "user"))
+    site.write_text(
+        'account = "a"\npartition = "a"\nexclusive = true\nhardware = "h100-80gb"\nsetup = "module load x"\n'
+    )
+    user.write_text(
+        'partition = "b"\nqos = "b"\nexclusive = false\ncpus-per-task = 3\nhardware = "h200"\nsetup = ["ml y"]\n'
+    )
+    monkeypatch.setenv("SBATCH_QOS", "c")
+    code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--print", "--time=2h30m", "--account=d")
+    assert code == EXIT_OK and re.search("according to .*h200", err, re.IGNORECASE), err
+    chosen = directives(out)
+    assert {key: chosen.get(key) for key in ("account", "partition", "cpus-per-task", "time")} == {
+        **{"account": "d", "partition": "b", "cpus-per-task": "3", "time": "150"}
+    }
+    assert not {"qos", "exclusive", "hardware"} & chosen.keys(), "a variable wins, false takes back"
+    assert out.index("module load x\nml y\n") < out.index("export KVR_SLURM_DIR=")
+    used = "--partition=b --hardware=h200 --cpus-per-task=3 and 2 lines to run first"
+    assert f"defaults from {site}, {user}: {used}" in err
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "77")
+    assert directives(run_kvr("sbatch", job, "--ranks", "2", "--print")[1])["time"] == "77"
+    for text, words in (("account = [1]", "expected a text"), ("ranks = 3", "on the command line"), ("x", "as TOML")):
+        user.write_text(text)
+        code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--print")
+        assert code == EXIT_CONFIG and words in err and str(user) in err and out == ""
 
 
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:

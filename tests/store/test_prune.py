@@ -12,7 +12,6 @@ import pytest
 import torch
 from made_runs import kv_in, new_writer, record, resume, take
 
-from kvr_mpi.cli.prune import parse_size
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, DataError, counted
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.results import open_results
@@ -100,6 +99,8 @@ def test_damage_in_any_block_of_a_layer_is_found_and_left_as_it_is(run: Path, ru
 def test_prune_refuses_what_is_not_there(run: Path, tmp_path: Path, run_kvr: Any) -> None:
     assert run_kvr("prune", run)[0] == EXIT_USAGE
     assert run_kvr("prune", run, "--keep", "much")[0] == EXIT_USAGE
+    code, _, err = run_kvr("prune", run, "--older-than", "30x")
+    assert code == EXIT_CONFIG and "'30x'" in err and "7d" in err
     code, _, err = run_kvr("prune", run, "--doc", "e")
     assert code == EXIT_CONFIG and "'e'" in err
     assert run_kvr("prune", tmp_path / "no", "--keep", "0")[0] == EXIT_CONFIG
@@ -109,4 +110,3 @@ def test_prune_refuses_what_is_not_there(run: Path, tmp_path: Path, run_kvr: Any
         assert code == EXIT_CONFIG and "is in use" in err
     finally:
         holder.lock.release()
-    assert [parse_size(text) for text in ("12", "1.5 KiB", "2G", "3TB")] == [12, 1536, 2 << 30, 3 << 40]

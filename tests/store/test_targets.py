@@ -52,7 +52,7 @@ def test_a_run_that_is_read_is_not_written_to(run: Path, array: Path, tmp_path: 
         (array / "share-0-of-2", array / "share-0-of-2"),
         (tmp_path / "all.h5", tmp_path),
     ):
-        with pytest.raises(OutputError, match="choose another folder"):
+        with pytest.raises(OutputError, match="choose another output folder"):
             check_output_folder(output, [read])
     for read, output in ((run, tmp_path / "run-answers"), (tmp_path / "all.h5", tmp_path / "all-answers")):
         check_output_folder(output, [read, tmp_path / "nowhere"])

@@ -1,18 +1,14 @@
-"""Files shipped with the package: job scripts, and the demo's job and documents."""
+"""Files that commands read and write."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 def find_shipped(folder: str, name: str) -> Path:
-    """Find a shipped file: next to the package in a checkout, otherwise where pip installed it.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be found.
-    """
+    """Find a shipped file, in a checkout or where pip installed it; `ConfigError` if it is not there."""
     from importlib import metadata
 
     import kvr_mpi
@@ -30,3 +26,20 @@ def find_shipped(folder: str, name: str) -> Path:
     raise ConfigError(
         f"{folder}/{name} was not installed with kvr-mpi (looked for {', '.join(map(str, places))}); reinstall kvr-mpi"
     )
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Convert system errors while a file is written to an `OutputError`.
+
+    Parameters
+    ----------
+    path : Path or str
+        The file, for errors that do not name one.
+    """
+    from kvr_mpi.errors import OutputError
+
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
