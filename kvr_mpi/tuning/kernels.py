@@ -26,6 +26,7 @@ from kvr_mpi.errors import Say, counted
 from kvr_mpi.kv.attention import name_attention, why_no_flash3
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import CpuAttention, KernelLibrary
+from kvr_mpi.model.fused import TRIAL_TOKENS, fuse_functions
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
@@ -83,11 +84,7 @@ class _Kept(BaseModel):
 def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say) -> None:
     """Measure, choose and prepare kernels; every rank calls this. On GPUs nothing is measured."""
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
-        if loaded.device.type == "cuda":
-            norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
-            say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
-            if (why := why_no_flash3(loaded.device, torch.bfloat16)) is not None:
-                say(Detail(f"FlashAttention 3 is not used: {why}"))
+        fuse_on_gpus(loaded, world, say)
         return
     attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
     with torch.inference_mode():
@@ -120,6 +117,24 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         tries = 1 if known is None else known.tries + 1
         _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
     give_products(loaded.model, ways, attention, narrowed)
+
+
+def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
+    """Fuse norms of models on GPUs, and functions, each on all ranks or on none; every rank calls this."""
+    fused = {}
+    if loaded.device.type == "cuda":
+        norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
+        say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
+        if (why := why_no_flash3(loaded.device, torch.bfloat16)) is not None:
+            say(Detail(f"FlashAttention 3 is not used: {why}"))
+        ids = loaded.shape.sample_ids(min(TRIAL_TOKENS, loaded.shape.max_tokens or TRIAL_TOKENS))
+        fused = fuse_functions(loaded.model, ids)
+    reasons = share_json(world, gather_json(world, [function.why_not for function in fused]))
+    for number, (function, kernels) in enumerate(fused.items()):
+        why = next((row[number] for row in reasons if row and row[number]), "")
+        say(Detail(f"{function.name} of {counted(len(kernels), 'layer')}: {f'not fused: {why}' if why else 'fused'}"))
+        for module, kernel in kernels.items() if not why else ():
+            give_kernel(module, kernel)
 
 
 def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:

@@ -144,12 +144,15 @@ def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_verify_compares_on_the_host_what_ranks_computed_on_gpus(
-    gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In bfloat16 by flash attention."""
     gpus.watches = False
     monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
-    models = [gpus.move(tiny("llama-gqa"), torch.device("cuda", rank)) for rank in range(2)]
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+    models = [gpus.move(tiny("llama-gqa", dtype), torch.device("cuda", rank)) for rank in range(2)]
 
     def work(ranks: NcclTransport) -> list[Finding]:
         warm_up(ranks, torch.device("cuda", ranks.rank))
@@ -157,6 +160,7 @@ def test_verify_compares_on_the_host_what_ranks_computed_on_gpus(
 
     findings, _ = run_on_gpus(2, network, work)
     assert len(findings) > 4 and all(each.holds for each in findings), findings
+    assert (gpus.calls["dense"] > 0) == (dtype == torch.bfloat16)
 
 
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:
