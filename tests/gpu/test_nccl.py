@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,12 +153,14 @@ def test_verify_compares_on_the_host_what_ranks_computed_on_gpus(
     """In bfloat16 by flash attention."""
     gpus.watches = False
     monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
-    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
-    models = [gpus.move(tiny("llama-gqa", dtype), torch.device("cuda", rank)) for rank in range(2)]
+    loaded = tiny("llama-gqa", dtype)
+    wide = replace(loaded, model=copy.deepcopy(loaded.model).float(), dtype=torch.float32)
+    monkeypatch.setattr("kvr_mpi.prefill.verify._in_float32", lambda mine: gpus.move(wide, mine.device))
+    models = [gpus.move(loaded, torch.device("cuda", rank)) for rank in range(2)]
 
     def work(ranks: NcclTransport) -> list[Finding]:
         warm_up(ranks, torch.device("cuda", ranks.rank))
-        return list(verify(models[ranks.rank], ranks, [6]))
+        return list(verify(models[ranks.rank], ranks, [24]))
 
     findings, _ = run_on_gpus(2, network, work)
     assert len(findings) > 4 and all(each.holds for each in findings), findings
