@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kvr_mpi.model.kernels import FORWARD_SLOT, PLAIN, always, way_for
+from kvr_mpi.model.kernels import FORWARD_SLOT, PLAIN, always, forget_kernels, give_kernel, use_kernels, way_for
 
 TRIAL_TOKENS = 512
 # Tolerance in units of the dtype's precision, relative to a row's largest element: the models' code rounds in between.
 ERROR = 2
 # transformers' functions (q, k, cos, sin), which attention modules call by this name.
 ROTARY = "apply_rotary_pos_emb"
+UNTRIED = "no layer calls it for many tokens"
 MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
@@ -32,10 +33,9 @@ class FusedFunction:
     """
 
     def __init__(self, name: str, own: Callable[..., Any], backend: Any) -> None:
-        self.name, self.why_not, self.is_trial = name, "no layer calls it for many tokens", True
+        self.name, self.why_not, self.is_trial = name, UNTRIED, True
         self._own, self._compiled = own, torch.compile(own, fullgraph=True, backend=backend)
         self._run: Any = torch._dynamo.run(own)  # what is compiled, or else `own`
-        self._whys: set[str] = set()
 
     def __call__(self, *tensors: torch.Tensor, **options: Any) -> Any:
         """Return the function's result."""
@@ -53,12 +53,11 @@ class FusedFunction:
     def _try(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Compile, and compare with the model's own result."""
         truth = self._own(*tensors)
-        if self._whys <= {""}:
+        if self.why_not in ("", UNTRIED):
             try:
-                self._whys.add("" if _agree(self.compile(tensors), truth) else "its results differ")
+                self.why_not = "" if _agree(self.compile(tensors), truth) else "its results differ"
             except Exception as error:  # whatever compilers raise
-                self._whys.add(f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}")
-            self.why_not = max(self._whys)
+                self.why_not = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}"
         return truth
 
 
@@ -67,8 +66,8 @@ class FusedForward:
 
     slot, nbytes, ways = FORWARD_SLOT, 0, (*always(PLAIN)[1:], "fused")
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
+    def __init__(self, function: FusedFunction, forward: Callable[..., Any]) -> None:
+        self.function, self._forward = function, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -76,61 +75,57 @@ class FusedForward:
 
 
 @torch.inference_mode()
-def fuse_functions(
-    model: Any, ids: Sequence[int], backend: Any = "inductor"
-) -> dict[FusedFunction, dict[torch.nn.Module, FusedForward]]:
-    """Compile a model's gates and rotary embeddings while it runs a trial prompt of `TRIAL_TOKENS`.
+def fuse_functions(model: Any, ids: Sequence[int], backend: Any = "inductor") -> dict[torch.nn.Module, FusedForward]:
+    """Compile the gates and rotary embeddings of a model without kernels while it runs a trial prompt.
 
-    Returns the functions, fused or not, and the kernels of the modules that call them.
+    Returns the kernels of modules that call them, whether their results agree or not.
     """
     import torch._inductor.config as inductor
 
     functions: dict[Any, FusedFunction] = {}
-    kernels: dict[FusedFunction, dict[torch.nn.Module, FusedForward]] = {}
+    kernels: dict[torch.nn.Module, FusedForward] = {}
     for module in model.modules():
         own: Any = type(module).forward
         if ROTARY in getattr(getattr(own, "__code__", None), "co_names", ()):
-            key = own.__globals__[ROTARY]
-            function = functions.setdefault(key, FusedFunction("rotary embeddings", key, backend))
-            kernels.setdefault(function, {})[module] = _rotating(module, own, function)
+            rotate = own.__globals__[ROTARY]
+            function = functions.setdefault(rotate, FusedFunction("rotary embeddings", rotate, backend))
+            kernels[module] = FusedForward(function, _rotating(module, own, function))
         elif all(hasattr(module, name) for name in MLP):
-            function = functions.setdefault(
-                type(module.act_fn), FusedFunction("gates", gate_of(module.act_fn), backend)
-            )
-            if _is_plain(module, kernel := _gating(module, function)):
-                kernels.setdefault(function, {})[module] = kernel
-    replaced = [(module, kernel) for of_function in kernels.values() for module, kernel in of_function.items()]
-    for module, kernel in replaced:
-        module.forward = kernel
+            act = module.act_fn
+            function = functions.setdefault(type(act), FusedFunction("gates", gate_of(act), backend))
+            if _is_plain(module, kernel := FusedForward(function, _gating(module, function))):
+                kernels[module] = kernel
+    for module, kernel in kernels.items():
+        give_kernel(module, kernel)
+    use_kernels(model, True)
     try:
         with inductor.patch(compile_threads=1):  # no pool of processes beside each rank
             model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
     except Exception as error:  # the self-check explains what is wrong with the model
-        for function in kernels:
+        for function in functions.values():
             function.why_not = f"the model fails: {type(error).__name__}"
-    for module, _ in replaced:
-        vars(module).pop("forward")
-    for function in kernels:
+    forget_kernels(model)
+    for function in functions.values():
         function.is_trial = False
     return kernels
 
 
-def _rotating(attention: torch.nn.Module, own: Any, rotate: FusedFunction) -> FusedForward:
+def _rotating(attention: torch.nn.Module, own: Any, rotate: FusedFunction) -> Callable[..., Any]:
     """Make an attention module's own forward, in which `ROTARY` names another function."""
     names, module = own.__globals__ | {ROTARY: rotate}, weakref.ref(attention)
     forward: Any = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
-    return FusedForward(lambda *args, **kwargs: forward(module(), *args, **kwargs))
+    return lambda *args, **kwargs: forward(module(), *args, **kwargs)
+
+
+def _gating(mlp: Any, gated: FusedFunction) -> Callable[..., Any]:
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    return lambda rows: down(gated(gate(rows), up(rows)))
 
 
 def gate_of(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Make the function of a gated MLP between its products."""
     return lambda gate, up: act(gate) * up
-
-
-def _gating(mlp: Any, gated: FusedFunction) -> FusedForward:
-    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return FusedForward(lambda rows: down(gated(gate(rows), up(rows))))
 
 
 def _is_plain(mlp: Any, kernel: FusedForward) -> bool:

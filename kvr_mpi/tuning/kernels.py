@@ -26,7 +26,7 @@ from kvr_mpi.errors import Say, counted
 from kvr_mpi.kv.attention import name_attention, why_no_flash3
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import CpuAttention, KernelLibrary
-from kvr_mpi.model.fused import TRIAL_TOKENS, fuse_functions
+from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
@@ -120,21 +120,26 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
 
 
 def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
-    """Fuse norms of models on GPUs, and functions, each on all ranks or on none; every rank calls this."""
-    fused = {}
+    """Fuse functions and norms of models on GPUs, a function on all ranks or on none; every rank calls this."""
+    fused: dict[torch.nn.Module, FusedForward] = {}
+    if loaded.device.type == "cuda":
+        ids = loaded.shape.sample_ids(min(TRIAL_TOKENS, loaded.shape.max_tokens or TRIAL_TOKENS))
+        fused = fuse_functions(loaded.model, ids)
+    whys: dict[str, str] = {}
+    for kernel in fused.values():
+        whys[kernel.function.name] = whys.get(kernel.function.name) or kernel.function.why_not
+    views = share_json(world, gather_json(world, whys))
+    whys = {name: next((view[name] for view in views if view.get(name)), "") for name in whys}
+    for module, kernel in fused.items():
+        if not whys[kernel.function.name]:
+            give_kernel(module, kernel)
+    for name, why in whys.items():
+        say(Detail(f"{name} are {f'not fused: {why}' if why else 'fused'}"))
     if loaded.device.type == "cuda":
         norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
         say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
-        if (why := why_no_flash3(loaded.device, torch.bfloat16)) is not None:
-            say(Detail(f"FlashAttention 3 is not used: {why}"))
-        ids = loaded.shape.sample_ids(min(TRIAL_TOKENS, loaded.shape.max_tokens or TRIAL_TOKENS))
-        fused = fuse_functions(loaded.model, ids)
-    reasons = share_json(world, gather_json(world, [function.why_not for function in fused]))
-    for number, (function, kernels) in enumerate(fused.items()):
-        why = next((row[number] for row in reasons if row and row[number]), "")
-        say(Detail(f"{function.name} of {counted(len(kernels), 'layer')}: {f'not fused: {why}' if why else 'fused'}"))
-        for module, kernel in kernels.items() if not why else ():
-            give_kernel(module, kernel)
+        if (why3 := why_no_flash3(loaded.device, torch.bfloat16)) is not None:
+            say(Detail(f"FlashAttention 3 is not used: {why3}"))
 
 
 def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:

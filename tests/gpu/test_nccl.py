@@ -134,6 +134,9 @@ def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda
         warm_up(ranks, torch.device("cuda", ranks.rank))
         links = [measure_links(ranks, device) for device in (torch.device("cuda", ranks.rank), CPU)]
         busy_s = observe(models[ranks.rank], ranks, Partition((0, 30, 50, 60))).busy_s
+        total = torch.ones(2)
+        ranks.all_reduce(total)
+        assert total.tolist() == [3.0, 3.0]
         part = ranks.split(ranks.rank % 2)  # ranks 0 and 2, whose numbers are others among them
         skews = measure_skews(part, [1], lambda request, who: request.wait()) if part.size == 2 else {}
         return links, busy_s, skews

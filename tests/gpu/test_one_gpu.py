@@ -296,7 +296,14 @@ def test_which_way_a_layer_goes(gpu: PretendedCuda, case: Any, way: str, monkeyp
 
 @pytest.mark.parametrize(
     ("head_dim", "room", "side"),
-    [(64, 101_376, None), (128, 101_376, 64), (256, 166_912, None), (256, 101_376, 64), (512, 166_912, 64), (512, 101_376, 32)],
+    [
+        (64, 101_376, None),
+        (128, 101_376, 64),
+        (256, 166_912, None),
+        (256, 101_376, 64),
+        (512, 166_912, 64),
+        (512, 101_376, 32),
+    ],
 )
 def test_blocks_fit_into_the_shared_memory_of_the_gpu(
     gpu: PretendedCuda, head_dim: int, room: int, side: int | None, monkeypatch: pytest.MonkeyPatch
