@@ -16,13 +16,14 @@ from models import prompt, tiny
 from torch._inductor.compile_fx import compile_fx
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, FusedFunction, fuse_functions
 from kvr_mpi.model.kernels import give_kernel, kernels_of
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
-from kvr_mpi.prefill.one_prompt import prefill_kvr, run_next
-from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import kernels
 
@@ -72,23 +73,25 @@ def functions_of(fused: dict[torch.nn.Module, FusedForward]) -> list[FusedFuncti
 @torch.inference_mode()
 @pytest.mark.parametrize(("name", "dtype"), [("llama-gqa", torch.bfloat16), ("gemma2-softcap", torch.float32)])
 def test_prefills_run_what_is_compiled_and_steps_do_not(name: str, dtype: torch.dtype) -> None:
-    """Slices of any length, in chunks or packed, and nothing is compiled for them."""
+    """Slices of any length, in chunks or packed; nothing is compiled for them, nor for tensors of another kind."""
     loaded, backend, ids = fresh(name, dtype), Inductor(), prompt(900)
     truth, layers = single(loaded, ids).logits, len(loaded.shape.layers)
     assert truth is not None
-    assert [(each.name, each.why_not) for each in use(loaded, backend)] == [("rotary embeddings", ""), ("gates", "")]
+    rotary, gates = use(loaded, backend)
+    assert (rotary.name, rotary.why_not, gates.name, gates.why_not) == ("rotary embeddings", "", "gates", "")
     compiled, backend.ran = backend.compiled, 0
-    prefill = chain(loaded, ids, (0, 200, 500, 900), reserve=1)
+    prefill = chain(loaded, ids, (0, 200, 500, 900))
     assert backend.ran == 3 * (2 * layers - 1), "the last layer's gate is for one token"
     assert prefill.logits is not None and error_share(prefill.logits, truth) <= allowed_error(dtype)
     backend.ran = 0
-    run_next(loaded.model, prefill, torch.tensor([[3]]))
-    assert backend.ran == 0
     chunked = prefill_kvr(loaded, ids, Partition((0, 900)), LocalTransport(), chunk_tokens=300)
     assert backend.ran == 3 * (2 * layers - 1)
     backend.ran = 0
-    packed, _ = prefill_packed(loaded, [ids, prompt(40)])
+    packed, other = prefill_packed(loaded, [ids, prompt(40)], reserve_tokens=1)
     assert backend.ran == 2 * layers
+    decode_packed(loaded, DecodeCache([packed.cache, other.cache]), [3, 4])
+    assert backend.ran == 2 * layers
+    gates(*torch.ones(2, 1, 900, 7, dtype=dtype))
     for found in (chunked.logits, packed.logits):
         assert found is not None and error_share(found, truth) <= allowed_error(dtype)
     assert backend.compiled == compiled == 2
@@ -121,7 +124,7 @@ def test_a_model_is_let_go_and_another_mlp_is_left_alone() -> None:
     assert fused == {f"model.layers.{at}.{part}" for at in range(3) for part in ("self_attn", "mlp")} - {
         "model.layers.0.mlp"
     }
-    gone = weakref.ref(first)
+    gone = weakref.ref(first.self_attn)
     del loaded, first
     gc.collect()
     assert gone() is None
