@@ -108,7 +108,7 @@ def _function(device_type: str) -> Any:
 @functools.cache
 def _options(device: torch.device, head_dim: int) -> dict[str, Any]:
     """Choose block sizes that fit into a multiprocessor's shared memory: torch's defaults, or smaller ones."""
-    if device.type != "cuda" or head_dim <= 128:
+    if device.type != "cuda" or head_dim <= 64:
         return KERNEL
     about: Any = torch.cuda.get_device_properties(device)
     room = about.shared_memory_per_block_optin

@@ -26,6 +26,7 @@ from kvr_mpi.errors import Say, counted
 from kvr_mpi.kv.attention import name_attention, why_no_flash3
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import CpuAttention, KernelLibrary
+from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
@@ -82,11 +83,7 @@ class _Kept(Strict):
 def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say) -> None:
     """Measure, choose and prepare kernels; every rank calls this. On GPUs nothing is measured."""
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
-        if loaded.device.type == "cuda":
-            norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
-            say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
-            if (why := why_no_flash3(loaded.device, torch.bfloat16)) is not None:
-                say(Detail(f"FlashAttention 3 is not used: {why}"))
+        fuse_on_gpus(loaded, world, say)
         return
     attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
     with torch.inference_mode():
@@ -119,6 +116,29 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         tries = 1 if known is None else known.tries + 1
         _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
     give_products(loaded.model, ways, attention, narrowed)
+
+
+def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
+    """Fuse functions and norms of models on GPUs, a function on all ranks or on none; every rank calls this."""
+    fused: dict[torch.nn.Module, FusedForward] = {}
+    if loaded.device.type == "cuda":
+        ids = loaded.shape.sample_ids(min(TRIAL_TOKENS, loaded.shape.max_tokens or TRIAL_TOKENS))
+        fused = fuse_functions(loaded.model, ids)
+    whys: dict[str, str] = {}
+    for kernel in fused.values():
+        whys[kernel.function.name] = whys.get(kernel.function.name) or kernel.function.why_not
+    views = share_json(world, gather_json(world, whys))
+    whys = {name: next((view[name] for view in views if view.get(name)), "") for name in whys}
+    for module, kernel in fused.items():
+        if not whys[kernel.function.name]:
+            give_kernel(module, kernel)
+    for name, why in whys.items():
+        say(Detail(f"{name} are {f'not fused: {why}' if why else 'fused'}"))
+    if loaded.device.type == "cuda":
+        norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
+        say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
+        if (why3 := why_no_flash3(loaded.device, torch.bfloat16)) is not None:
+            say(Detail(f"FlashAttention 3 is not used: {why3}"))
 
 
 def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:

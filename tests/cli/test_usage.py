@@ -13,7 +13,7 @@ import pytest
 from constants import SMOLLM, Kvr
 from shown_runs import write_run
 
-from kvr_mpi.cli.environment import is_offline
+from kvr_mpi.cli.environment import is_offline, tell_libraries
 from kvr_mpi.cli.files import find_shipped
 from kvr_mpi.cli.launch import guarded, importing
 from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
@@ -47,6 +47,12 @@ def test_wrong_arguments_are_a_usage_error(arguments: str, words: str, run_kvr: 
 def test_offline_as_the_hub_library_reads_it_and_by_default_in_a_job(value: str, alone: bool, in_a_job: bool) -> None:
     assert is_offline({"HF_HUB_OFFLINE": value}) is alone
     assert is_offline({"HF_HUB_OFFLINE": value, "SLURM_JOB_ID": "1"}) is in_a_job
+
+
+def test_libraries_get_settings_that_the_user_has_not_made() -> None:
+    environ = {"TORCH_CPP_LOG_LEVEL": "INFO"}
+    tell_libraries(environ)
+    assert environ["CUDA_MODULE_LOADING"] == "EAGER" and environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
 
 
 # Pipes

@@ -1,9 +1,9 @@
 """What this program asks of torch's CUDA build, checked against the real wheel on a machine without a GPU.
 
-First names: every one that only such a build has. Then FlexAttention, compiled for GPUs of three architectures: how
-much shared memory its kernels take, and whether that is more than such a GPU has. For the Python of an environment that
-has the wheel (``make test-long PARTS=wheel`` makes it); prints a line of JSON for each finding, and ends with 1 if
-something is wrong.
+First names: every one that only such a build has. Then what torch compiles for GPUs of three architectures: how much
+shared memory FlexAttention's kernels take, and whether that is more than such a GPU has; and how many kernels gates and
+rotary embeddings are. For the Python of an environment that has the wheel (``make cuda-wheel`` makes it); prints a line
+of JSON for each finding, and ends with 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ import torch.distributed as dist
 LIMITS = {(8, 0): 166_912, (8, 6): 101_376, (9, 0): 232_448}
 # (head_dim, soft cap, whether masked): Gemma 2's, and wide heads.
 LAYERS = ((128, 50.0, True), (256, 50.0, True), (256, 50.0, False), (320, None, True), (512, None, True))
+# Kernels that functions are compiled to: queries and keys have different sizes.
+KERNELS = {"gates": 1, "rotary embeddings": 2}
 # In the names of kernels that are made from a template, as FlexAttention's is.
 TEMPLATE = "_tem_"
 PROPERTIES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id", "shared_memory_per_block_optin")
@@ -63,9 +66,10 @@ def missing_names() -> Iterator[str]:
 
 
 @contextmanager
-def pretended(capability: tuple[int, int]) -> Iterator[list[int]]:
-    """Let torch's compiler believe in a GPU; yields a list of the shared memory of every kernel that it compiles."""
+def pretended(capability: tuple[int, int]) -> Iterator[dict[str, int]]:
+    """Let torch's compiler believe in a GPU; yields the shared memory of every kernel that it compiles, by name."""
     import torch._inductor.runtime.triton_heuristics as heuristics
+    import torch._subclasses.fake_tensor as fake
     from torch._dynamo import device_interface
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -132,13 +136,12 @@ def pretended(capability: tuple[int, int]) -> Iterator[list[int]]:
     for module in list(sys.modules.values()):
         if module.__name__.startswith("torch") and hasattr(module, "has_triton"):
             module.has_triton = lambda *given, **how: True
-    found: list[int] = []
+    found: dict[str, int] = {}
     compile_one: Any = heuristics.CachingAutotuner._precompile_config
 
     def compile_and_note(self: Any, config: Any) -> Any:
         made = compile_one(self, config)
-        if TEMPLATE in self.fn.__name__:
-            found.append(int(getattr(made.kernel, "metadata", made.kernel).shared))
+        found[self.fn.__name__] = int(getattr(made.kernel, "metadata", made.kernel).shared)
         return made
 
     def stop(self: Any, *given: Any, **how: Any) -> None:
@@ -146,6 +149,7 @@ def pretended(capability: tuple[int, int]) -> Iterator[list[int]]:
             raise Compiled
         self.launchers = [lambda *given, **how: None]  # of a small kernel before it, which is not run
 
+    fake.init_gpu_context = lambda device=None: None  # type: ignore[assignment]
     heuristics.CachingAutotuner._precompile_config = compile_and_note
     heuristics.CachingAutotuner._make_launchers = stop
     yield found
@@ -153,12 +157,10 @@ def pretended(capability: tuple[int, int]) -> Iterator[list[int]]:
 
 def compile_layer(head_dim: int, softcap: float | None, is_masked: bool) -> None:
     """Compile FlexAttention as `kvr_mpi.kv.flex` asks for it, for tensors that are not there."""
-    import torch._subclasses.fake_tensor as fake
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from kvr_mpi.kv import flex
 
-    fake.init_gpu_context = lambda device=None: None  # type: ignore[assignment]
     torch._dynamo.reset()
     for kept in (flex._function, flex._options, flex._bend, flex.visible_blocks):
         kept.cache_clear()
@@ -172,26 +174,55 @@ def compile_layer(head_dim: int, softcap: float | None, is_masked: bool) -> None
         )
 
 
+def compile_function(name: str) -> None:
+    """Compile a gate, or a rotary embedding, as `kvr_mpi.model.fused` does."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from kvr_mpi.model import fused
+
+    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        half = q.shape[-1] // 2  # as transformers does it
+        turned = (torch.cat((-each[..., half:], each[..., :half]), dim=-1) for each in (q, k))
+        return tuple(one * cos[:, None] + other * sin[:, None] for one, other in zip((q, k), turned, strict=True))
+
+    own, shapes = {
+        "gates": (fused.gate_of(torch.nn.functional.silu), [(1, 300, 14336)] * 2),
+        "rotary embeddings": (rotate, [(1, 300, 32, 128), (1, 300, 8, 128), (1, 300, 128), (1, 300, 128)]),
+    }[name]
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        given = [torch.empty(shape, dtype=torch.bfloat16, device=torch.device("cuda", 0)) for shape in shapes]
+        given = [each.transpose(1, 2) if each.dim() == 4 else each for each in given]
+        fused.FusedFunction(name, own, "inductor").compile(given)
+
+
 def main(capability: tuple[int, int] | None) -> int:
     """Check names, or compile for one architecture."""
     if capability is None:
         missing = list(missing_names())
-        print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "missing": missing}), flush=True)
-        return int(bool(missing) or torch.version.cuda is None)
+        is_well = not missing and torch.version.cuda is not None
+        tell({"torch": torch.__version__, "cuda": torch.version.cuda, "missing": missing, "is_well": is_well})
+        return int(not is_well)
     code = 0
     with pretended(capability) as shared:
-        for head_dim, softcap, is_masked in LAYERS:
+        works: dict[Any, Callable[[], None]] = {layer: partial(compile_layer, *layer) for layer in LAYERS}
+        works |= {name: partial(compile_function, name) for name in KERNELS}
+        for what, work in works.items():
             shared.clear()
             said = ""
             try:
-                compile_layer(head_dim, softcap, is_masked)
+                work()
             except BaseException as error:
                 said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            fits = bool(shared) and max(shared) <= LIMITS[capability]
-            code |= int(not fits)
-            found = {"layer": (head_dim, softcap, is_masked), "shared_bytes": shared[:], "fits": fits, "said": said}
-            print(json.dumps(found), flush=True)
+            mine = [many for name, many in shared.items() if what in KERNELS or TEMPLATE in name]
+            is_well = 0 < len(mine) == KERNELS.get(what, len(mine)) and max(mine) <= LIMITS[capability]
+            code |= int(not is_well)
+            tell({"what": what, "shared_bytes": shared, "is_well": is_well, "said": "" if is_well else said})
     return code
+
+
+def tell(found: dict[str, Any]) -> None:
+    print(json.dumps(found), flush=True)
 
 
 def without_driver(folder: Path, words: list[str]) -> int:
@@ -215,6 +246,7 @@ if __name__ == "__main__":
     if not wanted:
         sys.exit(main(None))
     if "LD_PRELOAD" in os.environ:
+        sys.setdlopenflags(os.RTLD_LAZY)  # a library that Triton makes names functions of the driver that nobody calls
         sys.exit(main((int(wanted[0]), int(wanted[1]))))
     with tempfile.TemporaryDirectory() as made:
         sys.exit(without_driver(Path(made), sys.argv[1:]))

@@ -108,7 +108,8 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
     import transformers
 
     from kvr_mpi.model import LoadedModel, probe_shape
-    from kvr_mpi.model.norms import fuse_norms
+    from kvr_mpi.transport.local import LocalTransport
+    from kvr_mpi.tuning.kernels import fuse_on_gpus
 
     device, most = torch.device(given.device), SHAPE_8B["num_hidden_layers"]
     if device.type == "cuda" and not changes:
@@ -123,16 +124,10 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    fuse_norms(model)  # as jobs do
-    return LoadedModel(
-        model=model,
-        tokenizer=None,
-        shape=probe_shape(config, torch.bfloat16),
-        name="random",
-        fingerprint="random",
-        dtype=torch.bfloat16,
-        device=device,
-    )
+    shape = probe_shape(config, torch.bfloat16)
+    loaded = LoadedModel(model, None, shape, "random", "random", torch.bfloat16, device)
+    fuse_on_gpus(loaded, LocalTransport(), print)  # as jobs do
+    return loaded
 
 
 def make_model(folder: Path, head_dim: int = 32) -> Path:

@@ -40,20 +40,3 @@ int cudaMemcpyAsync(void *to, const void *from, Size bytes, int kind, void *stre
     memcpy(to, from, bytes);
     return 0;
 }
-
-/* Only looked up, by a library that triton makes. */
-#define NEVER_CALLED(name) int name(void) { return 0; }
-NEVER_CALLED(cuCtxGetCurrent)
-NEVER_CALLED(cuCtxGetLimit)
-NEVER_CALLED(cuCtxSetCurrent)
-NEVER_CALLED(cuCtxSetLimit)
-NEVER_CALLED(cuDeviceGet)
-NEVER_CALLED(cuDeviceGetAttribute)
-NEVER_CALLED(cuDevicePrimaryCtxRetain)
-NEVER_CALLED(cuFuncGetAttribute)
-NEVER_CALLED(cuFuncSetAttribute)
-NEVER_CALLED(cuFuncSetCacheConfig)
-NEVER_CALLED(cuGetErrorString)
-NEVER_CALLED(cuModuleGetFunction)
-NEVER_CALLED(cuModuleLoadData)
-NEVER_CALLED(cuPointerGetAttribute)

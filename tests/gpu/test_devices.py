@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from models import tiny
 
 from kvr_mpi.doctor.facts import look_at_device
 from kvr_mpi.errors import ModelError
+from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device, devices
 from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.setup import loading
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.setup.job_ranks import JobRanks
+from kvr_mpi.setup.prepare import _room
 from kvr_mpi.transport import choose, mpi
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -40,20 +45,23 @@ def test_memory_is_shared_by_the_ranks_of_one_gpu(
     gib = 1 << 30
     free = {"a": 60 * gib, "b": 12 * gib, "c": 60 * gib, "d": 7 * gib}  # others use b and d, too
 
+    spec = JobSpec.model_validate({name: {"path": "any"} for name in ("model", "documents", "output")})
+
     def mine() -> int:
         return int(threading.current_thread().name.removeprefix("rank "))
 
-    def room(rank: LocalTransport) -> tuple[int, int]:
+    def room(rank: LocalTransport) -> tuple[int, int, int]:
         gpu = torch.device("cuda", int(numbers[mine()]))
-        count = ranks_on_device(rank, gpu)
-        return count, free_bytes(gpu, count)
+        count, loaded = ranks_on_device(rank, gpu), replace(tiny("llama-gqa"), device=gpu)
+        return count, free_bytes(gpu, count), _room(spec, loaded, JobRanks(rank, rank), None)[mine()]
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[mine()]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[uuids[mine()]], 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * gib)
-    expected = [(count, (free[gpu] + 2 * gib) // count) for gpu, count in zip(uuids, sharers, strict=True)]
-    assert run_local(4, room) == expected
+    for (count, free_here, planned), gpu, sharing in zip(run_local(4, room), uuids, sharers, strict=True):
+        assert (count, free_here) == (sharing, (free[gpu] + 2 * gib) // sharing)
+        assert 0.88 <= planned / free_here <= 0.9, "the rest is for libraries and fragmentation"
     assert run_local(4, lambda rank: ranks_on_device(rank, CPU)) == [4] * 4
 
 

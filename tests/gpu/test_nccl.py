@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,6 +134,9 @@ def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda
         warm_up(ranks, torch.device("cuda", ranks.rank))
         links = [measure_links(ranks, device) for device in (torch.device("cuda", ranks.rank), CPU)]
         busy_s = observe(models[ranks.rank], ranks, Partition((0, 30, 50, 60))).busy_s
+        total = torch.ones(2)
+        ranks.all_reduce(total)
+        assert total.tolist() == [3.0, 3.0]
         part = ranks.split(ranks.rank % 2)  # ranks 0 and 2, whose numbers are others among them
         skews = measure_skews(part, [1], lambda request, who: request.wait()) if part.size == 2 else {}
         return links, busy_s, skews
@@ -144,19 +149,25 @@ def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_verify_compares_on_the_host_what_ranks_computed_on_gpus(
-    gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In bfloat16 by flash attention."""
     gpus.watches = False
     monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
-    models = [gpus.move(tiny("llama-gqa"), torch.device("cuda", rank)) for rank in range(2)]
+    loaded = tiny("llama-gqa", dtype)
+    wide = replace(loaded, model=copy.deepcopy(loaded.model).float(), dtype=torch.float32)
+    monkeypatch.setattr("kvr_mpi.prefill.verify._in_float32", lambda mine: gpus.move(wide, mine.device))
+    models = [gpus.move(loaded, torch.device("cuda", rank)) for rank in range(2)]
 
     def work(ranks: NcclTransport) -> list[Finding]:
         warm_up(ranks, torch.device("cuda", ranks.rank))
-        return list(verify(models[ranks.rank], ranks, [6]))
+        return list(verify(models[ranks.rank], ranks, [24]))
 
     findings, _ = run_on_gpus(2, network, work)
     assert len(findings) > 4 and all(each.holds for each in findings), findings
+    assert (gpus.calls["dense"] > 0) == (dtype == torch.bfloat16)
 
 
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:

@@ -14,8 +14,9 @@ import torch
 from models import CONFIGS, prompt
 from pretended_cuda import CPU, OnDevices, PretendedCuda
 from torch.nn.attention.flex_attention import AuxOutput
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv import attention, flex
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import AttentionParams, attend
@@ -148,6 +149,19 @@ def test_nothing_waits_for_the_gpu_in_a_layer(
     assert waits[0] == waits[1] and called == calls
     if prepare in (make_row_of_pages, make_row_of_heads):
         assert waits[0][1] == 1, "tokens and lengths, in one copy"
+
+
+def test_a_step_waits_as_often_for_many_documents_as_for_two(gpu: PretendedCuda) -> None:
+    """The next tokens of all are chosen at once."""
+    waits = []
+    for many in (2, 6):
+        loaded = gpu.move(model_of("llama-gqa", 2), GPU)
+        batch = DecodeBatch[str](loaded, GenerationConfig(do_sample=False), stop=(), max_new_tokens=8)
+        for number, prefill in enumerate(prefill_packed(loaded, [prompt(40)] * many, reserve_tokens=8)):
+            batch.add(str(number), prefill, prompt(40), number)
+        batch.step()
+        waits.append(waits_in(gpu, batch.step))
+    assert waits[0] == waits[1]
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma2-softcap"])
@@ -285,7 +299,14 @@ def test_which_way_a_layer_goes(gpu: PretendedCuda, case: Any, way: str, monkeyp
 
 @pytest.mark.parametrize(
     ("head_dim", "room", "side"),
-    [(128, 101_376, None), (256, 166_912, None), (256, 101_376, 64), (512, 166_912, 64), (512, 101_376, 32)],
+    [
+        (64, 101_376, None),
+        (128, 101_376, 64),
+        (256, 166_912, None),
+        (256, 101_376, 64),
+        (512, 166_912, 64),
+        (512, 101_376, 32),
+    ],
 )
 def test_blocks_fit_into_the_shared_memory_of_the_gpu(
     gpu: PretendedCuda, head_dim: int, room: int, side: int | None, monkeypatch: pytest.MonkeyPatch
