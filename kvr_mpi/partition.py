@@ -66,13 +66,9 @@ class Partition:
         """Tokens of each rank's slice."""
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
-    def start(self, rank: int) -> int:
-        """First token of a rank's slice."""
-        return self.bounds[rank]
-
-    def stop(self, rank: int) -> int:
-        """One past the last token of a rank's slice."""
-        return self.bounds[rank + 1]
+    def slices(self, known: int = 0) -> list[tuple[int, int]]:
+        """Return the range of each rank's slice, without the first `known` tokens."""
+        return [(max(start, known), stop) for start, stop in pairwise(self.bounds)]
 
     def check_tokens(self, tokens: int) -> None:
         """Raise `PartitionError` unless the slices add up to `tokens`."""

@@ -76,10 +76,10 @@ class Failing(threading.local):
         """Watch the layers of models and the making of buffers."""
         make = LayerBuffers._make
 
-        def making(buffers: LayerBuffers, elements: int) -> torch.Tensor:
+        def making(buffers: LayerBuffers, count: int) -> torch.Tensor:
             if self.layer == -1:
                 raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-            return make(buffers, elements)
+            return make(buffers, count)
 
         def enter(idx: int) -> None:
             if self.layer == idx:

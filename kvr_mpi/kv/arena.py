@@ -76,7 +76,7 @@ class Extent:
     def __init__(self, shape: LayerShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages, self.dims = pages, (shape.key_dim, shape.value_dim)
         rows = (pages + 1) * PAGE_ROWS  # the last page is a dummy for heads that lie in other extents
-        memory = RowMemory.in_flat(make_flat(rows * sum(self.dims), dtype, device), rows, shape)
+        memory = RowMemory.in_flat(make_flat(rows * sum(self.dims), dtype, device)[0], rows, shape)
         self.keys, self.values = memory.keys, memory.values
         for each in (self.keys, self.values):
             each[-PAGE_ROWS:] = 0
@@ -194,4 +194,4 @@ def make_rows(
     if arena is not None and counts:
         return arena.take(shape, sum(pages_for(count + room) for count in counts), beside)
     rows = sum(counts) + room * len(counts)
-    return RowMemory.in_flat(make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device), rows, shape)
+    return RowMemory.in_flat(make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device)[0], rows, shape)

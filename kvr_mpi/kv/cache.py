@@ -25,7 +25,6 @@ from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.transport.base import LAYERS_AHEAD
 
-Chunks = Sequence[Sequence[Range]]
 # Takes a layer's keys and values, each (tokens, kv_heads, head_dim); None if it has none.
 WriteLayer = Callable[[tuple[torch.Tensor, torch.Tensor] | None], None]
 # Layers with unfinished sends that a rank holds before it waits for the sends.
@@ -101,7 +100,7 @@ class SliceCache(LayersOwner):
         self.share = _make_share(loaded, route, prefix, reserve_tokens) if is_spread else None
         self.keeps_all = self.is_decode_rank and self.share is None
         self.capacity = route.capacity + (reserve_tokens if self.keeps_all else 0)
-        self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
+        self.in_parts = loaded.attends_in_parts
         self.clock = Clock(self.device) if transfers is None else transfers.clock
         self._write_layer = write_layer
         self._held: list[Any] = []
@@ -136,23 +135,11 @@ class SliceCache(LayersOwner):
 
     def begin(self) -> None:
         """Post the receives of the first layers before anything is computed."""
-        if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:
-            self.layers[self.last].chunks = _with_last_alone(self.route.chunks)
-        if self.transfers is not None:
-            self.transfers.begin()
-        self._post_up_to(self._layers_ahead)
-
-    def chunk_lengths(self, layer_idx: int) -> list[int]:
-        """Tokens of each chunk of the slice."""
-        return [sum(last - first for first, last in chunk) for chunk in self.layers[layer_idx].chunks]
-
-    @property
-    def positions(self) -> torch.Tensor | None:
-        """Positions (1, tokens) of this rank's tokens if they are not contiguous; None if the model can count them."""
-        if not self.prefilling or len(self.route.owned) == 1:
-            return None
-        stretches = [torch.arange(first, last, device=self.device) for first, last in self.route.owned]
-        return torch.cat(stretches).unsqueeze(0) + self.first_position
+        if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:  # the last token alone
+            *before, (*ranges, (first, last)) = self.route.chunks
+            rest = [*ranges, (first, last - 1)] if last - first > 1 else ranges
+            self.layers[self.last].chunks = [*before, *([rest] if rest else []), [(last - 1, last)]]
+        self._post(self._layers_ahead)
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Return the tokens to run and the length of the whole prompt, including the slices of later ranks."""
@@ -162,24 +149,22 @@ class SliceCache(LayersOwner):
         """Begin a layer: finish those before it, release the ones that are sent, and post receives."""
         if layer_idx <= self._begun:
             return
-        self.clock.begin_layers(layer_idx - self._begun)
+        self.clock.mark("layer", layer_idx - self._begun)  # those without keys begin with the next that has them
         through = self.layers[max(self._begun, 0) : layer_idx]
         self._begun = layer_idx
-        self._leave(through)
-        self._post_up_to(layer_idx + 1 + self._layers_ahead)
+        self._complete(through)
+        self._post(layer_idx + 1 + self._layers_ahead)
         if not self.keeps_all:
             self._held += through
             while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):
                 self._held.pop(0)
 
-    def settle(self) -> None:
-        """Finish the layers that are still open after the model has returned."""
-        self._leave(self.layers[max(self._begun, 0) :])
-        if self._admits:
-            self.buffers.clear()
-
     def finish(self) -> None:
         """End the prefill, so that decoding can begin; unfinished sends continue in the background."""
+        if self._begun >= 0:
+            self._complete(self.layers[self._begun :])
+        if self._admits:
+            self.buffers.clear()
         if not self.keeps_all:
             for layer in self.layers:
                 layer.let_go()
@@ -209,7 +194,7 @@ class SliceCache(LayersOwner):
                 break
             shared = ()  # their extent is full: copy the shared rows
         if layer.segments is not None:
-            layer.segments.wait_through()
+            layer.segments.is_through(wait=True)
         keys, values = before.rows(known, length)
         store = HeadStore.by_heads(memory, shape, counts, slack, length, is_whole=is_whole, shared=shared)
         for head in range(shape.num_kv_heads):
@@ -246,7 +231,8 @@ class SliceCache(LayersOwner):
             if layer.shape.states:
                 layer.restore_states()
 
-    def _leave(self, layers: Sequence[Any]) -> None:
+    def _complete(self, layers: Sequence[Any]) -> None:
+        """Send, store or compress what layers hold after their attention."""
         for layer in layers:
             if layer.shape.states:
                 layer.send_states()
@@ -262,7 +248,8 @@ class SliceCache(LayersOwner):
                     check_retained(kept, layer.shape, layer.length, layer.layer_idx)
                 self.admit(layer, kept, self._reserve_tokens)
 
-    def _post_up_to(self, count: int) -> None:
+    def _post(self, count: int) -> None:
+        """Post the first `count` layers, except those already posted."""
         for layer in self.layers[self._posted : count]:
             layer.post()
         self._posted = max(self._posted, min(count, len(self.layers)))
@@ -284,13 +271,6 @@ def _check_window(window: Range, owned: Range) -> None:
         raise ValueError(
             f"the observation window, tokens {start} to {stop}, is not in the last slice, tokens {first} to {last}"
         )
-
-
-def _with_last_alone(chunks: Chunks) -> Chunks:
-    """Split off the last token as a separate chunk."""
-    *before, (*ranges, (first, last)) = chunks
-    rest = [*ranges, (first, last - 1)] if last - first > 1 else ranges
-    return [*before, *([rest] if rest else []), [(last - 1, last)]]
 
 
 def _make_share(loaded: LoadedModel, route: Route, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:

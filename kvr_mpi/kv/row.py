@@ -119,8 +119,3 @@ class RowCache(Cache):
             query's dtype.
         """
         raise NotImplementedError
-
-    @property
-    def positions(self) -> torch.Tensor | None:
-        """Positions (1, tokens); None if the model counts them itself."""
-        return None

@@ -75,10 +75,6 @@ class HookedCache(Protocol):
     def attending(self) -> AttendingLayer:
         """The layer that has been updated but has not attended yet."""
 
-    @property
-    def positions(self) -> torch.Tensor | None:
-        """Positions of the tokens (1, tokens); None if the model counts them itself."""
-
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Return each document's number of tokens in this call and its length after it (`rope.whole_lengths`)."""
 
@@ -217,8 +213,8 @@ def run_model(
         Position of each token in its document (1, tokens); by default, the cache or the model counts.
     keep : torch.Tensor, optional
         Indices of the tokens whose logits are returned (rows,); by default, the last one.
-    chunk_lengths : callable, optional
-        Returns the tokens of each chunk of a layer (`layer_chunks`).
+    chunk_lengths : sequence, optional
+        The tokens of each chunk, for each layer (`layer_chunks`).
 
     Returns
     -------
@@ -226,8 +222,6 @@ def run_model(
         Logits (rows, vocab_size), float32.
     """
     options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
-    if positions is None:
-        positions = cache.positions
     if positions is not None:
         options["position_ids"] = positions
     cuts = takes(model, "logits_to_keep")

@@ -6,7 +6,6 @@ new tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -18,9 +17,7 @@ from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import Failure, attempt
-from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache, wait_for_compute
+from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache, prefill_alone
 
 
 @torch.inference_mode()
@@ -51,31 +48,22 @@ def prefill_after_compressed(
         If the stored keys and values cannot be read.
     """
     prefix.check(ids)
-    began, partition, fresh = time.perf_counter(), Partition((0, len(ids))), ids[prefix.tokens :]
+    fresh = ids[prefix.tokens :]
+    slack = len(fresh) + reserve_tokens
 
     def run() -> tuple[SliceCache, torch.Tensor]:
-        slack = len(fresh) + reserve_tokens
         layers = enumerate(loaded.shape.layers)
         stores = [_load_layer(loaded, idx, shape, prefix, slack, arena) for idx, shape in layers]
         cache = make_decode_cache(loaded, stores, prefix.tokens, slack)
-        logits = run_model(loaded.model, torch.tensor([list(fresh)], device=loaded.device), cache)[0]
-        wait_for_compute(loaded.device)
-        return cache, logits
+        return cache, run_model(loaded.model, torch.tensor([list(fresh)], device=loaded.device), cache)[0]
 
-    found = attempt(run, loaded.tp_group)
-    if isinstance(found, Failure):
-        why = f"not enough memory for its {prefix.tokens} stored tokens and {len(fresh)} more: {found.why}"
-        return Prefill(partition, None, None, 0.0, error=why, known_tokens=prefix.tokens, began_s=began)
-    cache, logits = found
-    return Prefill(
-        partition,
-        cache,
-        logits,
-        time.perf_counter() - began,
-        known_tokens=prefix.tokens,
-        retained=size_of(loaded, cache, prefix.compression),
-        began_s=began,
-    )
+    def describe(why: str) -> str:
+        return f"not enough memory for its {prefix.tokens} stored tokens and {len(fresh)} more: {why}"
+
+    found = prefill_alone(loaded, len(ids), run, describe, known_tokens=prefix.tokens)
+    if found.error is None:
+        found.retained = size_of(loaded, found.cache, prefix.compression)
+    return found
 
 
 def _load_layer(

@@ -22,9 +22,8 @@ from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.after_compressed import prefill_after_compressed
 from kvr_mpi.prefill.failure import Failure, attempt
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_whole, wait_for_compute
 from kvr_mpi.prefill.routes import relay
-from kvr_mpi.transport.local import LocalTransport
 
 # Tokens of a packed forward pass, by device type: a GPU needs more rows for the full speed of its products.
 PACK_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -68,16 +67,8 @@ def prefill_packed(
         return [prefill_after_compressed(loaded, ids, prefix, reserve, arena) for ids, reserve in pairs]
     if len(prompts) == 1 or why_never_packed(loaded):
         return [
-            prefill_kvr(
-                loaded,
-                ids,
-                Partition((0, len(ids))),
-                LocalTransport(),
-                reserve_tokens=reserve,
-                prefix=prefix,
-                spares_chain=True,
-                retain=retain,
-                arena=arena,
+            prefill_whole(
+                loaded, ids, reserve_tokens=reserve, prefix=prefix, spares_chain=True, retain=retain, arena=arena
             )
             for ids, reserve in zip(prompts, reserves, strict=True)
         ]
@@ -119,7 +110,6 @@ def _prefill_row(
     wait_for_compute(device)
     seconds = time.perf_counter() - began
     for cache in caches:
-        cache.settle()
         cache.finish()
     parts = [(len(ids) - start) / row.shape[1] for ids in prompts]
     return [

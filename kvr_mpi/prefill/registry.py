@@ -133,8 +133,8 @@ class Strategy:
             If the model does not support it, or the logits differ.
         """
         from kvr_mpi.prefill.exactness import error_share, why_not_the_same
-        from kvr_mpi.prefill.one_prompt import prefill_kvr
-        from kvr_mpi.transport.local import LocalTransport, run_local
+        from kvr_mpi.prefill.one_prompt import prefill_whole
+        from kvr_mpi.transport.local import run_local
 
         if not self.needs_parts and chunk_tokens is None:
             return
@@ -144,15 +144,12 @@ class Strategy:
         ids, cut = loaded.shape.sample_ids(tokens), self.cut_evenly(tokens, 3)
 
         def run() -> Iterator[tuple[str, float]]:
-            truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
             ranks = run_local(
                 3, lambda rank: self.prefill(loaded, ids, cut, rank, chunk_tokens=chunk_tokens).logits, loaded.device
             )
             (found,) = (logits for logits in ranks if logits is not None)
-            yield (
-                f"the logits of a {self.name}{'' if chunk_tokens is None else ' in chunks'}",
-                error_share(found, truth),
-            )
+            how = "" if chunk_tokens is None else " in chunks"
+            yield f"the logits of a {self.name}{how}", error_share(found, prefill_whole(loaded, ids).logits)
 
         if why := why_not_the_same(loaded, run, "those of one rank"):
             remedy = (

@@ -195,7 +195,7 @@ class Plan:
         """Bounds of the slice on a rank of the chain; the first slice includes known tokens."""
         assert self.partition is not None
         place = Rotation.ending_at(self.partition.size, self.decode_rank).place_of(rank)
-        return self.partition.start(place), self.partition.stop(place)
+        return self.partition.slices()[place]
 
     def goes_with(self, other: Plan) -> bool:
         """Whether two prompts can share a packed row, since they continue the same prefix."""

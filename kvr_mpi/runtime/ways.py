@@ -318,8 +318,7 @@ class AfterStored(Way):
         """Make a rank's shard of a document, without loading it."""
         setup, size, known = self.setup, self.chain.size, plan.known_tokens
         place = Rotation.ending_at(size, plan.decode_rank).place_of(rank)
-        partition = share_out_stored(known, known, size)
+        start, stop = share_out_stored(known, known, size).slices()[place]
         longest_question = max(len(frame.tail) for frame in setup.question_frames.values())
         longest = known + longest_question + setup.longest_answer
-        start, stop = partition.start(place), partition.stop(place)
         return Share(setup.loaded, start, stop, known, longest, prefix=plan.prefix)

@@ -25,7 +25,6 @@ LAYERS_AHEAD = 2
 class FixedTag(IntEnum):
     """Reserved tags; those of prompts start after them (`FIRST_PROMPT_TAG`)."""
 
-    VERIFY = 0
     SHARED_HEADS = 1
     GATHER = 2
     SUM = 3

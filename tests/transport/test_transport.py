@@ -28,7 +28,7 @@ PROGRAMS = TESTS / "programs"
     ("ranks", "name"),
     [
         pytest.param(2, "auto", marks=pytest.mark.quick),
-        *(pytest.param(3, name, marks=pytest.mark.slow) for name in ("mpi", "staged")),
+        pytest.param(3, "mpi", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
@@ -101,16 +101,15 @@ def test_tags_are_those_of_no_other_message_or_refused(most: int) -> None:
         assert used and not used & {*FixedTag} and max(used) <= most
 
 
-@pytest.mark.parametrize("handing", ["host", "staged"])
-def test_what_is_received_is_passed_on_from_a_row_on(handing: Any) -> None:
+def test_what_is_received_is_passed_on_from_a_row_on() -> None:
     from mpi4py import MPI
 
     sent, came, last = torch.arange(12.0).view(6, 2), torch.zeros(6, 2), torch.zeros(4, 2)
-    forwarder = Forwarder(MpiTransport(MPI.COMM_SELF, handing))
+    forwarder = Forwarder(MpiTransport(MPI.COMM_SELF))
     forwarder.begin()
     forwarder.receive(came, 0, 1, forward_to=0, forward_from=2)
     forwarder.receive(last, 0, 1)
-    forwarder.send(sent, 0, 1)
+    forwarder.send(forwarder.announce(sent, 0, 1))
     forwarder.close()
     assert torch.equal(came, sent) and torch.equal(last, sent[2:])
 
