@@ -70,13 +70,6 @@ class Partition:
         """Return the range of each rank's slice, without the first `known` tokens."""
         return [(max(start, known), stop) for start, stop in pairwise(self.bounds)]
 
-    def check_tokens(self, tokens: int) -> None:
-        """Raise `PartitionError` unless the slices add up to `tokens`."""
-        if self.tokens != tokens:
-            raise PartitionError(
-                f"slice bounds {list(self.bounds)} add up to {self.tokens} tokens; the prompt has {tokens}"
-            )
-
     def check_prefix(self, tokens: int) -> None:
         """Raise `PartitionError` unless the first slice extends beyond a prefix of `tokens`."""
         if self.bounds[1] <= tokens:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from kvr_mpi.model import LayerShape
 
 
+@dataclass(eq=False)
 class LayerBuffers:
     """Buffers (capacity, elements of K and V of all heads) for the layers of one prompt on one rank.
 
@@ -30,38 +32,33 @@ class LayerBuffers:
         Whether this rank keeps all layers.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        capacity: int,
-        *,
-        keeps: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._shapes, self._capacity, self._dtype, self._device = shapes, capacity, dtype, device
-        self._free: list[tuple[torch.Tensor, Any]] = []  # with the event after which each is free
-        self._keeps = keeps
-        self._pages: mmap.mmap | None = None  # the memory of all kept layers, and its address
-        self._address = 0
+    shapes: Sequence[LayerShape]
+    capacity: int
+    dtype: torch.dtype
+    device: torch.device
+    keeps: bool
+    _free: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # with the event after which each is free
+    _pages: mmap.mmap | None = None  # the memory of all kept layers, and its address
+    _address: int = 0
 
     def take(self, shape: LayerShape) -> tuple[torch.Tensor, Any]:
         """Return an uninitialised buffer for a layer; on a GPU also the event after which no earlier work uses it."""
         if not self._free:
-            sizes = [self._capacity * each.elements for each in self._shapes]
-            block = self._make(sum(sizes) if self._keeps else max(sizes))
-            parts = torch.split(block, sizes) if self._keeps else [block]  # kept layers are taken in order
+            sizes = [self.capacity * each.elements for each in self.shapes]
+            block, self._pages = make_flat(sum(sizes) if self.keeps else max(sizes), self.dtype, self.device)
+            self._address = block.data_ptr()
+            parts = torch.split(block, sizes) if self.keeps else [block]  # kept layers are taken in order
             self._free = [(part, self._now()) for part in reversed(parts) if len(part)]
         flat, free = self._free.pop()
-        return flat[: self._capacity * shape.elements].view(self._capacity, shape.elements), free
+        return flat[: self.capacity * shape.elements].view(self.capacity, shape.elements), free
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Mark a buffer as free for reuse; on a CPU rank that keeps all layers, return its pages to the system.
 
         The contents of the buffer are undefined afterwards. On a GPU it is free when the work queued so far is done.
         """
-        if not self._keeps:
-            whole = self._capacity * max(shape.elements for shape in self._shapes)
+        if not self.keeps:
+            whole = self.capacity * max(shape.elements for shape in self.shapes)
             self._free.append((torch.as_strided(buffer, (whole,), (1,)), self._now()))
         elif self._pages is not None and hasattr(mmap, "MADV_DONTNEED"):
             start = buffer.data_ptr() - self._address
@@ -73,8 +70,8 @@ class LayerBuffers:
     def scratch(self, rows: int, count: int) -> list[torch.Tensor]:
         """Allocate `count` buffers of `rows` rows of any layer, after freeing everything else."""
         self.clear()
-        elements = max(shape.elements for shape in self._shapes)
-        return list(torch.empty(count, rows * elements, dtype=self._dtype, device=self._device))
+        elements = max(shape.elements for shape in self.shapes)
+        return list(torch.empty(count, rows * elements, dtype=self.dtype, device=self.device))
 
     def clear(self) -> None:
         """Drop all buffers; memory that no layer references goes back to the system."""
@@ -83,13 +80,7 @@ class LayerBuffers:
 
     def _now(self) -> Any:
         """Record an event after the work queued so far; None on a CPU."""
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    def _make(self, count: int) -> torch.Tensor:
-        """Allocate elements (count,)."""
-        flat, self._pages = make_flat(count, self._dtype, self._device)
-        self._address = flat.data_ptr()
-        return flat
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
 
 def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, mmap.mmap | None]:

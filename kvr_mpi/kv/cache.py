@@ -90,7 +90,7 @@ class SliceCache(LayersOwner):
         shape = loaded.shape
         self.route, self.transfers, self.prefix = route, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
-        self.is_decode_rank = transfers is None or route.is_last
+        self.is_decode_rank = transfers is None or route.position == route.decode_position
         keep = retain if retain is not None and self.is_decode_rank else Retain(None)
         self.window, self._choose = keep.window, keep.choose
         if self.window is not None:
@@ -139,21 +139,44 @@ class SliceCache(LayersOwner):
             *before, (*ranges, (first, last)) = self.route.chunks
             rest = [*ranges, (first, last - 1)] if last - first > 1 else ranges
             self.layers[self.last].chunks = [*before, *([rest] if rest else []), [(last - 1, last)]]
-        self._post(self._layers_ahead)
+        self._posted = self._layers_ahead
+        for layer in self.layers[: self._posted]:
+            layer.post()
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Return the tokens to run and the length of the whole prompt, including the slices of later ranks."""
         return [(tokens, self.prompt_tokens if self.prefilling else self.length + tokens)]
 
     def advance(self, layer_idx: int) -> None:
-        """Begin a layer: finish those before it, release the ones that are sent, and post receives."""
+        """Begin a layer: finish those before it, release the ones that are sent, and post receives.
+
+        To begin the layer after the last one is to finish all.
+        """
         if layer_idx <= self._begun:
             return
-        self.clock.mark("layer", layer_idx - self._begun)  # those without keys begin with the next that has them
-        through = self.layers[max(self._begun, 0) : layer_idx]
+        is_end, through = layer_idx == len(self.layers), self.layers[max(self._begun, 0) : layer_idx]
+        if not is_end:
+            self.clock.mark("layer", layer_idx - self._begun)  # those without keys begin with the next that has them
         self._begun = layer_idx
-        self._complete(through)
-        self._post(layer_idx + 1 + self._layers_ahead)
+        for layer in through:
+            if layer.shape.states:
+                layer.send_states()
+            if self.share is not None:
+                self.share.take(layer)
+            if self._write_layer is not None:
+                bounds = self.route.partition.bounds[self.route.position :][:2]
+                self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
+            if self._admits and layer.shape.elements:
+                kept = None if self._choose is None else self._choose(layer)
+                layer.observed = None
+                if kept is not None:
+                    check_retained(kept, layer.shape, layer.length, layer.layer_idx)
+                self.admit(layer, kept, self._reserve_tokens)
+        if is_end:
+            return
+        for layer in self.layers[self._posted : layer_idx + 1 + self._layers_ahead]:
+            layer.post()
+        self._posted = max(self._posted, layer_idx + 1 + self._layers_ahead)
         if not self.keeps_all:
             self._held += through
             while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):
@@ -162,7 +185,7 @@ class SliceCache(LayersOwner):
     def finish(self) -> None:
         """End the prefill, so that decoding can begin; unfinished sends continue in the background."""
         if self._begun >= 0:
-            self._complete(self.layers[self._begun :])
+            self.advance(len(self.layers))
         if self._admits:
             self.buffers.clear()
         if not self.keeps_all:
@@ -230,29 +253,6 @@ class SliceCache(LayersOwner):
             layer.length = length
             if layer.shape.states:
                 layer.restore_states()
-
-    def _complete(self, layers: Sequence[Any]) -> None:
-        """Send, store or compress what layers hold after their attention."""
-        for layer in layers:
-            if layer.shape.states:
-                layer.send_states()
-            if self.share is not None:
-                self.share.take(layer)
-            if self._write_layer is not None:
-                bounds = self.route.partition.bounds[self.route.position :][:2]
-                self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
-            if self._admits and layer.shape.elements:
-                kept = None if self._choose is None else self._choose(layer)
-                layer.observed = None
-                if kept is not None:
-                    check_retained(kept, layer.shape, layer.length, layer.layer_idx)
-                self.admit(layer, kept, self._reserve_tokens)
-
-    def _post(self, count: int) -> None:
-        """Post the first `count` layers, except those already posted."""
-        for layer in self.layers[self._posted : count]:
-            layer.post()
-        self._posted = max(self._posted, min(count, len(self.layers)))
 
 
 def held_bytes(caches: Sequence[Any]) -> int:

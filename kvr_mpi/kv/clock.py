@@ -7,6 +7,7 @@ timestamp is therefore an event in the stream, read after the stream has passed 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ class Times(NamedTuple):
     send_s: float
 
 
+@dataclass(slots=True)
 class Clock:
     """Records the start of layers and of waits, and the end of waits, in order.
 
@@ -40,14 +42,13 @@ class Clock:
         None: host memory.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._is_gpu = device is not None and device.type == "cuda"
-        self._marks: list[tuple[Wait | Literal["layer", "go on"], Any]] = []
+    device: torch.device | None
+    _marks: list[tuple[Wait | Literal["layer", "go on"], Any]] = field(default_factory=list)
 
     def mark(self, what: Wait | Literal["layer", "go on"], count: int = 1) -> None:
         """Record the start of `count` layers, or the start or end of a wait, after the work queued so far."""
         moment: Any = time.perf_counter()
-        if self._is_gpu:
+        if self.device is not None and self.device.type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             moment.record()
         self._marks += [(what, moment)] * count
@@ -55,9 +56,10 @@ class Clock:
     def read(self) -> Times:
         """Return the times; the stream must have passed all marks."""
         layers, waited_s = list[tuple[Any, float]](), {"receive": 0.0, "send": 0.0}
+        is_gpu = self.device is not None and self.device.type == "cuda"
 
         def seconds(first: Any, last: Any) -> float:
-            return float(first.elapsed_time(last)) / 1e3 if self._is_gpu else last - first
+            return float(first.elapsed_time(last)) / 1e3 if is_gpu else last - first
 
         for at, (what, moment) in enumerate(self._marks):
             if what == "layer":
@@ -65,7 +67,7 @@ class Clock:
             elif what != "go on":  # the next mark ends the wait
                 waited_s[what] += seconds(moment, self._marks[at + 1][1])
         return Times(
-            [] if self._is_gpu else [moment for moment, _ in layers],
+            [] if is_gpu else [moment for moment, _ in layers],
             [seconds(layers[0][0], moment) - (before_s - layers[0][1]) for moment, before_s in layers],
             waited_s["receive"],
             waited_s["send"],

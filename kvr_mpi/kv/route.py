@@ -88,11 +88,6 @@ class Route:
     slots: int = 1
 
     @property
-    def is_last(self) -> bool:
-        """Whether this position ends with all keys and values."""
-        return self.position == self.decode_position
-
-    @property
     def longest_segment(self) -> int:
         """Tokens of the longest segment that is sent or received here."""
         return max((hop.bounds[1] - hop.bounds[0] for hop in self.hops), default=0)

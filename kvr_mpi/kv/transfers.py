@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from kvr_mpi.kv.clock import Clock, Wait
 from kvr_mpi.kv.route import Hop, Range, Route
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.topology import Rotation
+from kvr_mpi.trace import Span
 from kvr_mpi.transport.base import FIRST_PROMPT_TAG
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
@@ -69,8 +71,10 @@ class PromptTransfers:
             yield
         finally:
             self.clock.mark("go on")
-        recorder = self.forwarder.recorder
-        recorder.note("wait" if kind == "receive" else "send wait", began_s, layer=layer_idx, peer=peer)
+        recorder, ended_s = self.forwarder.recorder, time.perf_counter()
+        recorder.add(
+            Span("wait" if kind == "receive" else "send wait", began_s, ended_s, recorder.prompt, layer_idx, peer)
+        )
 
     def tag(self, layer_idx: int, segment: int) -> int:
         """Return the tag of a segment's messages, unique among this prompt and its neighbours."""
@@ -79,31 +83,34 @@ class PromptTransfers:
         return FIRST_PROMPT_TAG + 2 * number + self._turn
 
 
+@dataclass(slots=True, eq=False)
 class LayerTransfers:
     """One layer's messages that this rank sends, forwards and receives: segments of keys and values, and states.
 
     Attributes
     ----------
-    rows : callable
-        Returns the memory of a range of tokens (tokens, elements).
+    rows : callable or None
+        Returns the memory of a range of tokens (tokens, elements); None: not allocated yet.
     free : event or None
         Event of the GPU after which no earlier work uses this memory.
     posted : dict of Hop to Transfer
         In the order in which they were posted.
     """
 
-    def __init__(self, prompt: PromptTransfers, layer_idx: int, visibility: Visibility) -> None:
-        self.prompt, self.layer_idx, self.visibility = prompt, layer_idx, visibility
-        self.rows: Callable[[int, int], torch.Tensor]
-        self.free: Any = None
-        self.posted: dict[Hop, Transfer] = {}
-        self._arriving: dict[int, Transfer] = {}  # by segment
+    prompt: PromptTransfers
+    layer_idx: int
+    visibility: Visibility
+    rows: Callable[[int, int], torch.Tensor] | None = None
+    free: Any = None
+    posted: dict[Hop, Transfer] = field(default_factory=dict)
+    _arriving: dict[int, Transfer] = field(default_factory=dict)  # by segment
 
     def post(self, route: Route, *, is_filled: bool = False) -> None:
         """Announce the layer's sends and post its receives before it computes; repeated, post what is not posted yet.
 
         With `is_filled`, this rank's own rows can be sent at once.
         """
+        assert self.rows is not None, "its memory is allocated"
         for hop, bounds, onward in route.messages(self.visibility):
             if hop not in self.posted:
                 skipped = None if onward is None else onward[0] - bounds[0]
@@ -156,7 +163,8 @@ class LayerTransfers:
         """Whether all messages have arrived and are forwarded; with `wait`, wait for that, and count the time."""
         forwarder = self.prompt.forwarder
         if not wait:
-            return all(forwarder.is_through(transfer) for transfer in self.posted.values())
+            forwarder.progress()
+            return all(transfer.through for transfer in self.posted.values())
         with self.prompt.waiting("send", self.layer_idx):
             for transfer in self.posted.values():
                 forwarder.wait(transfer, through=True)

@@ -143,7 +143,8 @@ def agree(
         return failed
     forwarder, rank_of = transfers.forwarder, transfers.rotation.rank_of
     # Steps along the chain: the decode rank has the last one, and the rank after it the first.
-    steps = Rotation.ending_at(forwarder.transport.size, decode_place)
+    size = forwarder.transport.size
+    steps = Rotation.bringing(size, size - 1, decode_place)
     own_step, after = steps.place_of(place), None if place == decode_place else rank_of(place + 1)
     status = torch.full((1,), FAILED if digest is None else digest, dtype=torch.int64, device=device)
     if after is not None:

@@ -108,7 +108,7 @@ class Footprint:
         `is_spread` every rank keeps only its own tokens; with a `drop` the decode rank holds the retained tokens, and
         a few whole layers.
         """
-        is_decode_rank = route.is_last
+        is_decode_rank = route.position == route.decode_position
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
         reserved = reserve_tokens if is_decode_rank else 0
         computed = count_tokens(route.owned)

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from kvr_mpi.compress.compression import RetainedSize
-from kvr_mpi.errors import ModelError
+from kvr_mpi.errors import ModelError, PartitionError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache, WriteLayer
 from kvr_mpi.kv.head_store import HeadStore
@@ -231,7 +231,10 @@ def prefill_kvr(
     **of_cache
         Options of `SliceCache`, on each rank.
     """
-    partition.check_tokens(len(ids))
+    if partition.tokens != len(ids):
+        raise PartitionError(
+            f"slice bounds {list(partition.bounds)} add up to {partition.tokens} tokens; the prompt has {len(ids)}"
+        )
     loaded.shape.check_ids(ids)
     if chunk_tokens is not None:
         if chunk_tokens < 1:

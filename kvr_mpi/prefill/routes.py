@@ -33,7 +33,8 @@ def relay(
         Ranks compute and send their tokens in chunks that end at multiples of this. Only strategies that are `in_order`
         support chunks.
     """
-    last, slices = partition.size - 1, partition.slices(known)
+    slices = partition.slices(known)
+    last = len(slices) - 1
     parts = [list(cut_range(*bounds, chunk_tokens)) for bounds in slices]
     numbers = itertools.count()
     segments = [[(next(numbers), part) for part in some] for some in parts]

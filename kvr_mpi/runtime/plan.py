@@ -189,7 +189,7 @@ class Plan:
     @property
     def is_beginning(self) -> bool:
         """Whether this is the plan of a prefix that other prompts continue."""
-        return self.prompt.shared_tokens == self.prompt.tokens
+        return self.prompt.shared_tokens == len(self.prompt.ids)
 
     def bounds_on(self, rank: int) -> tuple[int, int]:
         """Bounds of the slice on a rank of the chain; the first slice includes known tokens."""

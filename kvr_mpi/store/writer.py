@@ -291,7 +291,7 @@ class ResultWriter:
                         self._add_cost(self._last_cost)
                     self._sync()
                 if isinstance(task, _Document) or volume is not self._volume:
-                    self._recorder.note("write", began_s, prompt=-1)
+                    self._recorder.note("write", began_s)
             except Exception as error:
                 self._free = self._free or self._space()  # before the unfinished volume makes room again
                 self._error = self._error or error

@@ -46,17 +46,6 @@ class Request(Protocol):
         """Wait until the transfer is complete; on a transport with `in_streams`, only the current stream waits."""
 
 
-class Ended:
-    """A completed transfer."""
-
-    def test(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self) -> None:
-        """Return immediately."""
-
-
 class Transport(Protocol):
     """Communication between the ranks of a job.
 

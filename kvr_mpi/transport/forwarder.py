@@ -104,7 +104,7 @@ class Forwarder:
 
     def begin(self) -> int:
         """Begin a prompt, once all but the previous one are complete; return which tag set to use (0 or 1)."""
-        self._end_before(self._prompt)
+        self.settle(running=1)
         self._prompt += 1
         return self._prompt % 2
 
@@ -170,12 +170,6 @@ class Forwarder:
                     self.send(transfer.onward, transfer.request)
             return transfer
 
-    def is_through(self, transfer: Transfer) -> bool:
-        """Progress all transfers, and return whether this one's buffer can be reused."""
-        if not transfer.through:
-            self._poll()
-        return transfer.through
-
     def wait(self, transfer: Transfer, *, through: bool = False) -> None:
         """Wait until a transfer has arrived; with `through`, until its buffer can be reused."""
         if not self.transport.in_streams:
@@ -197,12 +191,18 @@ class Forwarder:
 
             self._until(torch.cuda.current_stream(self._gpu).record_event().query)
 
-    def settle(self) -> None:
-        """Wait until everything is received and forwarded."""
+    def settle(self, *, running: int = 0) -> None:
+        """Wait until everything but the messages of the last `running` prompts is received and forwarded."""
         import torch
 
+        def is_through() -> bool:
+            self.progress()
+            with self._lock:
+                ready = [transfer for turns in self._turns.values() for transfer in turns if transfer.is_ready]
+                return all(transfer.prompt > self._prompt - running for transfer in (*self._pending, *ready))
+
         with torch.inference_mode():  # the buffers are inference tensors
-            self._end_before(self._prompt + 1)
+            self._until(is_through)
 
     def close(self) -> None:
         """Wait until everything is received and forwarded, then stop the thread."""
@@ -215,27 +215,17 @@ class Forwarder:
         if self._thread is not None:
             self._thread.join()
 
-    def _end_before(self, prompt: int) -> None:
-        """Wait until the prompts before this one are received and forwarded."""
-
-        def is_through() -> bool:
-            self._poll()
-            with self._lock:
-                ready = [transfer for turns in self._turns.values() for transfer in turns if transfer.is_ready]
-                return all(transfer.prompt >= prompt for transfer in (*self._pending, *ready))
-
-        self._until(is_through)
-
     def _until(self, done: Callable[[], bool]) -> None:
         """Progress the transfers until `done` returns True."""
         looks = 0
         while not done():
             if looks > SPINS:
                 time.sleep(PAUSE_S)
-            self._poll()
+            self.progress()
             looks += 1
 
-    def _poll(self) -> None:
+    def progress(self) -> None:
+        """Progress all transfers, and forward what has arrived."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -256,7 +246,7 @@ class Forwarder:
         with torch.inference_mode():  # per thread; the buffers are inference tensors
             while not self._closed.wait(POLL_S):
                 try:
-                    self._poll()
+                    self.progress()
                 except BaseException as error:
                     self._failure = error  # raised by the next poll of the rank
                     return

@@ -66,18 +66,18 @@ def run_chain(
 @pytest.fixture
 def unseen(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """No host sees a transfer of a prompt end before the last, since that would order them, too."""
-    begin, settle = Forwarder.begin, Forwarder.settle
+    begin, close = Forwarder.begin, Forwarder.close
 
     def begin_blind(forwarder: Forwarder) -> int:
         network.blind.add(forwarder.transport.rank)
         return begin(forwarder)
 
-    def settle_seeing(forwarder: Forwarder) -> None:
+    def close_seeing(forwarder: Forwarder) -> None:
         network.blind.discard(forwarder.transport.rank)
-        settle(forwarder)
+        close(forwarder)
 
     monkeypatch.setattr(Forwarder, "begin", begin_blind)
-    monkeypatch.setattr(Forwarder, "settle", settle_seeing)
+    monkeypatch.setattr(Forwarder, "close", close_seeing)
 
 
 @pytest.mark.parametrize("is_blind", [False, True])
