@@ -61,12 +61,8 @@ class SliceCache(LayersOwner):
 
     Attributes
     ----------
-    in_parts : bool
-        Our attention attends to the prefix in parts; otherwise the model's own attention attends to all of it at once.
     cuts_last_layer : bool
         The last layer processes the last token as a separate chunk, the only one that attends (``layer_chunks``).
-    keeps_all : bool
-        This rank ends with the keys and values of all tokens.
     is_alone : bool
         No other rank takes part. A layer's buffer is allocated only after the layer before it is complete.
     shared_tokens : int

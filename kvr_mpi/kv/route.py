@@ -87,11 +87,6 @@ class Route:
     attend: Callable[..., PartialAttention] | None = None
     slots: int = 1
 
-    @property
-    def longest_segment(self) -> int:
-        """Tokens of the longest segment that is sent or received here."""
-        return max((hop.bounds[1] - hop.bounds[0] for hop in self.hops), default=0)
-
     def messages(self, visibility: Visibility) -> Iterator[tuple[Hop, Range, Range | None]]:
         """Yield the hops of a layer with the tokens that are received or computed here, and those that are sent.
 

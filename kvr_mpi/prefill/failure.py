@@ -87,7 +87,8 @@ def play_on(cache: SliceCache) -> None:
         if layer.shape.elements:
             if layer.buffer is None:
                 if not slots:  # layers with buffers come first, and have given them back
-                    slots = cache.buffers.scratch(cache.route.longest_segment, cache.route.slots)
+                    longest = max(hop.bounds[1] - hop.bounds[0] for hop in cache.route.hops)
+                    slots = cache.buffers.scratch(longest, cache.route.slots)
                 layer.segments.rows = partial(_scratch_rows, layer.segments, slots, layer.shape.elements)
                 layer.segments.free = None
             layer.segments.post(cache.route, is_filled=True)

@@ -263,22 +263,6 @@ def check_fits(
     )
 
 
-def check_rolling_fits(footprint: Footprint, rolling: Rolling, free_bytes: int) -> None:
-    """Check that a rolling cache fits into memory.
-
-    Raises
-    ------
-    DocumentError
-        If it does not fit; says how much memory it needs.
-    """
-    needs = footprint.rolling_bytes(rolling)
-    if needs > free_bytes:
-        raise DocumentError(
-            f"a {rolling.name} needs {needs / GIB:.2f} GiB in addition to the weights, but a rank has "
-            f"{free_bytes / GIB:.2f} GiB; lower cache.tokens or parallel.chunk_tokens, or use ranks with more memory"
-        )
-
-
 def ranks_that_fit(
     needed: Callable[[Partition, int], int], tokens: int, free: int, slices_per_rank: int = 1
 ) -> int | None:

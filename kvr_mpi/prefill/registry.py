@@ -130,22 +130,27 @@ class Strategy:
         Raises
         ------
         ModelError
-            If the model does not support it, or the logits differ.
+            If the strategy or the model does not support it, or the logits differ.
         """
         from kvr_mpi.prefill.exactness import error_share, why_not_the_same
         from kvr_mpi.prefill.one_prompt import prefill_whole
         from kvr_mpi.transport.local import run_local
 
-        if not self.needs_parts and chunk_tokens is None:
+        if self.is_plain or (not self.needs_parts and chunk_tokens is None):
             return
+        if chunk_tokens is not None and not self.takes_chunks:
+            raise ModelError(
+                f"parallel.chunk_tokens = {chunk_tokens}: {self.name} cannot use chunks; use strategy = 'kvr'"
+            )
         if why := self.misfit(loaded):
             raise ModelError(f"parallel.strategy = {self.name!r}: {why}")
+        chunk = None if chunk_tokens is None else CHECKED_CHUNK
         tokens = min(CHECKED_TOKENS, loaded.shape.max_tokens or CHECKED_TOKENS)
         ids, cut = loaded.shape.sample_ids(tokens), self.cut_evenly(tokens, 3)
 
         def run() -> Iterator[tuple[str, float]]:
             ranks = run_local(
-                3, lambda rank: self.prefill(loaded, ids, cut, rank, chunk_tokens=chunk_tokens).logits, loaded.device
+                3, lambda rank: self.prefill(loaded, ids, cut, rank, chunk_tokens=chunk).logits, loaded.device
             )
             (found,) = (logits for logits in ranks if logits is not None)
             how = "" if chunk_tokens is None else " in chunks"
@@ -210,23 +215,6 @@ def choose_chunks(
     if not footprint.takes_chunks or fits(None):
         return None
     return next((size for size in CHUNK_SIZES if fits(size)), None)
-
-
-def check_takes_chunks(strategy: Strategy, loaded: LoadedModel, chunk_tokens: int | Literal["auto"]) -> None:
-    """Verify on a few tokens that a model runs in chunks, if the job asks for them.
-
-    Raises
-    ------
-    ModelError
-        If the strategy or the model does not support chunks, or the logits differ.
-    """
-    if chunk_tokens == "auto" or strategy.is_plain:
-        return
-    if not strategy.takes_chunks:
-        raise ModelError(
-            f"parallel.chunk_tokens = {chunk_tokens}: {strategy.name} cannot use chunks; use strategy = 'kvr'"
-        )
-    strategy.check(loaded, chunk_tokens=CHECKED_CHUNK)
 
 
 def fastest(seconds: Sequence[float]) -> int:

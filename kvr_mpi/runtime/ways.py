@@ -16,7 +16,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.memory_budget import GIB, check_fits, check_rolling_fits
+from kvr_mpi.prefill.memory_budget import GIB, check_fits
 from kvr_mpi.prefill.one_prompt import Prefill, prefix_of_cache
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.routes import relay
@@ -85,7 +85,12 @@ class InSteps(Alone):
 
     def check_fits(self, plan: Plan) -> None:
         """Check the memory for the rolling cache, which does not depend on the prompt's length."""
-        check_rolling_fits(self.footprint, self.rolling, min(self.free_bytes))
+        needs, free = self.footprint.rolling_bytes(self.rolling), min(self.free_bytes)
+        if needs > free:
+            raise DocumentError(
+                f"a {self.rolling.name} needs {needs / GIB:.2f} GiB in addition to the weights, but a rank has "
+                f"{free / GIB:.2f} GiB; lower cache.tokens or parallel.chunk_tokens, or use ranks with more memory"
+            )
 
     def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
         """Prefill the prompts one after the other."""
