@@ -236,13 +236,8 @@ def prefill_kvr(
             f"slice bounds {list(partition.bounds)} add up to {partition.tokens} tokens; the prompt has {len(ids)}"
         )
     loaded.shape.check_ids(ids)
-    if chunk_tokens is not None:
-        if chunk_tokens < 1:
-            raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
-        if why := why_no_chunks(loaded):
-            raise ModelError(why)
-        if not make(partition, 0).in_order:
-            raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
+    if chunk_tokens is not None and (why := why_no_chunks(loaded)):
+        raise ModelError(why)
     make = partial(make, chunk_tokens=chunk_tokens)
     known, prefix = 0, of_cache.get("prefix")
     if prefix is not None:
