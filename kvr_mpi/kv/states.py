@@ -19,7 +19,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.layer import LayersOwner, SliceLayer
 from kvr_mpi.kv.route import Hop
-from kvr_mpi.kv.transfers import STATES
+from kvr_mpi.kv.transfers import NO_TOKENS, STATES
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.transport.forwarder import Transfer
 
@@ -79,14 +79,14 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         if cache.route.position > 0 and self.segments is not None:
             if self._incoming is None:
                 self._incoming = torch.empty(self.state_bytes, dtype=torch.uint8, device=cache.device)
-            self.segments.add(Hop(STATES, (0, 0), cache.route.position - 1, None), self._incoming)
+            self.segments.add(Hop(STATES, NO_TOKENS, cache.route.position - 1, None), self._incoming)
             self._expect()
         elif cache.prefix is not None and cache.prefilling:
             self._incoming = cache.prefix.states[self.layer_idx].clone()
             self._expect()
         if self._outgoing is None and self.segments is not None and cache.route.position < cache.route.decode_position:
             message = torch.zeros(self.state_bytes, dtype=torch.uint8, device=cache.device)
-            self._outgoing = self.segments.add(Hop(STATES, (0, 0), None, cache.route.position + 1), message, 0)
+            self._outgoing = self.segments.add(Hop(STATES, NO_TOKENS, None, cache.route.position + 1), message, 0)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Append the inputs of a convolution; return them after the earlier ones (1, channels, tokens)."""

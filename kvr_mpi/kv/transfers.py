@@ -22,8 +22,8 @@ from kvr_mpi.trace import Span
 from kvr_mpi.transport.base import FIRST_PROMPT_TAG
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
-# Segment number of a layer's recurrent states, which each rank sends to the next.
-STATES = -1
+# Segment number of a layer's recurrent states, which each rank sends to the next, and their range of tokens.
+STATES, NO_TOKENS = -1, (-1, -1)
 
 
 class PromptTransfers:
@@ -143,7 +143,7 @@ class LayerTransfers:
         """Send this rank's segments that lie within `ranges`, which are complete in the buffer."""
         for hop, transfer in self.posted.items():
             is_made = any(first <= hop.bounds[0] and hop.bounds[1] <= last for first, last in ranges)
-            if hop.source is None and hop.segment != STATES and is_made and not transfer.is_ready:
+            if hop.source is None and is_made and not transfer.is_ready:
                 self.prompt.forwarder.send(transfer)
 
     def wait_for(self, segments: Iterable[int] | None = None) -> None:

@@ -48,18 +48,15 @@ class Strategy:
     make : makes its routes; None: plain transformers on one rank.
     forecast : its time to the first token.
     stretches : slices of each rank.
-    has_cuts : whether its slices are tuned; otherwise they are even.
-    needs_parts : whether it attends to a prefix in parts, in another order than the prompt's.
-    takes_chunks : whether ranks can compute their slices in chunks.
+    in_order : each rank's tokens follow those of the rank before. Then slices are tuned (otherwise they are even), can
+        be computed in chunks, and attention need not be computed in parts.
     """
 
     name: str
     make: MakeRoute | None
     forecast: Forecast
     stretches: int = 1
-    has_cuts: bool = False
-    needs_parts: bool = True
-    takes_chunks: bool = False
+    in_order: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -108,7 +105,7 @@ class Strategy:
         """Return why a model that runs in chains does not support this strategy; None if it does."""
         from kvr_mpi.model.attention_hook import takes
 
-        if not self.needs_parts:
+        if self.is_plain or self.in_order:
             return None
         if not loaded.attends_in_parts:
             why = "its attention cannot be computed in parts"
@@ -136,9 +133,9 @@ class Strategy:
         from kvr_mpi.prefill.one_prompt import prefill_whole
         from kvr_mpi.transport.local import run_local
 
-        if self.is_plain or (not self.needs_parts and chunk_tokens is None):
+        if self.is_plain or (self.in_order and chunk_tokens is None):
             return
-        if chunk_tokens is not None and not self.takes_chunks:
+        if chunk_tokens is not None and not self.in_order:
             raise ModelError(
                 f"parallel.chunk_tokens = {chunk_tokens}: {self.name} cannot use chunks; use strategy = 'kvr'"
             )
@@ -174,9 +171,9 @@ def _ring(costs: Costs, lengths: Sequence[float]) -> float:
 STRATEGIES: Mapping[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("single", None, _single, needs_parts=False),
+        Strategy("single", None, _single),
         Strategy("ring", ring, _ring, stretches=2),
-        Strategy("kvr", relay, chain_seconds, has_cuts=True, needs_parts=False, takes_chunks=True),
+        Strategy("kvr", relay, chain_seconds, in_order=True),
     )
 }
 KVR = STRATEGIES["kvr"]
@@ -208,7 +205,7 @@ def choose_chunks(
         Whether the prompt fits with chunks of a size, or (None) with whole slices, on otherwise empty ranks: a prompt's
         chunks must not depend on other prompts.
     """
-    if not strategy.takes_chunks or footprint is None:
+    if not strategy.in_order or footprint is None:
         return None
     if asked != "auto":
         return asked

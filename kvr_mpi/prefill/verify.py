@@ -85,12 +85,12 @@ def _strategies(
         if one.is_plain or one.misfit(loaded) is not None:
             continue
         even = one.cut_evenly(tokens, size)
-        if one.has_cuts:
+        if one.in_order:
             for how, partition in _cuts(tokens, size, draw).items():
                 yield f"{one.name} {how} {partition}", one, partition, None
         else:
             yield one.name, one, even, None
-        if one.takes_chunks and why_no_chunks(loaded) is None:
+        if one.in_order and why_no_chunks(loaded) is None:
             length = draw.randrange(1, max(2, tokens // (2 * size)))
             yield f"{one.name} in chunks of {length}", one, even, length
 

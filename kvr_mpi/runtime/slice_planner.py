@@ -71,7 +71,7 @@ class SlicePlanner:
                 if max(self.needs(one.routes(self.cut(one, tokens, known, last), known), last, new_tokens, drop))
                 <= free
             )
-            self._chosen[key] = next(fitting, next((one for one in order if one.takes_chunks), order[0]))
+            self._chosen[key] = next(fitting, next((one for one in order if one.in_order), order[0]))
         return self._chosen[key]
 
     def describe_choice(self) -> str | None:
@@ -114,7 +114,7 @@ class SlicePlanner:
         decode_rank : int
             The rank of the chain that has the last slice; the next rank, cyclically, has the first.
         """
-        if not strategy.has_cuts:
+        if not strategy.in_order:
             return strategy.cut_evenly(tokens, self._size, known)
         table, new = self._setup.table, tokens - known
         if table is not None:

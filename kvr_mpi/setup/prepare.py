@@ -377,7 +377,7 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     footprint = footprint_of(
         loaded.model.config, loaded.dtype, shape=loaded.shape, on_gpu=on_gpu, in_parts=loaded.attends_in_parts
     )
-    chunked = next((strategy for strategy in strategies if strategy.takes_chunks), None)
+    chunked = next((strategy for strategy in strategies if strategy.in_order), None)
     try:
         if chunked is None or not footprint.takes_chunks:
             return footprint
