@@ -114,7 +114,7 @@ class Bench:
     def write(self, writes: bool) -> float:
         """Seconds of some prefills, of which every rank writes its slice while it computes, if that is wanted."""
         rank, tokens = self.world.rank, len(self.ids)
-        start, stop = self.cut(tokens).start(rank), self.cut(tokens).stop(rank)
+        start, stop = self.cut(tokens).slices()[rank]
         folder = self.folder / f"rank-{rank}"
         folder.mkdir(exist_ok=True)
         writer = ResultWriter(folder, rank, HEADER) if writes else None
@@ -190,11 +190,14 @@ class Bench:
     def ask_together(self, file: Path, questions: int) -> tuple[float, Share, list[Prefill]]:
         """Seconds to the first tokens of some questions in a row, by all ranks, of which each loads its share."""
         size, rank, tokens = self.world.size, self.world.rank, len(self.ids)
-        own, longest = share_out_stored(tokens, tokens, size), tokens + len(self.question) + NEW_TOKENS
+        (start, stop), longest = (
+            share_out_stored(tokens, tokens, size).slices()[rank],
+            tokens + len(self.question) + NEW_TOKENS,
+        )
         self.world.barrier()
         began = time.perf_counter()
         prefix = SharedPrefix(tuple(self.ids), (), read=self.rows_of(file))
-        document = Share(self.loaded, own.start(rank), own.stop(rank), tokens, longest, prefix=prefix)
+        document = Share(self.loaded, start, stop, tokens, longest, prefix=prefix)
         prompts, reserve = [[*self.ids, *self.question]] * questions, [NEW_TOKENS] * questions
         prefills = prefill_stored(
             self.loaded, prompts, document, self.world, reserve_tokens=reserve, last=self.world.size - 1

@@ -58,7 +58,7 @@ from kvr_mpi.tuning.refit import refit
 
 # A strategy with cuts of its own runs with even, searched and interpolated slices.
 CUTS = ("-e", "-s", "-p")
-STRATEGIES = tuple(one.name + cut for one in PUBLISHED.values() for cut in (CUTS if one.has_cuts else ("",)))
+STRATEGIES = tuple(one.name + cut for one in PUBLISHED.values() for cut in (CUTS if one.in_order else ("",)))
 OURS = tuple(name for name in STRATEGIES if name not in PUBLISHED)
 
 Say = Callable[[str], None]

@@ -17,7 +17,7 @@ from kvr_mpi.kv.route import Hop, Route, Step
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.registry import STRATEGIES, Forecast, Strategy
-from kvr_mpi.prefill.routes import ring, slice_after
+from kvr_mpi.prefill.routes import ring
 from kvr_mpi.topology import others_after
 
 
@@ -36,9 +36,9 @@ def all_gather(
     Otherwise it does not compute these and, with `saves_last_layer`, no output of the last layer that is not used.
     Chunks are not supported, since a rank attends only after it has received everything.
     """
-    size = partition.size
-    own = slice_after(partition, position, known)
-    others = [Hop(rank, slice_after(partition, rank, known), rank, None) for rank in range(size) if rank != position]
+    size, slices = partition.size, partition.slices(known)
+    own = slices[position]
+    others = [Hop(rank, slices[rank], rank, None) for rank in range(size) if rank != position]
     before = ((0, own[0]),) if own[0] else ()
     return Route(
         partition,

@@ -59,20 +59,9 @@ class Partition:
         """Tokens of each rank's slice."""
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
-    def start(self, rank: int) -> int:
-        """First token of a rank's slice."""
-        return self.bounds[rank]
-
-    def stop(self, rank: int) -> int:
-        """One past the last token of a rank's slice."""
-        return self.bounds[rank + 1]
-
-    def check_tokens(self, tokens: int) -> None:
-        """Raise `PartitionError` unless the slices add up to `tokens`."""
-        if self.tokens != tokens:
-            raise PartitionError(
-                f"slice bounds {list(self.bounds)} add up to {self.tokens} tokens; the prompt has {tokens}"
-            )
+    def slices(self, known: int = 0) -> list[tuple[int, int]]:
+        """Return the range of each rank's slice, without the first `known` tokens."""
+        return [(max(start, known), stop) for start, stop in pairwise(self.bounds)]
 
     def check_prefix(self, tokens: int) -> None:
         """Raise `PartitionError` unless the first slice extends beyond a prefix of `tokens`."""

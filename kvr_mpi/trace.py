@@ -45,13 +45,9 @@ class Recorder:
         self.is_on, self.prompt = is_on, -1
         self._spans: list[Span] = []
 
-    def note(
-        self, kind: Kind, began_s: float, *, prompt: int | None = None, layer: int = -1, peer: int = -1, amount: int = 0
-    ) -> None:
-        """Record a span that ends now, by default for the current prompt."""
-        if self.is_on:
-            at = self.prompt if prompt is None else prompt
-            self._spans.append(Span(kind, began_s, time.perf_counter(), at, layer, peer, amount))
+    def note(self, kind: Kind, began_s: float, amount: int = 0) -> None:
+        """Record a span of no single prompt that ends now."""
+        self.add(Span(kind, began_s, time.perf_counter(), amount=amount))
 
     def add(self, span: Span) -> None:
         """Record a span."""

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from models import VOCAB, tiny
 
-from kvr_mpi.kv.buffers import LayerBuffers
+from kvr_mpi.kv import buffers
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_single
@@ -74,12 +75,12 @@ class Failing(threading.local):
     @contextmanager
     def installed(self, models: tuple[str, ...] = MODELS) -> Iterator[None]:
         """Watch the layers of models and the making of buffers."""
-        make = LayerBuffers._make
+        make = buffers.make_flat
 
-        def making(buffers: LayerBuffers, elements: int) -> torch.Tensor:
+        def making(count: int, dtype: torch.dtype, device: torch.device) -> Any:
             if self.layer == -1:
                 raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-            return make(buffers, elements)
+            return make(count, dtype, device)
 
         def enter(idx: int) -> None:
             if self.layer == idx:
@@ -90,11 +91,11 @@ class Failing(threading.local):
             blocks = next(part for part in tiny(name).model.modules() if isinstance(part, torch.nn.ModuleList))
             for idx, block in enumerate(blocks):
                 hooks.append(block.register_forward_pre_hook(lambda block, args, idx=idx: enter(idx)))
-        LayerBuffers._make = making  # type: ignore[method-assign]
+        buffers.make_flat = making
         try:
             yield
         finally:
-            LayerBuffers._make = make  # type: ignore[method-assign]
+            buffers.make_flat = make
             for hook in hooks:
                 hook.remove()
 

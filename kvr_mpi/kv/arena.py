@@ -95,7 +95,7 @@ class Extent:
     def __init__(self, shape: LayerShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages, self.dims = pages, (shape.key_dim, shape.value_dim)
         rows = (pages + 1) * PAGE_ROWS  # the last page is a dummy for heads that lie in other extents
-        keys, values = in_flat(make_flat(rows * sum(self.dims), dtype, device), 1, rows, shape)
+        keys, values = in_flat(make_flat(rows * sum(self.dims), dtype, device)[0], 1, rows, shape)
         self.keys, self.values = keys[0], values[0]
         for each in (self.keys, self.values):
             each[-PAGE_ROWS:] = 0
@@ -226,7 +226,7 @@ def make_runs(
     capacities = [count + room for count in counts]
     if arena is None:
         rows = sum(capacities)
-        flat = make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device)
+        flat, _ = make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device)
         whole = Run(0, 0, 0, *in_flat(flat, 1, rows, shape))
     else:
         capacities = [PAGE_ROWS * pages_for(capacity) for capacity in capacities]

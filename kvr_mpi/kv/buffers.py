@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from kvr_mpi.model import LayerShape
 
 
+@dataclass(eq=False)
 class LayerBuffers:
     """Buffers (capacity, elements of K and V of all heads) for the layers of one prompt on one rank.
 
@@ -30,91 +32,67 @@ class LayerBuffers:
         Whether this rank keeps all layers.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        capacity: int,
-        *,
-        keeps: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._shapes, self._capacity, self._dtype, self._device = shapes, capacity, dtype, device
-        self._free: list[tuple[torch.Tensor, Any]] = []  # with the event after which each is free
-        self._keeps = keeps
-        self._all: torch.Tensor | None = None
-        self._pages: mmap.mmap | None = None  # the map of the last allocation: with `keeps`, of all layers
-        self._whole_free: Any = None  # the event after which `_all` is free
-        self._taken = 0  # elements of `_all` in use
+    shapes: Sequence[LayerShape]
+    capacity: int
+    dtype: torch.dtype
+    device: torch.device
+    keeps: bool
+    _free: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # with the event after which each is free
+    _pages: mmap.mmap | None = None  # the memory of all kept layers, and its address
+    _address: int = 0
 
     def take(self, shape: LayerShape) -> tuple[torch.Tensor, Any]:
         """Return an uninitialised buffer for a layer; on a GPU also the event after which no earlier work uses it."""
-        size = self._capacity * shape.elements
-        if self._keeps:
-            if self._all is None:
-                self._all, self._whole_free = self._make(sum(shape.elements for shape in self._shapes)), self._now()
-            self._taken += size
-            flat, free = self._all[self._taken - size : self._taken], self._whole_free
-        elif self._free:
-            flat, free = self._free.pop()
-        else:
-            flat, free = self._make(max(shape.elements for shape in self._shapes)), self._now()
-        return flat[:size].view(self._capacity, shape.elements), free
+        if not self._free:
+            sizes = [self.capacity * each.elements for each in self.shapes]
+            block, self._pages = make_flat(sum(sizes) if self.keeps else max(sizes), self.dtype, self.device)
+            self._address = block.data_ptr()
+            parts = torch.split(block, sizes) if self.keeps else [block]  # kept layers are taken in order
+            self._free = [(part, self._now()) for part in reversed(parts) if len(part)]
+        flat, free = self._free.pop()
+        return flat[: self.capacity * shape.elements].view(self.capacity, shape.elements), free
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Mark a buffer as free for reuse; on a CPU rank that keeps all layers, return its pages to the system.
 
         The contents of the buffer are undefined afterwards. On a GPU it is free when the work queued so far is done.
         """
-        if self._keeps:
-            self._discard(buffer)
-            return
-        whole = self._capacity * max(shape.elements for shape in self._shapes)
-        self._free.append((torch.as_strided(buffer, (whole,), (1,)), self._now()))
+        if not self.keeps:
+            whole = self.capacity * max(shape.elements for shape in self.shapes)
+            self._free.append((torch.as_strided(buffer, (whole,), (1,)), self._now()))
+        elif self._pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+            start = buffer.data_ptr() - self._address
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (start + buffer.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def scratch(self, rows: int, count: int) -> list[torch.Tensor]:
         """Allocate `count` buffers of `rows` rows of any layer, after freeing everything else."""
         self.clear()
-        elements = max(shape.elements for shape in self._shapes)
-        return list(torch.empty(count, rows * elements, dtype=self._dtype, device=self._device))
+        elements = max(shape.elements for shape in self.shapes)
+        return list(torch.empty(count, rows * elements, dtype=self.dtype, device=self.device))
 
     def clear(self) -> None:
         """Drop all buffers; memory that no layer references goes back to the system."""
-        self._all = self._pages = None
+        self._pages = None
         self._free.clear()
 
     def _now(self) -> Any:
         """Record an event after the work queued so far; None on a CPU."""
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    def _discard(self, buffer: torch.Tensor) -> None:
-        """Return the pages of one kept layer to the system before the whole allocation is freed."""
-        if self._pages is None or self._all is None:
-            return
-        start = buffer.data_ptr() - self._all.data_ptr()
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (start + buffer.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if first < last and hasattr(mmap, "MADV_DONTNEED"):
-            self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-    def _make(self, elements: int) -> torch.Tensor:
-        flat, self._pages = _make_flat(self._capacity * elements, self._dtype, self._device)
-        return flat
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
 
-def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, mmap.mmap | None]:
     """Allocate an uninitialised tensor (count,) whose memory goes back to the system when it is freed.
+
+    On a CPU, also return the memory map that holds it.
 
     Raises
     ------
     MemoryError, torch.OutOfMemoryError
         If there is no memory for it.
     """
-    return _make_flat(count, dtype, device)[0]
-
-
-def _make_flat(count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Allocate a tensor (count,); on a CPU also return the memory map that backs it."""
     if device.type != "cpu" or not count:
         return torch.empty(count, dtype=dtype, device=device), None
     try:

@@ -25,7 +25,6 @@ from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.transport.base import LAYERS_AHEAD
 
-Chunks = Sequence[Sequence[Range]]
 # Takes a layer's keys and values, each (tokens, kv_heads, head_dim); None if it has none.
 WriteLayer = Callable[[tuple[torch.Tensor, torch.Tensor] | None], None]
 # Layers with unfinished sends that a rank holds before it waits for the sends.
@@ -62,12 +61,8 @@ class SliceCache(LayersOwner):
 
     Attributes
     ----------
-    in_parts : bool
-        Our attention attends to the prefix in parts; otherwise the model's own attention attends to all of it at once.
     cuts_last_layer : bool
         The last layer processes the last token as a separate chunk, the only one that attends (``layer_chunks``).
-    keeps_all : bool
-        This rank ends with the keys and values of all tokens.
     is_alone : bool
         No other rank takes part. A layer's buffer is allocated only after the layer before it is complete.
     shared_tokens : int
@@ -91,7 +86,7 @@ class SliceCache(LayersOwner):
         shape = loaded.shape
         self.route, self.transfers, self.prefix = route, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
-        self.is_decode_rank = transfers is None or route.is_last
+        self.is_decode_rank = transfers is None or route.position == route.decode_position
         keep = retain if retain is not None and self.is_decode_rank else Retain(None)
         self.window, self._choose = keep.window, keep.choose
         if self.window is not None:
@@ -101,7 +96,7 @@ class SliceCache(LayersOwner):
         self.share = _make_share(loaded, route, prefix, reserve_tokens) if is_spread else None
         self.keeps_all = self.is_decode_rank and self.share is None
         self.capacity = route.capacity + (reserve_tokens if self.keeps_all else 0)
-        self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
+        self.in_parts = loaded.attends_in_parts
         self.clock = Clock(self.device) if transfers is None else transfers.clock
         self._write_layer = write_layer
         self._held: list[Any] = []
@@ -136,50 +131,59 @@ class SliceCache(LayersOwner):
 
     def begin(self) -> None:
         """Post the receives of the first layers before anything is computed."""
-        if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:
-            self.layers[self.last].chunks = _with_last_alone(self.route.chunks)
-        if self.transfers is not None:
-            self.transfers.begin()
-        self._post_up_to(self._layers_ahead)
-
-    def chunk_lengths(self, layer_idx: int) -> list[int]:
-        """Tokens of each chunk of the slice."""
-        return [sum(last - first for first, last in chunk) for chunk in self.layers[layer_idx].chunks]
-
-    @property
-    def positions(self) -> torch.Tensor | None:
-        """Positions (1, tokens) of this rank's tokens if they are not contiguous; None if the model can count them."""
-        if not self.prefilling or len(self.route.owned) == 1:
-            return None
-        stretches = [torch.arange(first, last, device=self.device) for first, last in self.route.owned]
-        return torch.cat(stretches).unsqueeze(0) + self.first_position
+        if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:  # the last token alone
+            *before, (*ranges, (first, last)) = self.route.chunks
+            rest = [*ranges, (first, last - 1)] if last - first > 1 else ranges
+            self.layers[self.last].chunks = [*before, *([rest] if rest else []), [(last - 1, last)]]
+        self._posted = self._layers_ahead
+        for layer in self.layers[: self._posted]:
+            layer.post()
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Return the tokens to run and the length of the whole prompt, including the slices of later ranks."""
         return [(tokens, self.prompt_tokens if self.prefilling else self.length + tokens)]
 
     def advance(self, layer_idx: int) -> None:
-        """Begin a layer: finish those before it, release the ones that are sent, and post receives."""
+        """Begin a layer: finish those before it, release the ones that are sent, and post receives.
+
+        To begin the layer after the last one is to finish all.
+        """
         if layer_idx <= self._begun:
             return
-        self.clock.begin_layers(layer_idx - self._begun)
-        through = self.layers[max(self._begun, 0) : layer_idx]
+        is_end, through = layer_idx == len(self.layers), self.layers[max(self._begun, 0) : layer_idx]
+        if not is_end:
+            self.clock.mark("layer", layer_idx - self._begun)  # those without keys begin with the next that has them
         self._begun = layer_idx
-        self._leave(through)
-        self._post_up_to(layer_idx + 1 + self._layers_ahead)
+        for layer in through:
+            if layer.shape.states:
+                layer.send_states()
+            if self.share is not None:
+                self.share.take(layer)
+            if self._write_layer is not None:
+                bounds = self.route.partition.bounds[self.route.position :][:2]
+                self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
+            if self._admits and layer.shape.elements:
+                kept = None if self._choose is None else self._choose(layer)
+                layer.observed = None
+                if kept is not None:
+                    check_retained(kept, layer.shape, layer.length, layer.layer_idx)
+                self.admit(layer, kept, self._reserve_tokens)
+        if is_end:
+            return
+        for layer in self.layers[self._posted : layer_idx + 1 + self._layers_ahead]:
+            layer.post()
+        self._posted = max(self._posted, layer_idx + 1 + self._layers_ahead)
         if not self.keeps_all:
             self._held += through
             while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):
                 self._held.pop(0)
 
-    def settle(self) -> None:
-        """Finish the layers that are still open after the model has returned."""
-        self._leave(self.layers[max(self._begun, 0) :])
-        if self._admits:
-            self.buffers.clear()
-
     def finish(self) -> None:
         """End the prefill, so that decoding can begin; unfinished sends continue in the background."""
+        if self._begun >= 0:
+            self.advance(len(self.layers))
+        if self._admits:
+            self.buffers.clear()
         if not self.keeps_all:
             for layer in self.layers:
                 layer.let_go()
@@ -209,7 +213,7 @@ class SliceCache(LayersOwner):
                 break
             shared = ()  # their extent is full: copy the shared rows
         if layer.segments is not None:
-            layer.segments.wait_through()
+            layer.segments.is_through(wait=True)
         keys, values = before.rows(known, length)
         store = HeadStore(runs, shape, slack, length, is_whole=is_whole, shared=shared)
         for head in range(shape.num_kv_heads):
@@ -246,27 +250,6 @@ class SliceCache(LayersOwner):
             if layer.shape.states:
                 layer.restore_states()
 
-    def _leave(self, layers: Sequence[Any]) -> None:
-        for layer in layers:
-            if layer.shape.states:
-                layer.send_states()
-            if self.share is not None:
-                self.share.take(layer)
-            if self._write_layer is not None:
-                bounds = self.route.partition.bounds[self.route.position :][:2]
-                self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
-            if self._admits and layer.shape.elements:
-                kept = None if self._choose is None else self._choose(layer)
-                layer.observed = None
-                if kept is not None:
-                    check_retained(kept, layer.shape, layer.length, layer.layer_idx)
-                self.admit(layer, kept, self._reserve_tokens)
-
-    def _post_up_to(self, count: int) -> None:
-        for layer in self.layers[self._posted : count]:
-            layer.post()
-        self._posted = max(self._posted, min(count, len(self.layers)))
-
 
 def held_bytes(caches: Sequence[Any]) -> int:
     """Bytes of several caches; memory that they share counts once."""
@@ -284,13 +267,6 @@ def _check_window(window: Range, owned: Range) -> None:
         raise ValueError(
             f"the observation window, tokens {start} to {stop}, is not in the last slice, tokens {first} to {last}"
         )
-
-
-def _with_last_alone(chunks: Chunks) -> Chunks:
-    """Split off the last token as a separate chunk."""
-    *before, (*ranges, (first, last)) = chunks
-    rest = [*ranges, (first, last - 1)] if last - first > 1 else ranges
-    return [*before, *([rest] if rest else []), [(last - 1, last)]]
 
 
 def _make_share(loaded: LoadedModel, route: Route, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:

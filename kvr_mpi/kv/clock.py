@@ -7,17 +7,31 @@ timestamp is therefore an event in the stream, read after the stream has passed 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-Kind = Literal["receive", "send"]
+Wait = Literal["receive", "send"]
 
 
+class Times(NamedTuple):
+    """When a rank began each layer of a prompt, and how long it waited.
+
+    layer_begins_s : on the clock of time.perf_counter; empty on a GPU, which runs asynchronously.
+    layer_times_s : from the start of the first layer to that of each, without waits.
+    receive_s, send_s : time waited to receive, and to send.
+    """
+
+    layer_begins_s: list[float]
+    layer_times_s: list[float]
+    receive_s: float
+    send_s: float
+
+
+@dataclass(slots=True)
 class Clock:
-    """Records when a rank began each layer of a prompt, and when and why it waited.
+    """Records the start of layers and of waits, and the end of waits, in order.
 
     On a GPU a wait begins when all work queued before it is done, and ends when the rank continues: time in which the
     GPU still computes does not count.
@@ -28,50 +42,33 @@ class Clock:
         None: host memory.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._is_gpu = device is not None and device.type == "cuda"
-        self._layers: list[tuple[Any, int]] = []  # when each began, and after how many waits
-        self._waits: list[tuple[Kind, Any, Any]] = []
+    device: torch.device | None
+    _marks: list[tuple[Wait | Literal["layer", "go on"], Any]] = field(default_factory=list)
 
-    def now(self) -> Any:
-        """Record an event after the work queued so far."""
-        if not self._is_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def mark(self, what: Wait | Literal["layer", "go on"], count: int = 1) -> None:
+        """Record the start of `count` layers, or the start or end of a wait, after the work queued so far."""
+        moment: Any = time.perf_counter()
+        if self.device is not None and self.device.type == "cuda":
+            moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            moment.record()
+        self._marks += [(what, moment)] * count
 
-    def begin_layers(self, count: int) -> None:
-        """Record one start for `count` layers; layers without keys and values start with the next that has them."""
-        self._layers += [(self.now(), len(self._waits))] * count
+    def read(self) -> Times:
+        """Return the times; the stream must have passed all marks."""
+        layers, waited_s = list[tuple[Any, float]](), {"receive": 0.0, "send": 0.0}
+        is_gpu = self.device is not None and self.device.type == "cuda"
 
-    @contextmanager
-    def waiting(self, kind: Kind) -> Iterator[None]:
-        """Count the time of a block as waiting."""
-        began = self.now()
-        yield
-        self._waits.append((kind, began, self.now()))
+        def seconds(first: Any, last: Any) -> float:
+            return float(first.elapsed_time(last)) / 1e3 if is_gpu else last - first
 
-    def waited_s(self, kind: Kind | None = None, count: int | None = None) -> float:
-        """Seconds waited for one kind or all, in the first `count` waits or all; the stream must have passed them."""
-        waits = self._waits[:count]
-        return sum((self._between_s(began, ended) for of, began, ended in waits if kind in (None, of)), 0.0)
-
-    @property
-    def layer_begins_s(self) -> list[float]:
-        """Start of each layer on the clock of time.perf_counter; empty on a GPU, which runs asynchronously."""
-        return [] if self._is_gpu else [moment for moment, _ in self._layers]
-
-    @property
-    def layer_times_s(self) -> list[float]:
-        """Seconds from the start of the first layer to that of each, without waits."""
-        if not self._layers:
-            return []
-        first, waited_s = self._layers[0][0], [self.waited_s(count=count) for _, count in self._layers]
-        return [
-            self._between_s(first, moment) - (waited - waited_s[0])
-            for (moment, _), waited in zip(self._layers, waited_s, strict=True)
-        ]
-
-    def _between_s(self, first: Any, last: Any) -> float:
-        return float(first.elapsed_time(last)) / 1e3 if self._is_gpu else last - first
+        for at, (what, moment) in enumerate(self._marks):
+            if what == "layer":
+                layers.append((moment, sum(waited_s.values())))
+            elif what != "go on":  # the next mark ends the wait
+                waited_s[what] += seconds(moment, self._marks[at + 1][1])
+        return Times(
+            [] if is_gpu else [moment for moment, _ in layers],
+            [seconds(layers[0][0], moment) - (before_s - layers[0][1]) for moment, before_s in layers],
+            waited_s["receive"],
+            waited_s["send"],
+        )

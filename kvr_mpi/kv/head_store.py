@@ -267,7 +267,7 @@ class HeadStore:
 
 def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:
     """Keys and values (kv_heads, tokens, dim) of token-major rows (tokens, elements), as views."""
-    heads, cut = shape.num_kv_heads, shape.key_elements
+    heads, cut = shape.num_kv_heads, shape.num_kv_heads * shape.key_dim
     keys, values = rows[:, :cut].view(-1, heads, shape.key_dim), rows[:, cut:].view(-1, heads, shape.value_dim)
     return keys.transpose(0, 1), values.transpose(0, 1)
 

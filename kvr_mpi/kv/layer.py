@@ -19,7 +19,7 @@ from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.head_store import HeadStore, Pair
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.route import Range, Route, in_two_groups
+from kvr_mpi.kv.route import Range, Route, count_tokens, in_two_groups
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
 from kvr_mpi.model import LayerShape
@@ -101,7 +101,8 @@ class SliceLayer(RowLayer):
         buffer, free = cache.buffers.take(self.shape)
         self.layout = layout = HeadStore.by_tokens(buffer, self.shape, cache.shared_tokens)
         if self.segments is not None:
-            self.segments.buffer, self.segments.start, self.segments.free = buffer, layout.start, free
+            self.segments.rows = lambda first, last: buffer[first - layout.start : last - layout.start]
+            self.segments.free = free
             self.segments.post(cache.route)
         if cache.prefix is None or not cache.prefilling:
             return
@@ -122,15 +123,13 @@ class SliceLayer(RowLayer):
             The same tensors; for the model's own attention, those of all tokens up to the last new one.
         """
         cache = self.cache
-        self._check(key_states, value_states)
         cache.enter(self)
         if cache.prefilling and cache.is_alone:  # the previous layer gives its buffer back first
             cache.advance(self.layer_idx)
         if self.layout is None:
             self.post()
         assert self.layout is not None
-        self.fresh = key_states.shape[2]
-        self.fresh_ranges, at = self._next_ranges(), 0
+        self.fresh_ranges, at = self._take_chunk(key_states, value_states), 0
         for first, last in self.fresh_ranges:
             stretch = slice(at, at + last - first)
             self.layout.write(first, key_states[:, :, stretch], value_states[:, :, stretch])
@@ -138,15 +137,15 @@ class SliceLayer(RowLayer):
         self.length = self.fresh_ranges[-1][1]
         if cache.prefilling:
             if self.segments is not None:
-                self.segments.share(cache.route, cache.route.owned if self.has_all_chunks else self.fresh_ranges)
+                self.segments.share(cache.route.owned if self.has_all_chunks else self.fresh_ranges)
             cache.advance(self.layer_idx)
             self.leave_if_done()
         if cache.in_parts:
             return key_states, value_states
         cache.current = None
         if self.segments is not None:
-            self.segments.collect()
-        return self.rows(0, self.length)
+            self.segments.wait_for()
+        return self.layout.rows(0, self.length)
 
     def leave_if_done(self) -> None:
         """Leave the model if the rest of its output is not used.
@@ -209,9 +208,9 @@ class SliceLayer(RowLayer):
             part = self._attend_route(query, keys, values, params)
         else:  # in decoding, for a last token alone, and with windows or chunks
             if self.segments is not None:
-                self.segments.collect()
+                self.segments.wait_for()
             ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
-            part = attend_ranges(query, ranges, self.rows, seen, params)
+            part = attend_ranges(query, ranges, layout.rows, seen, params)
         out = part.finish(params).to(query.dtype)
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
         return whole.reshape(*shape[:-1], self.shape.value_dim)
@@ -240,7 +239,7 @@ class SliceLayer(RowLayer):
         start = route.owned[0][0]
         if route.attend is not None or self.fresh_ranges[0][0] > start:
             if self.segments is not None:  # the first chunk has waited for them, unless its output is unused
-                self.segments.collect()
+                self.segments.wait_for()
             if route.attend is not None:
                 return route.attend(query, *layout.rows(0, route.capacity), params, start)
             *before, own = layout.pieces(0, self.length)
@@ -250,9 +249,8 @@ class SliceLayer(RowLayer):
             return part
         part = attend(query, keys, values, params, causal=query.shape[2] > 1)
         for step in in_two_groups(route.steps) if route.in_order and query.device.type in GROUPING else route.steps:
-            for segment in step.segments:
-                assert self.segments is not None
-                self.segments.wait_for(segment)
+            if self.segments is not None:
+                self.segments.wait_for(step.segments)
             some = query[:, :, step.first_query :]
             for rows in (piece for bounds in step.ranges for piece in layout.pieces(*bounds)):
                 part = part.merge_after(step.first_query, attend(some, *rows, params))
@@ -271,7 +269,7 @@ class SliceLayer(RowLayer):
         """The store that decoding reads after the prefill."""
         assert self.layout is not None, "this rank keeps its keys and values"
         if self.segments is not None and self.buffer is not None:
-            self.segments.collect()
+            self.segments.wait_for()
         return self.layout
 
     @property
@@ -315,18 +313,16 @@ class SliceLayer(RowLayer):
     def lay_by_heads(self) -> None:
         """Reorder rows by head after the prefill, which needed them by token for transfers: CPUs then decode faster."""
         if self.segments is not None:
-            self.segments.wait_through()
+            self.segments.is_through(wait=True)
         if self.layout is not None and self.layout.buffer is not None:
             self.layout = self.layout.laid_by_heads(self.length)
 
     def release(self, *, wait: bool) -> bool:
         """Release the buffer if everything is sent, or after waiting for that; return whether it is released."""
-        if self.segments is not None:
-            if not wait and not self.segments.are_through():
-                return False
-            self.segments.wait_through()
-        if self.buffer is not None and not self.cache.keeps_all:
-            self.cache.buffers.give_back(self.buffer)
+        if self.segments is not None and not self.segments.is_through(wait=wait):
+            return False
+        if self.layout is not None and self.layout.buffer is not None and not self.cache.keeps_all:
+            self.cache.buffers.give_back(self.layout.buffer)
         self.let_go()
         self.is_over = True
         return True
@@ -339,31 +335,28 @@ class SliceLayer(RowLayer):
         """Return the number of tokens before the next ones, at first the slice's start; models may ask any layer."""
         return self.length if self.shape.elements else self.cache.length
 
-    def _next_ranges(self) -> Sequence[Range]:
+    def _take_chunk(self, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Range]:
         """Return the ranges of the new tokens: the slice's next chunk, or after the prefill the tokens that follow.
 
         Raises
         ------
         ModelError
-            If the model passes other tokens than the next chunk's.
+            If the model passes other heads or other tokens than the next chunk's.
         """
-        if not self.cache.prefilling:
-            return [(self.length, self.length + self.fresh)]
-        if self.has_all_chunks:
-            raise ModelError(f"layer {self.layer_idx}: it was updated twice with the same tokens")
-        ranges = self.chunks[self.chunks_done]
-        self.chunks_done += 1
-        expected = sum(last - first for first, last in ranges)
-        if self.fresh != expected:
-            raise ModelError(f"layer {self.layer_idx}: received keys of {self.fresh} tokens; expected {expected}")
+        heads, self.fresh = self.shape.num_kv_heads, keys.shape[2]
+        ranges: Sequence[Range] = [(self.length, self.length + self.fresh)]
+        if self.cache.prefilling:
+            if self.has_all_chunks:
+                raise ModelError(f"layer {self.layer_idx}: it was updated twice with the same tokens")
+            ranges = self.chunks[self.chunks_done]
+            self.chunks_done += 1
+        expected = [(1, heads, count_tokens(ranges), dim) for dim in (self.shape.key_dim, self.shape.value_dim)]
+        if [keys.shape, values.shape] != expected:
+            raise ModelError(
+                f"layer {self.layer_idx}: keys and values are {[*map(tuple, (keys.shape, values.shape))]}; expected "
+                f"{expected}"
+            )
         return ranges
-
-    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        heads = self.shape.num_kv_heads
-        expected = (1, heads, self.shape.key_dim), (1, heads, self.shape.value_dim)
-        found = tuple((tensor.shape[0], tensor.shape[1], tensor.shape[3]) for tensor in (keys, values))
-        if found != expected:
-            raise ModelError(f"layer {self.layer_idx}: keys and values are {found}; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)

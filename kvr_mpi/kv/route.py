@@ -1,14 +1,14 @@
 """A strategy as data: what each position of a chain owns, sends, receives and attends to, in order.
 
-Tables of routes are made in ``prefill.routes``. One loop runs them: `LayerTransfers.post` and `share` move segments,
-`SliceLayer` attends.
+Tables of routes are made in ``prefill.routes``. One loop runs them: `LayerTransfers` moves segments, `SliceLayer`
+attends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvr_mpi.kv.attention import PartialAttention
@@ -87,33 +87,21 @@ class Route:
     attend: Callable[..., PartialAttention] | None = None
     slots: int = 1
 
-    @property
-    def forwards(self) -> bool:
-        """Whether this position forwards segments."""
-        return any(hop.source is not None and hop.dest is not None for hop in self.hops)
+    def messages(self, visibility: Visibility) -> Iterator[tuple[Hop, Range, Range | None]]:
+        """Yield the hops of a layer with the tokens that are received or computed here, and those that are sent.
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this position ends with all keys and values."""
-        return self.position == self.decode_position
+        Tokens of a layer with a window or chunks that no query of the receiver sees are left out.
+        """
 
-    @property
-    def chunk_lengths(self) -> list[int]:
-        """Tokens of each chunk."""
-        return [sum(last - first for first, last in chunk) for chunk in self.chunks]
+        def seen_from(position: int | None, bounds: Range) -> Range | None:
+            first = bounds[0] if position is None else max(bounds[0], visibility.first_key(position))
+            return (first, bounds[1]) if first < bounds[1] else None
 
-    @property
-    def longest_segment(self) -> int:
-        """Tokens of the longest segment that is sent or received here."""
-        return max((hop.bounds[1] - hop.bounds[0] for hop in self.hops), default=0)
-
-    def received(self, bounds: Range, visibility: Visibility) -> Range | None:
-        """Which tokens of a segment this position receives; None if it needs none."""
-        return _seen_from(bounds, self.reads_from, visibility)
-
-    def sent(self, bounds: Range, visibility: Visibility) -> Range | None:
-        """Which tokens of a segment this position sends or forwards; None if the next ones need none."""
-        return _seen_from(bounds, self.next_reads_from, visibility)
+        for hop in self.hops:
+            sent = None if hop.dest is None else seen_from(self.next_reads_from, hop.bounds)
+            here = sent if hop.source is None else seen_from(self.reads_from, hop.bounds)
+            if here is not None:
+                yield hop, here, sent
 
     def first_held(self, visibility: Visibility) -> int:
         """Position of the first token from which this rank holds all keys and values of a layer."""
@@ -122,27 +110,8 @@ class Route:
         return 0 if first <= received_from else first
 
 
-class MakeRoute(Protocol):
-    """A function that makes the route of one position."""
-
-    def __call__(
-        self,
-        partition: Partition,
-        position: int,
-        known: int = 0,
-        *,
-        chunk_tokens: int | None = None,
-    ) -> Route:
-        """Make the route.
-
-        Parameters
-        ----------
-        known : int
-            Number of first tokens that every rank has already, all within the first slice.
-        chunk_tokens : int or None
-            Ranks compute and send their tokens in chunks that end at multiples of this. Only strategies that are
-            `in_order` support chunks, which `prefill.one_prompt` checks before.
-        """
+# Makes the route of one position, given the partition and the position (`prefill.routes.relay`).
+MakeRoute = Callable[..., Route]
 
 
 def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
@@ -153,10 +122,10 @@ def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
     """
     coming = [step for step in steps if step.segments]
     joined = [step for step in steps if not step.segments]
-    tokens, seen, group = sum(map(_tokens_of, coming)), 0, list[Step]()
+    tokens, seen, group = sum(count_tokens(step.ranges) for step in coming), 0, list[Step]()
     for step in coming:
         group.append(step)
-        before, seen = seen, seen + _tokens_of(step)
+        before, seen = seen, seen + count_tokens(step.ranges)
         if 2 * before < tokens <= 2 * seen or step is coming[-1]:
             segments = tuple(segment for one in group for segment in one.segments)
             joined.append(Step(segments, join_ranges([each for one in group for each in one.ranges])))
@@ -175,10 +144,6 @@ def join_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(found)
 
 
-def _tokens_of(step: Step) -> int:
-    return sum(last - first for first, last in step.ranges)
-
-
-def _seen_from(bounds: Range, position: int | None, visibility: Visibility) -> Range | None:
-    first = bounds[0] if position is None else max(bounds[0], visibility.first_key(position))
-    return (first, bounds[1]) if first < bounds[1] else None
+def count_tokens(ranges: Iterable[Range]) -> int:
+    """Return the number of tokens in ranges."""
+    return sum(last - first for first, last in ranges)

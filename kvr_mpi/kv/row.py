@@ -7,7 +7,6 @@ The caches are in ``cache`` (one rank's slice of a prompt), ``packed_row`` (seve
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -71,23 +70,7 @@ class RowCache(Cache):
     """
 
     in_parts = True
-
-    def __init__(self, layers: Sequence[RowLayer]) -> None:
-        self.current: Any = None
-        super().__init__(layers=list(layers))
-
-    @property
-    def attending(self) -> Any:
-        """The current layer.
-
-        Raises
-        ------
-        ModelError
-            If there is none: the model attends without updating its cache first.
-        """
-        if self.current is None:
-            raise ModelError("a layer attends without having updated the cache")
-        return self.current
+    current: Any = None
 
     def enter(self, layer: RowLayer) -> None:
         """Make a layer the one that attends next.
@@ -119,8 +102,3 @@ class RowCache(Cache):
             query's dtype.
         """
         raise NotImplementedError
-
-    @property
-    def positions(self) -> torch.Tensor | None:
-        """Positions (1, tokens); None if the model counts them itself."""
-        return None

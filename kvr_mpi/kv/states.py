@@ -18,7 +18,10 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.layer import LayersOwner, SliceLayer
+from kvr_mpi.kv.route import Hop
+from kvr_mpi.kv.transfers import NO_TOKENS, STATES
 from kvr_mpi.model import LayerShape, StateShape
+from kvr_mpi.transport.forwarder import Transfer
 
 # Alignment of each state in a message, which views of another dtype require.
 ALIGNMENT_BYTES = 64
@@ -33,6 +36,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         SliceLayer.__init__(self, cache, layer_idx, shape)
         self.dtype, self.device = cache.dtype, cache.device
         self._incoming: torch.Tensor | None = None
+        self._outgoing: Transfer | None = None
         self._updated: set[tuple[str, int]] = set()
         self.is_sent = False
         self._noted: list[torch.Tensor] = []
@@ -75,13 +79,14 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         if cache.route.position > 0 and self.segments is not None:
             if self._incoming is None:
                 self._incoming = torch.empty(self.state_bytes, dtype=torch.uint8, device=cache.device)
-            self.segments.receive(self._incoming, cache.route.position - 1)
+            self.segments.add(Hop(STATES, NO_TOKENS, cache.route.position - 1, None), self._incoming)
             self._expect()
         elif cache.prefix is not None and cache.prefilling:
             self._incoming = cache.prefix.states[self.layer_idx].clone()
             self._expect()
-        if self.segments is not None and cache.route.position < cache.route.decode_position:
-            self.segments.announce(cache.route.position + 1)
+        if self._outgoing is None and self.segments is not None and cache.route.position < cache.route.decode_position:
+            message = torch.zeros(self.state_bytes, dtype=torch.uint8, device=cache.device)
+            self._outgoing = self.segments.add(Hop(STATES, NO_TOKENS, None, cache.route.position + 1), message, 0)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Append the inputs of a convolution; return them after the earlier ones (1, channels, tokens)."""
@@ -98,16 +103,17 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
         self._note_update("recurrent", state_idx)
         return state
 
-    def send_states(self, states: torch.Tensor | None = None) -> None:
-        """Send the layer's states, or the given ones (bytes,), unless that was done before."""
-        place = self.cache.route.position
-        if not self.is_sent and self.segments is not None and place < self.cache.route.decode_position:
-            self.segments.send(self.packed() if states is None else states, place + 1)
+    def send_states(self) -> None:
+        """Send the layer's states, unless that was done before."""
+        if not self.is_sent and self.segments is not None and self._outgoing is not None:
+            self.packed(self._outgoing.tensor)
+            self.segments.prompt.forwarder.send(self._outgoing)
         self.is_sent = True
 
-    def packed(self) -> torch.Tensor:
-        """Return all states as one message (bytes,)."""
-        message = torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device)
+    def packed(self, message: torch.Tensor | None = None) -> torch.Tensor:
+        """Write all states into a message of zeros (bytes,), by default a new one, and return it."""
+        if message is None:
+            message = torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device)
         for state, into in self._views(message):
             held = self._values[state.kind].get(state.index)
             if held is None or held.shape != into.shape or held.dtype != into.dtype:
@@ -131,13 +137,14 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
     def play_on(self) -> None:
         """Take part in the transfers of a prompt that failed on this rank; what is sent is meaningless."""
         self._post_states()
-        self.send_states(torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device))
+        if self._outgoing is not None and self.segments is not None and not self._outgoing.is_ready:
+            self.segments.prompt.forwarder.send(self._outgoing)
 
     def let_go(self) -> None:
         """Drop everything; the forwarder keeps what is still being sent."""
         SliceLayer.let_go(self)
         self._values = {"conv": {}, "recurrent": {}}
-        self._incoming = None
+        self._incoming = self._outgoing = None
 
     def _sizes(self) -> list[int]:
         """Bytes of each state in a message, aligned."""
@@ -167,7 +174,7 @@ class StateLayer(LinearAttentionLayer, SliceLayer):
             return
         incoming, self._incoming = self._incoming, None
         if self.segments is not None and self.cache.route.position > 0:
-            self.segments.wait_for()
+            self.segments.wait_for([STATES])
         for state, view in self._views(incoming):
             self._values[state.kind][state.index] = view
             if state.kind == "conv":

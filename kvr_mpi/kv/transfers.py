@@ -1,4 +1,4 @@
-"""The transfers of one prompt on one rank: neighbours, message tags, and each layer's segments in flight.
+"""The transfers of one prompt on one rank: neighbours, message tags, and each layer's messages in flight.
 
 Translates the routes of a strategy (``route``) into messages of the `Forwarder`.
 """
@@ -6,26 +6,30 @@ Translates the routes of a strategy (``route``) into messages of the `Forwarder`
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.kv.clock import Clock, Kind
-from kvr_mpi.kv.route import Range, Route
-from kvr_mpi.model.masks import FULL, Visibility
+from kvr_mpi.kv.clock import Clock, Wait
+from kvr_mpi.kv.route import Hop, Range, Route
+from kvr_mpi.model.masks import Visibility
 from kvr_mpi.topology import Rotation
+from kvr_mpi.trace import Span
 from kvr_mpi.transport.base import FIRST_PROMPT_TAG
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
-# Segment number of a layer's recurrent states, which each rank sends to the next.
-STATES = -1
+# Segment number of a layer's recurrent states, which each rank sends to the next, and their range of tokens.
+STATES, NO_TOKENS = -1, (-1, -1)
 
 
 class PromptTransfers:
     """What a prompt's `LayerTransfers` share on one rank: forwarder, tags, waiting times, and bytes sent.
+
+    It begins when at most one earlier prompt is in flight on this rank.
 
     Parameters
     ----------
@@ -44,7 +48,7 @@ class PromptTransfers:
     """
 
     def __init__(self, forwarder: Forwarder, segments: int, layers: int, rotation: Rotation) -> None:
-        self.forwarder, self.segments, self.layers, self.rotation = forwarder, segments, layers, rotation
+        self.forwarder, self.layers, self.rotation = forwarder, layers, rotation
         self._turn = 0
         transport = forwarder.transport
         self._tags_per_layer = max(segments, transport.size) + 1  # one more for states
@@ -55,24 +59,22 @@ class PromptTransfers:
             )
         self.clock = Clock(forwarder.device)
         self.sent_bytes = 0  # including forwarded bytes
-        self._recorder = forwarder.recorder
-
-    def begin(self) -> None:
-        """Begin the prompt, after waiting until at most one earlier prompt is in flight on this rank."""
         with self.waiting("send"):
-            self._turn = self.forwarder.begin()
+            self._turn = forwarder.begin()
 
     @contextmanager
-    def waiting(self, kind: Kind, layer_idx: int = -1, peer: int = -1) -> Iterator[None]:
+    def waiting(self, kind: Wait, layer_idx: int = -1, peer: int = -1) -> Iterator[None]:
         """Count the time of a block as waiting for a rank of the chain, or for the link."""
         began_s = time.perf_counter()
-        with self.clock.waiting(kind):
+        self.clock.mark(kind)
+        try:
             yield
-        self._recorder.note("wait" if kind == "receive" else "send wait", began_s, layer=layer_idx, peer=peer)
-
-    def rank_of(self, place: int) -> int:
-        """Return the rank that has the slice at this position."""
-        return self.rotation.rank_of(place)
+        finally:
+            self.clock.mark("go on")
+        recorder, ended_s = self.forwarder.recorder, time.perf_counter()
+        recorder.add(
+            Span("wait" if kind == "receive" else "send wait", began_s, ended_s, recorder.prompt, layer_idx, peer)
+        )
 
     def tag(self, layer_idx: int, segment: int) -> int:
         """Return the tag of a segment's messages, unique among this prompt and its neighbours."""
@@ -81,131 +83,89 @@ class PromptTransfers:
         return FIRST_PROMPT_TAG + 2 * number + self._turn
 
 
+@dataclass(slots=True, eq=False)
 class LayerTransfers:
-    """One layer's messages that this rank sends, forwards and receives; ranks are given by their slice's position.
+    """One layer's messages that this rank sends, forwards and receives: segments of keys and values, and states.
 
-    A message is a segment of keys and values, given by its range of tokens, or recurrent states (`STATES`), given as a
-    tensor (bytes,). `announce`, `send` and `receive` are idempotent, so that an interrupted `post` can be repeated.
+    Attributes
+    ----------
+    rows : callable or None
+        Returns the memory of a range of tokens (tokens, elements); None: not allocated yet.
+    free : event or None
+        Event of the GPU after which no earlier work uses this memory.
+    posted : dict of Hop to Transfer
+        In the order in which they were posted.
     """
 
-    def __init__(self, prompt: PromptTransfers, layer_idx: int, visibility: Visibility = FULL) -> None:
-        self.prompt, self.layer_idx, self.visibility = prompt, layer_idx, visibility
-        self.buffer: torch.Tensor | None = None  # (tokens, elements)
-        self.start = 0  # position of its first row
-        self.free: Any = None  # event after which no earlier work of the GPU uses it
-        self._slots: list[torch.Tensor] = []  # scratch buffers that replace `buffer` after a failure; used in turn
-        self._elements = 0
-        self._arriving: dict[int, Transfer] = {}  # by segment, in the order they were posted
-        self._transfers: list[Transfer] = []
-        self._asked: set[tuple[str, int, int]] = set()
+    prompt: PromptTransfers
+    layer_idx: int
+    visibility: Visibility
+    rows: Callable[[int, int], torch.Tensor] | None = None
+    free: Any = None
+    posted: dict[Hop, Transfer] = field(default_factory=dict)
+    _arriving: dict[int, Transfer] = field(default_factory=dict)  # by segment
 
-    def post(self, route: Route) -> None:
-        """Announce the layer's sends and post its receives before it computes."""
-        for hop in route.hops:
-            onward = None if hop.dest is None else route.sent(hop.bounds, self.visibility)
-            if hop.source is not None:
-                if bounds := route.received(hop.bounds, self.visibility):
-                    to, first = (hop.dest, onward[0]) if onward else (None, None)
-                    self.receive(bounds, hop.source, hop.segment, to, first)
-            elif hop.dest is not None and onward:
-                self.announce(hop.dest, hop.segment)
-                if self._slots:  # after a failure: nothing to compute first
-                    self.send(onward, hop.dest, hop.segment)
+    def post(self, route: Route, *, is_filled: bool = False) -> None:
+        """Announce the layer's sends and post its receives before it computes; repeated, post what is not posted yet.
 
-    def share(self, route: Route, ranges: Sequence[Range]) -> None:
+        With `is_filled`, this rank's own rows can be sent at once.
+        """
+        assert self.rows is not None, "its memory is allocated"
+        for hop, bounds, onward in route.messages(self.visibility):
+            if hop not in self.posted:
+                skipped = None if onward is None else onward[0] - bounds[0]
+                self.add(hop, self.rows(*bounds), skipped, self.free)
+            if is_filled and hop.source is None and not self.posted[hop].is_ready:
+                self.prompt.forwarder.send(self.posted[hop])
+
+    def add(self, hop: Hop, tensor: torch.Tensor, skipped: int | None = None, free: Any = None) -> Transfer:
+        """Post the receive of a message, which is forwarded without its first `skipped` rows (None: not at all).
+
+        A message that this rank computes is announced instead. Repeated calls return the same transfer.
+        """
+        if hop in self.posted:
+            return self.posted[hop]
+        prompt, layer_idx = self.prompt, self.layer_idx
+        tag, dest = prompt.tag(layer_idx, hop.segment), hop.dest
+        to = None if dest is None or skipped is None else prompt.rotation.rank_of(dest)
+        if hop.source is not None:
+            source = prompt.rotation.rank_of(hop.source)
+            transfer = prompt.forwarder.receive(tensor, source, tag, to, skipped or 0, layer=layer_idx, free=free)
+            self._arriving[hop.segment] = transfer
+        else:
+            assert to is not None, "what nobody receives is not posted"
+            transfer = prompt.forwarder.announce(tensor, to, tag, layer=layer_idx)
+        prompt.sent_bytes += 0 if skipped is None else tensor[skipped:].nbytes
+        self.posted[hop] = transfer
+        return transfer
+
+    def share(self, ranges: Sequence[Range]) -> None:
         """Send this rank's segments that lie within `ranges`, which are complete in the buffer."""
-        for hop in route.hops:
+        for hop, transfer in self.posted.items():
             is_made = any(first <= hop.bounds[0] and hop.bounds[1] <= last for first, last in ranges)
-            if hop.source is None and hop.dest is not None and is_made:
-                if bounds := route.sent(hop.bounds, self.visibility):
-                    self.send(bounds, hop.dest, hop.segment)
+            if hop.source is None and is_made and not transfer.is_ready:
+                self.prompt.forwarder.send(transfer)
 
-    def announce(self, dest: int, segment: int = STATES) -> None:
-        """Announce a message that will be sent; announce messages in the order in which `dest` receives them."""
-        if ("announce", dest, segment) not in self._asked:
-            self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.tag(self.layer_idx, segment))
-            self._asked.add(("announce", dest, segment))
-
-    def send(self, what: Range | torch.Tensor, dest: int, segment: int = STATES) -> None:
-        """Send a message."""
-        if ("send", dest, segment) in self._asked:
-            return
-        prompt, rows = self.prompt, self._rows(what)
-        tag = prompt.tag(self.layer_idx, segment)
-        self._transfers.append(prompt.forwarder.send(rows, prompt.rank_of(dest), tag, layer=self.layer_idx))
-        self._asked.add(("send", dest, segment))
-        prompt.sent_bytes += rows.nbytes
-
-    def receive(
-        self,
-        what: Range | torch.Tensor,
-        source: int,
-        segment: int = STATES,
-        forward_to: int | None = None,
-        forward_from: int | None = None,
-    ) -> None:
-        """Post the receive of a message; a segment may be forwarded, from token `forward_from` on if given."""
-        if ("receive", source, segment) in self._asked:
-            return
-        prompt, rows = self.prompt, self._rows(what)
-        onward = None if forward_to is None else prompt.rank_of(forward_to)
-        tag = prompt.tag(self.layer_idx, segment)
-        skipped = 0 if forward_from is None or isinstance(what, torch.Tensor) else forward_from - what[0]
-        if self._slots:
-            skipped *= self._elements
-        free = None if isinstance(what, torch.Tensor) or self._slots else self.free
-        more: Any = {"layer": self.layer_idx, "free": free}
-        transfer = prompt.forwarder.receive(rows, prompt.rank_of(source), tag, onward, skipped, **more)
-        self._asked.add(("receive", source, segment))
-        prompt.sent_bytes += 0 if onward is None else rows[skipped:].nbytes
-        self._arriving[segment] = transfer
-        self._transfers.append(transfer)
-
-    def wait_for(self, segment: int = STATES) -> None:
-        """Wait for a posted message; the time is counted.
+    def wait_for(self, segments: Iterable[int] | None = None) -> None:
+        """Wait for segments, by default for all of keys and values; the time is counted.
 
         Callers wait in a fixed order, not in the order of arrival: merging in another order would change the last bits,
         and a job must give the same answers every time.
         """
-        transfer = self._arriving.pop(segment)
-        with self.prompt.waiting("receive", self.layer_idx, transfer.span.peer):
-            self.prompt.forwarder.wait(transfer)
+        if segments is None:
+            segments = [segment for segment in self._arriving if segment != STATES]
+        for segment in segments:
+            transfer = self._arriving.pop(segment)
+            with self.prompt.waiting("receive", self.layer_idx, transfer.span.peer):
+                self.prompt.forwarder.wait(transfer)
 
-    def collect(self) -> None:
-        """Wait for all segments."""
-        for segment in [segment for segment in self._arriving if segment != STATES]:
-            self.wait_for(segment)
-
-    def are_through(self) -> bool:
-        """Progress the transfers, and return whether all messages have arrived and are forwarded."""
-        return all(self.prompt.forwarder.is_through(transfer) for transfer in self._transfers)
-
-    def wait_through(self) -> None:
-        """Wait until all messages have arrived and are forwarded; the time is counted."""
+    def is_through(self, *, wait: bool) -> bool:
+        """Whether all messages have arrived and are forwarded; with `wait`, wait for that, and count the time."""
+        forwarder = self.prompt.forwarder
+        if not wait:
+            forwarder.progress()
+            return all(transfer.through for transfer in self.posted.values())
         with self.prompt.waiting("send", self.layer_idx):
-            for transfer in self._transfers:
-                self.prompt.forwarder.wait_through(transfer)
-
-    def do_without(self, slots: Sequence[torch.Tensor], elements: int) -> None:
-        """Complete the layer's transfers with a few scratch buffers after a failure; the data are meaningless.
-
-        Parameters
-        ----------
-        slots : sequence of Tensor
-            Flat buffers that hold the longest segment. A transfer begins when the last one in its slot is complete.
-        elements : int
-            Elements of K and V of all heads, per token.
-        """
-        self._slots, self._elements = list(slots), elements
-
-    def _rows(self, what: Range | torch.Tensor) -> torch.Tensor:
-        if isinstance(what, torch.Tensor):
-            return what
-        first, last = what
-        if self._slots:
-            before = len(self._transfers) - len(self._slots)
-            if before >= 0:
-                self.prompt.forwarder.wait_through(self._transfers[before])
-            return self._slots[len(self._transfers) % len(self._slots)][: (last - first) * self._elements]
-        assert self.buffer is not None
-        return self.buffer[first - self.start : last - self.start]
+            for transfer in self.posted.values():
+                forwarder.wait(transfer, through=True)
+        return True

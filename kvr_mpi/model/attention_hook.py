@@ -66,18 +66,11 @@ class HookedCache(Protocol):
     """The part of a cache that the hook uses."""
 
     in_parts: bool  # whether our attention runs; otherwise the model's own, over all keys and values
+    current: AttendingLayer | None  # the layer that has been updated but has not attended yet
 
     @property
     def prefilling(self) -> bool:
         """Whether prompt tokens are being processed, not answer tokens."""
-
-    @property
-    def attending(self) -> AttendingLayer:
-        """The layer that has been updated but has not attended yet."""
-
-    @property
-    def positions(self) -> torch.Tensor | None:
-        """Positions of the tokens (1, tokens); None if the model counts them itself."""
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Return each document's number of tokens in this call and its length after it (`rope.whole_lengths`)."""
@@ -114,8 +107,10 @@ class _SdpaHook(TorchFunctionMode):
     ) -> torch.Tensor:
         if attn_mask is not None and attn_mask.numel() != 1:
             raise ModelError("it adds its own mask or bias to attention")
+        if self.cache.current is None:
+            raise ModelError("it attends without having updated the cache")
         params = AttentionParams(query.shape[-1] ** -0.5 if scale is None else scale, kernel=self.kernel)
-        return self.cache.attending.attend(query, key, value, params)
+        return self.cache.current.attend(query, key, value, params)
 
 
 def _attention(
@@ -138,7 +133,9 @@ def _attention(
     """Attend with the cache in the model's keyword arguments; registered as an attention function of transformers."""
     if kv_chain is None:
         raise ModelError("it does not pass keyword arguments on to its attention")
-    layer = kv_chain.attending
+    layer = kv_chain.current
+    if layer is None:
+        raise ModelError("it attends without having updated the cache")
     if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
         raise ModelError("it shares keys between layers")
     if position_bias is not None:
@@ -209,11 +206,9 @@ def run_model(
 
     positions : position of each token in its document (1, tokens); by default, the cache or the model counts.
     keep : indices of the tokens whose logits are returned (rows,); by default, the last one.
-    chunk_lengths : returns the tokens of each chunk of a layer (`layer_chunks`).
+    chunk_lengths : the tokens of each chunk, for each layer (`layer_chunks`).
     """
     options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
-    if positions is None:
-        positions = cache.positions
     if positions is not None:
         options["position_ids"] = positions
     cuts = takes(model, "logits_to_keep")

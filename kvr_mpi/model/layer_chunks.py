@@ -15,15 +15,15 @@ an error (`kv.layer`), as does ``prefill.self_check`` before the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-# Returns the tokens of each chunk for a layer, in the slice that this thread runs.
-ChunkLengths = Callable[[int], Sequence[int]]
+# For each layer the tokens of each chunk, in the slice that this thread runs.
+ChunkLengths = Sequence[Sequence[int]]
 _CHUNKS: ContextVar[ChunkLengths | None] = ContextVar("kvr_chunks", default=None)
 
 
@@ -73,7 +73,7 @@ class _ChunkedForward:
         Raises `UnreadError` if the last chunk's output is not needed, either.
         """
         layer, lengths = self._layer, _CHUNKS.get()
-        chunks = [] if lengths is None else lengths(self._layer_idx)
+        chunks = [] if lengths is None else lengths[self._layer_idx]
         hidden_states, tokens = args[0] if args else kwargs.get("hidden_states"), sum(chunks)
         if len(chunks) < 2 or hidden_states is None or hidden_states.shape[1] != tokens:
             return type(layer).forward(layer, *args, **kwargs)

@@ -61,11 +61,6 @@ class LayerShape:
     states: tuple[StateShape, ...] = ()
 
     @property
-    def key_elements(self) -> int:
-        """Elements of one token's keys."""
-        return self.num_kv_heads * self.key_dim
-
-    @property
     def elements(self) -> int:
         """Elements of one token's keys and values."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)

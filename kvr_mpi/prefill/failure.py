@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -22,9 +23,10 @@ import torch
 
 from kvr_mpi.errors import AgreementError, DataError
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.transfers import PromptTransfers
+from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
 from kvr_mpi.model.tp_group import TensorParallelGroup, guarded
 from kvr_mpi.topology import Rotation
+from kvr_mpi.transport.forwarder import Transfer
 
 # Status of a rank that has failed; the status of other ranks is a digest.
 FAILED = -1
@@ -85,13 +87,24 @@ def play_on(cache: SliceCache) -> None:
         if layer.shape.elements:
             if layer.buffer is None:
                 if not slots:  # layers with buffers come first, and have given them back
-                    slots = cache.buffers.scratch(cache.route.longest_segment, cache.route.slots)
-                layer.segments.do_without(slots, layer.shape.elements)
-            layer.segments.post(cache.route)
-            layer.segments.share(cache.route, cache.route.owned)
+                    longest = max(hop.bounds[1] - hop.bounds[0] for hop in cache.route.hops)
+                    slots = cache.buffers.scratch(longest, cache.route.slots)
+                layer.segments.rows = partial(_scratch_rows, layer.segments, slots, layer.shape.elements)
+                layer.segments.free = None
+            layer.segments.post(cache.route, is_filled=True)
         if layer.shape.states:
             layer.play_on()
         layer.release(wait=True)
+
+
+def _scratch_rows(
+    segments: LayerTransfers, slots: Sequence[torch.Tensor], elements: int, first: int, last: int
+) -> torch.Tensor:
+    """Return memory for a message (tokens, elements): the next of the flat slots, after its last message is through."""
+    posted = list(segments.posted.values())
+    if len(posted) >= len(slots):
+        segments.prompt.forwarder.wait(posted[-len(slots)], through=True)
+    return slots[len(posted) % len(slots)][: (last - first) * elements].view(-1, elements)
 
 
 def digest_of(ids: Sequence[int], bounds: Sequence[int], strategy: str) -> int:
@@ -126,41 +139,36 @@ def agree(
     AgreementError
         On the decode rank, if another rank has computed another prompt or plan.
     """
-    has_failed = digest is None
+    failed = [place] if digest is None else []
     if transfers is None:
-        return [place] if has_failed else []
-    forwarder, size = transfers.forwarder, transfers.forwarder.transport.size
+        return failed
+    forwarder, rank_of = transfers.forwarder, transfers.rotation.rank_of
     # Steps along the chain: the decode rank has the last one, and the rank after it the first.
-    way = Rotation.ending_at(size, decode_place)
-    step = way.place_of(place)
-
-    def tag(step: int) -> int:
-        return transfers.tag(transfers.layers, step)
-
-    after = None if place == decode_place else transfers.rank_of(place + 1)
+    size = forwarder.transport.size
+    steps = Rotation.bringing(size, size - 1, decode_place)
+    own_step, after = steps.place_of(place), None if place == decode_place else rank_of(place + 1)
+    status = torch.full((1,), FAILED if digest is None else digest, dtype=torch.int64, device=device)
     if after is not None:
-        forwarder.announce(after, tag(step))
-    words, receives = [], []
-    for source in reversed(range(step)):
-        word = torch.zeros(1, dtype=torch.int64, device=device)
-        receives.append(forwarder.receive(word, transfers.rank_of(place - 1), tag(source), after))
-        words.append((way.rank_of(source), word))
+        sent = forwarder.announce(status, after, transfers.tag(transfers.layers, own_step))
+    received: dict[int, Transfer] = {}
+    for step in reversed(range(own_step)):
+        word, tag = torch.zeros_like(status), transfers.tag(transfers.layers, step)
+        received[steps.rank_of(step)] = forwarder.receive(word, rank_of(place - 1), tag, after)
     if after is not None:
-        status = FAILED if digest is None else digest
-        forwarder.send(torch.full((1,), status, dtype=torch.int64, device=device), after, tag(step))
-        return [place] if has_failed else []
-    for receive in receives:
-        forwarder.wait(receive)
+        forwarder.send(sent)
+        return failed
+    for transfer in received.values():
+        forwarder.wait(transfer)
     forwarder.wait_for_compute()
-    found = {source: int(word) for source, word in words}
+    found = {source: int(transfer.tensor) for source, transfer in received.items()}
     for source, other in found.items():
         if digest is not None and other not in (FAILED, digest):
             raise AgreementError(
-                f"rank {transfers.rank_of(source)} of the chain has computed another prompt or another plan (digest "
-                f"{other:016x}) than rank {transfers.rank_of(place)} ({digest:016x}): the job ends before a wrong "
-                f"answer is stored; please report this"
+                f"rank {rank_of(source)} of the chain has computed another prompt or another plan (digest "
+                f"{other:016x}) than rank {rank_of(place)} ({digest:016x}): the job ends before a wrong answer is "
+                f"stored; please report this"
             )
-    return sorted([place] * has_failed + [source for source, other in found.items() if other == FAILED])
+    return sorted(failed + [source for source, other in found.items() if other == FAILED])
 
 
 def describe_failure(

@@ -23,7 +23,7 @@ from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.cache import COMPRESSED_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import MakeRoute, Route
+from kvr_mpi.kv.route import MakeRoute, Route, count_tokens
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -108,15 +108,15 @@ class Footprint:
         `is_spread` every rank keeps only its own tokens; with a `drop` the decode rank holds the retained tokens, and
         a few whole layers.
         """
-        is_decode_rank = route.is_last
+        is_decode_rank = route.position == route.decode_position
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
         reserved = reserve_tokens if is_decode_rank else 0
-        computed = sum(stop - start for start, stop in route.owned)
+        computed = count_tokens(route.owned)
         kept = (computed + reserved) * sum(layers) if is_spread else 0
         if is_spread or not is_decode_rank:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
         tokens = route.capacity + (0 if is_spread else reserved)
-        activation_bytes = self.activation_bytes(computed, max(route.chunk_lengths))
+        activation_bytes = self.activation_bytes(computed, max(map(count_tokens, route.chunks)))
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
         if is_spread or not is_decode_rank or (drop is None and not self.admits):
             return needs
@@ -261,22 +261,6 @@ def check_fits(
         f"addition to the weights, but has {free_bytes[rank] / GIB:.2f} GiB; its keys and values alone take "
         f"{tokens * footprint.shape.kv_bytes_per_token / GIB:.2f} GiB; {advice}"
     )
-
-
-def check_rolling_fits(footprint: Footprint, rolling: Rolling, free_bytes: int) -> None:
-    """Check that a rolling cache fits into memory.
-
-    Raises
-    ------
-    DocumentError
-        If it does not fit; says how much memory it needs.
-    """
-    needs = footprint.rolling_bytes(rolling)
-    if needs > free_bytes:
-        raise DocumentError(
-            f"a {rolling.name} needs {needs / GIB:.2f} GiB in addition to the weights, but a rank has "
-            f"{free_bytes / GIB:.2f} GiB; lower cache.tokens or parallel.chunk_tokens, or use ranks with more memory"
-        )
 
 
 def ranks_that_fit(

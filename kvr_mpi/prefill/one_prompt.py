@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
@@ -16,14 +16,14 @@ import torch
 from transformers import DynamicCache
 
 from kvr_mpi.compress.compression import RetainedSize
-from kvr_mpi.errors import ModelError
+from kvr_mpi.errors import ModelError, PartitionError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache, WriteLayer
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import MakeRoute
+from kvr_mpi.kv.route import MakeRoute, count_tokens
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
@@ -120,6 +120,29 @@ def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Pref
     return Prefill(Partition((0, len(ids))), cache, logits, seconds, strategy=PLAIN, began_s=began)
 
 
+def prefill_alone(
+    loaded: LoadedModel,
+    tokens: int,
+    run: Callable[[], tuple[Any, torch.Tensor]],
+    describe: Callable[[str], str],
+    **facts: Any,
+) -> Prefill:
+    """Prefill a prompt on this rank with `run`, which returns its cache and logits.
+
+    If memory runs out, the result has no cache, and the error that `describe` returns, given torch's or Python's.
+    `facts` are further attributes of the result.
+    """
+    began = time.perf_counter()
+    found = attempt(run, loaded.tp_group)
+    wait_for_compute(loaded.device)
+    seconds, cache, logits, error = time.perf_counter() - began, None, None, None
+    if isinstance(found, Failure):
+        error = describe(found.why)
+    else:
+        cache, logits = found
+    return Prefill(Partition((0, tokens)), cache, logits, seconds, error=error, began_s=began, **facts)
+
+
 def run_next(model: Any, prefill: Prefill, ids: torch.Tensor) -> torch.Tensor:
     """Run tokens (1, tokens) after everything run before; return the last logits (vocab_size,), float32."""
     return run_plain(model, ids, prefill.cache) if prefill.is_plain else run_model(model, ids, prefill.cache)[0]
@@ -151,7 +174,7 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
             f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so "
             "the common prefix of prompts cannot be computed once for all of them"
         )
-    return prefix_of_cache(ids, prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache)
+    return prefix_of_cache(ids, prefill_whole(loaded, ids).cache)
 
 
 @torch.inference_mode()
@@ -208,15 +231,13 @@ def prefill_kvr(
     **of_cache
         Options of `SliceCache`, on each rank.
     """
-    partition.check_tokens(len(ids))
+    if partition.tokens != len(ids):
+        raise PartitionError(
+            f"slice bounds {list(partition.bounds)} add up to {partition.tokens} tokens; the prompt has {len(ids)}"
+        )
     loaded.shape.check_ids(ids)
-    if chunk_tokens is not None:
-        if chunk_tokens < 1:
-            raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
-        if why := why_no_chunks(loaded):
-            raise ModelError(why)
-        if not make(partition, 0).in_order:
-            raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
+    if chunk_tokens is not None and (why := why_no_chunks(loaded)):
+        raise ModelError(why)
     make = partial(make, chunk_tokens=chunk_tokens)
     known, prefix = 0, of_cache.get("prefix")
     if prefix is not None:
@@ -232,17 +253,33 @@ def prefill_kvr(
     began = time.perf_counter()
     own = transfers = None
     if forwarder is None and chain.size > 1:
-        own = forwarder = Forwarder(chain, forwards=route.forwards, device=loaded.device)
-    if forwarder is not None and chain.size > 1:
-        transfers = PromptTransfers(forwarder, route.segments, len(loaded.shape.layers), rotation)
-    cache = SliceCache(loaded, route, transfers, **of_cache)
-    mine = [token for start, stop in route.owned for token in ids[start:stop]]
+        own = forwarder = Forwarder(chain, device=loaded.device)
+
+    def run_slice() -> torch.Tensor | None:
+        """Run this rank's tokens; return logits (vocab_size,) if there are any."""
+        row = torch.tensor([[token for start, stop in route.owned for token in ids[start:stop]]], device=loaded.device)
+        positions = None  # contiguous ones are counted by the model
+        if len(route.owned) > 1:
+            positions = torch.cat([torch.arange(*bounds, device=loaded.device) for bounds in route.owned]).unsqueeze(0)
+            positions += loaded.shape.first_position
+        logits = None
+        cache.begin()
+        with contextlib.suppress(UnreadError):
+            lengths = [[count_tokens(chunk) for chunk in layer.chunks] for layer in cache.layers]
+            logits = run_model(loaded.model, row, cache, positions=positions, chunk_lengths=lengths)[0]
+        cache.finish()
+        return logits
+
+    found: torch.Tensor | Failure | None
     try:
-        found: torch.Tensor | Failure | None
+        if forwarder is not None and chain.size > 1:
+            transfers = PromptTransfers(forwarder, route.segments, len(loaded.shape.layers), rotation)
+        cache = SliceCache(loaded, route, transfers, **of_cache)
         if spares_chain:
-            found = attempt(lambda: _run_slice(loaded, mine, cache), reads_stored=True)
+            found = attempt(run_slice, loaded.tp_group, reads_stored=True)
         else:
-            found = _run_slice(loaded, mine, cache)
+            with guarded(loaded.tp_group):
+                found = run_slice()
     except BaseException:
         if forwarder is not None:
             forwarder.abandon()
@@ -258,13 +295,12 @@ def prefill_kvr(
         wait_for_compute(loaded.device)
     else:
         transfers.forwarder.wait_for_compute()
-    seconds = time.perf_counter() - began
-    cache.finish()
+    seconds, times = time.perf_counter() - began, cache.clock.read()
     if own is not None:
         own.close()
     error = None
     if failed:
-        computed = [sum(stop - start for start, stop in make(partition, place, known).owned) for place in failed]
+        computed = [count_tokens(make(partition, place, known).owned) for place in failed]
         error = describe_failure(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
     has_logits = cache.is_decode_rank and of_cache.get("stop_after") is None and not failed
     return Prefill(
@@ -272,18 +308,23 @@ def prefill_kvr(
         None if failed or cache.share is not None else cache,
         found if has_logits and not isinstance(found, Failure) else None,
         seconds,
-        wait_s=cache.clock.waited_s("receive"),
+        wait_s=times.receive_s,
         sent_bytes=transfers.sent_bytes if transfers else 0,
         last=rotation.rank_of(route.decode_position),
         error=error,
-        layer_times_s=cache.clock.layer_times_s,
-        send_wait_s=cache.clock.waited_s("send"),
+        layer_times_s=times.layer_times_s,
+        send_wait_s=times.send_s,
         strategy=strategy,
         known_tokens=known,
         share=None if failed else cache.share,
         began_s=began,
-        layer_begins_s=cache.clock.layer_begins_s,
+        layer_begins_s=times.layer_begins_s,
     )
+
+
+def prefill_whole(loaded: LoadedModel, ids: Sequence[int], **options: Unpack[Options]) -> Prefill:
+    """Prefill a whole prompt on this rank as `prefill_kvr` does its slices."""
+    return prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), **options)
 
 
 def why_no_chunks(loaded: LoadedModel) -> str | None:
@@ -297,18 +338,6 @@ def why_no_chunks(loaded: LoadedModel) -> str | None:
     else:
         return None
     return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
-
-
-def _run_slice(loaded: LoadedModel, mine: Sequence[int], cache: SliceCache) -> torch.Tensor | None:
-    """Run this rank's tokens; return logits (vocab_size,) if there are any."""
-    logits = None
-    with guarded(loaded.tp_group):
-        cache.begin()
-        with contextlib.suppress(UnreadError):
-            row = torch.tensor([mine], device=loaded.device)
-            logits = run_model(loaded.model, row, cache, chunk_lengths=cache.chunk_lengths)[0]
-        cache.settle()
-    return logits
 
 
 def wait_for_compute(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Prefill several short prompts in one packed row, and decode one token each of many answers.
 
-``kv.row`` describes how a model runs several documents as one row.
+``kv.row`` describes how a model runs several documents as one row. Prompts after a compressed prefix run one by one.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvr_mpi.kv.arena import Arena
+from kvr_mpi.compress.compression import size_of
+from kvr_mpi.kv.arena import Arena, make_runs
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.after_compressed import prefill_after_compressed
 from kvr_mpi.prefill.failure import Failure, attempt
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
+from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache, prefill_alone, prefill_whole, wait_for_compute
 from kvr_mpi.prefill.routes import relay
-from kvr_mpi.transport.local import LocalTransport
 
 # Tokens of a packed forward pass, by device type: a GPU needs more rows for the full speed of its products.
 PACK_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -65,19 +65,11 @@ def prefill_packed(
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
     if prefix is not None and prefix.heads is not None:
         pairs = zip(prompts, reserves, strict=True)
-        return [prefill_after_compressed(loaded, ids, prefix, reserve, arena) for ids, reserve in pairs]
+        return [_prefill_after_compressed(loaded, ids, prefix, reserve, arena) for ids, reserve in pairs]
     if len(prompts) == 1 or why_never_packed(loaded):
         return [
-            prefill_kvr(
-                loaded,
-                ids,
-                Partition((0, len(ids))),
-                LocalTransport(),
-                reserve_tokens=reserve,
-                prefix=prefix,
-                spares_chain=True,
-                retain=retain,
-                arena=arena,
+            prefill_whole(
+                loaded, ids, reserve_tokens=reserve, prefix=prefix, spares_chain=True, retain=retain, arena=arena
             )
             for ids, reserve in zip(prompts, reserves, strict=True)
         ]
@@ -119,13 +111,62 @@ def _prefill_row(
     wait_for_compute(device)
     seconds = time.perf_counter() - began
     for cache in caches:
-        cache.settle()
         cache.finish()
     parts = [(len(ids) - start) / row.shape[1] for ids in prompts]
     return [
         Prefill(partition, cache, each.clone(), seconds, known_tokens=start, began_s=began, row_share=part)
         for part, partition, cache, each in zip(parts, partitions, caches, logits, strict=True)
     ]
+
+
+@torch.inference_mode()
+def _prefill_after_compressed(
+    loaded: LoadedModel, ids: Sequence[int], prefix: SharedPrefix, reserve_tokens: int, arena: Arena | None = None
+) -> Prefill:
+    """Prefill the rest of a prompt that begins with stored, compressed keys and values.
+
+    The new tokens attend to the tokens that each head has kept, as decoded tokens do; all heads keep all new tokens.
+
+    Raises
+    ------
+    DataError
+        If the stored keys and values cannot be read.
+    """
+    prefix.check(ids)
+    fresh = ids[prefix.tokens :]
+    slack = len(fresh) + reserve_tokens
+
+    def run() -> tuple[SliceCache, torch.Tensor]:
+        layers = enumerate(loaded.shape.layers)
+        stores = [_load_layer(loaded, idx, shape, prefix, slack, arena) for idx, shape in layers]
+        cache = make_decode_cache(loaded, stores, prefix.tokens, slack)
+        return cache, run_model(loaded.model, torch.tensor([list(fresh)], device=loaded.device), cache)[0]
+
+    def describe(why: str) -> str:
+        return f"not enough memory for its {prefix.tokens} stored tokens and {len(fresh)} more: {why}"
+
+    found = prefill_alone(loaded, len(ids), run, describe, known_tokens=prefix.tokens)
+    if found.error is None:
+        found.retained = size_of(loaded, found.cache, prefix.compression)
+    return found
+
+
+def _load_layer(
+    loaded: LoadedModel, layer_idx: int, shape: LayerShape, prefix: SharedPrefix, slack: int, arena: Arena | None
+) -> HeadStore:
+    """Load the rows of a layer."""
+    assert prefix.heads is not None, "it is compressed"
+    heads = prefix.heads(layer_idx)
+    assert heads is not None, "models that are compressed keep keys and values in every layer"
+    counts = [len(keys) for keys, _ in heads]
+    runs = make_runs(shape, counts, slack, loaded.dtype, loaded.device, arena)
+    # A layer with a window or chunks is not compressed.
+    is_whole = shape.visibility.size is not None
+    store = HeadStore(runs, shape, slack, prefix.tokens, is_whole=is_whole)
+    for at, stored in enumerate(heads):
+        for place, rows in zip(store.own_rows(at, prefix.tokens), stored, strict=True):
+            place.copy_(rows)
+    return store
 
 
 @torch.inference_mode()

@@ -48,18 +48,15 @@ class Strategy:
     make : makes its routes; None: plain transformers on one rank.
     forecast : its time to the first token.
     stretches : slices of each rank.
-    has_cuts : whether its slices are tuned; otherwise they are even.
-    needs_parts : whether it attends to a prefix in parts, in another order than the prompt's.
-    takes_chunks : whether ranks can compute their slices in chunks.
+    in_order : each rank's tokens follow those of the rank before. Then slices are tuned (otherwise they are even), can
+        be computed in chunks, and attention need not be computed in parts.
     """
 
     name: str
     make: MakeRoute | None
     forecast: Forecast
     stretches: int = 1
-    has_cuts: bool = False
-    needs_parts: bool = True
-    takes_chunks: bool = False
+    in_order: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -108,7 +105,7 @@ class Strategy:
         """Return why a model that runs in chains does not support this strategy; None if it does."""
         from kvr_mpi.model.attention_hook import takes
 
-        if not self.needs_parts:
+        if self.is_plain or self.in_order:
             return None
         if not loaded.attends_in_parts:
             why = "its attention cannot be computed in parts"
@@ -130,29 +127,31 @@ class Strategy:
         Raises
         ------
         ModelError
-            If the model does not support it, or the logits differ.
+            If the strategy or the model does not support it, or the logits differ.
         """
         from kvr_mpi.prefill.exactness import error_share, why_not_the_same
-        from kvr_mpi.prefill.one_prompt import prefill_kvr
-        from kvr_mpi.transport.local import LocalTransport, run_local
+        from kvr_mpi.prefill.one_prompt import prefill_whole
+        from kvr_mpi.transport.local import run_local
 
-        if not self.needs_parts and chunk_tokens is None:
+        if self.is_plain or (self.in_order and chunk_tokens is None):
             return
+        if chunk_tokens is not None and not self.in_order:
+            raise ModelError(
+                f"parallel.chunk_tokens = {chunk_tokens}: {self.name} cannot use chunks; use strategy = 'kvr'"
+            )
         if why := self.misfit(loaded):
             raise ModelError(f"parallel.strategy = {self.name!r}: {why}")
+        chunk = None if chunk_tokens is None else CHECKED_CHUNK
         tokens = min(CHECKED_TOKENS, loaded.shape.max_tokens or CHECKED_TOKENS)
         ids, cut = loaded.shape.sample_ids(tokens), self.cut_evenly(tokens, 3)
 
         def run() -> Iterator[tuple[str, float]]:
-            truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
             ranks = run_local(
-                3, lambda rank: self.prefill(loaded, ids, cut, rank, chunk_tokens=chunk_tokens).logits, loaded.device
+                3, lambda rank: self.prefill(loaded, ids, cut, rank, chunk_tokens=chunk).logits, loaded.device
             )
             (found,) = (logits for logits in ranks if logits is not None)
-            yield (
-                f"the logits of a {self.name}{'' if chunk_tokens is None else ' in chunks'}",
-                error_share(found, truth),
-            )
+            how = "" if chunk_tokens is None else " in chunks"
+            yield f"the logits of a {self.name}{how}", error_share(found, prefill_whole(loaded, ids).logits)
 
         if why := why_not_the_same(loaded, run, "those of one rank"):
             remedy = (
@@ -172,9 +171,9 @@ def _ring(costs: Costs, lengths: Sequence[float]) -> float:
 STRATEGIES: Mapping[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("single", None, _single, needs_parts=False),
+        Strategy("single", None, _single),
         Strategy("ring", ring, _ring, stretches=2),
-        Strategy("kvr", relay, chain_seconds, has_cuts=True, needs_parts=False, takes_chunks=True),
+        Strategy("kvr", relay, chain_seconds, in_order=True),
     )
 }
 KVR = STRATEGIES["kvr"]
@@ -206,30 +205,13 @@ def choose_chunks(
         Whether the prompt fits with chunks of a size, or (None) with whole slices, on otherwise empty ranks: a prompt's
         chunks must not depend on other prompts.
     """
-    if not strategy.takes_chunks or footprint is None:
+    if not strategy.in_order or footprint is None:
         return None
     if asked != "auto":
         return asked
     if not footprint.takes_chunks or fits(None):
         return None
     return next((size for size in CHUNK_SIZES if fits(size)), None)
-
-
-def check_takes_chunks(strategy: Strategy, loaded: LoadedModel, chunk_tokens: int | Literal["auto"]) -> None:
-    """Verify on a few tokens that a model runs in chunks, if the job asks for them.
-
-    Raises
-    ------
-    ModelError
-        If the strategy or the model does not support chunks, or the logits differ.
-    """
-    if chunk_tokens == "auto" or strategy.is_plain:
-        return
-    if not strategy.takes_chunks:
-        raise ModelError(
-            f"parallel.chunk_tokens = {chunk_tokens}: {strategy.name} cannot use chunks; use strategy = 'kvr'"
-        )
-    strategy.check(loaded, chunk_tokens=CHECKED_CHUNK)
 
 
 def fastest(seconds: Sequence[float]) -> int:

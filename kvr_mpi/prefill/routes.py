@@ -22,14 +22,25 @@ def relay(
     with the nearest rank's, which arrive first. In a layer with a window or chunks, a rank sends only tokens that the
     next rank, or a later one, can attend to. Each chunk is a segment, sent as soon as it is computed. The first chunk
     that attends waits for the whole prefix; later chunks need not wait.
+
+    Parameters
+    ----------
+    position : int
+        Of the slices that the route is for.
+    known : int
+        Number of first tokens that every rank has already, all within the first slice.
+    chunk_tokens : int or None
+        Ranks compute and send their tokens in chunks that end at multiples of this. Only strategies that are `in_order`
+        support chunks.
     """
-    last = partition.size - 1
-    slices = [slice_after(partition, each, known) for each in range(partition.size)]
+    slices = partition.slices(known)
+    last = len(slices) - 1
     parts = [list(cut_range(*bounds, chunk_tokens)) for bounds in slices]
     numbers = itertools.count()
     segments = [[(next(numbers), part) for part in some] for some in parts]
     dest = position + 1 if position < last else None
     own = [Hop(number, part, None, dest) for number, part in segments[position] if dest is not None]
+    before_all = [Step((), ((0, known),))] if known else []  # the known tokens are local
     # The nearest rank's segments come first, in the order in which they are computed there.
     before = [each for some in reversed(segments[:position]) for each in some]
     return Route(
@@ -39,9 +50,9 @@ def relay(
         next(numbers),
         owned=(slices[position],),
         chunks=tuple((part,) for part in parts[position]),
-        capacity=partition.stop(position),
+        capacity=slices[position][1],
         hops=(*own, *(Hop(number, part, position - 1, dest) for number, part in before)),
-        steps=(*_known_step(known), *(Step((number,), (part,)) for number, part in before)),
+        steps=(*before_all, *(Step((number,), (part,)) for number, part in before)),
         reads_from=None if not position else slices[position][0],
         next_reads_from=None if dest is None else slices[dest][0],
         in_order=True,
@@ -65,14 +76,14 @@ def ring(
     other's chunks, and compute one at a time.
     """
     size = partition.size // 2
-    halves = [slice_after(partition, each, known) for each in range(partition.size)]
+    halves = partition.slices(known)
 
     def stretches(rank: int) -> list[tuple[int, Range]]:
         return [(half, halves[half]) for half in (rank, 2 * size - 1 - rank)]
 
     dest, source = following(position, size), preceding(position, size)
     hops = [Hop(half, bounds, None, dest) for half, bounds in stretches(position)]
-    steps, (near, far) = list(_known_step(known)), (bounds for _, bounds in stretches(position))
+    steps, (near, far) = [Step((), ((0, known),))] if known else [], (bounds for _, bounds in stretches(position))
     for rank in others_before(position, size):
         (_, first), (_, second) = stretches(rank)
         hops += [Hop(half, bounds, source, dest if dest != rank else None) for half, bounds in stretches(rank)]
@@ -94,13 +105,3 @@ def ring(
         steps=tuple(steps),
         slots=4,  # both stretches of two ranks: then a receive waits only for earlier receives
     )
-
-
-def slice_after(partition: Partition, position: int, known: int) -> Range:
-    """Return a slice's tokens without the known ones."""
-    return max(partition.start(position), known), partition.stop(position)
-
-
-def _known_step(known: int) -> tuple[Step, ...]:
-    """Attend to the known prefix, which is local."""
-    return (Step((), ((0, known),)),) if known else ()

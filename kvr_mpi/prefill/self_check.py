@@ -21,11 +21,11 @@ from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import FAILURES, Answer, differences, error_share, follow, why_not_the_same
-from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, run_next
+from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole, run_next
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
 from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.local import run_local
 
 LEAST_TOKENS = 12
 # Most operations of a check, which then takes seconds; its prompt stays short if exceeding a window would take more.
@@ -192,9 +192,7 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
 
     @torch.inference_mode()
     def run() -> Iterator[tuple[str, float]]:
-        alone = [
-            prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=1) for ids in prompts
-        ]
+        alone = [prefill_whole(loaded, ids, reserve_tokens=1) for ids in prompts]
         together = prefill_packed(loaded, prompts, reserve_tokens=1, arena=arena)
         founds = [each.logits for each in together]
         founds += decode_packed(loaded, DecodeCache([each.cache for each in together]), [NEXT_TOKEN] * 2)
@@ -226,7 +224,7 @@ def check_spread(loaded: LoadedModel) -> None:
         return run_shares(loaded, [share], [token], rank)
 
     def run() -> Iterator[tuple[str, float]]:
-        alone = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=1)
+        alone = prefill_whole(loaded, ids, reserve_tokens=1)
         truth, found = _follow(loaded, alone).steps[0], run_local(2, decode, loaded.device)[-1]
         yield "logits of a decoded token", error_share(found[0].cpu(), truth)
 

@@ -89,14 +89,11 @@ def run_shares(
             f"ranks of a chain have run different tokens of prompts that are spread over them (digests "
             f"{[digest for _, digest in words]}): the job ends before a wrong answer is stored; please report this"
         )
-    failed = {
-        sort: [rank for rank, (status, _) in enumerate(words) if status == sort] for sort in (_UNREADABLE, _SHORT)
-    }
-    if failed[_UNREADABLE]:
-        raise DataError(share_json(chain, why, failed[_UNREADABLE][0]))
-    if failed[_SHORT]:
-        reason = f" ({why})" if why else ""
-        raise MemoryError(f"rank {', '.join(map(str, failed[_SHORT]))} of its chain ran out of memory{reason}")
+    statuses = [status for status, _ in words]
+    if _UNREADABLE in statuses:
+        raise DataError(share_json(chain, why, statuses.index(_UNREADABLE)))
+    if short := [str(rank) for rank, status in enumerate(statuses) if status == _SHORT]:
+        raise MemoryError(f"rank {', '.join(short)} of its chain ran out of memory{f' ({why})' if why else ''}")
     assert not isinstance(found, Failure), "it succeeded"
     return found
 

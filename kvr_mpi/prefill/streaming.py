@@ -7,7 +7,6 @@ models it is StreamingLLM's approximation, which a job has to ask for by name (`
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,11 +18,9 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.partition import Partition, cut_range
+from kvr_mpi.partition import cut_range
 from kvr_mpi.prefill.exactness import error_share, why_not_the_same
-from kvr_mpi.prefill.failure import Failure, attempt
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
-from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_alone, prefill_whole
 
 # Tokens of the check before a job, and of each of its steps.
 CHECKED_TOKENS, CHECKED_STEP = 12, 5
@@ -42,29 +39,24 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
         If a layer sees more than the cache holds, and there are no sinks.
     """
     loaded.shape.check_ids(ids)
-    began, partition = time.perf_counter(), Partition((0, len(ids)))
-    cache, logits, error = None, None, None
-    found = attempt(lambda: _run_steps(loaded, ids, rolling), loaded.tp_group)
-    if isinstance(found, Failure):
-        error = (
-            f"a prompt of {len(ids)} tokens: not enough memory for a {rolling.name} ({found.why}); lower "
-            "cache.tokens or parallel.chunk_tokens, or the memory for other prompts (parallel.memory_gib)"
+
+    def describe(why: str) -> str:
+        return (
+            f"a prompt of {len(ids)} tokens: not enough memory for a {rolling.name} ({why}); lower cache.tokens or "
+            f"parallel.chunk_tokens, or the memory for other prompts (parallel.memory_gib)"
         )
-    else:
-        logits, cache = found
-    wait_for_compute(loaded.device)
-    seconds = time.perf_counter() - began
-    return Prefill(partition, cache, logits, seconds, error=error, began_s=began, rolling=rolling)
+
+    return prefill_alone(loaded, len(ids), lambda: _run_steps(loaded, ids, rolling), describe, rolling=rolling)
 
 
 @torch.inference_mode()
-def _run_steps(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> tuple[torch.Tensor, RollingCache]:
+def _run_steps(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> tuple[RollingCache, torch.Tensor]:
     cache, logits = RollingCache(loaded, rolling, len(ids)), torch.empty(0)
     for first, last in cut_range(0, len(ids), rolling.step_tokens):
         cache.begin_step(is_read=last == len(ids))
         with contextlib.suppress(UnreadError):
             logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache)[0]
-    return logits, cache
+    return cache, logits
 
 
 def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
@@ -91,10 +83,10 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     ids = loaded.shape.sample_ids(tokens)
 
     def run() -> Iterator[tuple[str, float]]:
-        truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
         found, dropping, one_by_one = (
-            _run_steps(loaded, ids, tried)[0] for tried in (whole, drops, replace(drops, step_tokens=1))
+            _run_steps(loaded, ids, tried)[1] for tried in (whole, drops, replace(drops, step_tokens=1))
         )
+        truth = prefill_whole(loaded, ids).logits
         yield "the logits of a rolling cache that holds all", error_share(found, truth)
         yield (
             f"the logits of a rolling cache in steps of {CHECKED_STEP} instead of 1",

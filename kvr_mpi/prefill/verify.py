@@ -1,8 +1,8 @@
 """Verify on the user's own model that every strategy gives the results of one process.
 
-Rank 0 computes the reference with plain transformers. For each strategy, the rank that ends with the last token sends
-rank 0 its logits, its keys and values, and the tokens that it decodes greedily; rank 0 compares them. In float32 they
-have to agree within rounding errors. In a shorter dtype, their difference from the float32 reference may be at most 1.5
+Rank 0 computes the reference with plain transformers, and has the last slice under every strategy. It compares the
+logits, the keys and values, and the tokens that it decodes greedily. In float32 they have to agree within rounding
+errors. In a shorter dtype, their difference from the float32 reference may be at most 1.5
 times that of transformers' own run in that dtype.
 """
 
@@ -22,8 +22,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import Answer, allowed_error, differences, follow
 from kvr_mpi.prefill.one_prompt import prefill_single, why_no_chunks
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
-from kvr_mpi.transport import Transport, gather_json, share_json
-from kvr_mpi.transport.base import FixedTag
+from kvr_mpi.transport import Transport, share_json
 
 NEW_TOKENS = 32
 NOISE = allowed_error(torch.float32)
@@ -58,27 +57,23 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
     seed : int
         For the prompts and the random partitions.
     """
-    draw = random.Random(seed)
-    exact = loaded if loaded.dtype == torch.float32 else _in_float32(loaded)
+    draw, is_root = random.Random(seed), world.rank == 0
+    exact = _in_float32(loaded) if is_root and loaded.dtype != torch.float32 else loaded
     for tokens in lengths:
         ids = loaded.shape.sample_ids(tokens, draw.randrange(1, 1 << 20), draw.randrange(1 << 20))
-        truth = plain = None
-        if world.rank == 0:
+        if is_root:
             truth = _plain(exact, ids)
             plain = truth if exact is loaded else _plain(loaded, ids)
         world.barrier()
         prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
         for name, strategy, partition, chunk_tokens in _strategies(loaded, world.size, tokens, draw):
             prefill = strategy.prefill(
-                loaded, ids, partition, world, reserve_tokens=NEW_TOKENS, chunk_tokens=chunk_tokens
+                loaded, ids, partition, world, reserve_tokens=NEW_TOKENS, chunk_tokens=chunk_tokens, last=0
             )
-            decode_rank = prefill.last
-            answer = follow(loaded.model, prefill, NEW_TOKENS) if world.rank == decode_rank else None
-            del prefill
-            found = _to_root(answer, world, decode_rank)
             finding = None
-            if found is not None and truth is not None and plain is not None:
-                finding = asdict(_compare(name, tokens, found, truth, plain))
+            if is_root:
+                finding = asdict(_compare(name, tokens, follow(loaded.model, prefill, NEW_TOKENS), truth, plain))
+            del prefill
             yield Finding(**share_json(world, finding))
 
 
@@ -90,12 +85,12 @@ def _strategies(
         if one.is_plain or one.misfit(loaded) is not None:
             continue
         even = one.cut_evenly(tokens, size)
-        if one.has_cuts:
+        if one.in_order:
             for how, partition in _cuts(tokens, size, draw).items():
                 yield f"{one.name} {how} {partition}", one, partition, None
         else:
             yield one.name, one, even, None
-        if one.takes_chunks and why_no_chunks(loaded) is None:
+        if one.in_order and why_no_chunks(loaded) is None:
             length = draw.randrange(1, max(2, tokens // (2 * size)))
             yield f"{one.name} in chunks of {length}", one, even, length
 
@@ -123,30 +118,6 @@ def _cuts(tokens: int, size: int, draw: random.Random) -> dict[str, Partition]:
 def _plain(loaded: LoadedModel, ids: Sequence[int]) -> Answer:
     prepare_model(loaded.model, chain=False)
     return follow(loaded.model, prefill_single(loaded.model, ids, loaded.device), NEW_TOKENS)
-
-
-def _to_root(answer: Answer | None, world: Transport, decode_rank: int) -> Answer | None:
-    """Send the decode rank's answer to rank 0; every rank calls this."""
-    tensors = [] if answer is None else [answer.logits, *(held for layer in answer.layers for held in layer.values())]
-    mine = None
-    if answer is not None:
-        kinds = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
-        mine = [answer.tokens, [list(layer) for layer in answer.layers], kinds]
-    told = gather_json(world, mine)
-    if decode_rank == 0 or world.rank not in (0, decode_rank):
-        return answer
-    if answer is not None:
-        for send in [world.isend(tensor.contiguous(), 0, FixedTag.VERIFY) for tensor in tensors]:
-            send.wait()
-        return None
-    assert told is not None, "on rank 0"
-    tokens, names, kinds = told[decode_rank]
-    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in kinds]
-    for receive in [world.irecv(tensor, decode_rank, FixedTag.VERIFY) for tensor in tensors]:
-        receive.wait()
-    logits, *rest = tensors
-    held = iter(rest)
-    return Answer(logits, [{name: next(held) for name in layer} for layer in names], tokens, [])
 
 
 def _compare(name: str, tokens: int, found: Answer, truth: Answer, plain: Answer) -> Finding:

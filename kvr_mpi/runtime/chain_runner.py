@@ -243,5 +243,5 @@ def share_of(setup: JobSetup, plan: Plan, rank: int, size: int) -> Share:
     partition = share_out_stored(known, known, size)
     longest_question = max(len(frame.tail) for frame in setup.question_frames.values())
     longest = known + longest_question + setup.longest_answer
-    start, stop = partition.start(place), partition.stop(place)
+    start, stop = partition.slices()[place]
     return Share(setup.loaded, start, stop, known, longest, prefix=plan.prefix)

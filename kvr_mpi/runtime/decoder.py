@@ -83,7 +83,7 @@ class Decoder:
             self._stop.announce()
         self._trace.tally.decode_s += time.monotonic() - began
         if answers > self._batch.running:
-            self._trace.recorder.note("decode", began_s, prompt=-1, amount=answers)
+            self._trace.recorder.note("decode", began_s, answers)
 
     def take_parts(self) -> list[tuple[str, Record]]:
         """Return and clear the new records of document parts, each with its prompt's key."""

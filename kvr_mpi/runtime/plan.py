@@ -98,13 +98,13 @@ class Plan:
     @property
     def is_beginning(self) -> bool:
         """Whether this is the plan of a prefix that other prompts continue."""
-        return self.prompt.shared_tokens == self.prompt.tokens
+        return self.prompt.shared_tokens == len(self.prompt.ids)
 
     def bounds_on(self, rank: int) -> tuple[int, int]:
         """Bounds of the slice on a rank of the chain; the first slice includes known tokens."""
         assert self.partition is not None
         place = Rotation.ending_at(self.partition.size, self.decode_rank).place_of(rank)
-        return self.partition.start(place), self.partition.stop(place)
+        return self.partition.slices()[place]
 
     def goes_with(self, other: Plan) -> bool:
         """Whether two prompts can share a packed row, since they continue the same prefix."""

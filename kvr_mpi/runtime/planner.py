@@ -14,7 +14,7 @@ from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Route
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, check_rolling_fits
+from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits
 from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks, fastest
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.requests.prompt import Prompt
@@ -87,7 +87,7 @@ class Planner:
         known : number of first tokens that are not computed again; the first slice includes them.
         decode_rank : the rank of the chain that has the last slice; the next rank, cyclically, has the first.
         """
-        if not strategy.has_cuts:
+        if not strategy.in_order:
             return strategy.cut_evenly(tokens, self.size, known)
         table, new = self._setup.table, tokens - known
         if table is not None:
@@ -245,7 +245,12 @@ class Planner:
                     f"ranks"
                 )
         elif plan.partition is None and self._setup.rolling is not None:
-            check_rolling_fits(footprint, self._setup.rolling, free)
+            rolling = self._setup.rolling
+            if (needs := footprint.rolling_bytes(rolling)) > free:
+                raise DocumentError(
+                    f"a {rolling.name} needs {needs / GIB:.2f} GiB in addition to the weights, but a rank has "
+                    f"{free / GIB:.2f} GiB; lower cache.tokens or parallel.chunk_tokens, or use ranks with more memory"
+                )
         elif plan.partition is None:
             check_fits(footprint, Partition((0, prompt.tokens)), [free], prompt.new_tokens, drop=drop)
         elif max(plan.needs) > free:  # unlike check_fits, this accounts for known tokens
@@ -274,7 +279,7 @@ class Planner:
                 if max(self._slice_bytes(one.routes(self.cut(one, tokens, known, last), known), last, new_tokens, drop))
                 <= free
             )
-            self._chosen[key] = next(fitting, next((one for one in order if one.takes_chunks), order[0]))
+            self._chosen[key] = next(fitting, next((one for one in order if one.in_order), order[0]))
         return self._chosen[key]
 
     def _describe_choice(self) -> str | None:

@@ -117,7 +117,7 @@ class Forecast:
         strategy = self.strategy(tokens, ranks)
         if self.rolling is not None:
             return None
-        if not strategy.takes_chunks or (ranks == 1 and 2 * tokens <= PACK_TOKENS["cpu"]):  # packed with others
+        if not strategy.in_order or (ranks == 1 and 2 * tokens <= PACK_TOKENS["cpu"]):  # packed with others
             return None
         if self.chunk_tokens != "auto":
             return self.chunk_tokens if self.chunk_tokens < max(self.slices(tokens, ranks).lengths) else None
@@ -145,7 +145,7 @@ class Forecast:
 
     def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
         """Slices of a prompt on `ranks` ranks with a strategy."""
-        if not strategy.has_cuts:
+        if not strategy.in_order:
             return strategy.cut_evenly(tokens, ranks)
         if self.cut is not None and ranks > 1:
             return self.cut(tokens, ranks)

@@ -166,7 +166,7 @@ def _choose(costs: Costs, tokens: int, ranks: int, searched_s: float) -> str:
     """Name the strategy that a job would use."""
     choices = candidates(AUTO) if ranks > 1 else [KVR]
     seconds = [
-        searched_s if one.has_cuts else one.forecast(costs, _evenly(tokens, one.stretches * ranks)) for one in choices
+        searched_s if one.in_order else one.forecast(costs, _evenly(tokens, one.stretches * ranks)) for one in choices
     ]
     return choices[fastest(seconds)].name
 

@@ -41,7 +41,7 @@ from kvr_mpi.model.shared_heads import shared_bytes
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
-from kvr_mpi.prefill.registry import AUTO, CHECKED_CHUNK, KVR, Strategy, candidates, check_takes_chunks
+from kvr_mpi.prefill.registry import AUTO, CHECKED_CHUNK, KVR, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail
@@ -311,7 +311,8 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
     for strategy in candidates(asked):
         try:
             strategy.check(loaded)
-            check_takes_chunks(strategy, loaded, spec.chunk_tokens)
+            if spec.chunk_tokens != "auto":
+                strategy.check(loaded, chunk_tokens=spec.chunk_tokens)
             fitting.append(strategy)
         except ModelError as error:
             if asked != AUTO:
@@ -353,7 +354,7 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     footprint = footprint_of(
         loaded.model.config, loaded.dtype, shape=loaded.shape, on_gpu=on_gpu, in_parts=loaded.attends_in_parts
     )
-    chunked = next((strategy for strategy in strategies if strategy.takes_chunks), None)
+    chunked = next((strategy for strategy in strategies if strategy.in_order), None)
     try:
         if chunked is None or not footprint.takes_chunks:
             return footprint

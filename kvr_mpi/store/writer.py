@@ -300,7 +300,7 @@ class ResultWriter:
                 self._volume.pieces[piece_id(document.record, document.tokens)] = piece.finish()
         if document.has_record and not is_dropped:
             self._add_record(document, has_kv=piece is not None)
-        self._recorder.note("write", document.began_s, prompt=-1)
+        self._recorder.note("write", document.began_s)
 
     def _add_record(self, document: _Document, *, has_kv: bool) -> None:
         record = document.record
@@ -359,7 +359,7 @@ class ResultWriter:
         else:
             volume.path.unlink()
         self._volume = None
-        self._recorder.note("write", began_s, prompt=-1)
+        self._recorder.note("write", began_s)
 
     def _settle(self) -> None:
         """Make everything durable."""

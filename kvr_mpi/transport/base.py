@@ -25,7 +25,6 @@ LAYERS_AHEAD = 2
 class FixedTag(IntEnum):
     """Reserved tags; those of prompts start after them (`FIRST_PROMPT_TAG`)."""
 
-    VERIFY = 0
     SHARED_HEADS = 1
     GATHER = 2
     SUM = 3
@@ -45,17 +44,6 @@ class Request(Protocol):
 
     def wait(self) -> None:
         """Wait until the transfer is complete; on a transport with `in_streams`, only the current stream waits."""
-
-
-class Ended:
-    """A completed transfer."""
-
-    def test(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self) -> None:
-        """Return immediately."""
 
 
 class Transport(Protocol):

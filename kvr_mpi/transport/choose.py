@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from kvr_mpi.errors import TransportError
 from kvr_mpi.topology import following, others_after, preceding
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
-from kvr_mpi.transport.mpi import Handing, MpiTransport
+from kvr_mpi.transport.mpi import MpiTransport
 from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
 from kvr_mpi.transport.nccl import NcclTransport, open_nccl
 
@@ -81,8 +81,7 @@ def open_transport(
     if name == "nccl":
         transport = open_nccl(world, device)
     elif isinstance(world, MpiTransport):
-        handing: Handing = "staged" if name == "staged" else "direct" if mine.device == "cuda" else "host"
-        transport = MpiTransport(world.comm, handing)
+        transport = MpiTransport(world.comm, direct=name == "mpi")
     warm_up(transport, device, every_pair=every_pair)
     return transport, f"transport: {name}: {why}"
 
@@ -107,8 +106,6 @@ def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple
     if wanted == "nccl":
         _need_nccl(views)
         return "nccl", "as requested; control messages over MPI"
-    if wanted == "staged" and not on_gpu:
-        return "staged", "as requested; the model is on the CPU, so this only adds a copy through a second buffer"
     if not on_gpu:
         return "mpi", "host memory, sent by MPI without a copy"
     if wanted == "staged":

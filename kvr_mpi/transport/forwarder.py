@@ -14,13 +14,14 @@ transports without tags, messages keep the order of the prompts.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.trace import Recorder, Span
 from kvr_mpi.transport.base import Request, Transport
@@ -36,32 +37,39 @@ PAUSE_S = 5e-5
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A transfer managed by a forwarder, and its onward transfer if it is forwarded.
+    """One message that a forwarder sends or receives.
 
-    Only the received rows from `onward_from` on are forwarded.
+    Attributes
+    ----------
+    is_ready : bool
+        A message to send: its tensor is filled.
+    received : Request or None
+        A message to forward: the receive that fills its tensor.
+    request : Request or None
+        None: not started yet, or completed.
+    onward : Transfer or None
+        A received message: what is forwarded of it.
     """
 
     tensor: torch.Tensor
     tag: int
     prompt: int
     span: Span  # for the trace; begins with the request
-    dest: int | None = None
-    onward_from: int = 0
-    request: Request | None = None  # None: not started yet, or completed
-    received: Request | None = None  # for an onward transfer: the receive that fills its tensor
+    is_ready: bool = False
+    received: Request | None = None
+    request: Request | None = None
     arrived: bool = False
     onward: Transfer | None = None
 
     @property
     def through(self) -> bool:
         """Whether it is complete, including any onward transfer, so that its buffer can be reused."""
-        return self.arrived and (self.dest is None or (self.onward is not None and self.onward.arrived))
+        return self.arrived and (self.onward is None or self.onward.arrived)
 
 
 class Forwarder:
     """Transfers the segments of successive prompts on one rank of a chain; close it after the last prompt.
 
-    forwards : whether this rank forwards segments; None: yes in chains of three or more ranks.
     device : device of the tensors; None: host memory.
     recorder : records every completed transfer, with the layer passed to `send` or `receive`.
     """
@@ -70,7 +78,6 @@ class Forwarder:
         self,
         transport: Transport,
         *,
-        forwards: bool | None = None,
         device: torch.device | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -84,36 +91,50 @@ class Forwarder:
             self._receiving = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
         self._prompt = 0  # number of the prompt that began last
         self._pending: list[Transfer] = []
-        # Without tags: tags of announced messages by destination, in its receive order, and sends before their turn.
-        self._turns: dict[int, deque[int]] = defaultdict(deque)
-        self._early: dict[tuple[int, int], Transfer] = {}
-        self._lock = threading.Lock()
+        # Without tags: announced messages that are not sent yet, by destination, in its receive order.
+        self._turns: dict[int, list[Transfer]] = defaultdict(list)
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._failure: BaseException | None = None
         # On one host, the receiver's wait copies the bytes from host memory; a thread would only cost core time.
-        forwards = transport.size > 2 if forwards is None else forwards
-        needs_thread = forwards or self._gpu is not None or transport.local_size < transport.size
+        needs_thread = transport.size > 2 or self._gpu is not None or transport.local_size < transport.size
         self._thread = threading.Thread(target=self._run, daemon=True, name="forwarder") if needs_thread else None
         if self._thread is not None:
             self._thread.start()
 
     def begin(self) -> int:
         """Begin a prompt, once all but the previous one are complete; return which tag set to use (0 or 1)."""
-        self._until(lambda: self._is_through_before(self._prompt))
+        self.settle(running=1)
         self._prompt += 1
         return self._prompt % 2
 
-    def announce(self, dest: int, tag: int) -> None:
-        """Announce a message; announcements must be in the order in which `dest` receives."""
-        if not self.transport.has_tags:
-            with self._lock:
-                self._turns[dest].append(tag)
-
-    def send(self, tensor: torch.Tensor, dest: int, tag: int, *, layer: int = -1) -> Transfer:
-        """Start to send; the tensor must not change until the transfer is complete."""
+    def announce(
+        self, tensor: torch.Tensor, dest: int, tag: int, *, layer: int = -1, kind: Literal["send", "forward"] = "send"
+    ) -> Transfer:
+        """Announce a message that `send` starts; announcements must be in the order in which `dest` receives."""
         with self._lock:
-            span = Span("send", 0.0, 0.0, self.recorder.prompt, layer, dest, tensor.nbytes)
-            return self._send(Transfer(tensor, tag, self._prompt, span), dest)
+            span = Span(kind, 0.0, 0.0, self.recorder.prompt, layer, dest, tensor.nbytes)
+            transfer = Transfer(tensor, tag, self._prompt, span)
+            if not self.transport.has_tags:
+                self._turns[dest].append(transfer)
+            return transfer
+
+    def send(self, transfer: Transfer, received: Request | None = None) -> None:
+        """Start to send an announced message, in its turn; its tensor must not change until it is complete.
+
+        `received` is the receive of a forwarded message.
+        """
+        with self._lock:
+            transfer.is_ready, transfer.received, ready = True, received, [transfer]
+            dest = transfer.span.peer
+            if not self.transport.has_tags:
+                turns = self._turns[dest]
+                ready = list(itertools.takewhile(lambda one: one.is_ready, turns))
+                del turns[: len(ready)]
+            for one in ready:
+                one.span = one.span._replace(began_s=time.perf_counter())
+                one.request, one.received = self.transport.isend(one.tensor, dest, one.tag, one.received), None
+                self._pending.append(one)
 
     def receive(
         self,
@@ -132,38 +153,32 @@ class Forwarder:
         """
         with self._lock:
             span = Span("receive", time.perf_counter(), 0.0, self.recorder.prompt, layer, source, tensor.nbytes)
-            transfer = Transfer(tensor, tag, self._prompt, span, forward_to, forward_from)
-            with self._after(free):
+            transfer = Transfer(tensor, tag, self._prompt, span)
+            stream: Any = contextlib.nullcontext()
+            if free is not None:
+                import torch
+
+                self._receiving.wait_event(free)
+                stream = torch.cuda.stream(self._receiving)
+            with stream:
                 transfer.request = self.transport.irecv(tensor, source, tag)
-            if forward_to is not None and not self.transport.has_tags:
-                self._turns[forward_to].append(tag)
             self._pending.append(transfer)
-            if self.transport.in_streams:
-                self._forward(transfer)
+            if forward_to is not None:
+                rows = tensor[forward_from:]
+                transfer.onward = self.announce(rows, forward_to, tag, layer=layer, kind="forward")
+                if self.transport.in_streams:
+                    self.send(transfer.onward, transfer.request)
             return transfer
 
-    def is_through(self, transfer: Transfer) -> bool:
-        """Progress all transfers, and return whether this one's buffer can be reused."""
-        if not transfer.through:
-            self._poll()
-        return transfer.through
-
-    def wait(self, transfer: Transfer) -> None:
-        """Wait until a transfer has arrived."""
+    def wait(self, transfer: Transfer, *, through: bool = False) -> None:
+        """Wait until a transfer has arrived; with `through`, until its buffer can be reused."""
         if not self.transport.in_streams:
-            self._until(lambda: transfer.arrived)
+            self._until(lambda: transfer.through if through else transfer.arrived)
             return
         self._until(lambda: transfer.arrived or transfer.request is not None)
         if (request := transfer.request) is not None:  # this or another thread may see it end meanwhile
             request.wait()
-
-    def wait_through(self, transfer: Transfer) -> None:
-        """Wait until a transfer's buffer can be reused."""
-        if not self.transport.in_streams:
-            self._until(lambda: transfer.through)
-            return
-        self.wait(transfer)
-        if transfer.onward is not None:
+        if through and transfer.onward is not None:
             self.wait(transfer.onward)
 
     def wait_for_compute(self) -> None:
@@ -176,12 +191,18 @@ class Forwarder:
 
             self._until(torch.cuda.current_stream(self._gpu).record_event().query)
 
-    def settle(self) -> None:
-        """Wait until everything is received and forwarded."""
+    def settle(self, *, running: int = 0) -> None:
+        """Wait until everything but the messages of the last `running` prompts is received and forwarded."""
         import torch
 
+        def is_through() -> bool:
+            self.progress()
+            with self._lock:
+                ready = [transfer for turns in self._turns.values() for transfer in turns if transfer.is_ready]
+                return all(transfer.prompt > self._prompt - running for transfer in (*self._pending, *ready))
+
         with torch.inference_mode():  # the buffers are inference tensors
-            self._until(lambda: self._is_through_before(self._prompt + 1))
+            self._until(is_through)
 
     def close(self) -> None:
         """Wait until everything is received and forwarded, then stop the thread."""
@@ -194,57 +215,17 @@ class Forwarder:
         if self._thread is not None:
             self._thread.join()
 
-    def _is_through_before(self, prompt: int) -> bool:
-        self._poll()
-        with self._lock:
-            return all(transfer.prompt >= prompt for transfer in (*self._pending, *self._early.values()))
-
     def _until(self, done: Callable[[], bool]) -> None:
         """Progress the transfers until `done` returns True."""
         looks = 0
         while not done():
             if looks > SPINS:
                 time.sleep(PAUSE_S)
-            self._poll()
+            self.progress()
             looks += 1
 
-    @contextmanager
-    def _after(self, free: Any) -> Iterator[None]:
-        """Run the block in a stream that waits for the event `free` only, not for all queued work."""
-        if free is None:
-            yield
-            return
-        import torch
-
-        self._receiving.wait_event(free)
-        with torch.cuda.stream(self._receiving):
-            yield
-
-    def _forward(self, transfer: Transfer) -> None:
-        """Send a received tensor on, in its turn, if it is to be forwarded."""
-        if transfer.dest is not None:
-            rows = transfer.tensor[transfer.onward_from :]
-            span = transfer.span._replace(kind="forward", peer=transfer.dest, amount=rows.nbytes)
-            transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, span, received=transfer.request)
-            self._send(transfer.onward, transfer.dest)
-
-    def _send(self, transfer: Transfer, dest: int) -> Transfer:
-        if self.transport.has_tags:
-            self._hand_over(transfer, dest)
-            return transfer
-        self._early[dest, transfer.tag] = transfer
-        turns = self._turns[dest]
-        while turns and (dest, turns[0]) in self._early:
-            self._hand_over(self._early.pop((dest, turns.popleft())), dest)
-        return transfer
-
-    def _hand_over(self, transfer: Transfer, dest: int) -> None:
-        transfer.span = transfer.span._replace(began_s=time.perf_counter())
-        transfer.request = self.transport.isend(transfer.tensor, dest, transfer.tag, transfer.received)
-        transfer.received = None
-        self._pending.append(transfer)
-
-    def _poll(self) -> None:
+    def progress(self) -> None:
+        """Progress all transfers, and forward what has arrived."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -252,8 +233,8 @@ class Forwarder:
                 transfer for transfer in self._pending if transfer.request is not None and transfer.request.test()
             ]:
                 self._pending.remove(transfer)
-                if not self.transport.in_streams:
-                    self._forward(transfer)
+                if transfer.onward is not None and not self.transport.in_streams:
+                    self.send(transfer.onward, transfer.request)
                 transfer.request, transfer.arrived = None, True
                 self.recorder.add(transfer.span._replace(ended_s=time.perf_counter()))
 
@@ -265,7 +246,7 @@ class Forwarder:
         with torch.inference_mode():  # per thread; the buffers are inference tensors
             while not self._closed.wait(POLL_S):
                 try:
-                    self._poll()
+                    self.progress()
                 except BaseException as error:
                     self._failure = error  # raised by the next poll of the rank
                     return

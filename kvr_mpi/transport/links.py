@@ -163,31 +163,24 @@ def measure_skews(transport: Transport, ranks: Sequence[int], wait: Wait, clock:
 
     The shortest of several round trips counts; the answer is assumed to be in its middle. `clock` returns seconds.
     """
+    import torch
+
+    time_s, question = torch.zeros(2, 1, dtype=torch.float64)
     if transport.rank in ranks:
-        _tell_time(transport, wait, clock)
-    return {rank: _ask_time(transport, rank, wait, clock) for rank in ranks} if transport.rank == 0 else {}
-
-
-def _ask_time(transport: Transport, rank: int, wait: Wait, clock: Clock) -> Skew:
-    import torch
-
-    answer, question = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    best = Skew(0.0, float("inf"))
-    for _ in range(ROUNDS):
-        before = clock()
-        receive, send = transport.irecv(answer, rank, FixedTag.CLOCK), transport.isend(question, rank, FixedTag.CLOCK)
-        wait(receive, f"the time of rank {rank}")
-        after = clock()
-        wait(send, "a message")
-        if (after - before) / 2 < best.error_s:
-            best = Skew(float(answer[0]) - (before + after) / 2, (after - before) / 2)
-    return best
-
-
-def _tell_time(transport: Transport, wait: Wait, clock: Clock) -> None:
-    import torch
-
-    question = torch.zeros(1, dtype=torch.float64)
-    for _ in range(ROUNDS):
-        wait(transport.irecv(question, 0, FixedTag.CLOCK), "rank 0")
-        wait(transport.isend(torch.tensor([clock()], dtype=torch.float64), 0, FixedTag.CLOCK), "a message")
+        for _ in range(ROUNDS):
+            wait(transport.irecv(question, 0, FixedTag.CLOCK), "rank 0")
+            wait(transport.isend(time_s.fill_(clock()), 0, FixedTag.CLOCK), "a message")
+    found = {}
+    for rank in ranks if transport.rank == 0 else ():
+        best = Skew(0.0, float("inf"))
+        for _ in range(ROUNDS):
+            before_s = clock()
+            answer = transport.irecv(time_s, rank, FixedTag.CLOCK)
+            asked = transport.isend(question, rank, FixedTag.CLOCK)
+            wait(answer, f"the time of rank {rank}")
+            after_s = clock()
+            wait(asked, "a message")
+            if (after_s - before_s) / 2 < best.error_s:
+                best = Skew(float(time_s) - (before_s + after_s) / 2, (after_s - before_s) / 2)
+        found[rank] = best
+    return found

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import LAYERS_AHEAD, Ended, Request
+from kvr_mpi.transport.base import LAYERS_AHEAD, Request
 from kvr_mpi.transport.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -39,11 +40,14 @@ class _Hub:
             hub.fail()
 
 
-class _Receive:
-    """A receive that completes when its message is in the mailbox."""
+@dataclass(slots=True, eq=False)
+class _Message:
+    """A receive, done when its message is in the mailbox; or a send, done at once."""
 
-    def __init__(self, hub: _Hub, key: tuple[int, int, int], tensor: torch.Tensor) -> None:
-        self.hub, self.key, self.tensor, self.done = hub, key, tensor, False
+    hub: _Hub
+    key: tuple[int, int, int]  # source, dest, tag
+    tensor: torch.Tensor
+    done: bool = False
 
     def test(self) -> bool:
         with self.hub.arrived:
@@ -81,14 +85,15 @@ class LocalTransport:
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
         """Copy the tensor into the mailbox of `dest`."""
+        key = (self.rank, dest, tag)
         with self._hub.arrived:
-            self._hub.mail[self.rank, dest, tag].append(tensor.clone())
+            self._hub.mail[key].append(tensor.clone())
             self._hub.arrived.notify_all()
-        return Ended()
+        return _Message(self._hub, key, tensor, done=True)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Receive into `tensor` when the request is tested or waited for."""
-        return _Receive(self._hub, (source, self.rank, tag), tensor)
+        return _Message(self._hub, (source, self.rank, tag), tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks."""
@@ -187,5 +192,4 @@ class PretendedChain(LocalTransport):
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Fill the buffer with zeros; denormals in uninitialized memory would distort timings."""
-        tensor.zero_()
-        return Ended()
+        return _Message(self._hub, (source, self.rank, tag), tensor.zero_(), done=True)

@@ -11,7 +11,7 @@ import ctypes
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import LAYERS_AHEAD, Request, Transport, as_bytes
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from kvr_mpi.transport.staging import Staging
-
-Handing = Literal["host", "direct", "staged"]
 
 # Open MPI fails beyond 2^31 - 1 bytes; with smaller pieces, a transfer also begins before the whole buffer is pinned.
 CHUNK_BYTES = 256 << 20
@@ -231,19 +229,18 @@ class _Transfer:
 class MpiTransport:
     """A `Transport` over an MPI communicator.
 
-    handing : ``host``: pass host memory to MPI and stage GPU memory; ``direct``: pass GPU memory, too; ``staged``:
-        stage everything through host memory.
+    direct : pass GPU memory to MPI, too; otherwise it is staged through host memory.
     """
 
     has_tags = True
     layers_ahead = LAYERS_AHEAD
     in_streams = False
 
-    def __init__(self, comm: Any, handing: Handing = "host") -> None:
+    def __init__(self, comm: Any, *, direct: bool = False) -> None:
         from mpi4py import MPI
 
-        self.comm, self._handing = comm, handing
-        self._stagings: dict[torch.device, Staging] = {}  # one for each device, including the CPU
+        self.comm, self._direct = comm, direct
+        self._stagings: dict[torch.device, Staging] = {}
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.tag_ub = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_UB)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -258,7 +255,7 @@ class MpiTransport:
             return _Transfer([self.comm.Isend([piece, MPI.BYTE], dest, tag) for piece in _pieces(data)], data)
 
         data = as_bytes(tensor)
-        if self._takes(data):
+        if not data.is_cuda:
             return start(data)
         landed: torch.Tensor | None = getattr(received, "landed", None)
         if landed is not None:
@@ -275,20 +272,15 @@ class MpiTransport:
             return _Transfer(requests, data, [piece.nbytes for piece in pieces])
 
         data = as_bytes(tensor)
-        if self._takes(data):
+        if not data.is_cuda:
             return start(data)
-        from kvr_mpi.transport.staging import StagedReceive
-
-        return StagedReceive(self._staging_for(data), data, start)
-
-    def _takes(self, data: torch.Tensor) -> bool:
-        return not data.is_cuda and self._handing != "staged"
+        return self._staging_for(data).receive(data, start)
 
     def _staging_for(self, data: torch.Tensor) -> Staging:
         from kvr_mpi.transport.staging import Staging
 
         if data.device not in self._stagings:
-            self._stagings[data.device] = Staging(data.device, direct=self._handing == "direct")
+            self._stagings[data.device] = Staging(data.device, direct=self._direct)
         return self._stagings[data.device]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -326,7 +318,7 @@ class MpiTransport:
 
     def split(self, color: int) -> MpiTransport:
         """Make a transport for the ranks with the same color."""
-        return MpiTransport(self.comm.Split(color, self.rank), self._handing)
+        return MpiTransport(self.comm.Split(color, self.rank), direct=self._direct)
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job."""

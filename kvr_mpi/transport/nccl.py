@@ -81,7 +81,9 @@ class _GpuWork:
 class _Groups:
     """The process groups of all ranks of the job: one for messages to higher ranks, one for lower ranks, and for sums.
 
+    side : stream that forwarded tensors are sent from: NCCL makes a send wait for the current stream.
     under_way : transfers that the host has not seen complete.
+    sums : groups that sum, by their ranks.
     """
 
     def __init__(self, control: Transport, device: torch.device) -> None:
@@ -89,43 +91,20 @@ class _Groups:
 
         self.rank, self.device_type, self._store = control.rank, device.type, meet(control)
         self.up, self.down = (_make(self._store, name, control.rank, control.size) for name in ("up", "down"))
-        # Forwarded tensors are sent from this stream: NCCL makes a send wait for the current stream.
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.under_way: deque[_GpuWork] = deque()
-        self._sums: dict[tuple[int, ...], Any] = {}  # by the ranks that sum
+        self.sums: dict[tuple[int, ...], Any] = {}
         self._made: dict[tuple[int, ...], int] = {}  # how many groups, for names that no two of them share
-        self.end = weakref.finalize(self, _end, [self.up, self.down], self._sums, self.under_way)
+        self.end = weakref.finalize(self, _end, [self.up, self.down], self.sums, self.under_way)
 
-    def send(self, data: torch.Tensor, dest: int, received: Request | None) -> Request:
-        import torch
-
-        group = self.up if dest > self.rank else self.down
-        with torch.cuda.stream(self.side) if received is not None else contextlib.nullcontext():
-            if received is not None:
-                received.wait()
-            return self._begin(group.send([data], dest, 0), data)
-
-    def receive(self, data: torch.Tensor, source: int) -> Request:
-        group = self.up if source < self.rank else self.down
-        return self._begin(group.recv([data], source, 0), data)
-
-    def sum(self, tensor: torch.Tensor, members: tuple[int, ...]) -> None:
-        """Sum over some ranks, all of which call this with their own tensors; the current stream waits for it."""
-        if members not in self._sums:
-            self.renew_sums(members)
-        self._sums[members].allreduce([tensor]).wait()
-
-    def renew_sums(self, members: tuple[int, ...]) -> None:
+    def make_sums(self, members: tuple[int, ...]) -> None:
         """Make a new group for the sums of some ranks, all of which call this."""
         number = self._made[members] = self._made.get(members, 0) + 1
         name, place = f"sum {number} over {members}", members.index(self.rank)
-        self._sums[members] = _make(self._store, name, place, len(members), sums=True)
+        self.sums[members] = _make(self._store, name, place, len(members), sums=True)
 
-    def abort_sums(self, members: tuple[int, ...]) -> None:
-        """End this rank's part in sums that the other ranks do not all join; later ones raise an error."""
-        self._sums[members].abort()
-
-    def _begin(self, work: Any, tensor: torch.Tensor) -> Request:
+    def begin(self, work: Any, tensor: torch.Tensor) -> Request:
+        """Note a transfer, and end earlier ones that are complete."""
         for _ in range(min(2, len(self.under_way))):  # more than one, so that they do not add up
             if not (earlier := self.under_way.popleft()).test():
                 self.under_way.append(earlier)
@@ -176,28 +155,39 @@ class NcclTransport:
         """Start to send a contiguous tensor's bytes; host memory goes over the control transport."""
         if tensor.device.type != self._groups.device_type:
             return self._control.isend(tensor, dest, tag)
-        return self._groups.send(as_bytes(tensor), self._members[dest], received)
+        import torch
+
+        groups, data, peer = self._groups, as_bytes(tensor), self._members[dest]
+        group = groups.up if peer > groups.rank else groups.down
+        with torch.cuda.stream(groups.side) if received is not None else contextlib.nullcontext():
+            if received is not None:
+                received.wait()
+            return groups.begin(group.send([data], peer, 0), data)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Start to receive into a contiguous tensor; host memory is received over the control transport."""
         if tensor.device.type != self._groups.device_type:
             return self._control.irecv(tensor, source, tag)
-        return self._groups.receive(as_bytes(tensor), self._members[source])
+        groups, data, peer = self._groups, as_bytes(tensor), self._members[source]
+        group = groups.up if peer < groups.rank else groups.down
+        return groups.begin(group.recv([data], peer, 0), data)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks, by NCCL; it sums in one order, whose result all ranks receive."""
         if tensor.device.type != self._groups.device_type:
             self._control.all_reduce(tensor)
         elif self.size > 1:
-            in_float32(tensor, lambda total: self._groups.sum(total, self._members))
+            if self._members not in self._groups.sums:
+                self.renew_sums()
+            in_float32(tensor, lambda total: self._groups.sums[self._members].allreduce([total]).wait())
 
     def abort_sums(self) -> None:
         """End this rank's part in sums that other ranks do not join; the next ones raise an error."""
-        self._groups.abort_sums(self._members)
+        self._groups.sums[self._members].abort()
 
     def renew_sums(self) -> None:
         """Prepare for sums after `abort_sums`; every rank calls this."""
-        self._groups.renew_sums(self._members)
+        self._groups.make_sums(self._members)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

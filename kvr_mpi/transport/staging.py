@@ -3,8 +3,6 @@
 MPI does not follow CUDA streams. A send may start only after the stream has filled its tensor, and a receive may write
 only after the stream has finished with that memory. Both are tested by querying events, so the rank keeps launching
 kernels meanwhile. Copies run on separate streams, concurrently with the computation.
-
-Staging also works for host tensors, which is only useful in tests.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from kvr_mpi.transport.base import Request
 PAUSE_S = 5e-5
 
 Start = Callable[[torch.Tensor], Request]
-# A point in a stream; None on the CPU, where calls are synchronous.
+# A point in a stream; None: nothing to wait for.
 Mark = torch.cuda.Event | None
 
 
@@ -34,10 +32,9 @@ class Staging:
 
     def __init__(self, device: torch.device, *, direct: bool) -> None:
         self.direct = direct
-        self._waiting: list[_Start] = []
+        self._waiting: list[StagedTransfer] = []
         self._lock = threading.Lock()  # the main thread and the forwarder's start transfers
-        self._is_gpu = device.type == "cuda"
-        if self._is_gpu:
+        if not direct:
             self._out, self._into = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def send(
@@ -59,16 +56,26 @@ class Staging:
         if landed is not None:
             return start(landed)
         if self.direct:
-            return self.start_when(None if is_whole else self.mark(), start, data)
-        host, ready = self.fetch(data)
-        return self.start_when(ready, start, host, held=data)
+            return self.start_when(None if is_whole else _mark(), start, data)
+        host = _host_buffer(data)
+        self._out.wait_stream(torch.cuda.current_stream(data.device))
+        with torch.cuda.stream(self._out):
+            host.copy_(data, non_blocking=True)
+            return self.start_when(_mark(), start, host, held=data)
 
-    def start_when(self, ready: Mark, start: Start, data: torch.Tensor, held: torch.Tensor | None = None) -> Request:
-        """Start a transfer when an event has passed; testing any transfer starts all that are ready.
+    def receive(self, into: torch.Tensor, start: Start) -> StagedTransfer:
+        """Receive into a device tensor; `start` starts to receive into a tensor that MPI can write."""
+        free = _mark()  # after this, no earlier kernel uses the memory
+        if self.direct:
+            return self.start_when(free, start, into)
+        host = _host_buffer(into)
+        return StagedTransfer(self, free, start, host, into=into, request=start(host))
 
-        `held` is memory that must not be reused before the event.
-        """
-        waiting = _Start(self, ready, start, data, held)
+    def start_when(
+        self, ready: Mark, start: Start, data: torch.Tensor, held: torch.Tensor | None = None
+    ) -> StagedTransfer:
+        """Start a transfer when an event has passed; testing any transfer starts all that are ready."""
+        waiting = StagedTransfer(self, ready, start, data, held)
         with self._lock:
             self._waiting.append(waiting)
         self.progress()
@@ -81,97 +88,71 @@ class Staging:
                 first = self._waiting.pop(0)
                 first.request = first.start(first.data)
 
-    def mark(self) -> Mark:
-        """Record an event in the rank's current stream."""
-        if not self._is_gpu:
-            return None
-        mark = torch.cuda.Event()
-        mark.record()
-        return mark
-
-    def host_buffer(self, data: torch.Tensor) -> torch.Tensor:
-        """Allocate pinned host memory for a tensor's bytes, from torch's cache."""
-        return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=self._is_gpu)
-
-    def fetch(self, data: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """Copy a tensor to the host after the current stream's work; complete when the returned event has passed."""
-        host = self.host_buffer(data)
-        if not self._is_gpu:
-            return host.copy_(data), None
-        self._out.wait_stream(torch.cuda.current_stream(data.device))
-        with torch.cuda.stream(self._out):
-            host.copy_(data, non_blocking=True)
-            return host, self.mark()
-
-    def deliver(self, host: torch.Tensor, into: torch.Tensor, free: Mark) -> Mark:
+    def deliver(self, host: torch.Tensor, into: torch.Tensor, free: torch.cuda.Event) -> Mark:
         """Copy to the device after the event `free`; complete when the returned event has passed."""
-        if free is None:
-            into.copy_(host)
-            return None
         self._into.wait_event(free)
         with torch.cuda.stream(self._into):
             into.copy_(host, non_blocking=True)
-            return self.mark()
+            return _mark()
 
 
 @dataclass(slots=True, eq=False)
-class _Start:
-    """A transfer that starts when its event has passed."""
+class StagedTransfer:
+    """A transfer that starts when an event has passed, or one that is received in host memory and then delivered.
+
+    Parameters
+    ----------
+    ready : Mark
+        Before this, earlier kernels use the device memory.
+    data : Tensor
+        What MPI reads or writes.
+    held : Tensor or None
+        Memory that must not be reused before `ready`.
+    into : Tensor or None
+        Where a message received in host memory is delivered.
+    """
 
     staging: Staging
     ready: Mark
     start: Start
     data: torch.Tensor
-    held: torch.Tensor | None
+    held: torch.Tensor | None = None
+    into: torch.Tensor | None = None
     request: Request | None = None
+    whole: Mark = None  # passes when the message is on the device
+    is_delivered: bool = False
+
+    @property
+    def landed(self) -> torch.Tensor | None:
+        """The host memory in which a message was received, if it was."""
+        return None if self.into is None else self.data
 
     def test(self) -> bool:
-        """Return whether the transfer is complete."""
+        """Progress the transfers, and return whether this one is complete."""
         self.staging.progress()
-        return self.request is not None and self.request.test()
+        if self.request is None or not self.request.test():
+            return False
+        if self.into is not None and self.ready is not None and not self.is_delivered:
+            self.is_delivered, self.whole = True, self.staging.deliver(self.data, self.into, self.ready)
+        return _is_passed(self.whole)
 
     def wait(self) -> None:
         """Wait until the transfer is complete."""
-        _until(self.test)
-
-
-class StagedReceive:
-    """Receives into a device tensor, through host memory if staged.
-
-    ``landed`` is the host buffer of the message; None if it is received directly.
-    """
-
-    def __init__(self, staging: Staging, into: torch.Tensor, start: Start) -> None:
-        self._staging, self._into = staging, into
-        self._free = staging.mark()  # after this, no earlier kernel uses the memory
-        self._is_delivered, self._whole = False, self._free  # `_whole` passes when the message is on the device
-        self.landed: torch.Tensor | None = None
-        if staging.direct:
-            self._request = staging.start_when(self._free, start, into)
-        else:
-            self.landed = staging.host_buffer(into)
-            self._request = start(self.landed)
-
-    def test(self) -> bool:
-        """Progress the transfers, and return whether this one has arrived."""
-        self._staging.progress()
-        if not self._request.test():
-            return False
-        if self.landed is None:
-            return True
-        if not self._is_delivered:
-            self._is_delivered, self._whole = True, self._staging.deliver(self.landed, self._into, self._free)
-        return _is_passed(self._whole)
-
-    def wait(self) -> None:
-        """Wait until the message has arrived."""
-        _until(self.test)
+        while not self.test():
+            time.sleep(PAUSE_S)
 
 
 def _is_passed(mark: Mark) -> bool:
     return mark is None or mark.query()
 
 
-def _until(done: Callable[[], bool]) -> None:
-    while not done():
-        time.sleep(PAUSE_S)
+def _mark() -> torch.cuda.Event:
+    """Record an event in the rank's current stream."""
+    mark = torch.cuda.Event()
+    mark.record()
+    return mark
+
+
+def _host_buffer(data: torch.Tensor) -> torch.Tensor:
+    """Allocate pinned host memory for a tensor's bytes, from torch's cache."""
+    return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)

@@ -60,9 +60,9 @@ class StoredRows:
             return self.layers[number][first:last].clone()
 
         known, place = len(self.ids), chain.rank
-        partition = share_out_stored(known, known, chain.size)
+        start, stop = share_out_stored(known, known, chain.size).slices()[place]
         prefix, longest = SharedPrefix(tuple(self.ids), (), read=read), known + longest_question
-        return Share(self.loaded, partition.start(place), partition.stop(place), known, longest, prefix=prefix)
+        return Share(self.loaded, start, stop, known, longest, prefix=prefix)
 
 
 def store_rows(loaded: LoadedModel, tokens: int) -> StoredRows:

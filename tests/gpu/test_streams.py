@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,18 +66,18 @@ def run_chain(
 @pytest.fixture
 def unseen(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """No host sees a transfer of a prompt end before the last, since that would order them, too."""
-    begin, settle = Forwarder.begin, Forwarder.settle
+    begin, close = Forwarder.begin, Forwarder.close
 
     def begin_blind(forwarder: Forwarder) -> int:
         network.blind.add(forwarder.transport.rank)
         return begin(forwarder)
 
-    def settle_seeing(forwarder: Forwarder) -> None:
+    def close_seeing(forwarder: Forwarder) -> None:
         network.blind.discard(forwarder.transport.rank)
-        settle(forwarder)
+        close(forwarder)
 
     monkeypatch.setattr(Forwarder, "begin", begin_blind)
-    monkeypatch.setattr(Forwarder, "settle", settle_seeing)
+    monkeypatch.setattr(Forwarder, "close", close_seeing)
 
 
 @pytest.mark.parametrize("is_blind", [False, True])
@@ -126,7 +127,7 @@ def test_a_receive_is_posted_a_layer_before_it_is_needed(
 def test_gpu_memory_is_staged_beside_host_memory(first: str, gpus: PretendedCuda) -> None:
     """Whichever is sent first: real MPI is handed host memory only."""
     torch.cuda.set_device(GPU)
-    ranks = MpiTransport(MPI.COMM_SELF, "staged")
+    ranks = MpiTransport(MPI.COMM_SELF)
     for device in (first, "cuda:3", "cpu"):
         with OnDevices(gpus):
             sent, came = torch.arange(6.0, device=device), torch.zeros(6, device=device)
@@ -138,23 +139,28 @@ def test_gpu_memory_is_staged_beside_host_memory(first: str, gpus: PretendedCuda
 
 
 @torch.inference_mode()
-def test_gpu_memory_is_handed_to_mpi_on_its_own_gpu(gpus: PretendedCuda) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_gpu_memory_is_handed_to_mpi_on_its_own_gpu(
+    direct: bool, gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Real MPI, from the forwarder's thread: a tensor is exported where its GPU is the current one, or not at all."""
     torch.cuda.set_device(GPU)
-    ranks, tag = MpiTransport(MPI.COMM_SELF, "direct"), 1
+    ranks, tag = MpiTransport(MPI.COMM_SELF, direct=direct), 1
+    unpinned = partial(torch.empty, dtype=torch.uint8)
+    monkeypatch.setattr("kvr_mpi.transport.staging._host_buffer", lambda data: unpinned(data.numel()))
     with OnDevices(gpus):
         sent, came = torch.arange(6.0, device=GPU), torch.zeros(6, device=GPU)
-    last = torch.zeros_like(came)
-    forwarder = Forwarder(ranks, forwards=True, device=GPU)
+        last = torch.zeros(4, device=GPU)
+    forwarder = Forwarder(ranks, device=GPU)
     forwarder.begin()
-    passed, final = forwarder.receive(came, 0, tag, forward_to=0), forwarder.receive(last, 0, tag)
-    forwarder.send(sent, 0, tag)
+    passed, final = forwarder.receive(came, 0, tag, forward_to=0, forward_from=2), forwarder.receive(last, 0, tag)
+    forwarder.send(forwarder.announce(sent, 0, tag))
     thread, deadline = forwarder._thread, time.monotonic() + 20
     assert thread is not None
     while thread.is_alive() and not (passed.through and final.arrived) and time.monotonic() < deadline:
         time.sleep(1e-3)  # the thread does it alone
     forwarder.close()
-    assert last.tolist() == sent.tolist() == came.tolist()
+    assert came.tolist() == sent.tolist() and last.tolist() == sent.tolist()[2:]
 
 
 def test_times_are_the_gpus_own(gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch) -> None:

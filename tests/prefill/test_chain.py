@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, random_model, tiny
 
 from benchmarks.tiny import shrink
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import ConfigError, ModelError, PartitionError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
@@ -65,6 +65,12 @@ def test_bfloat16_is_no_farther_from_the_truth_than_transformers(name: str) -> N
     error_ours = (torch.stack(ours) - torch.stack(truths)).square().mean().sqrt()
     error_theirs = (torch.stack(theirs) - torch.stack(truths)).square().mean().sqrt()
     assert error_ours <= 1.5 * error_theirs
+
+
+@pytest.mark.parametrize("tokens", [9, 11])
+def test_slices_of_another_prompt_are_refused(tokens: int) -> None:
+    with pytest.raises(PartitionError, match=f"add up to 10 tokens; the prompt has {tokens}$"):
+        prefill_kvr(tiny("llama-gqa"), prompt(tokens), Partition((0, 3, 10)), LocalTransport())
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *STATES, *WHOLE])

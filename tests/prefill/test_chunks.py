@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from chains import rival, single
+from chains import single
 from hypothesis import given
 from hypothesis import strategies as st
 from made_jobs import TEXT, answers, with_settings
@@ -94,7 +94,7 @@ def test_models_that_take_no_chunks_are_refused_by_name(name: str) -> None:
     with pytest.raises(ModelError, match=rf"{loaded.shape.architecture}: .* so its slices cannot be run in chunks"):
         chunked(loaded, prompt(20), (0, 20), chunk_tokens=8)
     with pytest.raises(ModelError, match="cannot use chunks"):
-        rival("ring", tiny("llama-gqa"), prompt(20), LocalTransport(), chunk_tokens=8)
+        STRATEGIES["ring"].check(tiny("llama-gqa"), chunk_tokens=8)
 
 
 def test_what_is_alive_at_once_is_less_than_half_in_chunks() -> None:

@@ -24,15 +24,9 @@ def test_prompts_of_a_pipeline_are_exact_though_some_fail(size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "transport"),
-    [
-        *(pytest.param(size, "mpi", marks=pytest.mark.quick) for size in (2, 4)),
-        pytest.param(3, "staged", marks=pytest.mark.long),
-    ],
-)
-def test_prompts_of_a_pipeline_over_real_ranks(mpirun: Any, size: int, transport: str) -> None:
-    run = mpirun(size, [sys.executable, PROGRAM, 30, transport], env={"OMP_NUM_THREADS": "1"})
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.quick) for size in (2, 4)])
+def test_prompts_of_a_pipeline_over_real_ranks(mpirun: Any, size: int) -> None:
+    run = mpirun(size, [sys.executable, PROGRAM, 30], env={"OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["size"] == size and result["worst"] < 1e-4

@@ -1,6 +1,6 @@
 """Run under mpirun: random prompts one after the other without a barrier, some of which fail. Prints one JSON line.
 
-python mpi_pipeline.py PROMPTS auto|mpi|staged
+python mpi_pipeline.py PROMPTS
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
 
 torch.set_num_threads(1)
-world, _ = open_transport(connect(), sys.argv[2], torch.device("cpu"), every_pair=True)
+world, _ = open_transport(connect(), "mpi", torch.device("cpu"), every_pair=True)
 models = ("llama-gqa", "mistral-window", "falcon-mqa")
 prompts = draw_prompts(int(sys.argv[1]), world.size, seed=world.size, failing=0.3, models=models)
 logits = truths(prompts)

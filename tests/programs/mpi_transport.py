@@ -1,6 +1,6 @@
 """Run under mpirun with 2 ranks or more: what every transport promises. Prints one JSON line, or fails.
 
-python mpi_transport.py auto|mpi|staged
+python mpi_transport.py auto|mpi
 """
 
 from __future__ import annotations

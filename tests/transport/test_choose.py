@@ -26,7 +26,7 @@ def gpus(*names: str, claims: bool | None = True, nccl: bool = True) -> list[_Vi
     [
         ("auto", cpus(4), "mpi", "without a copy"),
         ("mpi", cpus(2), "mpi", "without a copy"),
-        ("staged", cpus(2), "staged", "only adds a copy"),
+        ("staged", cpus(2), "mpi", "without a copy"),
         ("auto", cpus(1), "local", "one rank"),
         ("local", cpus(1), "local", "one rank"),
         ("auto", gpus("a", "b", claims=False), "nccl", "between GPUs"),

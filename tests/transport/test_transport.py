@@ -28,7 +28,7 @@ PROGRAMS = TESTS / "programs"
     ("ranks", "name"),
     [
         pytest.param(2, "auto", marks=pytest.mark.quick),
-        *(pytest.param(3, name, marks=pytest.mark.slow) for name in ("mpi", "staged")),
+        pytest.param(3, "mpi", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
@@ -101,18 +101,48 @@ def test_tags_are_those_of_no_other_message_or_refused(most: int) -> None:
         assert used and not used & {*FixedTag} and max(used) <= most
 
 
-@pytest.mark.parametrize("handing", ["host", "staged"])
-def test_what_is_received_is_passed_on_from_a_row_on(handing: Any) -> None:
+def test_what_is_received_is_passed_on_from_a_row_on() -> None:
     from mpi4py import MPI
 
     sent, came, last = torch.arange(12.0).view(6, 2), torch.zeros(6, 2), torch.zeros(4, 2)
-    forwarder = Forwarder(MpiTransport(MPI.COMM_SELF, handing))
+    forwarder = Forwarder(MpiTransport(MPI.COMM_SELF))
     forwarder.begin()
     forwarder.receive(came, 0, 1, forward_to=0, forward_from=2)
     forwarder.receive(last, 0, 1)
-    forwarder.send(sent, 0, 1)
+    forwarder.send(forwarder.announce(sent, 0, 1))
     forwarder.close()
     assert torch.equal(came, sent) and torch.equal(last, sent[2:])
+
+
+@pytest.mark.parametrize("by_next", [False, True])
+def test_memory_and_tags_are_used_again_only_after_what_used_them_is_over(by_next: bool) -> None:
+    """A layer's memory by the next one; tags by the prompt after the next."""
+    ended, came = threading.Event(), torch.zeros(2)
+
+    class Held:
+        test, wait = ended.is_set, ended.wait
+
+    class Slow(LocalTransport):
+        def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Any:
+            super().isend(tensor, dest, tag)
+            return Held
+
+    forwarder = Forwarder(Slow())
+    forwarder.begin()
+    passed = forwarder.receive(came, 0, 1, forward_to=0)
+    forwarder.send(forwarder.announce(torch.ones(2), 0, 1))
+    forwarder.wait(passed)
+    assert came.tolist() == [1.0, 1.0] and not passed.through
+    if by_next:
+        forwarder.begin()
+        assert not ended.is_set(), "one earlier prompt may be in flight"
+    threading.Timer(0.05, ended.set).start()
+    if by_next:
+        forwarder.begin()
+    else:
+        forwarder.wait(passed, through=True)
+    assert ended.is_set() and passed.through
+    forwarder.close()
 
 
 def test_threads_start_each_staged_transfer_once_and_in_order() -> None:
