@@ -240,7 +240,7 @@ def _probe(model: Any) -> tuple[Any, dict[int, Visibility], str | None]:
         if not isinstance(attention_mask, MaskRequest):
             raise ModelError("its attention receives no mask from transformers")
         if isinstance(layer_idx, int):  # chunked masks have no values on ``meta``, and are recognised by their size
-            is_chunked = attention_mask.is_plain and attention_mask.local_size == chunk is not None
+            is_chunked = chunk is not None and attention_mask.is_plain and attention_mask.local_size == chunk
             seen[layer_idx] = Visibility(chunk=chunk) if is_chunked else attention_mask.visibility()
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 

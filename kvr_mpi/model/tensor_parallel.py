@@ -126,8 +126,8 @@ def why_no_plan(config: Any) -> str | None:
 def why_not_by_plan(model: Any) -> str | None:
     """Return why a model is not divided by transformers' plan alone; None if it is.
 
-    In attention and MLP, every parameter must be in a linear layer or in experts of the plan, or in a norm of single
-    heads or a router, which ranks have whole. Any other would be silently wrong.
+    In attention and MLP, everything must be in a linear layer or in experts of the plan, or in a norm of single heads
+    or a router, which ranks have whole. Anything else would be silently wrong.
 
     model : a whole model or a rank's part, for whose configuration `why_no_plan` is None; may be on ``meta``.
     """
@@ -137,21 +137,22 @@ def why_not_by_plan(model: Any) -> str | None:
         return "transformers' plan does not divide its vocabulary"
     config, plan = model.config, model.config.base_model_tp_plan
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for name, parameter in model.base_model.named_parameters():
-        path = in_plan(name)
-        module = path.rpartition(".")[0]
+    # The features of all query heads are the rows of one matrix and the columns of another.
+    by_heads = {f"{ATTENTION}q_proj.weight": 0, f"{ATTENTION}o_proj.weight": 1}
+    for name, values in model.base_model.state_dict().items():
+        path, module = in_plan(name), in_plan(name).rpartition(".")[0]
         if not module.startswith((ATTENTION, MLP)):
-            is_known = module == "embed_tokens" or parameter.shape == (config.hidden_size,)
+            is_known = module == "embed_tokens" or values.shape == (config.hidden_size,)
         elif plan.get(module) in ("colwise", "rowwise"):
             is_known = type(model.base_model.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear
+            if path in by_heads:
+                is_known &= values.shape[by_heads[path]] == config.num_attention_heads * head_dim
         elif module in (f"{ATTENTION}q_norm", f"{ATTENTION}k_norm"):
-            is_known = parameter.shape == (head_dim,)
+            is_known = values.shape == (head_dim,)
         else:
             is_known = path in plan or module == f"{MLP}gate"
-        if not is_known:
-            return f"{name} of shape {tuple(parameter.shape)} is not divided as transformers' plan says"
-        if module == f"{ATTENTION}q_proj" and parameter.shape[0] != config.num_attention_heads * head_dim:
-            return f"{config.num_attention_heads} query heads do not make up {parameter.shape[0]} features"
+        if not is_known and values.numel() > 1:  # one number is the same on all ranks
+            return f"{name} of shape {tuple(values.shape)} is not divided as transformers' plan says"
     return None
 
 

@@ -52,6 +52,7 @@ KIN: dict[str, Callable[[], Any]] = {
     ),
     "cohere": lambda: tf.CohereConfig(**COMMON, num_key_value_heads=3),
     "smollm3": lambda: tf.SmolLM3Config(**COMMON, num_key_value_heads=3, pad_token_id=0),
+    "arcee": lambda: tf.ArceeConfig(**COMMON, num_key_value_heads=3),  # its MLP has no gate
 }
 
 

@@ -128,15 +128,18 @@ def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path, monkeyp
         on_groups(folder, 1, 2, lambda ranks, loaded: None)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3-moe"])
 def test_a_width_that_does_not_follow_the_configuration_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The files' slices are by the plan, the part's modules by its configuration: both must agree."""
-    folder, _ = make_folder(tmp_path / "llama", "llama")
+    folder, _ = make_folder(tmp_path / kind, kind)
 
     def with_whole_mlp(config: Any, part: Any, own: Any = tp.part_config) -> Any:
         mine = own(config, part)
-        mine.intermediate_size = config.intermediate_size
+        for name in ("intermediate_size", "moe_intermediate_size"):
+            if hasattr(config, name):
+                setattr(mine, name, getattr(config, name))
         return mine
 
     monkeypatch.setattr("kvr_mpi.model.load.part_config", with_whole_mlp)
