@@ -209,8 +209,8 @@ SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
 }
 
 
-def check_combinations(job: JobSpec, model: Collection[str] = ()) -> None:
-    """Refuse settings of a job that cannot be combined, or not with its model, described by some of `MODELS`.
+def check_combinations(job: JobSpec, model: Collection[str] | None = None) -> None:
+    """Refuse settings that cannot be combined; given a model (some of `MODELS`), only those that do not suit it.
 
     Raises
     ------
@@ -223,13 +223,15 @@ def check_combinations(job: JobSpec, model: Collection[str] = ()) -> None:
         raise ConfigError("\n".join(found))
 
 
-def refusals(job: JobSpec, model: Collection[str] = ()) -> list[str]:
+def refusals(job: JobSpec, model: Collection[str] | None = None) -> list[str]:
     """Describe each pair of settings that cannot be combined, with the reason and the remedy."""
     found: dict[frozenset[str], str] = {}
-    for row in REFUSED:
+    # The settings of a job with questions are completed by those of the run that it asks about: not checked again.
+    rows = REFUSED if model is None else [row for row in REFUSED if not {*row.others}.isdisjoint(MODELS)]
+    for row in rows:
         if (own := setting_of(row.setting, job)) is None:
             continue
-        for other in _used(row.others, job, model):
+        for other in _used(row.others, job, model or ()):
             refusal = f"{other} cannot be combined with {own}: {row.why}; {row.remedy}"
             found.setdefault(frozenset((own, other)), refusal)
     return list(found.values())
