@@ -46,6 +46,17 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def attention_of(given: Given) -> Figures:
+    """Which kinds of attention the GPU has; which of them ran is in the profiler's tables."""
+    if given.kind != "cuda" or not gpu_count():
+        return {"attention": "CPU"}
+    import torch
+
+    from kvr_mpi.kv.attention import name_attention
+
+    return {"attention": name_attention(torch.device(given.device))}
+
+
 def look_around(given: Given) -> Figures:
     """Versions, GPUs, driver, and the way from each GPU to each other."""
     import torch

@@ -21,7 +21,6 @@ from transformers import GenerationConfig
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.step_graph import STEPS_BEFORE, STEPS_CHECKED
 from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, run_next
@@ -70,7 +69,7 @@ def decode_together(given: Given) -> Figures:
     """Milliseconds a step, of sequences of 2048 tokens that are decoded together: each alone, and in pages."""
     loaded = random_model(given)
     prepare_model(loaded.model, chain=True)
-    found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT, **attention_of(given)}
+    found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT}
     for sequences in (1, 3) if given.is_small else (1, 8, 32):
         for way in ("own memory", "pages"):
             step_s, why_not = _step_seconds(given, loaded, sequences, way)
@@ -108,7 +107,7 @@ def _step_seconds(given: Given, loaded: Any, sequences: int, way: str) -> tuple[
 def first_token(given: Given) -> Figures:
     """A chain of one rank, and plain transformers with flash or math attention as it chooses."""
     loaded = random_model(given)
-    found: Figures = {"layers": len(loaded.shape.layers), **attention_of(given)}
+    found: Figures = {"layers": len(loaded.shape.layers)}
     for tokens in contexts_of(given):
         ids = loaded.shape.sample_ids(tokens, 7919, 13)
         try:
@@ -126,11 +125,6 @@ def first_token(given: Given) -> Figures:
     return found
 
 
-def attention_of(given: Given) -> Figures:
-    """Which kinds of attention the GPU has; which of them ran is in the profiler's tables."""
-    return {"attention": name_attention(torch.device(given.device)) if given.kind == "cuda" else "CPU"}
-
-
 @torch.inference_mode()
 def where_time_goes(given: Given) -> Figures:
     """The profiler's tables of a prefill on one rank, of one on four that share the GPU, and of a step of decoding."""
@@ -145,7 +139,7 @@ def where_time_goes(given: Given) -> Figures:
     def on_four() -> object:
         return run_local(4, lambda rank: prefill_kvr(loaded, ids, Partition.even(tokens, 4), rank), device)
 
-    found: Figures = attention_of(given)
+    found: Figures = {}
     for name, work in (
         ("prefill, 1 rank", lambda: prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport())),
         ("prefill, 4 ranks", on_four),

@@ -87,12 +87,14 @@ class Outcome:
 
 def run_inside(step: Step, given: Given) -> None:
     """Run a step in this process, and print what came of it as one line."""
+    from gpu_machine import attention_of  # which imports this file
+
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.dump_traceback_later(max(1.0, step.timeout_s - DUMP_S / 2), exit=True)
     try:
         module, _, name = step.work.partition(":")
         work = getattr(importlib.import_module(module), name)
-        found: dict[str, Any] = {"status": "ok", "figures": work(given)}
+        found: dict[str, Any] = {"status": "ok", "figures": work(given) | attention_of(given)}
     except Absent as why:
         found = {"status": "absent", "said": str(why)}
     except BaseException:

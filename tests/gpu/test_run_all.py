@@ -83,7 +83,7 @@ def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str) ->
     code = f"def work(given):\n    {work}\nrun_inside(Step('it', '', '__main__:work', {limit_s}), Given())"
     outcome = _outcome(tmp_path, code, limit_s)
     assert outcome.status == status and said in outcome.said
-    assert outcome.figures == ({"ms": 1.5} if status == "ok" else {})
+    assert outcome.figures == ({"ms": 1.5, "attention": "CPU"} if status == "ok" else {})
 
 
 def test_a_step_gets_no_more_than_is_left_and_the_report_is_written_whatever_ends_it(
