@@ -92,7 +92,7 @@ cuda-wheel: $(CUDA_VENV)/.installed
 
 $(CUDA_VENV)/.installed:
 	$(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(CUDA_TORCH) numpy
+	$(CUDA_VENV)/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check torch==$(CUDA_TORCH) numpy
 	touch $@
 
 # pythonX.Y of each version has to be on the path; each gets an environment of its own.

@@ -156,7 +156,7 @@ def test_a_step_waits_as_often_for_many_documents_as_for_two(gpu: PretendedCuda)
     waits = []
     for many in (2, 6):
         loaded = gpu.move(model_of("llama-gqa", 2), GPU)
-        batch = DecodeBatch[str](loaded, GenerationConfig(do_sample=False), stop=(), max_new_tokens=8)
+        batch = DecodeBatch(loaded, GenerationConfig(do_sample=False), stop=(), max_new_tokens=8)
         for number, prefill in enumerate(prefill_packed(loaded, [prompt(40)] * many, reserve_tokens=8)):
             batch.add(str(number), prefill, prompt(40), number)
         batch.step()

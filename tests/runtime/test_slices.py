@@ -116,7 +116,7 @@ def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
 def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
     footprint = SimpleNamespace(
         activation_bytes=lambda tokens: 1000,
-        route_bytes=lambda route, **given: 20 * max(route.chunk_lengths),
+        route_bytes=lambda route, **given: 20 * max(stop - start for chunk in route.chunks for start, stop in chunk),
         takes_chunks=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
