@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.tp_group import TensorParallelGroup
@@ -286,20 +286,33 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
                 raise ModelError(f"{type(model).__name__}: the router of the experts {name} is unknown")
             # If rounding sent a token to different experts on two ranks, the sum would mix halves of both.
             router.register_forward_hook(lambda part, given, made: tuple(map(tp_group.agree_on, made)))
-    embedding = model.get_input_embeddings()
-    embed = embedding.forward
-
-    def embed_by_all(ids: torch.Tensor) -> torch.Tensor:
-        """Embed tokens (1, tokens) to (1, tokens, hidden_size); each rank has the rows of some tokens."""
-        if tp_group.is_alone:  # a model with a smaller vocabulary
-            return cast("torch.Tensor", embed(ids % (last - first)))
-        is_own = (ids >= first) & (ids < last)
-        rows = embed((ids - first).masked_fill(~is_own, 0)).masked_fill(~is_own.unsqueeze(-1), 0)
-        return tp_group.all_reduce(rows)
-
-    embedding.forward = embed_by_all
+    model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), tp_group, first, last))
     model.get_output_embeddings().register_forward_hook(gather_logits)
     model.config.vocab_size, model.config.pad_token_id = config.vocab_size, config.pad_token_id
     for owner in (model, model.base_model):
         if hasattr(owner, "vocab_size"):
             owner.vocab_size = config.vocab_size
+
+
+def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int, last: int) -> torch.nn.Module:
+    """Make an embedding that combines those of all ranks, each of which has some tokens.
+
+    It is a module with the weights in it, so that a copy of the model embeds with the copied weights.
+    """
+    import torch
+
+    class SharedEmbedding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = embedding
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            """Embed tokens (1, tokens) to (1, tokens, hidden_size)."""
+            if tp_group.is_alone:  # a model with a smaller vocabulary
+                rows: torch.Tensor = self.part(ids % (last - first))
+                return rows
+            is_own = (ids >= first) & (ids < last)
+            rows = self.part((ids - first).masked_fill(~is_own, 0)).masked_fill(~is_own.unsqueeze(-1), 0)
+            return tp_group.all_reduce(rows)
+
+    return SharedEmbedding()
