@@ -14,7 +14,7 @@
 // Sums of a tile, a row of weights and a weight take the 16 registers of AVX2, or most of the 32 of AVX-512 and NEON.
 constexpr int TILE = LANES == 16 ? 12 : 6;
 constexpr int64_t DEPTH = 384, ROWS = 192;  // ROWS is a multiple of TILE
-constexpr int64_t LEAST_PANELS = 8;  // that a thread takes at a time, since it copies the rows for each time
+constexpr int64_t LEAST_PANELS = 8;  // of a piece of work: fewer would not repay the copy of its rows
 constexpr int LINE = 16;  // floats
 
 static inline int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
@@ -26,7 +26,8 @@ template <int COUNT> static void turn_rows(const float *rows, int64_t features, 
         for (int r = 0; r < COUNT; ++r) turned[f * COUNT + r] = rows[r * features + f];
 }
 
-// Where the results of a tile go: out (rows, row), of which `outs` are left; to what is there, or to the bias.
+// Where a tile stores its results: rows of `row` floats, `outs` of which are left from `out` on. They are added to what
+// is there, or else to the bias, if there is one.
 struct Target {
     float *out;
     int64_t row, outs;
@@ -104,6 +105,7 @@ void kvr_lay_panels(const float *weights, int64_t outs, int64_t features, float 
 void kvr_product_of_panels(const float *panels, const float *bias, int64_t outs, int64_t features, const float *rows,
                            int64_t count, float *out, float *room, int64_t threads) {
     const int64_t depths = pieces(features, DEPTH), depth = pieces(features, depths), panel_count = pieces(outs, WIDE);
+    if (!count) return;
     const int64_t row_pieces = pieces(count, ROWS);
     const int64_t most = threads > 1 ? pieces(4 * threads, row_pieces) : 1;
     const int64_t group = std::max(pieces(panel_count, most), LEAST_PANELS), groups = pieces(panel_count, group);
