@@ -94,8 +94,8 @@ class DecodeSettings(Strict):
 
     mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
         "data-parallel",
-        description="data-parallel: each rank its own prompts; head-parallel: all ranks all prompts, each some heads; "
-        "auto: the faster",
+        description="data-parallel: each rank decodes its own prompts; head-parallel: ranks divide the heads of all "
+        "prompts; auto: the faster",
     )
     placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
         "proportional",

@@ -1,7 +1,7 @@
 """Our kernels for attention and products, compiled once per processor and cached in ``KVR_CACHE``.
 
-Compiling takes three seconds. If it fails, torch's kernels are used and a log line says why. A failed compilation is
-not repeated by later jobs; a missing compiler is looked for by every job.
+Compiling takes three seconds on two cores. If it fails, torch's kernels are used and a log line says why. A failed
+compilation is not repeated by later jobs; a missing compiler is looked for by every job.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=file.parent))
     try:
-        if why := run_compiler(compiler, SOURCES, work / file.name, limit_s):
+        if why := _compile_together(compiler, work / file.name, limit_s):
             say(f"{NOT_COMPILED}: {why}")
             with replacing(note) as stream:
                 stream.write(f"{why}\n".encode())
@@ -99,6 +100,16 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
             keep_made(work / file.name, file)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _compile_together(compiler: str, made: Path, limit_s: float) -> str:
+    """Compile all sources at the same time, and link them; return the first error, or an empty string."""
+    objects = [made.with_name(f"{source.stem}.o") for source in SOURCES]
+    with ThreadPoolExecutor(len(SOURCES)) as pool:
+        errors = pool.map(
+            lambda source, target: run_compiler(f"{compiler} -c", [source], target, limit_s), SOURCES, objects
+        )
+        return next(filter(None, errors), "") or run_compiler(compiler, objects, made, limit_s)
 
 
 def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -122,7 +133,7 @@ def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: fl
                 start_new_session=True,  # so that a hanging compiler can be killed with its children
             )
         except OSError as error:
-            return f"{compiler} cannot be run ({error.strerror or error})"
+            return f"{words[0]} cannot be run ({error.strerror or error})"
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -137,7 +148,7 @@ def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: fl
         last = "".join(lines[-1:]) or "without output"
         reason = next((line for line in reversed(lines) if "error" in line.lower()), last)
         return f"the compiler failed ({reason[:300]})"
-    return "" if made.is_file() else f"{compiler} did not create a file"
+    return "" if made.is_file() else f"{words[0]} did not create a file"
 
 
 def keep_made(made: Path, file: Path) -> None:

@@ -191,10 +191,9 @@ def measure_gains(pieces: Sequence[Piece]) -> Gains:
             if taken_s * count < MOST_CALL_S:
                 rows[at] = _gains_of(piece, calls, count)
                 taken_s = rows[at][PLAIN] / count
+        right = _right_ways(piece, calls)
         gains[piece.name] = {
-            way: [row[way] for row in rows] if _is_right(piece, calls, way) else [0.0] * len(ROWS)
-            for way in calls
-            if way != PLAIN
+            way: [row[way] for row in rows] if way in right else [0.0] * len(ROWS) for way in calls if way != PLAIN
         }
     return gains
 
@@ -218,10 +217,17 @@ def _gains_of(piece: Piece, calls: Mapping[str, Sequence[Compute]], count: int) 
     return dict.fromkeys(calls, 1.0) | gains | {PLAIN: min(plain) / repeats / len(turns[PLAIN])}
 
 
-def _is_right(piece: Piece, calls: Mapping[str, Sequence[Compute]], way: str) -> bool:
-    """Whether an implementation gives torch's results at all row counts at which it may be used."""
-    counts = [count for count in ROWS if count <= piece.most_rows.get(way, count)]
-    return all(is_same(calls[PLAIN][0](rows), calls[way][0](rows)) for rows in map(piece.rows, counts))
+def _right_ways(piece: Piece, calls: Mapping[str, Sequence[Compute]]) -> set[str]:
+    """Return the implementations that give torch's results at all row counts at which they may be used."""
+    right = {*calls}
+    for rows in map(piece.rows, ROWS):
+        truth = calls[PLAIN][0](rows)
+        right -= {
+            way
+            for way in right - {PLAIN}
+            if len(rows) <= piece.most_rows.get(way, len(rows)) and not is_same(truth, calls[way][0](rows))
+        }
+    return right
 
 
 def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> float:
