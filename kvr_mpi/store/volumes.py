@@ -110,7 +110,10 @@ class Source:
     ranges: tuple[tuple[int, int], ...]
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield every complete line, without its line break, with its offset in the file."""
+        """Yield every complete line, without its line break, with its offset in the file.
+
+        Raises `DataError` if the file ends before its lines do.
+        """
         for at, size in self.ranges:
             end = at + size
             self.stream.seek(at)
@@ -121,6 +124,9 @@ class Source:
                     yield at, b""
                     break
                 at += len(line)
+            else:
+                if at < end:
+                    raise DataError(f"{self.path} ends at byte {at}; its lines should end at {end}")
 
     def read(self, at: int, size: int) -> bytes:
         """Read a line."""
@@ -133,15 +139,23 @@ def open_source(path: Path) -> Iterator[Source]:
     if not LOG_NAME.fullmatch(path.name):
         with open_volume(path) as file:
             ranges = tuple(_range_of(dataset_in(file, name, "u", (1,))) for name in (LOG, RECORDS))
-            stream: BinaryIO = os.fdopen(os.dup(file.id.get_vfd_handle()), "rb")
+            # Not a duplicate of HDF5's descriptor, whose position all readers of the file in this process would share.
+            stream = _open_lines(path)
+            if not os.path.sameopenfile(stream.fileno(), file.id.get_vfd_handle()):
+                stream.close()
+                raise DataError(f"{path} was replaced while it was opened")
     else:
-        try:
-            stream = open_regular(path)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        stream = _open_lines(path)
         ranges = ((0, os.fstat(stream.fileno()).st_size),)
     with stream:
         yield Source(path, stream, ranges)
+
+
+def _open_lines(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _range_of(data: h5py.Dataset) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from kvr_mpi.store.log import DROPPED, PRUNED, LogWriter, seal, unseal
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import finish_run, merge_run, merge_runs
-from kvr_mpi.store.volumes import RESULTS
+from kvr_mpi.store.volumes import RESULTS, open_source
 from kvr_mpi.store.writer import ResultWriter
 
 
@@ -70,6 +71,17 @@ def test_a_run_that_has_stored_nothing_yet_is_not_called_something_else(tmp_path
     (tmp_path / "log-0001-0000.jsonl").touch()
     with pytest.raises(DataError, match="no document is stored yet; see `kvr status"):
         open_results(tmp_path)
+
+
+def test_two_readers_of_one_file_in_a_process_do_not_move_each_other(tmp_path: Path) -> None:
+    write(tmp_path, 0, [record(f"doc-{number:03}", answer="word " * 400) for number in range(40)])
+    result = finish_run(tmp_path)
+    with open_source(result) as one, open_source(result) as other:
+        pairs = list(zip(one.lines(), other.lines(), strict=True))
+    assert len(pairs) == 42 and all(first == second for first, second in pairs)
+    results = [*open_results(result)]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(found == results for found in pool.map(lambda _: [*open_results(result)], range(40)))
 
 
 def test_a_merge_keeps_records_and_bits_and_removes_the_logs(tmp_path: Path) -> None:
