@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def groups_answer_alike(given: Given) -> Figures:
         sums = (line for line in told.splitlines() if "measured all-reduces take" in line)
         found[f"sums, {size // 2} groups"] = next(sums, "not said")
     return found
+
+
+def failures_end_sums(given: Given) -> Figures:
+    """A rank of a group that fails while the GPU of another waits for it."""
+    if rank_count(given) < 2:
+        raise Absent("one GPU, and a group is of two")
+    told = launch(2, "python", str(Path(__file__).parent / "failing_sums.py"), timeout_s=80)
+    return dict(json.loads(next(line for line in told.splitlines() if line.startswith("{"))))
 
 
 def stored_is_asked(given: Given) -> Figures:

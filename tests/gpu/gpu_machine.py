@@ -12,6 +12,8 @@ from typing import Any
 
 from gpu_steps import Absent, Figures, Given, run_command
 
+from kvr_mpi.transport.choose import SHARES
+
 LIBRARIES = ("torch", "transformers", "mpi4py", "numpy", "h5py", "vllm", "flash-attn")
 # Llama 3's 8B.
 SHAPE_8B: dict[str, Any] = {
@@ -88,8 +90,9 @@ def look_around(given: Given) -> Figures:
 
 
 def rank_count(given: Given) -> int:
-    """Ranks to run a step of several processes on: one for each GPU, or two on a CPU."""
-    return gpu_count() if given.kind == "cuda" else 2
+    """Ranks to run a step of several processes on: one for each GPU, four that share one, or two on a CPU."""
+    shared = 4 if os.environ.get(SHARES) == "1" else 1
+    return max(gpu_count(), shared) if given.kind == "cuda" else 2
 
 
 def wait_for(given: Given) -> None:

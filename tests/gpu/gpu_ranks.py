@@ -63,7 +63,7 @@ def doctor_is_content(given: Given) -> Figures:
 
 def nccl_is_exact(given: Given, size: int) -> Figures:
     """One rank a GPU: in bfloat16 with heads of 128, which flash attention runs, by verify's rule; and in float32."""
-    if size > rank_count(given) and os.environ.get(SHARES) != "1":
+    if size > rank_count(given):
         raise Absent(f"{counted(gpu_count(), 'GPU')}, and NCCL wants one for each of {size} ranks, or {SHARES}=1")
     way = "nccl" if given.kind == "cuda" else "mpi"
     wide = str(make_model(Path(given.output) / "wide-heads", head_dim=128))

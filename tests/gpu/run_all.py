@@ -40,6 +40,7 @@ STEPS = (
     Step("staged", "three ranks on one GPU, through pinned host memory", "gpu_ranks:staged_ranks_are_exact", 180),
     Step("doctor", "kvr doctor, GPU buffers tried", "gpu_ranks:doctor_is_content", 180),
     Step("tensor-parallel", "groups of two GPUs, on 2 and 4, against one rank", "gpu_jobs:groups_answer_alike", 240),
+    Step("failing sums", "a rank of a group fails between its sums", "gpu_jobs:failures_end_sums", 90),
     Step("asking", "stored keys and values that are asked, on one GPU", "gpu_jobs:stored_is_asked", 240),
     Step("ragged", "heads with tokens of their own against float64", "gpu_features:ragged_heads_are_exact", 120),
     Step("rolling", "rolling caches against whole ones", "gpu_features:rolling_caches_are_exact", 120),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing_sums import sums_end
 from fake_nccl import MULTIPROCESSORS, Network, installed, run_on_gpus
 from made_groups import ids_of, make_folder, truth_of
 from pretended_cuda import PretendedCuda
@@ -83,21 +84,9 @@ def test_sums_and_a_chain_never_wait_for_each_other(
 def test_a_rank_that_fails_between_sums_ends_those_of_the_others(gpus: PretendedCuda, network: Network) -> None:
     """Its host waits for a GPU that waits for the rank that failed; the next sums are right."""
 
-    def work(ranks: NcclTransport) -> list[float]:
-        device = torch.device("cuda", ranks.rank)
-        tp_group = join_groups(ranks, ranks._control, Topology(2, 2, 2), device).tp_group
-        assert tp_group is not None
-        for failed in (1, 0):
-            is_here = ranks.rank == failed
-            with pytest.raises(MemoryError, match="no room" if is_here else f"out of memory on rank {failed}"):
-                with tp_group.guarded():
-                    total = tp_group.all_reduce(torch.ones(3, device=device))
-                    if is_here:
-                        raise MemoryError("no room")
-                    tp_group.all_reduce(total).tolist()
-        with tp_group.guarded():
-            found: list[float] = tp_group.all_reduce(torch.full((3,), 1.0 + ranks.rank, device=device)).tolist()
-        return found
+    def work(ranks: NcclTransport) -> object:
+        return sums_end(ranks, ranks._control, torch.device("cuda", ranks.rank))
 
-    assert run_on_gpus(2, network, work) == [[3.0] * 3] * 2 and gpus.faults == []
-    assert [group.ended for group in network.groups if group.name.startswith(("sum 1", "sum 2"))] == ["aborted"] * 4
+    assert all(run_on_gpus(2, network, work)) and gpus.faults == []
+    aborted = [group.ended for group in network.groups if group.name.startswith("sum") and group.ended]
+    assert aborted == ["aborted"] * 6
