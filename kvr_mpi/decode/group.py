@@ -23,10 +23,8 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tp_group import guarded
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, prefill_whole
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import LocalTransport
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +193,7 @@ class Group:
         if document.prefill.is_plain:
             anew = prefill_single(loaded.model, ids, loaded.device)
         else:
-            anew = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=room)
+            anew = prefill_whole(loaded, ids, reserve_tokens=room)
         document.prefill.cache = anew.cache
         self._packs.clear()
         assert anew.logits is not None

@@ -24,7 +24,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, MaskRequest, Visibility
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_whole
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import run_local
 
@@ -167,10 +167,10 @@ def test_a_prompt_beside_one_without_memory_to_begin_anew_is_run_once(monkeypatc
         calls += 1
         if calls == 1:
             raise MemoryError("out of memory (on purpose)")
-        return prefill_kvr(*args, **options)
+        return prefill_whole(*args, **options)
 
     truth = answers()
-    monkeypatch.setattr("kvr_mpi.decode.group.prefill_kvr", begin_anew)
+    monkeypatch.setattr("kvr_mpi.decode.group.prefill_whole", begin_anew)
     assert answers() == truth and calls == 2
 
 
