@@ -153,6 +153,13 @@ def test_an_answer_that_outgrows_its_frequencies_is_that_of_generate() -> None:
         assert list(tokens_of(finish(batch))["one"]) == truth, bounds
 
 
+def test_slices_are_embedded_as_parts_of_a_longer_prompt() -> None:
+    """The first slice ends before the length at which the frequencies change, and the prompt after it."""
+    loaded, ids = long_rope(), prompt(60)
+    truth = single(loaded, ids).logits
+    torch.testing.assert_close(chain(loaded, ids, (0, 20, 45, 60)).logits, truth, atol=1e-4, rtol=1e-4)
+
+
 def test_a_prompt_beside_one_without_memory_to_begin_anew_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, new_tokens, calls = replace(long_rope(), tokenizer=Numbers()), 12, 0
 
