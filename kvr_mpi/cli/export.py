@@ -80,8 +80,7 @@ def export(
         click.echo(f"Warning: {tell_missing(results.missing)}", err=True)
     elif results.left:
         click.echo(
-            f"Warning: {counted(results.left, 'document')} of this run left without a record; `kvr status {paths[0]}` "
-            "shows whether the job still runs",
+            f"Warning: the run is not finished: {counted(results.left, 'document')} left; see `kvr status {paths[0]}`",
             err=True,
         )
     return EXIT_BAD_DATA if results.missing else EXIT_OK

@@ -8,7 +8,7 @@ pair, so a receive posted early would block a send to the same rank. Therefore m
 lower ranks have separate groups.
 
 An NCCL transfer is a kernel that starts after the work queued in the current stream, and occupies part of the GPU until
-its peer joins. So transfers use few thread blocks, and receives are posted one layer ahead. Waiting for a transfer
+its peer joins. So transfers use few thread blocks, and a chain posts receives one layer ahead. Waiting for a transfer
 makes the current stream wait, not the host. Groups are shut down when their transports are garbage-collected, or at
 exit. If transfers are still in progress then, after a failure, groups are aborted, since the peers may never join.
 """

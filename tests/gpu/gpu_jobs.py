@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gpu_machine import WORDS, make_model, rank_count
+from gpu_machine import WORDS, make_model, nccl_rank_count
 from gpu_ranks import launch
 from gpu_steps import Absent, Figures, Given
 
@@ -54,7 +54,7 @@ def answers_of(folder: Path) -> Answers:
 
 def groups_answer_alike(given: Given) -> Figures:
     """A model that two ranks hold together, and two such groups in a chain, against a rank that has all of it."""
-    ranks = rank_count(given)
+    ranks = nccl_rank_count(given)
     if ranks < 2:
         raise Absent("one GPU, and a group is of two")
     job, found = make_job(given, "groups"), dict[str, Any]()
@@ -75,7 +75,7 @@ def groups_answer_alike(given: Given) -> Figures:
 
 def failures_end_sums(given: Given) -> Figures:
     """A rank of a group that fails while the GPU of another waits for it."""
-    if rank_count(given) < 2:
+    if nccl_rank_count(given) < 2:
         raise Absent("one GPU, and a group is of two")
     told = launch(2, "python", str(Path(__file__).parent / "failing_sums.py"), timeout_s=80)
     return dict(json.loads(next(line for line in told.splitlines() if line.startswith("{"))))

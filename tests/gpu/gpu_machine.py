@@ -90,9 +90,13 @@ def look_around(given: Given) -> Figures:
 
 
 def rank_count(given: Given) -> int:
-    """Ranks to run a step of several processes on: one for each GPU, four that share one, or two on a CPU."""
-    shared = 4 if os.environ.get(SHARES) == "1" else 1
-    return max(gpu_count(), shared) if given.kind == "cuda" else 2
+    """Ranks to run a step of several processes on: one for each GPU, or two on a CPU."""
+    return gpu_count() if given.kind == "cuda" else 2
+
+
+def nccl_rank_count(given: Given) -> int:
+    """The most ranks over NCCL, of steps that say nothing of speed: they may share a GPU."""
+    return 8 if os.environ.get(SHARES) == "1" else rank_count(given)
 
 
 def wait_for(given: Given) -> None:

@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from gpu_machine import gpu_count, make_model, model_of, rank_count
+from gpu_machine import gpu_count, make_model, model_of, nccl_rank_count, rank_count
 from gpu_steps import Absent, Figures, Given, run_command
 
 from kvr_mpi.errors import counted
@@ -63,7 +63,7 @@ def doctor_is_content(given: Given) -> Figures:
 
 def nccl_is_exact(given: Given, size: int) -> Figures:
     """One rank a GPU: in bfloat16 with heads of 128, which flash attention runs, by verify's rule; and in float32."""
-    if size > rank_count(given):
+    if size > nccl_rank_count(given):
         raise Absent(f"{counted(gpu_count(), 'GPU')}, and NCCL wants one for each of {size} ranks, or {SHARES}=1")
     way = "nccl" if given.kind == "cuda" else "mpi"
     wide = str(make_model(Path(given.output) / "wide-heads", head_dim=128))

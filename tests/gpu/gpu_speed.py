@@ -22,13 +22,15 @@ from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.step_graph import STEPS_BEFORE, STEPS_CHECKED
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.fused import FusedForward
+from kvr_mpi.model.kernels import kernels_of
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, prefill_whole
 from kvr_mpi.setup.arena import EXTENT_SHARE
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 CONTEXTS = (16_384, 32_768, 131_072)
-PROMPT, STEPS, REPEATS = 2048, 16, 3
+PROMPT, STEPS, REPEATS = 2048, 16, 5
 VLLM = """
 import json, sys, time
 from vllm import LLM, SamplingParams
@@ -43,16 +45,23 @@ print("seconds: " + json.dumps(found))
 """
 
 
-def _seconds(given: Given, work: Any) -> float:
-    """The middle of three, after one that is not counted."""
-    times = []
-    for _ in range(REPEATS + 1):
+def _first_tokens(given: Given, loaded: Any, ids: list[int]) -> dict[str, float]:
+    """Seconds of each way to compute a prompt: the middle of five, in turn, after one that is not counted."""
+    times: dict[str, list[float]] = {"kvr": [], "kvr, not fused": [], "transformers": []}
+    for way, taken in list(times.items()) * (REPEATS + 1):
+        prepare_model(loaded.model, chain=way != "transformers")
+        for module, kernel in kernels_of(loaded.model).items() if way == "kvr, not fused" else ():
+            if isinstance(kernel, FusedForward):
+                vars(module).pop(kernel.slot, None)
         wait_for(given)
         began = time.perf_counter()
-        work()
+        if way == "transformers":
+            prefill_single(loaded.model, ids, loaded.device)
+        else:
+            prefill_whole(loaded, ids)
         wait_for(given)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+        taken.append(time.perf_counter() - began)
+    return {way: statistics.median(taken[1:]) for way, taken in times.items()}
 
 
 def contexts_of(given: Given) -> tuple[int, ...]:
@@ -105,20 +114,13 @@ def _step_seconds(given: Given, loaded: Any, sequences: int, way: str) -> tuple[
 
 
 def first_token(given: Given) -> Figures:
-    """A chain of one rank, and plain transformers with flash or math attention as it chooses."""
+    """A chain of one rank, the same with the model's own gates and rotary embeddings, and plain transformers."""
     loaded = random_model(given)
     found: Figures = {"layers": len(loaded.shape.layers)}
     for tokens in contexts_of(given):
         ids = loaded.shape.sample_ids(tokens, 7919, 13)
         try:
-            prepare_model(loaded.model, chain=True)
-            found[f"seconds, {tokens}, kvr"] = _seconds(
-                given, lambda ids=ids, tokens=tokens: prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport())
-            )
-            prepare_model(loaded.model, chain=False)
-            found[f"seconds, {tokens}, transformers"] = _seconds(
-                given, lambda ids=ids: prefill_single(loaded.model, ids, loaded.device)
-            )
+            found |= {f"seconds, {tokens}, {way}": s for way, s in _first_tokens(given, loaded, ids).items()}
         except torch.OutOfMemoryError as error:
             found[f"seconds, {tokens}, no room"] = str(error).splitlines()[0]
             torch.cuda.empty_cache()
