@@ -190,13 +190,13 @@ def run_command(command: Sequence[str], timeout_s: float) -> str:
     RuntimeError
         If it fails, or does not end: with the end of what it printed.
     """
-    process = subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    limit, lines = threading.Timer(timeout_s, process.kill), list[str]()
-    limit.start()
-    assert process.stdout is not None
-    for line in process.stdout:  # what it prints until this step is ended is in the step's log
-        print(line, end="", flush=True)
-        lines.append(line)
+    with subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        limit, lines = threading.Timer(timeout_s, process.kill), list[str]()
+        limit.start()
+        assert process.stdout is not None
+        for line in process.stdout:  # what it prints until this step is ended is in the step's log
+            print(line, end="", flush=True)
+            lines.append(line)
     is_late = process.wait() < 0 and not limit.is_alive()
     limit.cancel()
     told = "".join(lines)
