@@ -64,7 +64,7 @@ while not os.read(reader, 1):
     time.sleep(0.05)
 open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0", "w").write("the last messages")
 time.sleep(600)"""
-    assert _outcome(tmp_path, code, 6.0).status == "timeout"
+    assert _outcome(tmp_path, code, 12.0).status == "timeout"
     assert (tmp_path / "nccl-messages-0").read_text() == "the last messages"
 
 
