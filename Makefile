@@ -90,7 +90,9 @@ test-all: lint
 # For tests of what is asked of torch's CUDA build, and of what it compiles, without a GPU; 5.6 GB.
 cuda-wheel: $(CUDA_VENV)/.installed
 
+# What an interrupted installation left may be incomplete, and pip does not notice.
 $(CUDA_VENV)/.installed:
+	rm -rf $(CUDA_VENV)
 	$(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check torch==$(CUDA_TORCH) numpy
 	touch $@
