@@ -196,7 +196,7 @@ def prefill_kvr(
     partition : Partition
         The prompt's slices, in a relay one for each rank. The first slice includes the prefix.
     strategy : Strategy
-        One with routes, which the model supports (`Strategy.misfit`; `self_check.check_strategy` proves it).
+        One with routes.
     last : int or None
         The rank that ends with the cache. The places of the slices are rotated around the ranks accordingly. None:
         places are ranks.
@@ -219,6 +219,8 @@ def prefill_kvr(
             f"slice bounds {list(partition.bounds)} add up to {partition.tokens} tokens; the prompt has {len(ids)}"
         )
     if chunk_tokens is not None and (why := why_no_chunks(loaded)):
+        raise ModelError(why)
+    if why := strategy.misfit(loaded):
         raise ModelError(why)
     assert strategy.make is not None, "plain transformers runs by `prefill_single`"
     make = partial(strategy.make, chunk_tokens=chunk_tokens)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from made_runs import HEADER, record, stored_layers, take, write
+from made_runs import HEADER, corpus_of, record, stored_layers, take, write
 from safetensors import safe_open
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
@@ -23,8 +23,9 @@ from kvr_mpi.store.volumes import key_of
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
-    take(folder, mode="new").lock.release()
-    write(folder, 0, [record("a"), record("dir/b c"), record("é" * 200)], kv=True)
+    names = ("a", "dir/b c", "é" * 200)
+    take(folder, mode="new", corpus=corpus_of((*names, "none", "e"))).lock.release()
+    write(folder, 0, map(record, names), kv=True)
     write(folder, 1, [record("none"), record("e", "error")])
     return folder
 
