@@ -20,7 +20,7 @@ from benchmarks.tiny import PAD
 from kvr_mpi.errors import DocumentError, KvrError
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel, probe_shape
-from kvr_mpi.model.attention_hook import prepare_model, run_plain
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import Answer, allowed_error, copy_layers, differences, first_difference, follow
 from kvr_mpi.prefill.one_prompt import (
@@ -190,7 +190,7 @@ def _chain(ids: Sequence[int], cut: Partition, last: int, loaded: LoadedModel, r
 
 def _rival(name: str, ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:
     strategy = PUBLISHED[name]
-    return strategy.prefill(loaded, ids, strategy.cut_evenly(len(ids), rank.size), rank, reserve_tokens=NEW_TOKENS)
+    return prefill_kvr(loaded, ids, strategy.cut_evenly(len(ids), rank.size), rank, strategy, reserve_tokens=NEW_TOKENS)
 
 
 def _with_prefix(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:
@@ -223,7 +223,7 @@ def _plain(model: Any, ids: Sequence[int], tokens: int, cuts: Sequence[int] = ()
     cache = plain_cache(model)
     with torch.inference_mode():
         for first, last in itertools.pairwise((0, *cuts, len(ids))):
-            logits = run_plain(model, torch.tensor([ids[first:last]]), cache)
+            logits = run_model(model, torch.tensor([ids[first:last]]), cache)[0]
     return follow(model, Prefill(Partition((0, len(ids))), cache, logits, seconds=0.0, strategy=PLAIN), tokens)
 
 

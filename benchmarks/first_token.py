@@ -44,10 +44,10 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
 from kvr_mpi.prefill.registry import STRATEGIES as IN_JOBS
 from kvr_mpi.prefill.registry import Strategy
-from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.prefill.self_check import check_chain, check_strategy
 from kvr_mpi.report.log import Log
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.mpi import connect
@@ -195,7 +195,7 @@ def bench(
     )
     for name in strategies:
         if name not in OURS:
-            LENT[name].check(loaded)
+            check_strategy(loaded, LENT[name])
     with pinned(world) as cores:
         ours = choose_ours(strategies)
         say(
@@ -334,7 +334,7 @@ class Trial:
         if self.registered.is_plain:
             return _single_with_all_cores(loaded, world, ids)
         with nullcontext() if lends or self.strategy in OURS else without_kernels(loaded.model):
-            return self.registered.prefill(loaded, ids, self.cut, world)
+            return prefill_kvr(loaded, ids, self.cut, world, self.registered)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr, run_next
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.transport.local import LocalTransport
 
 
@@ -72,7 +72,7 @@ class QualityBench:
             for _ in range(self._answers):
                 assert last is not None
                 tokens.append(int(last.argmax()))
-                last = run_next(self._loaded.model, prefill, torch.tensor([[tokens[-1]]], device=device))
+                last = run_model(self._loaded.model, torch.tensor([[tokens[-1]]], device=device), prefill.cache)[0]
         return Continued(nll, tuple(tokens), kept)
 
     def _prefill(self, compression: Compression | None) -> tuple[Prefill, float]:

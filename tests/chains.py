@@ -40,4 +40,4 @@ def rival(
 ) -> Prefill:
     """Prefill by a strategy with even slices, as published, or with what jobs have."""
     strategy = (LENT if lends else PUBLISHED)[name]
-    return strategy.prefill(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, **options)
+    return prefill_kvr(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, strategy, **options)

@@ -12,8 +12,8 @@ from models import COMMON, CONFIGS, VOCAB
 from tokenizers import Tokenizer, models
 
 from kvr_mpi.model import LoadedModel, load_model
-from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.prefill.one_prompt import prefill_single, run_next
+from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.prefill.one_prompt import prefill_single
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -70,7 +70,7 @@ def truth_of(model: Any, ids: Sequence[int], new_tokens: int) -> tuple[torch.Ten
     logits, answer = prefill.logits, []
     while len(answer) < new_tokens:
         answer.append(int(logits.argmax()))
-        logits = run_next(model, prefill, torch.tensor([answer[-1:]]))
+        logits = run_model(model, torch.tensor([answer[-1:]]), prefill.cache)[0]
     return prefill.logits, answer
 
 

@@ -15,7 +15,7 @@ from models import VOCAB, tiny
 from kvr_mpi.kv import buffers
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_single
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
 from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
@@ -107,11 +107,12 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
     worst = 0.0
     for prompt, truth in zip(prompts, logits, strict=True):
         failing.layer = prompt.fails.get(chain.rank)
-        prefill = STRATEGIES[prompt.strategy].prefill(
+        prefill = prefill_kvr(
             tiny(prompt.model),
             prompt.ids,
             prompt.partition,
             chain,
+            STRATEGIES[prompt.strategy],
             prefix=prefixes[prompt.model] if prompt.prefix_tokens else None,
             last=prompt.last,
             forwarder=forwarder,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +23,8 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tp_group import guarded
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, prefill_whole
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import LocalTransport
 
 
 @dataclass(slots=True, eq=False)
@@ -114,8 +112,18 @@ class Group:
         MemoryError, RuntimeError
             On all ranks, if memory ran out on any of them; the prompts are unchanged.
         """
-        with guarded(self.loaded.tp_group):
-            return self._run_alone(documents)
+        caches = [each.prefill.cache for each in documents if not each.prefill.is_plain]
+        lengths = [cache.length for cache in caches]
+        if self.loaded.shape.has_states:
+            for cache in caches:
+                cache.note_states()
+        try:
+            with guarded(self.loaded.tp_group):
+                return self._run_alone(documents)
+        except BaseException:
+            for cache, length in zip(caches, lengths, strict=True):
+                cache.step_back(length)
+            raise
 
     def choose(self, documents: Sequence[Entry], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from its logits (prompts, vocab_size).
@@ -140,9 +148,9 @@ class Group:
     def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
         """Compute logits (tokens, vocab_size) after each of some tokens that follow a prompt, without changing it."""
         if prefill.is_plain:  # a plain cache with windows or states cannot be truncated
-            behind = replace(prefill, cache=copy.deepcopy(prefill.cache))
+            behind = copy.deepcopy(prefill.cache)
             tokens = torch.tensor(ids, device=self.loaded.device).view(-1, 1, 1)
-            return torch.stack([run_next(self.loaded.model, behind, token) for token in tokens])
+            return torch.cat([run_model(self.loaded.model, token, behind) for token in tokens])
         cache = prefill.cache
         length = cache.length
         cache.note_states()
@@ -175,7 +183,8 @@ class Group:
             )
         last = [each.last_token for each in documents]
         if self._why_alone is not None or documents[0].prefill.is_plain:
-            return self._run_one(documents[0].prefill, last[0]).unsqueeze(0)
+            token = torch.tensor([last], device=self.loaded.device)
+            return run_model(self.loaded.model, token, documents[0].prefill.cache)
         return self.recorder.run(self._cache_of(documents), last)
 
     def _run_anew(self, document: Entry, writing: DecodeSequence) -> torch.Tensor:
@@ -184,26 +193,11 @@ class Group:
         if document.prefill.is_plain:
             anew = prefill_single(loaded.model, ids, loaded.device)
         else:
-            anew = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=room)
+            anew = prefill_whole(loaded, ids, reserve_tokens=room)
         document.prefill.cache = anew.cache
         self._packs.clear()
         assert anew.logits is not None
         return anew.logits
-
-    def _run_one(self, prefill: Prefill, token: int) -> torch.Tensor:
-        """Return logits (vocab_size,) after one more token of one prompt."""
-        ids = torch.tensor([[token]], device=self.loaded.device)
-        if prefill.is_plain:
-            return run_next(self.loaded.model, prefill, ids)
-        cache: Any = prefill.cache
-        length = cache.length
-        cache.note_states()
-        try:
-            with guarded(self.loaded.tp_group):
-                return run_next(self.loaded.model, prefill, ids)
-        except BaseException:
-            cache.step_back(length)
-            raise
 
 
 def held_bytes(prefills: Sequence[Prefill], document: Share | None = None) -> int:

@@ -16,15 +16,16 @@ from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.cpu_attention import CpuAttention, attention_kernel
-from kvr_mpi.model.kernels import use_kernels
-from kvr_mpi.model.layer_chunks import ChunkLengths, cut_layers, layers_in_chunks
+from kvr_mpi.model.cpu_attention import CpuAttention
+from kvr_mpi.model.kernels import ATTENTION_SLOT, use_kernels
+from kvr_mpi.model.layer_chunks import cut_layers
 from kvr_mpi.model.masks import check_mask, request_mask
-from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
-from kvr_mpi.model.shape import LayerShape, cache_argument
+from kvr_mpi.model.rope import embed_whole_lengths
+from kvr_mpi.model.running import ChunkLengths, running
+from kvr_mpi.model.shape import CACHE_ARGUMENTS, LayerShape
 
 ATTENTION = "kvr"
 
@@ -73,7 +74,7 @@ class HookedCache(Protocol):
         """Whether prompt tokens are being processed, not answer tokens."""
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Return each document's number of tokens in this call and its length after it (`rope.whole_lengths`)."""
+        """Return each document's number of tokens in this call and its length after it (`running`)."""
 
 
 class _SdpaHook(TorchFunctionMode):
@@ -178,25 +179,10 @@ def _check_own_calls(model: Any) -> None:
             raise ModelError(f"it calls attention itself, with its own masks ({name})")
 
 
-def run_plain(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Run tokens (1, tokens) with transformers' own cache; return the last one's logits (vocab_size,), float32."""
-    tokens = ids.shape[1]
-    try:
-        before = int(cache.get_seq_length())
-    except ValueError:  # the cache has only states, and such models do not depend on the length
-        before = 0
-    options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
-    if takes(model, "logits_to_keep"):
-        options["logits_to_keep"] = 1
-    with whole_lengths([(tokens, before + tokens)]):
-        last: torch.Tensor = model(**options).logits[0, -1].float()
-    return last
-
-
 def run_model(
     model: Any,
     ids: torch.Tensor,
-    cache: HookedCache,
+    cache: HookedCache | DynamicCache,
     *,
     positions: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
@@ -204,29 +190,32 @@ def run_model(
 ) -> torch.Tensor:
     """Run tokens (1, tokens) through the model, after those in its cache; return logits (rows, vocab_size), float32.
 
+    cache : ours; or transformers' own, for a model that is not prepared for chains.
     positions : position of each token in its document (1, tokens); by default, the cache or the model counts.
     keep : indices of the tokens whose logits are returned (rows,); by default, the last one.
     chunk_lengths : the tokens of each chunk, for each layer (`layer_chunks`).
     """
-    options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
+    tokens, parameters = ids.shape[1], inspect.signature(model.forward).parameters
+    argument, cuts = next(name for name in CACHE_ARGUMENTS if name in parameters), "logits_to_keep" in parameters
+    options: dict[str, Any] = {"input_ids": ids, argument: cache, "use_cache": True}
     if positions is not None:
         options["position_ids"] = positions
-    cuts = takes(model, "logits_to_keep")
     if cuts:
         options["logits_to_keep"] = 1 if keep is None else keep
-    kernel = attention_kernel(model)
-    rows = whole_lengths(cache.whole_lengths(ids.shape[1]))
-    with rows, layers_in_chunks(chunk_lengths), contextlib.ExitStack() as hook:
+    hook: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if isinstance(cache, DynamicCache):
+        before = 0
+        with contextlib.suppress(ValueError):  # it has only states, and such models do not depend on the length
+            before = int(cache.get_seq_length())
+        lengths = [(tokens, before + tokens)]
+    else:
+        lengths, kernel = cache.whole_lengths(tokens), vars(model).get(ATTENTION_SLOT)
         if cache.in_parts and model.config._attn_implementation == ATTENTION:
             options |= {"kv_chain": cache, "kv_kernel": kernel}
         elif cache.in_parts:  # with this dummy mask, which the hook ignores, the model makes none
             options["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
-            hook.enter_context(_SdpaHook(cache, kernel))
+            hook = _SdpaHook(cache, kernel)
+    with running(lengths, chunk_lengths), hook:
         logits = model(**options).logits[0]
     read: torch.Tensor = logits[-1:] if keep is None else logits if cuts else logits[keep]
     return read.float()
-
-
-def takes(model: Any, argument: str) -> bool:
-    """Whether a model's forward has an argument of this name."""
-    return argument in inspect.signature(model.forward).parameters

@@ -266,9 +266,3 @@ class CpuAttention:
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
         """Whether the kernel supports one query per head of several documents, and was measured to be faster."""
         return self.ways[0] != PLAIN and self.library.takes_units(query, table)
-
-
-def attention_kernel(model: Any) -> CpuAttention | None:
-    """Return the kernel that a model's attention currently uses; None for torch's."""
-    kernel: CpuAttention | None = vars(model).get(ATTENTION_SLOT)
-    return kernel

@@ -15,30 +15,15 @@ an error (`kv.layer`), as does ``prefill.self_check`` before the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-# For each layer the tokens of each chunk, in the slice that this thread runs.
-ChunkLengths = Sequence[Sequence[int]]
-_CHUNKS: ContextVar[ChunkLengths | None] = ContextVar("kvr_chunks", default=None)
+from kvr_mpi.model.running import RUNNING
 
 
 class UnreadError(Exception):
     """Raised inside a layer if the rest of its output, or of the model's, is not needed."""
-
-
-@contextmanager
-def layers_in_chunks(chunk_lengths: ChunkLengths | None) -> Iterator[None]:
-    """Run layers chunk by chunk within the block, if there are several chunks."""
-    token = _CHUNKS.set(chunk_lengths)
-    try:
-        yield
-    finally:
-        _CHUNKS.reset(token)
 
 
 def cut_layers(model: Any) -> bool:
@@ -72,8 +57,8 @@ class _ChunkedForward:
 
         Raises `UnreadError` if the last chunk's output is not needed, either.
         """
-        layer, lengths = self._layer, _CHUNKS.get()
-        chunks = [] if lengths is None else lengths[self._layer_idx]
+        layer, (_, chunk_lengths) = self._layer, RUNNING.get()
+        chunks = [] if chunk_lengths is None else chunk_lengths[self._layer_idx]
         hidden_states, tokens = args[0] if args else kwargs.get("hidden_states"), sum(chunks)
         if len(chunks) < 2 or hidden_states is None or hidden_states.shape[1] != tokens:
             return type(layer).forward(layer, *args, **kwargs)

@@ -65,13 +65,14 @@ class MaskRequest:
     is_plain : whether the mask has no padding and no overlay.
     longest : the longest context, up to which the function is evaluated.
     device : where the function is evaluated, since it may contain tensors.
+    found : the result of `visibility`.
     """
 
     mask_function: MaskFunction
     local_size: int | None
     is_plain: bool
     longest: int
-    device: str
+    device: str = "cpu"
     found: Visibility | None = None
 
     def __getitem__(self, index: Any) -> MaskRequest:
@@ -79,52 +80,46 @@ class MaskRequest:
         return self
 
     def visibility(self) -> Visibility:
-        """Recognise the mask (`recognise`); the result is kept."""
+        """Recognise the mask by evaluating it at the edges of windows and chunks, and at the far end, once.
+
+        Raises a `ModelError` if it is none of full, a window of `local_size`, and chunks of `local_size`.
+        """
+        if self.found is not None:
+            return self.found
+        import torch
+
+        if not self.is_plain:
+            raise ModelError("its mask is not simply causal, a window or chunks")
+        size, longest = self.local_size or 1, self.longest
+        near = {at for edge in (0, size, 2 * size, 3 * size) for at in range(edge - 2, edge + 3)}
+        begin = range(min(longest, DENSE_TOKENS))
+        edges = sorted(at for at in {*near, longest - 1, longest // 2} if 0 <= at < max(longest, 4))
+        keys = sorted(
+            {
+                max(0, at + shift)
+                for at in edges
+                for shift in (-2 * size, -size - 1, -size, -size + 1, -(at % size) - 1, -(at % size), -1, 0, 1, 2)
+            }
+            | set(begin)
+        )
+        queries = torch.tensor(sorted({*edges, *begin}), device=self.device).unsqueeze(1)
+        key, zero = torch.tensor(keys, device=self.device).unsqueeze(0), torch.zeros_like(queries[0, 0])
+        try:
+            seen = self.mask_function(zero, zero, queries, key)
+            if seen.device.type == "meta":
+                raise ModelError("it reads tensors that have no values")
+            seen = seen.expand(len(queries), len(keys))
+        except Exception as error:  # mask functions of models can raise any error
+            raise ModelError(f"its mask function cannot be evaluated ({type(error).__name__}: {error})") from error
+        causal = key <= queries
+        candidates = {FULL: causal}
+        if self.local_size is not None:
+            candidates[Visibility(window=size)] = causal & (key > queries - size)
+            candidates[Visibility(chunk=size)] = causal & (key // size == queries // size)
+        self.found = next((seeing for seeing, expected in candidates.items() if torch.equal(seen, expected)), None)
         if self.found is None:
-            if not self.is_plain:
-                raise ModelError("its mask is not simply causal, a window or chunks")
-            self.found = recognise(self.mask_function, self.local_size, self.longest, self.device)
+            raise ModelError("its mask is neither causal, nor a window, nor chunks")
         return self.found
-
-
-def recognise(mask_function: MaskFunction, local_size: int | None, longest: int, device: str = "cpu") -> Visibility:
-    """Recognise a mask function by evaluating it at the edges of windows and chunks, and at the far end.
-
-    Raises a `ModelError` if it is none of full, a window of `local_size`, and chunks of `local_size`.
-    """
-    import torch
-
-    size = local_size or 1
-    near = {at for edge in (0, size, 2 * size, 3 * size) for at in range(edge - 2, edge + 3)}
-    begin = range(min(longest, DENSE_TOKENS))
-    edges = sorted(at for at in {*near, longest - 1, longest // 2} if 0 <= at < max(longest, 4))
-    keys = sorted(
-        {
-            max(0, at + shift)
-            for at in edges
-            for shift in (-2 * size, -size - 1, -size, -size + 1, -(at % size) - 1, -(at % size), -1, 0, 1, 2)
-        }
-        | set(begin)
-    )
-    queries = sorted({*edges, *begin})
-    query, key = torch.tensor(queries, device=device).unsqueeze(1), torch.tensor(keys, device=device).unsqueeze(0)
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    try:
-        seen = mask_function(zero, zero, query, key)
-        if seen.device.type == "meta":
-            raise ModelError("it reads tensors that have no values")
-        seen = seen.expand(len(queries), len(keys))
-    except Exception as error:  # mask functions of models can raise any error
-        raise ModelError(f"its mask function cannot be evaluated ({type(error).__name__}: {error})") from error
-    causal = key <= query
-    candidates = {FULL: causal}
-    if local_size is not None:
-        candidates[Visibility(window=local_size)] = causal & (key > query - local_size)
-        candidates[Visibility(chunk=local_size)] = causal & (key // local_size == query // local_size)
-    for visibility, expected in candidates.items():
-        if torch.equal(seen, expected):
-            return visibility
-    raise ModelError("its mask is neither causal, nor a window, nor chunks")
 
 
 def request_mask(

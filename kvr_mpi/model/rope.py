@@ -10,32 +10,17 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.model.running import RUNNING, running
 
 # transformers' rope_type of embeddings that depend on the last position.
 BY_LENGTH = ("dynamic", "longrope")
 # Contexts are compared up to this length, since an embedding of ten million positions would take gigabytes.
 MOST_COMPARED = 1 << 17
-
-# For each prompt in the row that this thread runs: its tokens in the row, and its full length.
-_ROW: ContextVar[Sequence[tuple[int, int]] | None] = ContextVar("kvr_row", default=None)
-
-
-@contextmanager
-def whole_lengths(row: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Set each prompt's tokens in the row and its full length for rotary embeddings within the block."""
-    token = _ROW.set(row)
-    try:
-        yield
-    finally:
-        _ROW.reset(token)
 
 
 def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -77,13 +62,13 @@ class _Hook:
         return _Hook()
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        row = _ROW.get()
-        if row is None:
+        lengths, _ = RUNNING.get()
+        if lengths is None:
             return output
         call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
         positions, outputs, at = call.arguments["position_ids"], [], 0
         with self._lock:
-            for tokens, length in row:
+            for tokens, length in lengths:
                 some = positions[..., at : at + tokens]
                 last = torch.full_like(some[..., :1], length - 1)
                 call.arguments["position_ids"] = torch.cat([some, last], dim=-1)
@@ -156,7 +141,7 @@ def _check_slices(module: torch.nn.Module, layer_type: str | None, length: int) 
         except (TypeError, RuntimeError, IndexError):  # it takes other positions, such as those of images
             return
         for start, stop in ((0, 1), (length // 3, length // 3 + 1), (length // 2, length)):
-            with whole_lengths([(stop - start, length)]):
+            with running([(stop - start, length)]):
                 part = _as_tuple(module(values, positions[:, start:stop], **named))
             for mine, theirs in zip(part, whole, strict=True):
                 if not torch.allclose(mine, theirs[..., start:stop, :], atol=1e-6):

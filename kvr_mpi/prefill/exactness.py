@@ -15,7 +15,8 @@ import torch
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.prefill.one_prompt import Prefill, run_next
+from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.prefill.one_prompt import Prefill
 
 KEYS, VALUES = "keys", "values"
 # What a model's code may raise if it does not support a chain, or another attention than its own.
@@ -54,7 +55,7 @@ def follow(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) 
     layers = copy_layers(prefill.cache)
     for at in range(count):
         tokens.append(given[at] if at < len(given) else int(logits.argmax()))
-        logits = run_next(model, prefill, torch.tensor([[tokens[-1]]], device=logits.device))
+        logits = run_model(model, torch.tensor([[tokens[-1]]], device=logits.device), prefill.cache)[0]
         steps.append(_copy(logits))
     return Answer(_copy(prefill.logits), layers, tokens, steps)
 

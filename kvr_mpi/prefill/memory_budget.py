@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,12 +28,15 @@ from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_sh
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, why_no_chunks
+from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.local import PretendedChain
 
 # Layers to count: all layers have the same activations, and the first layer's are freed before the second runs.
 LAYERS = 2
+# Chunk sizes that are tried, in this order, if whole slices do not fit.
+CHUNK_SIZES = (4096, 2048, 1024, 512, 256, 128)
 GIB = 1 << 30
 # Largest number of ranks that is tried.
 MOST_RANKS = 4096
@@ -210,6 +213,31 @@ def footprint_of(
     except (RuntimeError, NotImplementedError):  # an operation without a meta kernel: only buffers are counted
         return Footprint(shape, lambda tokens, chunk_tokens: 0)
     return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE, why_no_chunks(loaded) is None, admits=on_gpu)
+
+
+def choose_chunks(
+    asked: int | Literal["auto"],
+    strategy: Strategy,
+    footprint: Footprint | None,
+    fits: Callable[[int | None], bool],
+) -> int | None:
+    """Choose the chunk size of a prompt's slices; None for whole slices.
+
+    Parameters
+    ----------
+    asked : int or "auto"
+        The job's setting; auto: whole slices if the prompt fits, else the largest of `CHUNK_SIZES` with which it fits.
+    fits : callable
+        Whether the prompt fits with chunks of a size, or (None) with whole slices, on otherwise empty ranks: a prompt's
+        chunks must not depend on other prompts.
+    """
+    if not strategy.in_order or footprint is None:
+        return None
+    if asked != "auto":
+        return asked
+    if not footprint.takes_chunks or fits(None):
+        return None
+    return next((size for size in CHUNK_SIZES if fits(size)), None)
 
 
 def check_fits(

@@ -23,16 +23,17 @@ from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import MakeRoute, count_tokens
+from kvr_mpi.kv.route import count_tokens
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model, run_plain
+from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.layer_chunks import UnreadError, cut_layers
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, agree, attempt, describe_failure, digest_of, play_on
+from kvr_mpi.prefill.registry import KVR, Strategy
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
@@ -99,22 +100,12 @@ class CacheOptions(TypedDict, total=False):
     write_layer: WriteLayer | None
 
 
-class Options(CacheOptions, total=False):
-    """Options of every prefill on several ranks, described at `prefill_kvr`."""
-
-    last: int | None
-    forwarder: Forwarder | None
-    spares_chain: bool
-    keeps_all: bool
-    chunk_tokens: int | None
-
-
 @torch.inference_mode()
 def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Prefill:
     """Prefill on one rank with plain transformers: for any architecture, and as the reference."""
     began = time.perf_counter()
     cache = plain_cache(model)
-    logits = run_plain(model, torch.tensor([ids], device=device), cache)
+    logits = run_model(model, torch.tensor([ids], device=device), cache)[0]
     wait_for_compute(device)
     seconds = time.perf_counter() - began
     return Prefill(Partition((0, len(ids))), cache, logits, seconds, strategy=PLAIN, began_s=began)
@@ -124,28 +115,21 @@ def prefill_alone(
     loaded: LoadedModel,
     tokens: int,
     run: Callable[[], tuple[Any, torch.Tensor]],
-    describe: Callable[[str], str],
     **facts: Any,
 ) -> Prefill:
     """Prefill a prompt on this rank with `run`, which returns its cache and logits.
 
-    If memory runs out, the result has no cache, and the error that `describe` returns, given torch's or Python's.
-    `facts` are further attributes of the result.
+    If memory runs out, the result has no cache, and torch's or Python's error. `facts` are further attributes of it.
     """
     began = time.perf_counter()
     found = attempt(run, loaded.tp_group)
     wait_for_compute(loaded.device)
     seconds, cache, logits, error = time.perf_counter() - began, None, None, None
     if isinstance(found, Failure):
-        error = describe(found.why)
+        error = found.why
     else:
         cache, logits = found
     return Prefill(Partition((0, tokens)), cache, logits, seconds, error=error, began_s=began, **facts)
-
-
-def run_next(model: Any, prefill: Prefill, ids: torch.Tensor) -> torch.Tensor:
-    """Run tokens (1, tokens) after everything run before; return the last logits (vocab_size,), float32."""
-    return run_plain(model, ids, prefill.cache) if prefill.is_plain else run_model(model, ids, prefill.cache)[0]
 
 
 def plain_cache(model: Any) -> DynamicCache:
@@ -194,9 +178,8 @@ def prefill_kvr(
     ids: Sequence[int],
     partition: Partition,
     chain: Transport,
+    strategy: Strategy = KVR,
     *,
-    make: MakeRoute = relay,
-    strategy: str = "kvr",
     last: int | None = None,
     forwarder: Forwarder | None = None,
     spares_chain: bool = False,
@@ -204,7 +187,7 @@ def prefill_kvr(
     chunk_tokens: int | None = None,
     **of_cache: Unpack[CacheOptions],
 ) -> Prefill:
-    """Prefill on a chain, each rank computing its slice: with KV-Runahead (section 4), or another route.
+    """Prefill on a chain, each rank computing its slice: with KV-Runahead (section 4), or another strategy.
 
     Parameters
     ----------
@@ -212,8 +195,8 @@ def prefill_kvr(
         The whole prompt, the same on every rank.
     partition : Partition
         The prompt's slices, in a relay one for each rank. The first slice includes the prefix.
-    make, strategy : callable, str
-        Makes the route of each position; and the name of that strategy.
+    strategy : Strategy
+        One with routes, which the model supports (`Strategy.misfit`; `self_check.check_strategy` proves it).
     last : int or None
         The rank that ends with the cache. The places of the slices are rotated around the ranks accordingly. None:
         places are ranks.
@@ -235,10 +218,10 @@ def prefill_kvr(
         raise PartitionError(
             f"slice bounds {list(partition.bounds)} add up to {partition.tokens} tokens; the prompt has {len(ids)}"
         )
-    loaded.shape.check_ids(ids)
     if chunk_tokens is not None and (why := why_no_chunks(loaded)):
         raise ModelError(why)
-    make = partial(make, chunk_tokens=chunk_tokens)
+    assert strategy.make is not None, "plain transformers runs by `prefill_single`"
+    make = partial(strategy.make, chunk_tokens=chunk_tokens)
     known, prefix = 0, of_cache.get("prefix")
     if prefix is not None:
         prefix.check(ids)
@@ -289,7 +272,7 @@ def prefill_kvr(
         play_on(cache)
     failed: list[int] = []
     if spares_chain:
-        digest = None if failure is not None else digest_of(ids, partition.bounds, strategy)
+        digest = None if failure is not None else digest_of(ids, partition.bounds, strategy.name)
         failed = agree(transfers, route.position, route.decode_position, cache.device, digest)
     if transfers is None:
         wait_for_compute(loaded.device)
@@ -314,7 +297,7 @@ def prefill_kvr(
         error=error,
         layer_times_s=times.layer_times_s,
         send_wait_s=times.send_s,
-        strategy=strategy,
+        strategy=strategy.name,
         known_tokens=known,
         share=None if failed else cache.share,
         began_s=began,
@@ -322,9 +305,12 @@ def prefill_kvr(
     )
 
 
-def prefill_whole(loaded: LoadedModel, ids: Sequence[int], **options: Unpack[Options]) -> Prefill:
+def prefill_whole(
+    loaded: LoadedModel, ids: Sequence[int], *, spares_chain: bool = False, **of_cache: Unpack[CacheOptions]
+) -> Prefill:
     """Prefill a whole prompt on this rank as `prefill_kvr` does its slices."""
-    return prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), **options)
+    whole = Partition((0, len(ids)))
+    return prefill_kvr(loaded, ids, whole, LocalTransport(), spares_chain=spares_chain, **of_cache)
 
 
 def why_no_chunks(loaded: LoadedModel) -> str | None:

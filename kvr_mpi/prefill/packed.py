@@ -20,7 +20,6 @@ from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache, prefill_alone, prefill_whole, wait_for_compute
@@ -142,12 +141,12 @@ def _prefill_after_compressed(
         cache = make_decode_cache(loaded, stores, prefix.tokens, slack)
         return cache, run_model(loaded.model, torch.tensor([list(fresh)], device=loaded.device), cache)[0]
 
-    def describe(why: str) -> str:
-        return f"not enough memory for its {prefix.tokens} stored tokens and {len(fresh)} more: {why}"
-
-    found = prefill_alone(loaded, len(ids), run, describe, known_tokens=prefix.tokens)
+    found = prefill_alone(loaded, len(ids), run, known_tokens=prefix.tokens)
     if found.error is None:
         found.retained = size_of(loaded, found.cache, prefix.compression)
+    else:
+        stored = f"its {prefix.tokens} stored tokens and {len(fresh)} more"
+        found.error = f"not enough memory for {stored}: {found.error}"
     return found
 
 
@@ -178,6 +177,8 @@ def decode_packed(
 ) -> torch.Tensor:
     """Run one more token of each document.
 
+    If the model raises an error, `DecodeCache.take_back` restores the documents.
+
     Parameters
     ----------
     run : callable, optional
@@ -187,23 +188,13 @@ def decode_packed(
     -------
     torch.Tensor
         Logits after them (documents, vocab_size), float32.
-
-    Raises
-    ------
-    Exception
-        Whatever the model raises; the documents are then as they were before.
     """
     lengths = cache.take_up()
     full = [length for length, document in zip(lengths, cache.documents, strict=True) if length >= document.capacity]
     if full:
         raise ValueError(f"a cache of {full[0]} tokens is full; reserve room for the tokens to be decoded")
-    try:
-        with guarded(loaded.tp_group):
-            inputs = torch.tensor([list(tokens), lengths], device=loaded.device)
-            return run_step(loaded, cache, inputs) if run is None else run(inputs)
-    except BaseException:
-        cache.take_back()
-        raise
+    inputs = torch.tensor([list(tokens), lengths], device=loaded.device)
+    return run_step(loaded, cache, inputs) if run is None else run(inputs)
 
 
 def run_step(loaded: LoadedModel, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:

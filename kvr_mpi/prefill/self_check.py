@@ -16,18 +16,20 @@ from kvr_mpi.errors import ConfigError, ModelError, Say
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model, run_plain
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import FAILURES, Answer, differences, error_share, follow, why_not_the_same
-from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole, run_next
+from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
+from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
-LEAST_TOKENS = 12
+# Fewest tokens of a check, and tokens of a chunk.
+LEAST_TOKENS, CHECKED_CHUNK = 12, 2
 # Most operations of a check, which then takes seconds; its prompt stays short if exceeding a window would take more.
 MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}
 # Runs of the whole model that a check takes.
@@ -149,8 +151,8 @@ def _goes_on_from_cache(loaded: LoadedModel, ids: Sequence[int]) -> bool:
 
     def run() -> Iterator[tuple[str, float]]:
         cache = plain_cache(loaded.model)
-        run_plain(loaded.model, torch.tensor([ids[:cut]], device=loaded.device), cache)
-        found = run_plain(loaded.model, torch.tensor([ids[cut:]], device=loaded.device), cache)
+        run_model(loaded.model, torch.tensor([ids[:cut]], device=loaded.device), cache)
+        found = run_model(loaded.model, torch.tensor([ids[cut:]], device=loaded.device), cache)[0]
         yield "the logits", error_share(found, truth)
 
     return why_not_the_same(loaded, run) is None
@@ -176,6 +178,39 @@ def _follow(loaded: LoadedModel, prefill: Prefill) -> Answer:
     return follow(loaded.model, prefill, 1, loaded.shape.sample_ids(1, first=NEXT_TOKEN))
 
 
+def check_strategy(loaded: LoadedModel, strategy: Strategy, chunk_tokens: int | None = None) -> None:
+    """Verify on a few tokens that a strategy gives this model's logits, in whole slices or in chunks.
+
+    `check_chain` has already verified chains that compute whole slices.
+
+    Raises
+    ------
+    ModelError
+        If the strategy or the model does not support it, or the logits differ.
+    """
+    name, how = strategy.name, "" if chunk_tokens is None else " in chunks"
+    if strategy.is_plain or (strategy.in_order and chunk_tokens is None):
+        return
+    if chunk_tokens is not None and not strategy.in_order:
+        raise ModelError(f"parallel.chunk_tokens = {chunk_tokens}: {name} cannot use chunks; use strategy = 'kvr'")
+    if why := strategy.misfit(loaded):
+        raise ModelError(f"parallel.strategy = {name!r}: {why}")
+    tokens = min(LEAST_TOKENS, loaded.shape.max_tokens or LEAST_TOKENS)
+    ids, cut = loaded.shape.sample_ids(tokens), strategy.cut_evenly(tokens, 3)
+    chunk = CHECKED_CHUNK if how else None
+
+    def run() -> Iterator[tuple[str, float]]:
+        ranks = run_local(
+            3, lambda rank: prefill_kvr(loaded, ids, cut, rank, strategy, chunk_tokens=chunk), loaded.device
+        )
+        (found,) = (rank.logits for rank in ranks if rank.logits is not None)
+        yield f"the logits of a {name}{how}", error_share(found, prefill_whole(loaded, ids).logits)
+
+    if why := why_not_the_same(loaded, run, "those of one rank"):
+        remedy = "leave parallel.chunk_tokens out" if how else "use strategy = 'kvr' for this model"
+        raise ModelError(f"{loaded.shape.architecture}: on {tokens} tokens {why}; {remedy}")
+
+
 def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | None:
     """Run two small documents together and alone; return why this model cannot run packed, or None.
 
@@ -197,7 +232,8 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
         founds = [each.logits for each in together]
         founds += decode_packed(loaded, DecodeCache([each.cache for each in together]), [NEXT_TOKEN] * 2)
         truths = [each.logits for each in alone]
-        truths += [run_next(loaded.model, each, torch.tensor([[NEXT_TOKEN]], device=loaded.device)) for each in alone]
+        token = torch.tensor([[NEXT_TOKEN]], device=loaded.device)
+        truths += [run_model(loaded.model, token, each.cache)[0] for each in alone]
         return (("two small documents together", error_share(*pair)) for pair in zip(founds, truths, strict=True))
 
     why = why_not_the_same(loaded, run, "each alone")

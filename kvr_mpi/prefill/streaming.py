@@ -38,15 +38,13 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
     ModelError
         If a layer sees more than the cache holds, and there are no sinks.
     """
-    loaded.shape.check_ids(ids)
-
-    def describe(why: str) -> str:
-        return (
-            f"a prompt of {len(ids)} tokens: not enough memory for a {rolling.name} ({why}); lower cache.tokens or "
-            f"parallel.chunk_tokens, or the memory for other prompts (parallel.memory_gib)"
+    found = prefill_alone(loaded, len(ids), lambda: _run_steps(loaded, ids, rolling), rolling=rolling)
+    if found.error is not None:
+        found.error = (
+            f"a prompt of {len(ids)} tokens: not enough memory for a {rolling.name} ({found.error}); lower "
+            f"cache.tokens or parallel.chunk_tokens, or the memory for other prompts (parallel.memory_gib)"
         )
-
-    return prefill_alone(loaded, len(ids), lambda: _run_steps(loaded, ids, rolling), describe, rolling=rolling)
+    return found
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import Answer, allowed_error, differences, follow
-from kvr_mpi.prefill.one_prompt import prefill_single, why_no_chunks
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, why_no_chunks
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
 from kvr_mpi.transport import Transport, share_json
 
@@ -67,8 +67,8 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
         world.barrier()
         prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
         for name, strategy, partition, chunk_tokens in _strategies(loaded, world.size, tokens, draw):
-            prefill = strategy.prefill(
-                loaded, ids, partition, world, reserve_tokens=NEW_TOKENS, chunk_tokens=chunk_tokens, last=0
+            prefill = prefill_kvr(
+                loaded, ids, partition, world, strategy, reserve_tokens=NEW_TOKENS, chunk_tokens=chunk_tokens, last=0
             )
             finding = None
             if is_root:

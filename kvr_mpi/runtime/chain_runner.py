@@ -14,7 +14,7 @@ from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefix_of_cache
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, prefix_of_cache
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
@@ -171,11 +171,14 @@ class ChainRunner:
         """Prefill this rank's slice; the last rank gets all keys and values, unless they are sharded."""
         setup = self.setup
         assert plan.partition is not None
-        return plan.strategy.prefill(
+        if plan.strategy.make is None:
+            return prefill_single(setup.loaded.model, plan.prompt.ids, setup.loaded.device)
+        return prefill_kvr(
             setup.loaded,
             plan.prompt.ids,
             plan.partition,
             self.chain,
+            plan.strategy,
             reserve_tokens=plan.prompt.new_tokens,
             prefix=plan.prefix,
             last=plan.decode_rank,

@@ -17,8 +17,7 @@ from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, Say, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.one_prompt import prefill_whole
 from kvr_mpi.runtime.batch import open_source, scan_documents
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.prepare import prepare
@@ -88,5 +87,5 @@ def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compress
         retain = compression.retain(prompt.tokens, prompt.text)
         if retain is None:
             continue
-        found = prefill_kvr(loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), retain=retain)
+        found = prefill_whole(loaded, prompt.ids, retain=retain)
         yield np.array([layer.head_counts for layer in found.cache.layers if layer.is_ragged], dtype=np.float64)

@@ -14,8 +14,8 @@ from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Route
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits
-from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks, fastest
+from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
+from kvr_mpi.prefill.registry import KVR, Strategy, fastest
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner, share_of

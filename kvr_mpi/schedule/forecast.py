@@ -26,9 +26,9 @@ from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import LoadedModel, ModelShape
 from kvr_mpi.model.tensor_parallel import part_config, part_of
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
+from kvr_mpi.prefill.memory_budget import Footprint, choose_chunks, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS
-from kvr_mpi.prefill.registry import KVR, Strategy, candidates, choose_chunks, fastest
+from kvr_mpi.prefill.registry import KVR, Strategy, candidates, fastest
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.schedule.history import LEAST_S, History, expected_tokens
 from kvr_mpi.schedule.placement import Seconds

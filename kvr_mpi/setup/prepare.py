@@ -41,8 +41,8 @@ from kvr_mpi.model.shared_heads import shared_bytes
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
-from kvr_mpi.prefill.registry import AUTO, CHECKED_CHUNK, KVR, Strategy, candidates
-from kvr_mpi.prefill.self_check import check_chain, check_spread, why_not_packed
+from kvr_mpi.prefill.registry import AUTO, KVR, Strategy, candidates
+from kvr_mpi.prefill.self_check import CHECKED_CHUNK, check_chain, check_spread, check_strategy, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail
 from kvr_mpi.report.style import bytes_text
@@ -310,9 +310,9 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
     fitting, left_out = [], []
     for strategy in candidates(asked):
         try:
-            strategy.check(loaded)
+            check_strategy(loaded, strategy)
             if spec.chunk_tokens != "auto":
-                strategy.check(loaded, chunk_tokens=spec.chunk_tokens)
+                check_strategy(loaded, strategy, spec.chunk_tokens)
             fitting.append(strategy)
         except ModelError as error:
             if asked != AUTO:
@@ -358,7 +358,7 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     try:
         if chunked is None or not footprint.takes_chunks:
             return footprint
-        chunked.check(loaded, chunk_tokens=CHECKED_CHUNK)
+        check_strategy(loaded, chunked, CHECKED_CHUNK)
     except ModelError:
         return replace(footprint, takes_chunks=False)
     return footprint

@@ -10,33 +10,11 @@ import threading
 from typing import Any
 
 from kvr_mpi.transport.base import Transport
-from kvr_mpi.transport.local import LocalTransport, shared_counts
+from kvr_mpi.transport.local import LocalCounters, LocalTransport
 from kvr_mpi.transport.mpi import MpiTransport
 
 # Between hosts, some MPIs progress one-sided calls only while the target is inside MPI, so rank 0 calls MPI this often.
 LOOK_IN_S = 0.002
-
-
-class LocalCounters:
-    """Counters shared by the threads of one process."""
-
-    def __init__(self, world: LocalTransport, count: int) -> None:
-        self._lock, self._counts = shared_counts(world, count)
-
-    def add(self, slot: int, amount: int = 1) -> int:
-        """Add to a counter atomically, and return its previous value."""
-        with self._lock:
-            before = self._counts[slot]
-            self._counts[slot] += amount
-        return before
-
-    def read(self) -> list[int]:
-        """Return all counters."""
-        with self._lock:
-            return list(self._counts)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class MpiCounters:

@@ -135,14 +135,30 @@ class LocalTransport:
         return everything
 
 
-def shared_counts(transport: LocalTransport, count: int) -> tuple[threading.Condition, list[int]]:
-    """Return a list of zeros shared by all threads of a group, and its lock; every thread calls this."""
-    hub = transport._hub
-    transport.barrier()
-    if transport.rank == 0:
-        hub.counts = [0] * count
-    transport.barrier()
-    return hub.arrived, hub.counts
+class LocalCounters:
+    """Counters shared by the threads of a group, initially 0; every thread creates them."""
+
+    def __init__(self, transport: LocalTransport, count: int) -> None:
+        hub = transport._hub
+        transport.barrier()
+        if transport.rank == 0:
+            hub.counts = [0] * count
+        transport.barrier()
+        self._lock, self._counts = hub.arrived, hub.counts
+
+    def add(self, slot: int, amount: int = 1) -> int:
+        """Add to a counter atomically, and return its previous value."""
+        with self._lock:
+            self._counts[slot] += amount
+            return self._counts[slot] - amount
+
+    def read(self) -> list[int]:
+        """Return all counters."""
+        with self._lock:
+            return list(self._counts)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.device | None = None) -> list[T]:

@@ -25,7 +25,7 @@ from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
-from kvr_mpi.model.cpu_attention import attention_kernel
+from kvr_mpi.model.kernels import ATTENTION_SLOT
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import wait_for_compute
 from kvr_mpi.prefill.packed import prefill_packed
@@ -71,7 +71,7 @@ def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: 
     loaded : the whole model, even if the caches of the decoded documents have only some of its heads.
     ranks : the ranks that start together.
     """
-    pack, kernel = DecodeCache(caches), attention_kernel(loaded.model)
+    pack, kernel = DecodeCache(caches), vars(loaded.model).get(ATTENTION_SLOT)
     group = loaded.model.config.get_text_config().num_attention_heads // loaded.shape.layers[0].num_kv_heads
     best = [math.inf] * len(pack.layers)
     ranks.barrier()

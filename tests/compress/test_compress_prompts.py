@@ -47,7 +47,7 @@ def prefill(compression: Compression, name: str, ranks: int, strategy: str = "kv
     if retain is not None and retain.window is not None:
         partition = partition.with_last_from(retain.window[0], known)
     options: dict[str, Any] = {"retain": retain, "prefix": compute_prefix(loaded, ids[:known]) if known else None}
-    found = run_local(ranks, lambda rank: way.prefill(loaded, ids, partition, rank, **options))
+    found = run_local(ranks, lambda rank: prefill_kvr(loaded, ids, partition, rank, way, **options))
     (cache,) = (one.cache for one in found if one.logits is not None)
     assert isinstance(cache, SliceCache)
     return cache

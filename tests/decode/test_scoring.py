@@ -15,8 +15,8 @@ from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, run_next
+from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
 
 IDS = prompt(40)
 TEXTS = ("7 8 9 10 11 12", "5", "190 3", "7 8 9 10 11 13")
@@ -59,7 +59,7 @@ def test_scores_are_transformers_own(name: str) -> None:
     is_greedy = [score.is_greedy for score in scored(loaded, prefill, [greedy, f"{greedy} 5", f"{greedy} 6"])]
     assert is_greedy[0] and not all(is_greedy), "only if each of its tokens is the likeliest"
     # The cache is as it was: what is decoded from it now is what would have been decoded without.
-    after, before = (run_next(loaded.model, one, torch.tensor([[3]])) for one in (prefill, untouched))
+    after, before = (run_model(loaded.model, torch.tensor([[3]]), one.cache)[0] for one in (prefill, untouched))
     torch.testing.assert_close(after, before, atol=CLOSE, rtol=1e-5)
 
 

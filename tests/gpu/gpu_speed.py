@@ -21,9 +21,9 @@ from transformers import GenerationConfig
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.step_graph import STEPS_BEFORE, STEPS_CHECKED
 from kvr_mpi.kv.arena import Arena
-from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, run_next
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
 from kvr_mpi.setup.arena import EXTENT_SHARE
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -143,7 +143,7 @@ def where_time_goes(given: Given) -> Figures:
     for name, work in (
         ("prefill, 1 rank", lambda: prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport())),
         ("prefill, 4 ranks", on_four),
-        ("a step", lambda: run_next(loaded.model, held, token)),
+        ("a step", lambda: run_model(loaded.model, token, held.cache)[0]),
     ):
         work()  # what is only done once
         with profile(acc_events=True) as profiled:

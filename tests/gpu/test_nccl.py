@@ -17,9 +17,9 @@ from pretended_cuda import CPU, PretendedCuda
 from kvr_mpi.errors import TransportError
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, run_next
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.verify import Finding, verify
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
@@ -43,7 +43,7 @@ def greedy_there(loaded: LoadedModel, prefill: Prefill) -> list[int]:
     for _ in range(NEW_TOKENS):
         assert logits is not None
         tokens.append(int(logits.argmax()))
-        logits = run_next(loaded.model, prefill, torch.tensor([[tokens[-1]]], device=loaded.device))
+        logits = run_model(loaded.model, torch.tensor([[tokens[-1]]], device=loaded.device), prefill.cache)[0]
     return tokens
 
 

@@ -24,9 +24,9 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, run_next
+from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.routes import relay
 
@@ -95,7 +95,7 @@ def reference(loaded: LoadedModel, ids: list[int], retained: Retained, tokens: l
 @torch.inference_mode()
 def logits_after(loaded: LoadedModel, prefill: Prefill, tokens: list[int]) -> torch.Tensor:
     """Logits (tokens, vocab) after each of some tokens, one by one."""
-    return torch.stack([run_next(loaded.model, prefill, torch.tensor([[token]])) for token in tokens])
+    return torch.stack([run_model(loaded.model, torch.tensor([[token]]), prefill.cache)[0] for token in tokens])
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["ragged", "alike"])
@@ -110,7 +110,7 @@ def test_logits_are_those_of_a_masked_dense_reference(name: str, alike: bool) ->
         keep_only(prefill.cache, retained, len(tokens))
     torch.testing.assert_close(logits_after(loaded, one_by_one, tokens), truth, atol=1e-4, rtol=0)
     with torch.inference_mode():
-        found = run_next(loaded.model, at_once, torch.tensor([tokens]))
+        found = run_model(loaded.model, torch.tensor([tokens]), at_once.cache)[0]
     torch.testing.assert_close(found, truth[-1], atol=1e-4, rtol=0)
     everything = reference(loaded, ids, [None] * len(loaded.shape.layers), tokens)
     assert float((truth - everything).abs().max()) > 1e-2, "dropping changes nothing: the test sees nothing"

@@ -21,10 +21,10 @@ from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.masks import FULL, Visibility, recognise
+from kvr_mpi.model.masks import FULL, MaskRequest, Visibility
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_whole
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import run_local
 
@@ -37,7 +37,7 @@ def test_masks_are_recognised_and_let_through_what_is_seen(size: int, longest: i
         "window": (masking_utils.sliding_window_causal_mask_function(size), Visibility(window=size)),
         "chunk": (masking_utils.chunked_causal_mask_function(size, padding), Visibility(chunk=size)),
     }[kind]
-    assert recognise(function, size, longest) == expected
+    assert MaskRequest(function, size, True, longest).visibility() == expected
     keys = torch.arange(position + 1)
     allowed = function(torch.tensor(0), 0, torch.tensor(position), keys)
     assert keys[allowed].tolist() == list(range(expected.first_key(position), position + 1))
@@ -54,7 +54,7 @@ def test_masks_are_recognised_and_let_through_what_is_seen(size: int, longest: i
 )
 def test_other_masks_are_not(function: Any) -> None:
     with pytest.raises(ModelError, match="mask"):
-        recognise(function, 16, 512)
+        MaskRequest(function, 16, True, 512).visibility()
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,34 @@ def test_an_answer_that_outgrows_its_frequencies_is_that_of_generate() -> None:
         batch = batch_of(loaded, new_tokens)
         batch.add("one", chain(loaded, ids, bounds, new_tokens), ids, 0)
         assert list(tokens_of(finish(batch))["one"]) == truth, bounds
+
+
+def test_slices_are_embedded_as_parts_of_a_longer_prompt() -> None:
+    """The first slice ends before the length at which the frequencies change, and the prompt after it."""
+    loaded, ids = long_rope(), prompt(60)
+    truth = single(loaded, ids).logits
+    torch.testing.assert_close(chain(loaded, ids, (0, 20, 45, 60)).logits, truth, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_beside_one_without_memory_to_begin_anew_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, new_tokens, calls = replace(long_rope(), tokenizer=Numbers()), 12, 0
+
+    def answers() -> dict[int, tuple[int, ...]]:
+        batch = batch_of(loaded, new_tokens)
+        for tokens in (12, 24):
+            batch.add(tokens, chain(loaded, prompt(tokens), (0, tokens), new_tokens), prompt(tokens), 0)
+        return tokens_of(finish(batch))
+
+    def begin_anew(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise MemoryError("out of memory (on purpose)")
+        return prefill_whole(*args, **options)
+
+    truth = answers()
+    monkeypatch.setattr("kvr_mpi.decode.group.prefill_whole", begin_anew)
+    assert answers() == truth and calls == 2
 
 
 @pytest.mark.parametrize("tokens", [3, 4, 5])

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary, attention_kernel
-from kvr_mpi.model.kernels import PLAIN, always, forget_kernels, give_kernel, without_kernels
+from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
+from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, always, forget_kernels, give_kernel, without_kernels
 from kvr_mpi.model.unit_table import Unit, UnitTable
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
@@ -226,8 +226,8 @@ def test_chains_with_it_equal_plain_transformers(
     assert calls.count("attend_units") >= 11 * len(loaded.shape.layers)
     assert found == plain if is_exact else found[0] == plain[0]
     with without_kernels(loaded.model):
-        assert attention_kernel(loaded.model) is None
-    assert attention_kernel(loaded.model) is kernel
+        assert vars(loaded.model).get(ATTENTION_SLOT) is None
+    assert vars(loaded.model).get(ATTENTION_SLOT) is kernel
 
 
 def test_a_kernel_that_is_wrong_is_found_before_it_is_used(
@@ -237,6 +237,6 @@ def test_a_kernel_that_is_wrong_is_found_before_it_is_used(
     monkeypatch.setattr(kernel.library, "attend", lambda *given, **how: [each * 1.01 for each in right(*given, **how)])
     give_kernel(loaded.model, kernel)
     prepare_model(loaded.model, chain=True)
-    assert attention_kernel(loaded.model) is kernel
+    assert vars(loaded.model).get(ATTENTION_SLOT) is kernel
     check_chain(loaded)
-    assert attention_kernel(loaded.model) is None
+    assert vars(loaded.model).get(ATTENTION_SLOT) is None

@@ -26,10 +26,11 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
-from kvr_mpi.prefill.memory_budget import GIB, _Ledger, footprint_of
+from kvr_mpi.prefill.memory_budget import GIB, _Ledger, choose_chunks, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
-from kvr_mpi.prefill.registry import KVR, STRATEGIES, choose_chunks
+from kvr_mpi.prefill.registry import KVR, STRATEGIES
 from kvr_mpi.prefill.routes import relay
+from kvr_mpi.prefill.self_check import check_strategy
 from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -94,7 +95,7 @@ def test_models_that_take_no_chunks_are_refused_by_name(name: str) -> None:
     with pytest.raises(ModelError, match=rf"{loaded.shape.architecture}: .* so its slices cannot be run in chunks"):
         chunked(loaded, prompt(20), (0, 20), chunk_tokens=8)
     with pytest.raises(ModelError, match="cannot use chunks"):
-        STRATEGIES["ring"].check(tiny("llama-gqa"), chunk_tokens=8)
+        check_strategy(tiny("llama-gqa"), STRATEGIES["ring"], 8)
 
 
 def test_what_is_alive_at_once_is_less_than_half_in_chunks() -> None:

@@ -12,11 +12,13 @@ from models import CONFIGS, prompt, random_model, tiny
 from rows import alone, long_rope, other_prompt, ready
 
 from benchmarks.tiny import shrink
+from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill import packed
-from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, run_next
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 
@@ -47,7 +49,7 @@ def test_prompts_together_are_prompts_alone(name: str) -> None:
     for token in (7, 150, 3):  # and after them one token each, over the windows' edges
         logits = decode_packed(loaded, cache, [token] * len(prompts))
         with torch.inference_mode():
-            truths = [run_next(loaded.model, each, torch.tensor([[token]])) for each in apart]
+            truths = [run_model(loaded.model, torch.tensor([[token]]), each.cache)[0] for each in apart]
         torch.testing.assert_close(logits, torch.stack(truths), atol=1e-4, rtol=0)
     for found, truth in zip(together, apart, strict=True):
         check_equal(loaded, found, truth)
@@ -111,9 +113,9 @@ def test_a_row_that_does_not_fit_is_halved() -> None:
 def test_a_failed_row_leaves_no_trace() -> None:
     loaded = ready("llama-gqa")
     prompts = [other_prompt(tokens) for tokens in LENGTHS]
-    caches = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
-    truths = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
-    cache, truth = DecodeCache(caches), DecodeCache(truths)
+    prefills = prefill_packed(loaded, prompts, reserve_tokens=2)
+    truth = DecodeCache([each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)])
+    group, row = Group(loaded), [Entry(each, 9 - at) for at, each in enumerate(prefills)]
 
     def fail(*args: Any) -> None:
         raise torch.OutOfMemoryError("on purpose")
@@ -121,11 +123,11 @@ def test_a_failed_row_leaves_no_trace() -> None:
     for layer in range(3):
         broken = loaded.model.model.layers[layer].mlp.register_forward_pre_hook(fail)
         with pytest.raises(torch.OutOfMemoryError):
-            decode_packed(loaded, cache, [1, 2, 3, 4, 5])
+            group.run(row)
         broken.remove()
-    assert [each.get_seq_length() for each in caches] == LENGTHS
+    assert [each.cache.get_seq_length() for each in prefills] == LENGTHS
     for _ in range(2):
-        assert torch.equal(decode_packed(loaded, cache, [9, 8, 7, 6, 5]), decode_packed(loaded, truth, [9, 8, 7, 6, 5]))
+        assert torch.equal(group.run(row), decode_packed(loaded, truth, [9, 8, 7, 6, 5]))
 
 
 def test_models_that_cannot_or_would_answer_wrongly_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,10 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
-from kvr_mpi.prefill.one_prompt import compute_prefix
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
 from kvr_mpi.prefill.registry import JOB_STRATEGIES, KVR, MARGIN, STRATEGIES, candidates, fastest
 from kvr_mpi.prefill.routes import ring
+from kvr_mpi.prefill.self_check import check_strategy
 from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning.table import save_table
@@ -97,7 +98,7 @@ def test_strategies_equal_one_process_behind_a_prefix(
         prepare_model(loaded.model, chain=True)
         prefix = compute_prefix(loaded, ids[:known]) if known else None
         options: dict[str, Any] = {"prefix": prefix, "last": 1, "reserve_tokens": NEW_TOKENS}
-        ranks = run_local(size, lambda rank: strategy.prefill(loaded, ids, cut, rank, **options))  # noqa: B023
+        ranks = run_local(size, lambda rank: prefill_kvr(loaded, ids, cut, rank, strategy, **options))  # noqa: B023
         assert [at for at, rank in enumerate(ranks) if rank.logits is not None] == [1]
         found = follow(loaded.model, ranks[1], NEW_TOKENS)
         assert first_difference(differences(found, truth), allowed_error(torch.float32)) is None, model
@@ -111,7 +112,7 @@ def test_what_crosses_the_links() -> None:
     prepare_model(loaded.model, chain=True)
     for name in SHARING:
         cut = KVR_CUT if name == "kvr" else LENT[name].cut_evenly(tokens, size)
-        ranks = run_local(size, lambda rank: LENT[name].prefill(loaded, ids, cut, rank))  # noqa: B023
+        ranks = run_local(size, lambda rank: prefill_kvr(loaded, ids, cut, rank, LENT[name]))  # noqa: B023
         sent = [rank.sent_bytes // row for rank in ranks]
         assert sent == [20, 40, 50, 0] if name == "kvr" else sum(sent) == (size - 1) * tokens, name
 
@@ -119,15 +120,15 @@ def test_what_crosses_the_links() -> None:
 def test_models_that_cannot_go_round_are_refused_by_name() -> None:
     loaded = tiny("llama-gqa")
     prepare_model(loaded.model, chain=True)
-    RING.check(loaded)
+    check_strategy(loaded, RING)
     whole = replace(loaded, attends_in_parts=False)
     with pytest.raises(ModelError, match=r"'ring': LlamaForCausalLM: .* cannot be computed in parts.*'kvr'"):
-        RING.check(whole)
-    KVR.check(whole)
+        check_strategy(whole, RING)
+    check_strategy(whole, KVR)
     recurrent = LayerShape(states=(StateShape("recurrent", 0, (1, 6, 8, 8)),))
     state = replace(loaded, shape=replace(loaded.shape, layers=(recurrent, *loaded.shape.layers[1:])))
     with pytest.raises(ModelError, match="its recurrent layers"):
-        RING.check(state)
+        check_strategy(state, RING)
 
 
 def test_a_ring_that_answers_wrongly_is_found() -> None:
@@ -139,7 +140,7 @@ def test_a_ring_that_answers_wrongly_is_found() -> None:
     prepare_model(loaded.model, chain=True)
     wrong = replace(RING, make=attend_to_one_neighbour)
     with pytest.raises(ModelError, match="ring differ from those of one rank"):
-        wrong.check(loaded)
+        check_strategy(loaded, wrong)
 
 
 def test_a_rings_memory_is_that_of_whole_buffers() -> None:
@@ -182,7 +183,7 @@ def test_a_ring_whose_ranks_all_run_out_of_memory_does_not_stand_still() -> None
 
     def work(rank: LocalTransport) -> str | None:
         failing.layer = -1
-        return RING.prefill(loaded, ids, cut, Rendezvous(rank._hub, rank.rank), last=2, spares_chain=True).error
+        return prefill_kvr(loaded, ids, cut, Rendezvous(rank._hub, rank.rank), RING, last=2, spares_chain=True).error
 
     with failing.installed(("llama-gqa",)):
         errors = run_local(5, work)

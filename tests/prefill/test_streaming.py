@@ -10,9 +10,8 @@ from models import prompt, tiny
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.rolling import SINKS, Rolling
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.prefill.exactness import Answer, follow
-from kvr_mpi.prefill.one_prompt import run_next
 from kvr_mpi.prefill.streaming import prefill_rolling, prove_rolling
 
 NEW_TOKENS = 12
@@ -76,7 +75,7 @@ def test_a_token_is_taken_back_far_beyond_the_cache() -> None:
     assert greedy(loaded.model, found, 60) == expected[:60]
     found.cache.step_back(99)
     with torch.inference_mode():
-        again = run_next(loaded.model, found, torch.tensor([[expected[59]]]))
+        again = run_model(loaded.model, torch.tensor([[expected[59]]]), found.cache)[0]
     assert int(again.argmax()) == expected[60] and found.cache.length == 100
 
 

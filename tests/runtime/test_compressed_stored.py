@@ -20,9 +20,9 @@ from kvr_mpi.documents.prompts import make_frame
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.model import load_model
-from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr, run_next
+from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import StoredKV
@@ -71,7 +71,7 @@ def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tu
     known = prefill_kvr(loaded, ids[: text[1]], Partition((0, text[1])), LocalTransport())
     keep_only(known.cache, chosen, len(asked) + NEW_TOKENS)
     with torch.inference_mode():
-        known.logits = run_next(loaded.model, known, torch.tensor([list(asked)]))
+        known.logits = run_model(loaded.model, torch.tensor([list(asked)]), known.cache)[0]
     config = GenerationConfig(do_sample=False, eos_token_id=loaded.model.generation_config.eos_token_id)
     batch = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
     batch.add(0, known, [*ids[: text[1]], *asked], 0)
