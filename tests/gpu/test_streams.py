@@ -123,6 +123,15 @@ def test_a_receive_is_posted_a_layer_before_it_is_needed(
         assert (min(later) < kernels[rank]) == is_late
 
 
+def test_the_hosts_of_a_chain_wait_as_often_for_many_layers_as_for_few(gpus: PretendedCuda, network: Network) -> None:
+    gpus.watches, waits = False, []
+    for layers in (3, 6):
+        gpus.waits.clear()
+        run_chain(gpus, network, layers)
+        waits.append(gpus.waits.total())
+    assert waits[0] == waits[1]
+
+
 @pytest.mark.parametrize("first", ["cpu", "cuda:3"])
 def test_gpu_memory_is_staged_beside_host_memory(first: str, gpus: PretendedCuda) -> None:
     """Whichever is sent first: real MPI is handed host memory only."""
