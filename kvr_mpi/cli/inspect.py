@@ -103,8 +103,8 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
         found.check()
         layers: list[dict[str, Any]] = []
         for number in found.layers:
-            form, rows = found.format(number), found.rows(number)
-            layer = {"layer": number, "keys": list(form.keys), "values": list(form.values), "dtype": form.dtype}
+            (keys, values, dtype), rows = found.format(number), found.rows(number)
+            layer = {"layer": number, "keys": list(keys), "values": list(values), "dtype": dtype}
             layers.append(layer | ({} if rows is None else {"head_rows": list(rows.counts)}))
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))

@@ -13,12 +13,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvr_mpi.disk import sync
 from kvr_mpi.doctor.deadlines import gather_tried, within
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
 from kvr_mpi.errors import counted
 from kvr_mpi.store.hdf5 import create_hdf5, open_hdf5, write_dataset
-from kvr_mpi.store.log import sync
 from kvr_mpi.transport import Transport, share_json
 
 T = TypeVar("T")

@@ -85,7 +85,9 @@ class Corpus:
 
     def share(self, documents: slice) -> list[int]:
         """Return the entry numbers of a slice of documents; the entries of one document stay together."""
-        return numbers_of(len(self.entries), len(self.prompts), documents)
+        each = len(self.prompts) or 1
+        numbers = range(len(self.entries) // each)[documents]
+        return [document * each + prompt for document in numbers for prompt in range(each)]
 
     def read(self, index: int) -> Document:
         """Read one document as `read_corpus` yields it, or with an error if it has changed; fast in ascending order."""
@@ -151,12 +153,6 @@ class Corpus:
             stored["limit"],
             tuple(stored["prompts"]),
         )
-
-
-def numbers_of(entries: int, prompts: int, documents: slice) -> list[int]:
-    """Return the entry numbers of a slice of documents, with one entry per document, or per prompt if there are any."""
-    each = prompts or 1
-    return [document * each + prompt for document in range(entries // each)[documents] for prompt in range(each)]
 
 
 def scan_corpus(

@@ -344,10 +344,7 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
     for path in runs:
         run = read_run_file(path) if path.is_dir() else None
         if several and run is not None:
-            if (corpus := run.corpus()) is None:
-                run = None
-            else:
-                check_corpus(path, corpus, run.share, first)
+            check_corpus(path, run.corpus, run.share, first)
         wanted = None if run is None else {*run.wanted}
         if several and path.is_dir() and not has_results(path):
             if wanted is None or wanted:  # if there are fewer documents than shares, some shares are empty
