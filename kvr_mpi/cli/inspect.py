@@ -79,11 +79,9 @@ def _show_errors(path: Path, as_json: bool) -> None:
     from kvr_mpi.errors import printable
     from kvr_mpi.report.table import reason_lines
     from kvr_mpi.store.results import open_results
-    from kvr_mpi.store.summary import count_reasons, shorten
 
     results = open_results(path, partial=True)
-    found = [(record.id, record.error) for record in results.records("error")]
-    reasons = count_reasons((name, shorten(error), 1) for name, error in found)
+    found, reasons = [(record.id, record.error) for record in results.records("error")], results.summary().reasons
     if as_json:
         click.echo(json.dumps({"reasons": reasons, "errors": [{"id": name, "error": error} for name, error in found]}))
         return

@@ -30,7 +30,6 @@ from kvr_mpi.store.volumes import KV, RESULTS, Source, is_ours, key_of, open_sou
 
 # Appended to the name of a damaged file when it is set aside.
 DAMAGED = ".damaged"
-OPEN_FILES = 64
 RECORD_START = b'{"id": '
 
 
