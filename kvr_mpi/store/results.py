@@ -86,7 +86,8 @@ class Results:
     places : location of each document, by id.
     missing : descriptions of missing shares and documents; always empty unless opened with `partial`.
     left : number of documents of a single run without a record; None if not known.
-    gone, unreadable : documents whose keys and values no longer exist, or are in a damaged file, with the reason.
+    gone : documents whose keys and values no longer exist.
+    unreadable : documents whose keys and values are in a damaged file, with the damage.
     damaged : damaged files, with the damage; their contents are skipped.
     costs : cost of each rank in each session.
     """
@@ -96,7 +97,7 @@ class Results:
     places: dict[str, Place] = field(repr=False)
     missing: tuple[str, ...] = ()
     left: int | None = None
-    gone: dict[str, str] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
     unreadable: dict[str, str] = field(default_factory=dict)
     damaged: dict[Path, str] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
