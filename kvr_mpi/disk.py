@@ -122,8 +122,6 @@ def replaced(path: Path) -> Iterator[Path]:
         sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            truncate(part)  # HDF5 may still have it open
-        with contextlib.suppress(OSError):
             part.unlink()
         raise
 

@@ -19,7 +19,7 @@ from tempfile import TemporaryFile
 
 import h5py
 
-from kvr_mpi.disk import VOLUME_NAME, replaced, sync
+from kvr_mpi.disk import VOLUME_NAME, replaced, sync, truncate
 from kvr_mpi.errors import DataError, OutputError, Say, counted
 from kvr_mpi.store.folder import Place, list_logs, survey
 from kvr_mpi.store.kv import PieceWriter
@@ -128,7 +128,12 @@ def rewriting(result: Path) -> Iterator[Path]:
     """Yield the name of a file that will replace `result` (`replaced`); `OutputError` if it cannot be written."""
     try:
         with replaced(result) as part:
-            yield part
+            try:
+                yield part
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    truncate(part)  # its space is free even if HDF5 still has it open
+                raise
     except (OSError, RuntimeError) as error:  # reading raises a `DataError`
         reason = next((text for text in FULL if text in str(error)), str(error))
         raise OutputError(f"{result} cannot be written: {reason}; nothing else was changed") from error
