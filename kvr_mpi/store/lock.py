@@ -137,7 +137,7 @@ class Lock:
         before = session_of(folder)
         if is_alive(folder, WATCH_S, owner, say):
             raise OutputError(_refusal(folder, read_lock(folder)))
-        self.number = max(before, *_numbers(folder, LOG_NAME)) + 1  # locks may be deleted
+        self.number = max([before, *_numbers(folder, LOG_NAME)]) + 1  # locks may be deleted
         self._handle = self._make()
         for number in _numbers(folder):
             if number < self.number:
