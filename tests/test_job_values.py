@@ -75,7 +75,16 @@ def test_values_that_make_no_sense_together_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "documents", "allowed"),
-    [("0", 9, 0), ("3", 2, 3), ("0.05", 100, 5), ("0.05", 19, 0), ("5%", 20, 1), ("12.5 %", 8, 1), ("1.0", 7, 7)],
+    [
+        ("0", 9, 0),
+        ("3", 2, 3),
+        ("0.05", 100, 5),
+        ("0.05", 19, 0),
+        ("0.29", 100, 29),
+        ("5%", 20, 1),
+        ("12.5 %", 8, 1),
+        ("1.0", 7, 7),
+    ],
 )
 def test_failures_allowed(tmp_path: Path, setting: str, documents: int, allowed: int) -> None:
     assert load(write_job(tmp_path), f"output.max_failed={setting}").output.failures_allowed(documents) == allowed
