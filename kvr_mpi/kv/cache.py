@@ -103,7 +103,9 @@ class SliceCache(LayersOwner):
         self._begun, self._posted = -1, 0
         self.is_alone = transfers is None and not shape.has_states  # models read states before keys
         self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
-        if self.is_alone:
+        if self.is_alone or (
+            transfers is not None and transfers.forwarder.transport.in_streams and not route.is_one_way
+        ):
             self._layers_ahead = 0
         if self._choose is not None:
             self._layers_ahead = min(self._layers_ahead, COMPRESSED_AHEAD)

@@ -87,6 +87,18 @@ class Route:
     attend: Callable[..., PartialAttention] | None = None
     slots: int = 1
 
+    @property
+    def is_one_way(self) -> bool:
+        """Whether this position receives from earlier positions and sends to later ones only, as in a chain.
+
+        On other routes, ranks on GPUs post no receive ahead. Work that waits for the whole GPU, such as the first use
+        of a kernel, would wait for such a receive, and so for a rank that may wait for this one in the same way.
+        """
+        return all(
+            (hop.source is None or hop.source < self.position) and (hop.dest is None or hop.dest > self.position)
+            for hop in self.hops
+        )
+
     def messages(self, visibility: Visibility) -> Iterator[tuple[Hop, Range, Range | None]]:
         """Yield the hops of a layer with the tokens that are received or computed here, and those that are sent.
 

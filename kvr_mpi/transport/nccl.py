@@ -137,8 +137,8 @@ class NcclTransport:
 
     has_tags = False
     tag_ub = 2**31 - 1
-    # A pending receive occupies part of the GPU. With more, what waits for the whole GPU (cudaFree) could wait for
-    # ranks that wait for this one.
+    # A pending receive occupies part of the GPU. On routes that go both ways there is none (`Route.is_one_way`): what
+    # waits for the whole GPU could wait for ranks that wait for this one.
     layers_ahead = 1
     in_streams = True
 

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -189,21 +190,21 @@ def run_command(command: Sequence[str], timeout_s: float) -> str:
     RuntimeError
         If it fails, or does not end: with the end of what it printed.
     """
-    try:
-        done = subprocess.run(
-            list(command),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        told = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        raise RuntimeError(f"{' '.join(command)}: not done after {timeout_s:.0f} s\n{told[-3000:]}") from error
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-3000:]}")
-    return done.stdout
+    process = subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    limit, lines = threading.Timer(timeout_s, process.kill), list[str]()
+    limit.start()
+    assert process.stdout is not None
+    for line in process.stdout:  # what it prints until this step is ended is in the step's log
+        print(line, end="", flush=True)
+        lines.append(line)
+    is_late = process.wait() < 0 and not limit.is_alive()
+    limit.cancel()
+    told = "".join(lines)
+    if is_late:
+        raise RuntimeError(f"{' '.join(command)}: not done after {timeout_s:.0f} s\n{told[-3000:]}")
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}\n{told[-3000:]}")
+    return told
 
 
 def run_all(

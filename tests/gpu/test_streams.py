@@ -16,8 +16,10 @@ from test_nccl import on_gpus
 from test_one_gpu import model_of
 
 from kvr_mpi.kv.buffers import LayerBuffers
+from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.mpi import MpiTransport
@@ -130,6 +132,42 @@ def test_the_hosts_of_a_chain_wait_as_often_for_many_layers_as_for_few(gpus: Pre
         run_chain(gpus, network, layers)
         waits.append(gpus.waits.total())
     assert waits[0] == waits[1]
+
+
+@pytest.mark.parametrize(("strategy", "ahead"), [("kvr", True), ("ring", False)])
+def test_receives_are_posted_ahead_only_where_no_rank_waits_for_one_that_waits_for_it(
+    strategy: str, ahead: bool, gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for a whole GPU within a layer waits for such a receive: two ranks of a ring on a GPU stood still."""
+    gpus.watches, models = False, on_gpus(gpus, model_of("llama-gqa", 3, torch.float32), 2)
+    order: dict[int, list[tuple[str, int]]] = {0: [], 1: []}
+    receive, attend = Forwarder.receive, SliceLayer.attend
+
+    def received(forwarder: Forwarder, *given: Any, **more: Any) -> Any:
+        order[forwarder.transport.rank].append(("receive", more["layer"]))
+        return receive(forwarder, *given, **more)
+
+    def attended(layer: SliceLayer, *given: Any, **more: Any) -> Any:
+        order[layer.cache.route.position].append(("attend", layer.layer_idx))
+        return attend(layer, *given, **more)
+
+    monkeypatch.setattr(Forwarder, "receive", received)
+    monkeypatch.setattr(SliceLayer, "attend", attended)
+
+    def work(ranks: NcclTransport) -> None:
+        warm_up(ranks, models[ranks.rank].device)
+        way = STRATEGIES[strategy]
+        prefill_kvr(models[ranks.rank], prompt(24), way.cut_evenly(24, 2), ranks, way)
+
+    run_on_gpus(2, network, work)
+    for events in order.values():
+        attending = -1
+        for what, layer in events:
+            attending = layer if what == "attend" else attending
+            assert what == "attend" or ahead or layer == attending + 1, events
+    assert any(layer for what, layer in order[1] if what == "receive")
+    first = order[1].index(("receive", 1)), order[1].index(("attend", 0))
+    assert (first[0] < first[1]) == ahead
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda:3"])

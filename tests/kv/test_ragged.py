@@ -22,9 +22,9 @@ from kvr_mpi.decode import step_graph
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.prefill.exactness import follow
-from kvr_mpi.prefill.one_prompt import Prefill, run_next
+from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import prefill_packed
 
 NEW_TOKENS = 14

@@ -24,7 +24,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, MaskRequest, Visibility
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_whole
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import run_local
 

@@ -19,10 +19,11 @@ from kvr_mpi.kv import layer
 from kvr_mpi.kv.route import in_two_groups
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.memory_budget import footprint_of
+from kvr_mpi.prefill.memory_budget import choose_chunks, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix
-from kvr_mpi.prefill.registry import KVR, STRATEGIES, choose_chunks
+from kvr_mpi.prefill.registry import KVR, STRATEGIES
 from kvr_mpi.prefill.routes import relay
+from kvr_mpi.prefill.self_check import check_strategy
 
 
 def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:

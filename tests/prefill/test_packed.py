@@ -18,7 +18,7 @@ from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill import packed
-from kvr_mpi.prefill.one_prompt import Prefill, run_next
+from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 

@@ -23,9 +23,10 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
-from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_single
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
 from kvr_mpi.prefill.registry import JOB_STRATEGIES, KVR, MARGIN, STRATEGIES, candidates, fastest
 from kvr_mpi.prefill.routes import ring
+from kvr_mpi.prefill.self_check import check_strategy
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local

@@ -70,7 +70,7 @@ def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tu
     known = prefill_kvr(loaded, ids[: text[1]], Partition((0, text[1])), LocalTransport())
     keep_only(known.cache, chosen, len(asked) + NEW_TOKENS)
     with torch.inference_mode():
-        known.logits = run_next(loaded.model, known, torch.tensor([list(asked)]))
+        known.logits = run_model(loaded.model, torch.tensor([list(asked)]), known.cache)[0]
     batch = batch_of(loaded, NEW_TOKENS, eos_token_id=loaded.model.generation_config.eos_token_id)
     batch.add(0, known, [*ids[: text[1]], *asked], 0)
     return len(asked), tokens_of(finish(batch))[0]
