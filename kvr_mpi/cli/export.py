@@ -78,6 +78,12 @@ def export(
         click.echo(f"{kv}: keys and values of {counted(written, 'document')}")
     if results.missing:
         click.echo(f"Warning: {tell_missing(results.missing)}", err=True)
+    elif results.left:
+        click.echo(
+            f"Warning: {counted(results.left, 'document')} of this run left without a record; `kvr status {paths[0]}` "
+            "shows whether the job still runs",
+            err=True,
+        )
     return EXIT_BAD_DATA if results.missing else EXIT_OK
 
 

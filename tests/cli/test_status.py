@@ -40,6 +40,8 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.
     assert f"{len(NAMES)}: 1 done, 1 failed, {len(NAMES) - 2} left" in text and "job       running" in text
     told = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)
     assert told["done"] == 1
+    warned = CliRunner().invoke(group, ["export", str(tmp_path)])
+    assert warned.stdout.count("\n") == 2 and f"Warning: {len(NAMES) - 2} documents" in warned.stderr
     with pytest.raises(OutputError, match="in use by"):
         CliRunner().invoke(group, ["merge", str(tmp_path)], catch_exceptions=False)
     for writer in writers:
