@@ -70,6 +70,15 @@ def test_keys_and_values_come_back_bit_for_bit(tmp_path: Path) -> None:
         found.kv("b")
 
 
+def test_a_share_that_has_documents_left_is_refused(tmp_path: Path) -> None:
+    for number in (0, 2):
+        write_share(tmp_path, number, 3, NAMES)
+    take(tmp_path / "share-1-of-3", mode="new", corpus=corpus_of(NAMES), share=slice(1, None, 3)).lock.release()
+    write(tmp_path / "share-1-of-3", 0, [record(NAMES[1])])
+    with pytest.raises(DataError, match=r"share-1-of-3 has \d of \d documents left"):
+        open_results(tmp_path)
+
+
 def test_shares_that_do_not_belong_together_are_refused_saying_what_differs(tmp_path: Path) -> None:
     """A document that came between two tasks would be in nobody's share, and nobody would notice."""
     write_share(tmp_path, 0, 2, NAMES)

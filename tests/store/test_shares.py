@@ -90,10 +90,6 @@ def test_missing_shares_are_named(array: Path, tmp_path: Path, run_kvr: Kvr) -> 
         open_results(array)
     found = open_results(array, partial=True)
     assert {each.id for each in found} == left and "share 3 of 12" in found.missing[0] and "share 3 of 12" in str(found)
-    take(array / "again", mode="new", corpus=corpus_of(NAMES), share=slice(3, None, COUNT)).lock.release()
-    write(array / "again", 0, [record(NAMES[3])])
-    with pytest.raises(DataError, match=r"again has \d of \d documents left"):
-        open_results(array / "again")
 
 
 def test_shares_are_known_by_what_they_did_or_else_by_name(array: Path, run_kvr: Kvr) -> None:
