@@ -209,25 +209,27 @@ def mpirun() -> Iterator[Launch]:
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Run ``kvr-run`` with ranks as threads of this process: ``run_here(2, ["job.toml"])``.
+    """Run ``kvr-run``, or another command, with ranks as threads of this process: ``run_here(2, ["job.toml"])``.
 
     The same command from its arguments to its exit code, without the seconds that processes take to start; what
     processes and MPI have to do with is tested with `mpirun`.
     """
     import contextlib
+    import importlib
     import io
     import threading
 
-    from kvr_mpi.cli.run import run
     from kvr_mpi.transport.local import LocalTransport, run_local
 
     mine = threading.local()
     monkeypatch.setattr("kvr_mpi.transport.mpi.connect", lambda: mine.world)
 
-    def launch(ranks: int, arguments: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    def launch(ranks: int, arguments: Sequence[str | Path], command: str = "run") -> subprocess.CompletedProcess[str]:
+        work = getattr(importlib.import_module(f"kvr_mpi.cli.{command}"), command)
+
         def rank(world: LocalTransport) -> int:
             mine.world = world
-            return int(run.main([str(word) for word in arguments], standalone_mode=False))
+            return int(work.main([str(word) for word in arguments], standalone_mode=False))
 
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
