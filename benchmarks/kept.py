@@ -34,11 +34,21 @@ def keep_only(cache: SliceCache, retained: Sequence[Sequence[torch.Tensor] | Non
         keeps all it has, and for one without keys and values.
     slack : int
         Tokens that can be appended.
+
+    Raises
+    ------
+    ValueError
+        If positions are not ascending within the prompt, or a head would keep nothing.
     """
     length = cache.length
     for layer, kept in zip(cache.layers, retained, strict=True):
         if kept is not None:
-            check_retained(kept, layer.shape, length, layer.layer_idx)
+            check_retained(kept, layer.shape, layer.layer_idx)
+            for head, positions in enumerate(kept):
+                if positions[0] < 0 or positions[-1] >= length or not (positions.diff() > 0).all():
+                    raise ValueError(
+                        f"layer {layer.layer_idx}, KV head {head}: positions have to ascend from 0 to {length - 1}"
+                    )
     for layer, kept in zip(cache.layers, retained, strict=True):
         if layer.shape.elements:
             cache.admit(layer, kept, slack)

@@ -95,24 +95,42 @@ def truncate(path: Path) -> None:
         os.close(handle)
 
 
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems cannot sync folders
+            raise
+    finally:
+        os.close(handle)
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a temporary file next to `path`, ``PATH.part``, that replaces it once it is complete and synced.
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield ``PATH.part``, a name that does not exist; when the block succeeds, that file replaces `path`, synced.
 
     An existing ``PATH.part``, which may be a link, is removed first.
     """
     part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
-    with os.fdopen(create(part), "wb") as stream:
-        try:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-            os.replace(part, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
+    try:
+        yield part
+        sync(part)
+        os.replace(part, path)
+        sync(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that replaces `path` once it is complete and synced; see `replaced`."""
+    with replaced(path) as part, os.fdopen(create(part), "wb") as stream:
+        yield stream
 
 
 def kind_of_file(mode: int) -> str:

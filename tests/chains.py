@@ -27,12 +27,17 @@ def single(loaded: LoadedModel, ids: Sequence[int]) -> Prefill:
     return prefill_single(loaded.model, ids, loaded.device)
 
 
-def chain(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], reserve: int = 0) -> Prefill:
+def all_ranks(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], **options: Any) -> list[Prefill]:
+    """What each rank of a chain of threads has."""
     prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
     partition = Partition(tuple(bounds))
-    ranks = run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, reserve_tokens=reserve))
+    ranks = run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, **options))
     assert all(rank.logits is None for rank in ranks[:-1])
-    return ranks[-1]
+    return ranks
+
+
+def chain(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], reserve: int = 0, **options: Any) -> Prefill:
+    return all_ranks(loaded, ids, bounds, reserve_tokens=reserve, **options)[-1]
 
 
 def rival(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from warm import server
 
 # Modules that assert on behalf of tests, so that a failure shows what was compared there, too.
-pytest.register_assert_rewrite("jobs_together", "made_jobs", "made_corpora", "made_facts", "pipelines", "promises")
+pytest.register_assert_rewrite("jobs_together", "made_jobs", "made_corpora", "made_facts", "promises")
 
 
 # Without it the tests run in the order of their files, and property tests take the same examples every time. With it
@@ -67,9 +68,22 @@ def volumes_end_when_told() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Compute in one thread, as a rank of a full host does: for tensors this small, more take twice the time."""
+    """Compute in one thread, as a rank of a full host does: for tensors this small, more take twice the time.
+
+    So no test has to undo what it sets.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Our own CPU kernels, compiled once for all tests of them."""
+    from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
+
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip("there is no C++ compiler")
+    return open_attention(tmp_path_factory.mktemp("kernels"), print, compiles=True)
 
 
 @pytest.fixture(scope="session")
@@ -195,25 +209,27 @@ def mpirun() -> Iterator[Launch]:
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Run ``kvr-run`` with ranks as threads of this process: ``run_here(2, ["job.toml"])``.
+    """Run ``kvr-run``, or another command, with ranks as threads of this process: ``run_here(2, ["job.toml"])``.
 
     The same command from its arguments to its exit code, without the seconds that processes take to start; what
     processes and MPI have to do with is tested with `mpirun`.
     """
     import contextlib
+    import importlib
     import io
     import threading
 
-    from kvr_mpi.cli.run import run
     from kvr_mpi.transport.local import LocalTransport, run_local
 
     mine = threading.local()
     monkeypatch.setattr("kvr_mpi.transport.mpi.connect", lambda: mine.world)
 
-    def launch(ranks: int, arguments: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    def launch(ranks: int, arguments: Sequence[str | Path], command: str = "run") -> subprocess.CompletedProcess[str]:
+        work = getattr(importlib.import_module(f"kvr_mpi.cli.{command}"), command)
+
         def rank(world: LocalTransport) -> int:
             mine.world = world
-            return int(run.main([str(word) for word in arguments], standalone_mode=False))
+            return int(work.main([str(word) for word in arguments], standalone_mode=False))
 
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -256,7 +272,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
     In modules with `SMALL_VOCABULARY` it starts twice as fast, and documents have a few tokens more.
     """
-    from made_jobs import TEXT
+    from made_jobs import TEXT, toml_of
 
     is_small = getattr(request.module, "SMALL_VOCABULARY", False)
     model = request.getfixturevalue("small_vocabulary_dir" if is_small else "tiny_model_dir")
@@ -264,25 +280,56 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     corpus.mkdir()
     for number in range(5):
         (corpus / f"doc-{number}.txt").write_text(f"Document {number}. " + TEXT * (1 + 3 * number))
-    path = tmp_path / "job.toml"
-    path.write_text(
-        f"""
-        [model]
-        path = "{model}"
-        dtype = "float32"
-        [documents]
-        path = "{corpus}"
-        [prompt]
-        template = "Summarise: {{text}} Summary:"
-        [generation]
-        max_new_tokens = 8
-        [parallel]
-        partition = "even"
-        [output]
-        path = "{tmp_path / "out"}"
-        """
+    (path := tmp_path / "job.toml").write_text(
+        toml_of(
+            {
+                "model.path": model,
+                "model.dtype": "float32",
+                "documents.path": corpus,
+                "prompt.template": "Summarise: {text} Summary:",
+                "generation.max_new_tokens": 8,
+                "parallel.partition": "even",
+                "output.path": tmp_path / "out",
+            }
+        )
     )
     return path
+
+
+@pytest.fixture
+def run_job(job: Path, tmp_path: Path, run_here: Any) -> Callable[..., Any]:
+    """Run a job with these settings on some ranks, in a new folder unless one is named, to the exit code expected."""
+    from made_jobs import Ran, with_settings
+
+    numbers = itertools.count()
+
+    def run(ranks: int, *settings: str, of: Path = job, code: int = 0, to: str = "", words: Sequence[str] = ()) -> Ran:
+        folder = tmp_path / (to or f"run-{next(numbers)}")
+        done = run_here(ranks, [of, *with_settings(f"output.path={folder}", *settings), *words])
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        return Ran(folder, done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def ask_about(job: Path) -> Callable[..., Path]:
+    """Write a job that asks about the stored documents of a run, with the model of the module's job."""
+    from made_jobs import load, toml_of
+
+    def write(run: Path, *questions: str, **named: str) -> Path:
+        asked = {
+            "model.path": load(job).model.path,
+            "model.dtype": "float32",
+            "documents.path": run,
+            "questions.ask": named or list(questions or ("Who wrote it, and what for?", "When?")),
+            "generation.max_new_tokens": 8 if "max_new_tokens" in job.read_text() else None,
+            "output.path": f"{run}-asked",
+        }
+        (path := job.with_name(f"ask-{run.name}.toml")).write_text(toml_of(asked))
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from made_adapters import base_of, save_adapter
-from made_jobs import TEXT
+from made_jobs import TEXT, toml_of
 from made_runs import stored_layers
-from settings_by_twos import ASKED, RUNS, SETTINGS, WAYS, Job, covering, merged, said_of, written
+from settings_by_twos import ASKED, RUNS, SETTINGS, WAYS, Job, covering, merged, said_of
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 from kvr_mpi.kv.arena import Arena
@@ -59,17 +59,17 @@ class Bench:
         out, path = self.folder / "out", self.folder / "job.toml"
         shutil.rmtree(out, ignore_errors=True)
         job = self.job(names, more)
-        path.write_text(written(job))
+        path.write_text(toml_of(job))
         with self.monkeypatch.context() as patch:
             if "pages" in names:
                 patch.setattr(prepare, "open_arena", open_pages)
             arguments: list[Any] = [path]
             if "resumed" in names:
-                path.write_text(written({**job, "documents.shard": "0/2"}))
+                path.write_text(toml_of({**job, "documents.shard": "0/2"}))
                 begun = self.launch(ranks, [path])
                 if not out.exists():
                     return Outcome(begun.returncode, begun.stderr)
-                path.write_text(written(job))
+                path.write_text(toml_of(job))
                 arguments.append("--resume")
             done = self.launch(ranks, arguments)
         found = Outcome(done.returncode, done.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import re
@@ -69,3 +70,9 @@ WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
     ".parquet": lambda path, rows: write_parquet(path, **{key: [row[key] for row in rows] for key in rows[0]}),
 }
 tables = pytest.mark.parametrize("suffix", WRITERS)
+
+
+def with_chat(tokenizer: Any, chat_template: str | None) -> Any:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = chat_template
+    return other

@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 import transformers as tf
-from models import COMMON, CONFIGS, VOCAB
+from models import COMMON, CONFIGS
+from models import prompt as ids_of
 from tokenizers import Tokenizer, models
 
 from kvr_mpi.model import LoadedModel, load_model
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.exactness import follow
 from kvr_mpi.prefill.one_prompt import prefill_single
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.local import LocalTransport, run_local
 
+__all__ = ["ids_of"]
 CPU = torch.device("cpu")
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": CONFIGS["llama-gqa"],
@@ -46,32 +49,17 @@ def make_folder(folder: Path, kind: str) -> tuple[Path, Any]:
     for name, weights in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(weights)
-    return save_folder(folder, model), model
-
-
-def save_folder(folder: Path, model: Any) -> Path:
-    """Save a model with a tokenizer of one word."""
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     tf.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    return folder
+    return folder, model
 
 
-def ids_of(tokens: int, step: int = 7) -> list[int]:
-    return [(step * position * position + 31 * position + 3) % VOCAB for position in range(tokens)]
-
-
-@torch.inference_mode()
 def truth_of(model: Any, ids: Sequence[int], new_tokens: int) -> tuple[torch.Tensor, list[int]]:
     """Logits of plain transformers after a prompt, and its greedy answer."""
     prepare_model(model, chain=False)
-    prefill = prefill_single(model, ids, CPU)
-    assert prefill.logits is not None
-    logits, answer = prefill.logits, []
-    while len(answer) < new_tokens:
-        answer.append(int(logits.argmax()))
-        logits = run_model(model, torch.tensor([answer[-1:]]), prefill.cache)[0]
-    return prefill.logits, answer
+    found = follow(model, prefill_single(model, ids, CPU), new_tokens)
+    return found.logits, found.tokens
 
 
 def on_groups(

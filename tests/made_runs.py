@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,14 @@ def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Ru
     except BaseException:
         lock.release()
         raise
+
+
+def write_share(parent: Path, number: int, count: int, names: Sequence[str], failed: Collection[str] = ()) -> Path:
+    """Begin a share of these documents in a folder of its own, and write what it has of them."""
+    folder, share = parent / f"share-{number}-of-{count}", slice(number, None, count)
+    take(folder, mode="new", corpus=corpus_of(names), share=share).lock.release()
+    write(folder, 0, [record(name, "error" if name in failed else "done") for name in names[share]])
+    return folder
 
 
 def resume(folder: Path, **options: Any) -> tuple[set[str], set[str], list[str]]:

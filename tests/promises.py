@@ -1,7 +1,8 @@
-"""What every transport promises to two ranks or more."""
+"""What every transport promises to two ranks or more, and counters that they share."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from kvr_mpi.errors import ConfigError, TransportError
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together
+from kvr_mpi.transport.counters import open_counters
 
 
 def keep_promises(world: Transport) -> None:
@@ -80,3 +82,21 @@ def _order(world: Transport, before: int, after: int) -> None:
     for request in [*requests, *sends]:
         request.wait()
     assert (first[0], second[0], other[0]) == (1, 2, 9)
+
+
+def keep_counts(world: Transport) -> None:
+    """Draw numbers until they are used up, each by one rank; rank 0 computes meanwhile and never answers."""
+    numbers, counters = list(range(200)), open_counters(world, 3)
+    drawn = [counters.add(1)]  # each has one, however late its processor runs it again
+    world.barrier()
+    while (number := counters.add(1)) < len(numbers):
+        drawn.append(number)
+        until_s = time.perf_counter() + 0.01 * (world.rank == 0)  # outside MPI for a while
+        while time.perf_counter() < until_s:
+            sum(range(1000))
+    counters.add(2, sum(drawn))
+    world.barrier()
+    everything = share_json(world, gather_json(world, drawn))
+    assert sorted(number for one in everything for number in one) == numbers
+    assert counters.read() == [0, len(numbers) + world.size, sum(numbers)]
+    counters.close()

@@ -5,11 +5,12 @@ A setting says how answers are computed (`WAYS`), what is kept beside them (`KEP
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from made_jobs import plain_job, toml_of
 
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import refusals
@@ -90,25 +91,16 @@ def merged(names: Collection[str]) -> dict[str, Any] | None:
     return found
 
 
-def written(job: Job) -> str:
-    def as_toml(value: Any) -> str:
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key} = {json.dumps(one)}" for key, one in value.items()) + "}"
-        return json.dumps(value)
-
-    return "\n".join(f"{key} = {as_toml(value)}" for key, value in job.items() if value is not None)
-
-
 def said_of(names: Collection[str], base: Job | None = None) -> list[str]:
     """What a job of these settings is refused with, as patterns; nothing if it runs.
 
     `base` has the job's other settings, and the values of those that name a place.
     """
-    plain = {"model.path": "m", "documents.path": "c", "output.path": "o", "prompt.template": "{text}"}
-    job = {**plain, "generation.max_new_tokens": 6, **(base or merged(names) or {})}
+    plain = {"prompt.template": "{text}", "generation.max_new_tokens": 6}
+    job = {**plain_job("m", "c", "o"), **plain, **(base or merged(names) or {})}
     if "resumed" in names:
         job["documents.shard"] = "0/2"
-    found = refusals(JobSpec.model_validate(tomllib.loads(written(job))))
+    found = refusals(JobSpec.model_validate(tomllib.loads(toml_of(job))))
     otherwise = (said for pair, said in REFUSED_LATER.items() if pair <= set(names))
     return [*map(re.escape, found)] or list(otherwise)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_jobs import plain_job
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec, make_job
@@ -21,7 +22,7 @@ from kvr_mpi.job.combinations import (
     why_not_heads,
 )
 
-PLAIN = {"model.path": "model", "documents.path": "corpus", "output.path": "out"}
+PLAIN = plain_job("model", "corpus", "out")
 # One value of each setting that a row names by its key, and what has to be set with it.
 VALUES: dict[str, dict[str, Any]] = {
     "[compress]": {"compress.method": "snapkv", "compress.budget": 512},

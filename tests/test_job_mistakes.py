@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_jobs import MINIMAL, SECTIONS, load, refusal, write_job
+from made_jobs import COMPRESS, MINIMAL, SECTIONS, load, refusal, write_job
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job, show_job
+
+TRUST = {"KVR_MODEL__TRUST_REMOTE_CODE": "true"}
 
 
 def test_a_job_file_that_is_missing_or_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,12 +40,6 @@ def test_broken_toml_names_file_and_line(tmp_path: Path, text: str, said: str) -
     assert re.search(rf"{re.escape(str(path))}.* cannot be read as TOML: .*{said}", refusal(path))
 
 
-def test_a_value_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
-    path = write_job(tmp_path)
-    assert "--set model.dtype" in refusal(path, f"model.dtype={'[' * 20_000}")
-    assert "KVR_MODEL__DTYPE" in refusal(path, KVR_MODEL__DTYPE="{a=" * 20_000)
-
-
 @settings(max_examples=60)
 @given(raw=st.binary(max_size=100) | st.text("[]={}.'\"\n modelpath1", max_size=60).map(str.encode))
 def test_no_file_is_more_than_refused(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
@@ -64,28 +60,49 @@ def test_any_setting_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactor
         assert len(show_job(spec, sources)) > 20
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ("[generate]\nseed = 1", f"unknown key 'generate'.*{', '.join(SECTIONS)}"),
-        ("[paralel]\nx = 1", "unknown key 'paralel': did you mean 'parallel'\\?"),
-        ("[prompt]\ntemplat = 1", "unknown key 'prompt.templat': did you mean 'template'\\? valid keys: .*template"),
-        ("[generation]\ntop_logprobs = 3", "did you mean 'logprobs'"),
-        ("[output.zzz]\nyyy = 1", "unknown key 'output.zzz': valid keys: path, kv"),
-    ],
-)
-def test_an_unknown_key_is_told_those_that_are(tmp_path: Path, more: str, said: str) -> None:
-    message = refusal(write_job(tmp_path, more))
-    assert message.startswith(str(tmp_path / "job.toml")) and re.search(said, message), message
+MALFORMED = ("", "=", "seed=5", "generation.seed", ".seed=5", "generation.=5", "  .  =1")
+# What stands in the file beside the least of a job, settings, variables, and what is said.
+MISTAKES: list[tuple[str, list[str], dict[str, str], str]] = [
+    ("[generate]\nseed = 1", [], {}, f"^/.*job.toml: unknown key 'generate'.*{', '.join(SECTIONS)}"),
+    ("[paralel]\nx = 1", [], {}, "^/.*job.toml: unknown key 'paralel': did you mean 'parallel'\\?"),
+    ("[prompt]\ntemplat = 1", [], {}, "'prompt.templat': did you mean 'template'\\? valid keys: .*template"),
+    ("[generation]\ntop_logprobs = 3", [], {}, "did you mean 'logprobs'"),
+    ("[output.zzz]\nyyy = 1", [], {}, "unknown key 'output.zzz': valid keys: path, kv"),
+    # A key is blamed on where it is from.
+    ("", ["generation.sed=1"], {}, "^--set generation.sed: unknown key 'generation.sed'"),
+    ("", [], {"KVR_GENERATION__SED": "1"}, "^KVR_GENERATION__SED: unknown key 'generation.sed'"),
+    ("", ["generate.seed=1"], {}, "--set generate.seed"),
+    ("", [], {"KVR_GENERATE__SEED": "1"}, "KVR_GENERATE__SEED"),
+    # A value that is nested without end, and settings that are none.
+    ("", [f"model.dtype={'[' * 20_000}"], {}, "--set model.dtype"),
+    ("", [], {"KVR_MODEL__DTYPE": "{a=" * 20_000}, "KVR_MODEL__DTYPE"),
+    *(("", [one], {}, f"^--set {re.escape(repr(one))}: expected section.key=value, for example ") for one in MALFORMED),
+    # Values that make no sense together.
+    (COMPRESS, ["compress.budget=63"], {}, "compress.budget = 63 is less than the 64 tokens .*compress.window"),
+    (COMPRESS, ["compress.profile=p"], {}, "profile is not used with method = 'snapkv', which uses window, budget"),
+    (COMPRESS, ["compress.method=streaming-llm", "compress.budget=4"], {}, "less than the 5 tokens .*raise it"),
+    (COMPRESS, ["compress.method=headkv"], {}, "needs compress.profile = 'FILE'"),
+    ("", ["cache.kind=rolling", "cache.tokens=4"], {}, "cache.tokens = 4"),
+    # Foreign code does not run by the environment alone.
+    ("", [], TRUST, "^KVR_MODEL__TRUST_REMOTE_CODE: .*--set model.trust_remote_code=true"),
+    ("", ["model.trust_remote_codes=true"], TRUST, ""),
+]
 
 
-def test_a_key_is_blamed_on_where_it_is_from(tmp_path: Path) -> None:
-    path = write_job(tmp_path)
-    assert refusal(path, "generation.sed=1").startswith("--set generation.sed: unknown key 'generation.sed'")
-    assert refusal(path, KVR_GENERATION__SED="1").startswith("KVR_GENERATION__SED: unknown key 'generation.sed'")
-    assert "--set generate.seed" in refusal(path, "generate.seed=1")
-    assert "KVR_GENERATE__SEED" in refusal(path, KVR_GENERATE__SEED="1")
+@pytest.mark.parametrize(("more", "given", "environ", "said"), MISTAKES, ids=[row[-1][:40] for row in MISTAKES])
+def test_a_mistake_is_named_with_the_way_out(
+    tmp_path: Path, more: str, given: list[str], environ: dict[str, str], said: str
+) -> None:
+    message = refusal(write_job(tmp_path, more), *given, **environ)
+    assert re.search(said, message), message
+
+
+def test_a_section_is_no_value_and_a_key_is_in_a_section(tmp_path: Path) -> None:
+    """Neither can it be mended from outside, for then the file would say something that is not so."""
     assert "unknown key 'limit'" in refusal(write_job(tmp_path, text="limit = 3\n" + MINIMAL))
+    path = write_job(tmp_path, text="prompt = 'Sum up'\n" + MINIMAL)
+    for words in ((), ("prompt.template={text}",)):
+        assert re.search("job.toml: prompt = 'Sum up': .*dictionary", refusal(path, *words))
 
 
 @pytest.mark.parametrize("section", ["model", "documents", "output"])
@@ -113,22 +130,13 @@ def test_a_line_break_is_typed_as_backslash_and_n(tmp_path: Path) -> None:
     )
 
 
-def test_a_malformed_setting_shows_how_it_is_done(tmp_path: Path) -> None:
-    for setting in ("", "=", "seed=5", "generation.seed", ".seed=5", "generation.=5", "  .  =1"):
-        message = refusal(write_job(tmp_path), setting)
-        assert message.startswith(f"--set {setting!r}: expected section.key=value, for example ")
-
-
 def test_the_environment_alone_does_not_make_foreign_code_run(tmp_path: Path) -> None:
+    """It does if the command line or the file says so, too."""
     plain = write_job(tmp_path)
-    message = refusal(plain, KVR_MODEL__TRUST_REMOTE_CODE="true")
-    assert message.startswith("KVR_MODEL__TRUST_REMOTE_CODE: ") and "--set model.trust_remote_code=true" in message
-    refusal(plain, "model.trust_remote_codes=true", KVR_MODEL__TRUST_REMOTE_CODE="true")
     assert not load(plain, KVR_MODEL__TRUST_REMOTE_CODE="false").model.trust_remote_code
-    environ = {"KVR_MODEL__TRUST_REMOTE_CODE": "true"}
-    assert load(plain, "model.trust_remote_code=true", **environ).model.trust_remote_code
-    assert not load(plain, "model.trust_remote_code=false", **environ).model.trust_remote_code
+    assert load(plain, "model.trust_remote_code=true", **TRUST).model.trust_remote_code
+    assert not load(plain, "model.trust_remote_code=false", **TRUST).model.trust_remote_code
     said = tmp_path / "said.toml"
     said.write_text(plain.read_text().replace("[model]", "[model]\ntrust_remote_code = true"))
-    assert load(said, **environ).model.trust_remote_code
+    assert load(said, **TRUST).model.trust_remote_code
     assert not load(said, KVR_MODEL__TRUST_REMOTE_CODE="false").model.trust_remote_code

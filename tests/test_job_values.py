@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from made_jobs import MINIMAL, load, refusal, write_job
+from made_jobs import COMPRESS, MINIMAL, load, refusal, write_job
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec, load_job
@@ -50,7 +50,6 @@ REFUSED = [
     ("cache.tokens=40", ".*is for rolling caches"),
     ("decode.placement=static", "is not used with mode = 'data-parallel'"),
 ]
-COMPRESS = "[compress]\nmethod = 'snapkv'\nbudget = 512\n"
 
 
 def test_a_wrong_value_is_named_with_what_is_expected(tmp_path: Path) -> None:
@@ -61,21 +60,18 @@ def test_a_wrong_value_is_named_with_what_is_expected(tmp_path: Path) -> None:
         assert len(message.splitlines()) == 1, "one mistake is told once"
 
 
-def test_values_that_make_no_sense_together_are_refused(tmp_path: Path) -> None:
-    for settings, expected in (
-        (["compress.budget=63"], "compress.budget = 63 is less than the 64 tokens .*compress.window"),
-        (["compress.profile=p"], "compress.profile is not used with method = 'snapkv', which uses window, budget"),
-        (["compress.method=streaming-llm", "compress.budget=4"], "less than the 5 tokens .*raise it"),
-        (["compress.method=headkv"], "needs compress.profile = 'FILE'"),
-        (["cache.kind=rolling", "cache.tokens=4"], "cache.tokens = 4"),
-    ):
-        more = COMPRESS if settings[0].startswith("compress") else ""
-        assert re.search(expected, refusal(write_job(tmp_path, more), *settings))
-
-
 @pytest.mark.parametrize(
     ("setting", "documents", "allowed"),
-    [("0", 9, 0), ("3", 2, 3), ("0.05", 100, 5), ("0.05", 19, 0), ("5%", 20, 1), ("12.5 %", 8, 1), ("1.0", 7, 7)],
+    [
+        ("0", 9, 0),
+        ("3", 2, 3),
+        ("0.05", 100, 5),
+        ("0.05", 19, 0),
+        ("0.29", 100, 29),
+        ("5%", 20, 1),
+        ("12.5 %", 8, 1),
+        ("1.0", 7, 7),
+    ],
 )
 def test_failures_allowed(tmp_path: Path, setting: str, documents: int, allowed: int) -> None:
     assert load(write_job(tmp_path), f"output.max_failed={setting}").output.failures_allowed(documents) == allowed
@@ -93,13 +89,6 @@ def test_a_job_reaches_all_ranks_as_it_was_read(tmp_path: Path, settings: list[s
     more = COMPRESS if settings[0].startswith("compress") else ""
     spec = load(write_job(tmp_path, more), *settings)
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec, "with all its defaults"
-
-
-def test_a_section_that_is_a_value_is_refused(tmp_path: Path) -> None:
-    path = write_job(tmp_path, text="prompt = 'Sum up'\n" + MINIMAL)
-    assert re.search("job.toml: prompt = 'Sum up': .*dictionary", refusal(path))
-    # Neither can it be mended from outside, for then the file would say something that is not so.
-    assert re.search("prompt = 'Sum up': .*dictionary", refusal(path, "prompt.template={text}"))
 
 
 def test_all_mistakes_are_told_at_once_each_in_a_line(tmp_path: Path) -> None:

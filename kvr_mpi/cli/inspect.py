@@ -79,11 +79,9 @@ def _show_errors(path: Path, as_json: bool) -> None:
     from kvr_mpi.errors import printable
     from kvr_mpi.report.table import reason_lines
     from kvr_mpi.store.results import open_results
-    from kvr_mpi.store.summary import count_reasons, shorten
 
     results = open_results(path, partial=True)
-    found = [(record.id, record.error) for record in results.records("error")]
-    reasons = count_reasons((name, shorten(error), 1) for name, error in found)
+    found, reasons = [(record.id, record.error) for record in results.records("error")], results.summary().reasons
     if as_json:
         click.echo(json.dumps({"reasons": reasons, "errors": [{"id": name, "error": error} for name, error in found]}))
         return
@@ -103,8 +101,8 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
         found.check()
         layers: list[dict[str, Any]] = []
         for number in found.layers:
-            form, rows = found.format(number), found.rows(number)
-            layer = {"layer": number, "keys": list(form.keys), "values": list(form.values), "dtype": form.dtype}
+            (keys, values, dtype), rows = found.format(number), found.rows(number)
+            layer = {"layer": number, "keys": list(keys), "values": list(values), "dtype": dtype}
             layers.append(layer | ({} if rows is None else {"head_rows": list(rows.counts)}))
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))

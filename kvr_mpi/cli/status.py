@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,12 +56,11 @@ def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
     runs, missing = find_runs(folders)
     found = read_all(runs)
     if runs == folders[:1]:
-        click.echo(json.dumps(found[0].as_json())) if as_json else _show(_lines(found[0]))
+        click.echo(json.dumps(asdict(found[0]))) if as_json else _show(_lines(found[0]))
         return found[0].alive
     whole = add_up(found)
     if as_json:
-        each = [one.as_json() for one in found]
-        click.echo(json.dumps({**whole.as_json(), "missing": missing, "folders": each}))
+        click.echo(json.dumps({**asdict(whole), "missing": missing, "folders": list(map(asdict, found))}))
         return whole.alive
     for one in found:
         silent = f", {counted(len(one.silent), 'rank')} SILENT" if one.silent else ""

@@ -106,8 +106,8 @@ class Compression:
         if layer.layer_idx not in self.layers:
             return None
         scores = self._scores(layer, window)
-        shares = shares[self.layers.index(layer.layer_idx)].to(scores.device)
-        if self.settings.rule.compete is not None:
+        shares = shares[self.layers.index(layer.layer_idx)]
+        if self.settings.rule.compete is not None:  # then the host waits: it reserves each head's rows
             shares = self.settings.rule.compete(self._of_all_heads(scores), each)
         always = torch.arange(window[0], layer.length, device=scores.device)
         return [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[slice(*self._own)])]

@@ -126,7 +126,10 @@ def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
     safe = min(int(FLOOR * each), candidates)
     best = scores.sort(dim=-1, descending=True, stable=True).values[:, safe:]
     chosen = best.flatten().argsort(descending=True, stable=True)[: heads * (each - safe)]
-    return safe + (chosen // max(1, candidates - safe)).bincount(minlength=heads)
+    theirs = chosen // max(1, candidates - safe)
+    return theirs.new_full((heads,), safe).scatter_add_(
+        0, theirs, theirs.new_ones(theirs.shape)
+    )  # bincount synchronises
 
 
 # StreamingLLM (arXiv:2309.17453) keeps the first tokens and the most recent ones, SnapKV (arXiv:2404.14469) those that

@@ -13,12 +13,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvr_mpi.disk import replaced
 from kvr_mpi.doctor.deadlines import gather_tried, within
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
 from kvr_mpi.errors import counted
 from kvr_mpi.store.hdf5 import create_hdf5, open_hdf5, write_dataset
-from kvr_mpi.store.log import sync
 from kvr_mpi.transport import Transport, share_json
 
 T = TypeVar("T")
@@ -62,18 +62,13 @@ def check_folder(path: Path) -> list[Finding]:
 
 def write_and_read(folder: Path, stem: str) -> bool:
     """Write an HDF5 file as a job does, read it back, and remove it; raises `OSError` and `DataError`."""
-    part, path = folder / f"{stem}.h5.part", folder / f"{stem}.h5"
-    values = np.arange(VALUES, dtype=np.int64)
+    path, values = folder / f"{stem}.h5", np.arange(VALUES, dtype=np.int64)
     try:
-        with create_hdf5(part) as file:
+        with replaced(path) as part, create_hdf5(part) as file:
             write_dataset(file, "values", values)
-        sync(part)
-        os.replace(part, path)
-        sync(folder)
         with open_hdf5(path) as file:
             return bool(np.array_equal(file["values"][()], values))
     finally:
-        part.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
 

@@ -5,7 +5,7 @@
 with it and does not affect the others.
 """
 
-from kvr_mpi.documents.corpus import Corpus, CorpusFile, Entry, numbers_of, read_corpus, scan_corpus
+from kvr_mpi.documents.corpus import Corpus, CorpusFile, Entry, read_corpus, scan_corpus
 from kvr_mpi.documents.document import Asked, Document
 from kvr_mpi.documents.files import MAX_ID_CHARS, first_rows, is_table
 from kvr_mpi.documents.paths import SUFFIXES, describe_others, find_files, other_files
@@ -24,7 +24,6 @@ __all__ = [
     "find_files",
     "first_rows",
     "is_table",
-    "numbers_of",
     "other_files",
     "read_corpus",
     "scan_corpus",

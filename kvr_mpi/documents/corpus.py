@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from kvr_mpi.errors import CorpusError
 from kvr_mpi.plain import from_plain
 
 SHA256_CHARS = 64
+# Number of a file, the place of the last row read from it, and the rows after that; no file.
+CLOSED: tuple[int, int, Iterator[tuple[int, Row]]] = -1, -1, iter(())
 # The first prompt about a document is this many times the work of a later one, which reuses the prefilled text.
 SHARED_WORK = 16
 
@@ -78,14 +80,16 @@ class Corpus:
     rows: RowFormat = DEFAULT_ROWS
     limit: int | None = None
     prompts: tuple[str, ...] = ()
-    _open: tuple[int, Callable[[int], Document]] | None = field(default=None, init=False, repr=False, compare=False)
+    _open: tuple[int, int, Iterator[tuple[int, Row]]] = field(default=CLOSED, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def share(self, documents: slice) -> list[int]:
         """Return the entry numbers of a slice of documents; the entries of one document stay together."""
-        return numbers_of(len(self.entries), len(self.prompts), documents)
+        each = len(self.prompts) or 1
+        numbers = range(len(self.entries) // each)[documents]
+        return [document * each + prompt for document in numbers for prompt in range(each)]
 
     def read(self, index: int) -> Document:
         """Read one document as `read_corpus` yields it, or with an error if it has changed; fast in ascending order."""
@@ -96,7 +100,7 @@ class Corpus:
         try:
             document = self._document(entry)
         except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-            self._open = None
+            self._open = CLOSED
             reason = getattr(error, "strerror", None) or str(error)
             return Document(entry.id, error=f"{file} could be read when the job began, but no longer: {reason}")
         if document.error is not None or document.sha256 != entry.sha256:
@@ -106,10 +110,18 @@ class Corpus:
         return replace(document, id=entry.id)
 
     def _document(self, entry: Entry) -> Document:
-        """Read a document in its current state."""
-        if self._open is None or self._open[0] != entry.file:
-            self._open = (entry.file, _reader(Path(self.files[entry.file].path), self.rows))
-        return check_document(self._open[1](entry.place))
+        """Read a document in its current state.
+
+        A file that does not support seeking stays open, and reading continues after the last row.
+        """
+        file, (number, last, rows) = Path(self.files[entry.file].path), self._open
+        if number != entry.file or entry.place <= last or suffix_of(file) not in (".jsonl.gz", ".parquet"):
+            rows = read_rows(file, self.rows, entry.place)
+        for place, row in rows:
+            if place == entry.place:
+                self._open = entry.file, place, rows
+                return check_document(document_of(row, self.rows, file, "row", 1))
+        raise ValueError(f"it no longer has row {entry.place + 1}")
 
     def _passed_of(self, entry: Entry) -> Mapping[str, Any]:
         """Return the columns of a document with an error, if its row is readable and unchanged."""
@@ -151,12 +163,6 @@ class Corpus:
             stored["limit"],
             tuple(stored["prompts"]),
         )
-
-
-def numbers_of(entries: int, prompts: int, documents: slice) -> list[int]:
-    """Return the entry numbers of a slice of documents, with one entry per document, or per prompt if there are any."""
-    each = prompts or 1
-    return [document * each + prompt for document in range(entries // each)[documents] for prompt in range(each)]
 
 
 def scan_corpus(
@@ -257,29 +263,6 @@ def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) 
         work = entry.chars if number == 0 else entry.chars // SHARED_WORK
         answer, too_long = answer_id(entry.id, name)
         yield replace(entry, id=answer, chars=work, error=entry.error or too_long)
-
-
-def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:
-    """Return a function that reads the document at a position in a file.
-
-    A file that does not support seeking stays open, and reading continues after the last row.
-    """
-    can_seek = suffix_of(file) not in (".jsonl.gz", ".parquet")
-    found: Iterator[tuple[int, Row]] = iter(())
-    last_read = -1  # place of the last row read; -1: none
-
-    def read(place: int) -> Document:
-        nonlocal found, last_read
-        if can_seek or last_read < 0 or place <= last_read:
-            found, last_read = read_rows(file, rows, place), -1
-        for at, row in found:
-            if at == place:
-                last_read = at
-                return document_of(row, rows, file, "row", 1)
-        last_read = -1
-        raise ValueError(f"it no longer has row {place + 1}")
-
-    return read
 
 
 def _look(file: str, name: str) -> CorpusFile:

@@ -167,7 +167,7 @@ class SliceCache(LayersOwner):
                 kept = None if self._choose is None else self._choose(layer)
                 layer.observed = None
                 if kept is not None:
-                    check_retained(kept, layer.shape, layer.length, layer.layer_idx)
+                    check_retained(kept, layer.shape, layer.layer_idx)
                 self.admit(layer, kept, self._reserve_tokens)
         if is_end:
             return
@@ -225,7 +225,7 @@ class SliceCache(LayersOwner):
                 else:
                     torch.index_select(rows, 0, kept[head].to(rows.device), out=place)
         if kept is not None:
-            store.positions = [positions.to("cpu", torch.int32) for positions in kept]
+            store.positions = [positions.to(torch.int32) for positions in kept]
         layer.layout, layer.segments = store, None  # the segments reference the buffer, too
         if before.buffer is not None:
             self.buffers.give_back(before.buffer)

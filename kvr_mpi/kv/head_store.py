@@ -57,7 +57,7 @@ class HeadStore:
     start : int
         Position of the first row of `runs`.
     positions : list of Tensor or None
-        Positions in the prompt that each held head keeps, (tokens,) int32 on the host; None if they are not known.
+        Positions in the prompt that each held head keeps, (tokens,) int32 on its device; None if they are not known.
     """
 
     def __init__(
@@ -272,15 +272,15 @@ def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 
-def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, length: int, layer_idx: int) -> None:
-    """Check the positions that the heads of a layer are to keep; synchronises with a GPU once.
+def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, layer_idx: int) -> None:
+    """Check the positions that the heads of a layer are to keep, without their values: the host would wait for a GPU.
 
     Raises
     ------
     ModelError
         If the layer has a window or chunks: it drops tokens by position.
     ValueError
-        If a head keeps nothing, or positions are not ascending within the prompt.
+        If a head keeps nothing.
     """
     if shape.visibility.size is not None:
         raise ModelError(
@@ -294,8 +294,3 @@ def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, length: 
         assert positions.ndim == 1 and positions.dtype == torch.int64, f"{about} {head}: positions are integers"
         if not len(positions):
             raise ValueError(f"{about} {head} would keep nothing; expected at least one token")
-    edge = torch.tensor([length], device=retained[0].device)
-    ascends = [(torch.cat([one, edge]).diff() > 0).all() & (one[0] >= 0) for one in retained]
-    for head, is_right in enumerate(torch.stack(ascends).tolist()):
-        if not is_right:
-            raise ValueError(f"{about} {head}: positions have to ascend from 0 to {length - 1}, each at most once")

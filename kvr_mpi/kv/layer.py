@@ -293,7 +293,7 @@ class SliceLayer(RowLayer):
         store = self.store
         assert store.positions is not None, "this rank has dropped some"
         decoded = torch.arange(store.origin, self.length, dtype=torch.int32)
-        return [torch.cat([kept, decoded]) for kept in store.positions]
+        return [torch.cat([kept.cpu(), decoded]) for kept in store.positions]
 
     def head(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that a KV head holds, as views (tokens, dim)."""

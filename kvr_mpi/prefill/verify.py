@@ -2,8 +2,8 @@
 
 Rank 0 computes the reference with plain transformers, and has the last slice under every strategy. It compares the
 logits, the keys and values, and the tokens that it decodes greedily. In float32 they have to agree within rounding
-errors. In a shorter dtype, their difference from the float32 reference may be at most 1.5
-times that of transformers' own run in that dtype.
+errors. In a shorter dtype, their difference from the float32 reference may be at most 1.5 times that of transformers'
+own run in that dtype.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Finding:
         return exact and self.same_tokens
 
 
-def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: int = 0) -> Iterator[Finding]:
+def verify(
+    loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: int = 0, *, exact: LoadedModel | None = None
+) -> Iterator[Finding]:
     """Check every strategy at every length; every rank iterates, and gets the same findings.
 
     Parameters
@@ -56,9 +58,12 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
         Prompt lengths in tokens, each at least two for each rank.
     seed : int
         For the prompts and the random partitions.
+    exact : LoadedModel or None
+        The model in float32 that computes the reference, such as on another device; None: this one.
     """
     draw, is_root = random.Random(seed), world.rank == 0
-    exact = _in_float32(loaded) if is_root and loaded.dtype != torch.float32 else loaded
+    if exact is None:
+        exact = _in_float32(loaded) if is_root and loaded.dtype != torch.float32 else loaded
     for tokens in lengths:
         ids = loaded.shape.sample_ids(tokens, draw.randrange(1, 1 << 20), draw.randrange(1 << 20))
         if is_root:
@@ -122,8 +127,8 @@ def _plain(loaded: LoadedModel, ids: Sequence[int]) -> Answer:
 
 def _compare(name: str, tokens: int, found: Answer, truth: Answer, plain: Answer) -> Finding:
     allowed, same_tokens = NOISE, found.tokens == truth.tokens
-    if plain is not truth:  # a shorter type: tokens may differ, and so may transformers' own
-        allowed, same_tokens = SHORT_TYPE_FACTOR * max(_errors(plain, truth)), True
+    if plain is not truth:  # a shorter type or another device: tokens may differ, and so may transformers' own
+        allowed, same_tokens = max(NOISE, SHORT_TYPE_FACTOR * max(_errors(plain, truth))), True
     return Finding(name, tokens, *_errors(found, truth), same_tokens, allowed)
 
 

@@ -8,7 +8,6 @@ base64), and the page's script inserts them as text, so they are never parsed as
 from __future__ import annotations
 
 import base64
-import contextlib
 import gzip
 import hashlib
 import json
@@ -21,7 +20,7 @@ from string import Template
 from typing import Any
 
 from kvr_mpi.duration import duration_text
-from kvr_mpi.errors import DataError, counted
+from kvr_mpi.errors import counted
 from kvr_mpi.report.charts import (
     Chart,
     draw_first_token,
@@ -39,7 +38,6 @@ from kvr_mpi.report.timeline import TracedRun, read_timelines
 from kvr_mpi.store.folder import has_results
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.status import read_status
 from kvr_mpi.store.summary import count_reasons, shorten
 from kvr_mpi.store.traces import read_traces
 
@@ -79,20 +77,16 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     skipped: list[str] = []
     traces = list(read_traces(folder, skipped.append)) if path.is_dir() else []
     records: list[Record] = []
-    model, software, cost, answering_s = "nothing is stored yet", f"{len(traces)} traces", "", 0.0
+    model, software, cost, answering_s, left = "nothing is stored yet", f"{len(traces)} traces", "", 0.0, None
     if has_results(path) or not traces:  # a job that was killed early may have only traces
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
-        answering_s = results.cost.answering_s
+        answering_s, left = results.cost.answering_s, results.left
         if results.costs:
             told = results.cost.describe(sum(record.status == "done" for record in records))
             cost = "; ".join(filter(None, (told, results.cost.describe_outcome())))
         model = f"{about['name']} ({about['architecture']}, {about['dtype']})"
         software = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("kvr_mpi", "torch"))
-    left = None
-    if path.is_dir():
-        with contextlib.suppress(DataError):  # results without the other files of a run
-            left = read_status(folder).left
     name = path.resolve().name if path.is_dir() else path.name
     facts = RunFacts(name, model, software, left, cost, answering_s, tuple(skipped))
     return make_page(facts, records, read_timelines(traces)), skipped

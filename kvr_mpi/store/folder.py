@@ -30,7 +30,6 @@ from kvr_mpi.store.volumes import KV, RESULTS, Source, is_ours, key_of, open_sou
 
 # Appended to the name of a damaged file when it is set aside.
 DAMAGED = ".damaged"
-OPEN_FILES = 64
 RECORD_START = b'{"id": '
 
 
@@ -102,41 +101,37 @@ class Survey:
         needed = {piece for places in self.records.values() for place in places for piece in place.needs}
         return sorted(name for name in gone if needed & self.volumes[name][1].keys() - there.keys())
 
-    def _pieces(self) -> tuple[dict[str, Piece], dict[str, str], dict[str, str]]:
-        """Locate the pieces; also return the lost ones, and those in damaged files with the reason."""
+    def _pieces(self) -> tuple[dict[str, Piece], set[str], dict[str, str]]:
+        """Locate the pieces; also return those that are gone, and those in damaged files with the reason."""
         there: dict[str, Piece] = {}
-        gone: dict[str, str] = {}
-        unreadable: dict[str, str] = {}
+        gone, unreadable = set[str](), dict[str, str]()
         for name, (size, pieces) in self.volumes.items():
             if name in self.damaged:
                 unreadable |= dict.fromkeys(pieces, f"{self.folder / name} is damaged ({self.damaged[name]})")
             elif size is None or name in self.sizes_bytes:
                 there |= {each: piece for each, piece in pieces.items() if piece not in self.spoilt}
             else:
-                gone |= dict.fromkeys(pieces, f"{self.folder / name} is gone")
+                gone |= pieces.keys()
         unreadable |= {piece.id: f"{piece.path} is damaged ({why})" for piece, why in self.spoilt.items()}
         return there, gone, unreadable
 
-    def locate(self) -> tuple[dict[str, Place], dict[str, str], dict[str, str]]:
+    def locate(self) -> tuple[dict[str, Place], set[str], dict[str, str]]:
         """Choose each document's valid record, and locate its keys and values.
 
-        Returns by id: the places; documents whose keys and values no longer exist, with the file that is gone; and
-        those whose keys and values are in a damaged file, with the damage.
+        Returns the places by id; the ids of documents whose keys and values no longer exist; and by id the damage of
+        those whose keys and values are in a damaged file.
         """
-        there, lost_pieces, spoilt_pieces = self._pieces()
+        there, gone_pieces, damage = self._pieces()
         places: dict[str, Place] = {}
-        gone: dict[str, str] = {}
-        unreadable: dict[str, str] = {}
+        gone, unreadable = set[str](), dict[str, str]()
         for name, found in self.records.items():
-            best = _choose(found, there)
-            if best is not None:
+            lost = [piece for place in found for piece in place.needs if piece not in there]
+            if (best := _choose(found, there)) is not None:
                 places[name] = best
-                continue
-            needs = [piece for place in found for piece in place.needs if piece not in there]
-            for why, documents in ((lost_pieces, gone), (spoilt_pieces, unreadable)):
-                if lost := next((why[piece] for piece in needs if piece in why), ""):
-                    documents[name] = lost
-                    break
+            elif not gone_pieces.isdisjoint(lost):
+                gone.add(name)
+            elif damaged := [damage[piece] for piece in lost if piece in damage]:
+                unreadable[name] = damaged[0]
         return places, gone, unreadable
 
     def verify(self, limit_bytes: int | None = None) -> None:

@@ -2,11 +2,11 @@
 
 They follow no link out of a file, check every type, check the size of data before reading them, and convert every
 error of HDF5 to a `DataError`. Strings are written with a fixed length: HDF5 keeps strings of variable length in a heap
-without a checksum, where a flipped bit can change them undetected, or send the library into an endless loop. Datasets
-are written in chunks with Fletcher's checksum, which HDF5 verifies whenever it reads a chunk.
+without a checksum, where a flipped bit can change them undetected, or send the library into an endless loop.
 
-Keys and values are contiguous datasets in the model's dtype: float32, float16, bfloat16 or float64. HDF5 has no named
-bfloat16 type, but can describe any binary floating-point format; plain h5py reads it as float32.
+Datasets are contiguous, those of keys and values in the model's dtype: float32, float16, bfloat16 or float64. HDF5 has
+no named bfloat16 type, but can describe any binary floating-point format; plain h5py reads it as float32. Earlier
+versions wrote small arrays in chunks with Fletcher's checksum, which can still be read.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T", str, int)
 # HDF5's type class, and numpy's dtype for reading; text is read as a string of its stored length.
 CLASSES: dict[type, tuple[int, Any]] = {str: (h5py.h5t.STRING, None), int: (h5py.h5t.INTEGER, np.int64)}
-# Approximate size of a chunk, which has one checksum.
-CHUNK_BYTES = 1 << 20
 # Maximum size of a chunk or attribute, so that a hostile file cannot exhaust the memory.
 LARGEST_BYTES = 64 << 20
 Bits = np.ndarray[Any, Any]
@@ -81,18 +79,23 @@ def write_attribute(item: Any, name: str, value: str | int) -> None:
     h5py.h5a.create(item.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR)).write(data)
 
 
-def write_dataset(group: h5py.Group, name: str, data: np.ndarray[Any, Any]) -> None:
-    """Write an array as a dataset of checksummed chunks along the first dimension; an empty array has no chunks."""
-    kind = h5py.h5t.py_create(data.dtype, logical=True)
+def create_dataset(group: h5py.Group, name: str, kind: Any, shape: tuple[int, ...]) -> Any:
+    """Create a contiguous dataset that the caller writes, and return its h5py id.
+
+    With chunks not yet written, HDF5 would abort on a full disk.
+    """
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    return h5py.h5d.create(group.id, name.encode(), kind, h5py.h5s.create_simple(shape), dcpl=plist)
+
+
+def write_dataset(group: h5py.Group, name: str, data: np.ndarray[Any, Any], kind: Any = None) -> h5py.Dataset:
+    """Write an array as a dataset; `kind` is its HDF5 type if that is not the one of its dtype."""
+    kind = h5py.h5t.py_create(data.dtype, logical=True) if kind is None else kind
+    dataset = create_dataset(group, name, kind, data.shape)
     if data.size:
-        plist.set_chunk((min(len(data), max(1, CHUNK_BYTES // data[0].nbytes)), *data.shape[1:]))
-        plist.set_fletcher32()
-        plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    space = h5py.h5s.create_simple(data.shape)
-    dataset = h5py.h5d.create(group.id, name.encode("ascii"), kind, space, dcpl=plist)
-    if data.size:
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, data)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, data, kind)
+    return h5py.Dataset(dataset)
 
 
 def read_attribute(item: Any, name: str, kind: type[T]) -> T:
@@ -238,15 +241,10 @@ def type_name(dataset: Any) -> str:
 
 
 def write_array(group: h5py.Group, name: str, tensor: torch.Tensor) -> tuple[h5py.Dataset, Bits]:
-    """Write keys or values in their own dtype, in one contiguous dataset; also return their raw bits."""
+    """Write keys or values in their own dtype; also return their raw bits."""
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
     bits = tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-    kind = bfloat16_type() if tensor.dtype == torch.bfloat16 else h5py.h5t.py_create(bits.dtype, logical=True)
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    dataset = h5py.h5d.create(group.id, name.encode(), kind, h5py.h5s.create_simple(bits.shape), dcpl=plist)
-    if bits.size:
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, bits, kind)
-    return h5py.Dataset(dataset), bits
+    kind = bfloat16_type() if tensor.dtype == torch.bfloat16 else None
+    return write_dataset(group, name, bits, kind), bits

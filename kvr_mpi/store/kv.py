@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     import torch
 
 KeysValues = tuple["torch.Tensor", "torch.Tensor"]
-BLOCK_TOKENS = 256  # tokens per digest
+BLOCK_TOKENS, CHECKED_TOKENS = 256, 1024  # tokens per digest, and read at once to check them
 MAX_HEADS = 4096
 LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
 KINDS, ROWS = ("keys", "values"), ("head_rows", "positions")
@@ -120,7 +120,7 @@ class CachedTokens:
 class StoredLayer:
     """One layer's keys and values (tokens, kv_heads, head_dim) in an open file.
 
-    digests : (blocks, 2), per `block_tokens` tokens.
+    digests : (blocks, 2), per `BLOCK_TOKENS` tokens.
     rows : head and token of each row, if each head keeps its own tokens; then "tokens" below means rows.
     """
 
@@ -128,7 +128,6 @@ class StoredLayer:
     keys: h5py.Dataset
     values: h5py.Dataset
     digests: Any
-    block_tokens: int = BLOCK_TOKENS
     rows: HeadRows | None = None
 
     @property
@@ -158,7 +157,7 @@ class StoredLayer:
 
     def _bits(self, column: int, first: int, last: int) -> Bits:
         """Read a range of tokens of keys (column 0) or values (1), and verify the blocks that contain them."""
-        dataset, block = (self.keys, self.values)[column], self.block_tokens
+        dataset, block = (self.keys, self.values)[column], BLOCK_TOKENS
         start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
         with explained(Path(dataset.file.filename)):
             bits = read_bits(dataset, start, stop)
@@ -189,8 +188,8 @@ class StoredPiece:
     def check(self) -> None:
         """Verify all checksums, a few blocks at a time; raises `DataError`."""
         for layer in self.layers:
-            for start in range(0, layer.tokens, 4 * layer.block_tokens):
-                layer.read(start, min(start + 4 * layer.block_tokens, layer.tokens))
+            for start in range(0, layer.tokens, CHECKED_TOKENS):
+                layer.read(start, min(start + CHECKED_TOKENS, layer.tokens))
 
     def seal(self) -> str:
         """Hash of the metadata and digests; empty if nothing is stored."""
@@ -208,7 +207,7 @@ def _facts(layer: StoredLayer) -> list[Any]:
     arrays = layer.keys, layer.values
     shapes, types = [list(one.shape) for one in arrays], [type_name(one) for one in arrays]
     rows = [] if layer.rows is None else [list(layer.rows.counts), _digest_of(layer.rows.positions)]
-    return [layer.number, shapes, types, layer.block_tokens, np.asarray(layer.digests).tolist(), *rows]
+    return [layer.number, shapes, types, BLOCK_TOKENS, np.asarray(layer.digests).tolist(), *rows]
 
 
 def _digest_of(array: Bits) -> int:
@@ -299,8 +298,8 @@ def open_kv(kv: h5py.Group, announced_bytes: int, sha256: str) -> StoredPiece:
 def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
     """List the layers."""
     block = read_attribute(kv, "block_tokens", int)
-    if block < 1:
-        raise DataError(f"{where(kv)} has blocks of {block} tokens; expected at least 1")
+    if block != BLOCK_TOKENS:
+        raise DataError(f"{where(kv)} has blocks of {block} tokens; expected {BLOCK_TOKENS}")
     for name in kv:
         if name == "token_ids":
             continue
@@ -311,13 +310,13 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
             raise DataError(f"{where(layer)} has unknown members: {', '.join(sorted(strange)[:5])}")
         keys, values = (dataset_in(layer, kind, "f", (3,)) for kind in KINDS)
         digests = dataset_in(layer, "digests", "i", (2,))
-        expected = (-(-max(keys.shape[0], values.shape[0]) // block), len(KINDS))
+        expected = (-(-max(keys.shape[0], values.shape[0]) // BLOCK_TOKENS), len(KINDS))
         if digests.shape != expected or keys.shape[0] != values.shape[0]:
             raise DataError(
                 f"{where(layer)}: keys {keys.shape}, values {values.shape}, digests {digests.shape} do not match"
             )
         rows = read_head_rows(layer, keys.shape)
-        yield StoredLayer(int(name.removeprefix("layer_")), keys, values, digests[()], block, rows)
+        yield StoredLayer(int(name.removeprefix("layer_")), keys, values, digests[()], rows)
 
 
 def read_head_rows(layer: h5py.Group, shape: tuple[int, ...]) -> HeadRows | None:

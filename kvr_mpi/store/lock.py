@@ -84,16 +84,28 @@ def session_of(folder: Path) -> int:
     return max(_numbers(folder), default=0)
 
 
-def is_alive(folder: Path, watch_s: float = 2.5 * BEAT_S) -> bool:
+def is_alive(
+    folder: Path, watch_s: float = 2.5 * BEAT_S, asking: Owner | None = None, say: Say = lambda line: None
+) -> bool:
     """Return whether a job is running in the folder.
 
-    If the owner is on another machine, watch its heartbeat for `watch_s` seconds.
+    An owner on another machine is watched for `watch_s` seconds, which `say` is told first, unless it is an earlier
+    start of the job that is `asking`.
     """
     state = read_lock(folder)
     if state is None or state.released:
         return False
-    known = _known_alive(state.owner)
-    return known if known is not None else _beats(folder, state, watch_s)
+    holder = state.owner
+    if holder is not None and holder.space and holder.space == _space():
+        return _started(holder.pid) == holder.started
+    if holder is not None and asking is not None and holder.job and holder.job == asking.job:
+        if holder.restart < asking.restart:
+            return False
+    say(
+        f"{str(folder)!r} was in use by {_describe(state)}, which has not reported its end: watching it for "
+        f"{watch_s:.0f} s"
+    )
+    return _beats(folder, state, watch_s)
 
 
 def check_unused(folder: Path) -> None:
@@ -122,10 +134,10 @@ class Lock:
     def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:
         self.owner, self._folder, self._since = owner, folder, time.time()
         self._beats, self._is_lost, self._ended = 0, False, threading.Event()
-        state = read_lock(folder)
-        if state is not None and not state.released and not _is_gone(folder, state, owner, say):
-            raise OutputError(_refusal(folder, state))
-        self.number = max(state.number if state else 0, *_numbers(folder, LOG_NAME), 0) + 1  # locks may be deleted
+        before = session_of(folder)
+        if is_alive(folder, WATCH_S, owner, say):
+            raise OutputError(_refusal(folder, read_lock(folder)))
+        self.number = max([before, *_numbers(folder, LOG_NAME)]) + 1  # locks may be deleted
         self._handle = self._make()
         for number in _numbers(folder):
             if number < self.number:
@@ -210,28 +222,6 @@ class Lock:
         except FileNotFoundError:
             is_mine = False
         self._is_lost = not is_mine or _path(self._folder, self.number + 1).exists()
-
-
-def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:
-    """Whether the owner of a lock is dead; watches its heartbeat unless it ran on this machine or in this same job."""
-    known = _known_alive(state.owner)
-    if known is not None:
-        return not known
-    holder = state.owner
-    if holder is not None and holder.job and holder.job == owner.job and holder.restart < owner.restart:
-        return True
-    say(
-        f"{str(folder)!r} was in use by {_describe(state)}, which has not reported its end: watching it for "
-        f"{WATCH_S:.0f} s"
-    )
-    return not _beats(folder, state, WATCH_S)
-
-
-def _known_alive(holder: Owner | None) -> bool | None:
-    """Whether an owner's process is alive; None if this machine cannot tell."""
-    if holder is None or holder.space != _space() or not holder.space:
-        return None
-    return _started(holder.pid) == holder.started
 
 
 def _beats(folder: Path, state: LockState, seconds: float) -> bool:

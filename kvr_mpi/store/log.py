@@ -28,7 +28,6 @@ break does not count.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
@@ -46,7 +45,7 @@ import h5py
 from pydantic_core import from_json
 
 from kvr_mpi import __version__
-from kvr_mpi.disk import create
+from kvr_mpi.disk import create, sync
 from kvr_mpi.plain import Count, read_plain
 
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
@@ -200,18 +199,6 @@ class LogWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems cannot sync folders
-            raise
-    finally:
-        os.close(handle)
 
 
 def write_all(handle: int, data: bytes) -> None:

@@ -86,7 +86,8 @@ class Results:
     places : location of each document, by id.
     missing : descriptions of missing shares and documents; always empty unless opened with `partial`.
     left : number of documents of a single run without a record; None if not known.
-    gone, unreadable : documents whose keys and values no longer exist, or are in a damaged file, with the reason.
+    gone : documents whose keys and values no longer exist.
+    unreadable : documents whose keys and values are in a damaged file, with the damage.
     damaged : damaged files, with the damage; their contents are skipped.
     costs : cost of each rank in each session.
     """
@@ -96,7 +97,7 @@ class Results:
     places: dict[str, Place] = field(repr=False)
     missing: tuple[str, ...] = ()
     left: int | None = None
-    gone: dict[str, str] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
     unreadable: dict[str, str] = field(default_factory=dict)
     damaged: dict[Path, str] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
@@ -344,10 +345,7 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
     for path in runs:
         run = read_run_file(path) if path.is_dir() else None
         if several and run is not None:
-            if (corpus := run.corpus()) is None:
-                run = None
-            else:
-                check_corpus(path, corpus, run.share, first)
+            check_corpus(path, run.corpus, run.share, first)
         wanted = None if run is None else {*run.wanted}
         if several and path.is_dir() and not has_results(path):
             if wanted is None or wanted:  # if there are fewer documents than shares, some shares are empty

@@ -19,11 +19,11 @@ from tempfile import TemporaryFile
 
 import h5py
 
-from kvr_mpi.disk import PART, VOLUME_NAME, truncate
+from kvr_mpi.disk import VOLUME_NAME, replaced, sync, truncate
 from kvr_mpi.errors import DataError, OutputError, Say, counted
 from kvr_mpi.store.folder import Place, list_logs, survey
 from kvr_mpi.store.kv import PieceWriter
-from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, seal, sync
+from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, seal
 from kvr_mpi.store.record import record_values
 from kvr_mpi.store.results import Results, read_results
 from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces, piece_id
@@ -96,7 +96,7 @@ def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[],
     logs = list_logs(os.listdir(folder))
     kept = {Path(piece.path).name for place in found.places.values() for piece in place.pieces}
     if logs or (copies_kv and kept - {RESULTS}):
-        with replaced(result) as part:
+        with rewriting(result) as part:
             kept = write_results(part, found, lambda place: copies_kv or _is_inside(place, result), should_stop)
     volumes = [name for name in os.listdir(folder) if VOLUME_NAME.fullmatch(name)]
     # The oldest log first: a line that drops earlier records must be removed no later than the records after it.
@@ -118,28 +118,23 @@ def merge_runs(paths: Sequence[Path], target: Path) -> tuple[str, ...]:
     different jobs, or a document is in two of them, and `OutputError` if the file cannot be written.
     """
     found = read_results(paths)
-    with replaced(target) as part:
+    with rewriting(target) as part:
         write_results(part, found)
     return found.missing
 
 
 @contextlib.contextmanager
-def replaced(result: Path) -> Iterator[Path]:
-    """Yield a temporary file name; the file replaces the target when the block succeeds, and is removed otherwise."""
-    part = result.with_name(result.name + PART)
+def rewriting(result: Path) -> Iterator[Path]:
+    """Yield the name of a file that will replace `result` (`replaced`); `OutputError` if it cannot be written."""
     try:
-        part.unlink(missing_ok=True)
-        yield part
-        sync(part)
-        os.replace(part, result)
-        sync(result.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            truncate(part)  # HDF5 may still have it open
-        with contextlib.suppress(OSError):
-            part.unlink()
-        if not isinstance(error, (OSError, RuntimeError)):  # reading raises a `DataError`
-            raise
+        with replaced(result) as part:
+            try:
+                yield part
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    truncate(part)  # its space is free even if HDF5 still has it open
+                raise
+    except (OSError, RuntimeError) as error:  # reading raises a `DataError`
         reason = next((text for text in FULL if text in str(error)), str(error))
         raise OutputError(f"{result} cannot be written: {reason}; nothing else was changed") from error
 
@@ -252,7 +247,7 @@ def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
 def _rewrite_volume(target: Path, log: LogWriter, pieces: Sequence[Piece]) -> None:
     """Copy pieces of one volume to a new one, and list the new volume in the log."""
     listed = {}
-    with replaced(target) as part, create_volume(part) as file:
+    with rewriting(target) as part, create_volume(part) as file:
         for piece in pieces:
             with contextlib.closing(open_pieces(piece.id, [piece], is_part=True)) as kv:
                 listed[piece.id] = _write_piece(file[KV], piece.id, kv)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, PART, RUN_FILE, read_regular, replacing
-from kvr_mpi.documents import Corpus, numbers_of
+from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, counted
 from kvr_mpi.store.folder import (
     DAMAGED,
@@ -29,7 +29,7 @@ from kvr_mpi.store.folder import (
     take_lines,
 )
 from kvr_mpi.store.lock import Lock
-from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, sync, unseal
+from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
 from kvr_mpi.store.traces import remove_traces
 from kvr_mpi.store.volumes import RESULTS, is_ours, open_source, open_volume
 
@@ -148,30 +148,22 @@ class RunFile:
     job : id of the last batch job that wrote to the folder; empty: none.
     share : documents of the corpus that this job has to process.
     gone : documents with results that are no longer in the corpus.
-    listed : the corpus, as `Corpus.to_json`.
     """
 
     identity: dict[str, Any]
     job: str
     share: slice
     gone: frozenset[str]
-    listed: dict[str, Any]
+    corpus: Corpus
 
     @property
     def wanted(self) -> list[str]:
         """Ids of the documents that the run's latest job has to process."""
-        ids = self.listed["ids"]
-        return [ids[number] for number in numbers_of(len(ids), len(self.listed["prompts"]), self.share)]
-
-    def corpus(self) -> Corpus | None:
-        """Return its documents; None if their list is damaged."""
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            return Corpus.from_json(self.listed)
-        return None
+        return [self.corpus.entries[number].id for number in self.corpus.share(self.share)]
 
 
 def read_run_file(folder: Path) -> RunFile | None:
-    """Read the run file without parsing each document; None if it is missing, damaged or not a run file."""
+    """Read the run file; None if it is missing, damaged or not a run file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
         if stored is not None and isinstance(stored["identity"], dict):
@@ -180,14 +172,15 @@ def read_run_file(folder: Path) -> RunFile | None:
             first, step = map(operator.index, stored.get("share", (0, 1)))
             if 0 <= first < step:
                 gone = frozenset(map(str, stored.get("gone", ())))
-                return RunFile(stored["identity"], stored["job"], slice(first, None, step), gone, listed)
+                corpus = Corpus.from_json(listed)
+                return RunFile(stored["identity"], stored["job"], slice(first, None, step), gone, corpus)
     return None
 
 
 def known_corpus(folder: Path) -> Corpus | None:
     """Return a run's list of documents, for `scan_corpus`; None if it is missing or damaged."""
     stored = read_run_file(folder)
-    return None if stored is None else stored.corpus()
+    return None if stored is None else stored.corpus
 
 
 def is_of_job(folder: Path, job: str) -> bool:
@@ -240,7 +233,6 @@ def _set_aside(file: Path, header: Header) -> Path:
         clean.write(seal(header.as_line()))
         for line in take_lines(Survey(file.parent, {}), source, reads_all=True):
             clean.write(line + b"\n")
-    sync(file.parent)
     return kept
 
 
@@ -283,15 +275,14 @@ def _check_job(
     """
     recorded, wanted = documents
     stored, stale, gone = read_run_file(folder), set[str](), set[str]()
-    before = None if stored is None else stored.corpus()
-    if stored is not None and before is not None:
+    if stored is not None:
         gone = {*stored.gone}
-    if stored is not None and before is not None and recorded:
+    if stored is not None and recorded:
         _check_identity(folder, stored.identity, header.identity)
         if not extends:
-            _check_corpus(folder, before, corpus)
+            _check_corpus(folder, stored.corpus, corpus)
         else:
-            changes = changes_of(before, corpus)
+            changes = changes_of(stored.corpus, corpus)
             if told := _describe(changes):
                 say(f"{folder} is extended: {told}; results of documents that are gone are kept")
             stale = (changes["changed"] | changes["new"]) & recorded  # new: a document that is there again
@@ -306,7 +297,7 @@ def _check_job(
     elif recorded:
         say(f"warning: {folder / RUN_FILE} is missing or damaged: whether the documents are still the same is unknown")
     if others := recorded - wanted - gone:
-        first = ALL if stored is None or before is None else stored.share
+        first = ALL if stored is None else stored.share
         raise OutputError(
             f"cannot resume {folder}: it has {counted(len(others), 'document')} that this job does not process "
             f"({_some(sorted(others))}); it was started with {_share_text(first)}, this job has "
@@ -315,10 +306,9 @@ def _check_job(
     listed = {"share": [share.start, share.step], "corpus": corpus.to_json(), "gone": sorted(gone)}
     line = seal({"identity": header.identity, "model": header.model, "job": job, **listed})
     path = folder / RUN_FILE
-    if before is None or read_regular(path, RUN_FILE_BYTES) != line:
+    if stored is None or read_regular(path, RUN_FILE_BYTES) != line:
         with replacing(path) as stream:
             stream.write(line)
-        sync(folder)
     return stale
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from kvr_mpi.plain import Strict
+from kvr_mpi.plain import AS_SHARE, Strict
 
 
 class OutputSettings(Strict):
@@ -23,25 +22,17 @@ class OutputSettings(Strict):
     trace: bool = Field(
         False, description="record what every rank does and when, in a file per rank that Perfetto and Chrome can open"
     )
-    max_failed: int | float | str = Field(
+    max_failed: Annotated[int | float, AS_SHARE] = Field(
         0, description="maximum number of error records for exit code 0: a number, or a share such as 0.05 or '5%'"
     )
 
     @field_validator("max_failed")
     @classmethod
-    def _number_or_share(cls, value: int | float | str) -> int | float | str:
-        if isinstance(value, str):
-            found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)
-            good = found is not None and float(found[1]) <= 100
-        else:
-            good = value >= 0 if isinstance(value, int) else 0 <= value <= 1
-        if not good:
+    def _number_or_share(cls, value: int | float) -> int | float:
+        if value < 0 or (isinstance(value, float) and value > 1):
             raise ValueError("expected a number of documents such as 3, or a share such as 0.05 or '5%'")
         return value
 
     def failures_allowed(self, documents: int) -> int:
         """Return the number of error records that are allowed among `documents` for exit code 0."""
-        if isinstance(self.max_failed, int):
-            return self.max_failed
-        percent = self.max_failed * 100 if isinstance(self.max_failed, float) else float(self.max_failed.rstrip(" %"))
-        return int(documents * percent / 100 + 1e-9)
+        return self.max_failed if isinstance(self.max_failed, int) else int(documents * self.max_failed + 1e-9)

@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from kvr_mpi.errors import DataError, MissingError
 from kvr_mpi.store.folder import survey
@@ -61,10 +61,6 @@ class Status:
     reasons: dict[str, int]
     ranks: tuple[RankState, ...] = ()
     silent: tuple[int, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 def read_status(folder: Path, now_s: float | None = None) -> Status:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -74,17 +74,6 @@ def piece_ids(record: Record, own: CachedTokens | None) -> list[str]:
     ]
 
 
-class LayerFormat(NamedTuple):
-    """Shapes (tokens, kv_heads, head_dim) and dtype of a layer's keys and values.
-
-    If each head keeps its own tokens, the shapes are (rows, 1, head_dim).
-    """
-
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
-    dtype: str
-
-
 @dataclass(frozen=True, slots=True)
 class StoredKV:
     """A document's keys and values, of all tokens and heads, in open files.
@@ -117,14 +106,17 @@ class StoredKV:
         """Return the tokens that each head of a layer keeps; None unless the document is compressed."""
         return None if self.tokens is None else self.tokens.rows.get(layer)
 
-    def format(self, layer: int) -> LayerFormat:
-        """Return shapes and dtype of a layer."""
+    def format(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        """Return the shapes (tokens, kv_heads, head_dim) of a layer's keys and values, and their dtype.
+
+        If each head keeps its own tokens, the shapes are (rows, 1, head_dim).
+        """
         pieces, rows = self._of_layer(layer), self.rows(layer)
         some = pieces[0][0]
         tokens = sum(row[0].tokens for row in pieces) if rows is None else len(rows.positions)
         heads = sum(piece.keys.shape[1] for piece in pieces[0]) if rows is None else 1
         keys, values = ((tokens, heads, *array.shape[2:]) for array in (some.keys, some.values))
-        return LayerFormat(keys, values, type_name(some.keys))
+        return keys, values, type_name(some.keys)
 
     def read(
         self, layer: int, first: int = 0, last: int | None = None, heads: tuple[int, int] | None = None

@@ -18,7 +18,7 @@ from kvr_mpi.disk import PART, create
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.kv import refuse_compressed
 from kvr_mpi.store.results import Results
-from kvr_mpi.store.rewrite import replaced
+from kvr_mpi.store.rewrite import rewriting
 from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.store.volumes import key_of
 
@@ -55,7 +55,7 @@ def export_kv(results: Results, folder: Path, *, overwrite: bool = False) -> int
         file = folder / file_name(key_of(name))
         if file.exists() and not overwrite:
             raise OutputError(f"{file} exists; add --overwrite, or choose another folder")
-        with replaced(file) as part:
+        with rewriting(file) as part:
             os.close(create(part))  # created exclusively: safetensors would follow a symbolic link
             save_file(tensors, part, metadata={ABOUT: json.dumps(about)})
         count += 1

@@ -11,8 +11,9 @@
                                each, in the order of their ids (uint8)
       /log                     of results.h5: the log's other lines (uint8)
 
-A volume is valid if a line of a log lists it (see ``log``); otherwise it was not finished. Lines, keys and values have
-their own checksums, other arrays those of HDF5. Files of any other version are refused.
+A volume is valid if a line of a log lists it (see ``log``); otherwise it was not finished. Everything has a checksum:
+a line its own, keys and values their digests, and what describes them a hash in the log. Files of any other version are
+refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ import numpy as np
 
 from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, open_regular
 from kvr_mpi.errors import DataError, ForeignError
-from kvr_mpi.store.hdf5 import create_hdf5, dataset_in, open_hdf5, read_attribute, where, write_attribute
+from kvr_mpi.store.hdf5 import (
+    create_dataset,
+    create_hdf5,
+    dataset_in,
+    open_hdf5,
+    read_attribute,
+    where,
+    write_attribute,
+)
 from kvr_mpi.store.log import LINE_BYTES, VOLUME, seal
 
 RESULTS = "results.h5"
@@ -86,12 +95,9 @@ def open_volume(path: Path) -> Iterator[h5py.File]:
 
 
 def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
-    """Write lines as a contiguous dataset; with chunks not yet written, HDF5 would abort on a full disk."""
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    space = h5py.h5s.create_simple((lines.seek(0, os.SEEK_END),))
-    data = h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, dcpl=plist)
-    at = lines.seek(0)
+    """Write lines as a dataset of bytes."""
+    data = create_dataset(file, name, h5py.h5t.STD_U8LE, (lines.seek(0, os.SEEK_END),))
+    space, at = data.get_space(), lines.seek(0)
     while block := lines.read(BLOCK_BYTES):
         space.select_hyperslab((at,), (len(block),))
         data.write(h5py.h5s.create_simple((len(block),)), space, np.frombuffer(block, np.uint8))

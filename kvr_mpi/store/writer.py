@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import math
 import os
 import queue
@@ -24,12 +23,12 @@ from typing import TYPE_CHECKING
 
 import h5py
 
-from kvr_mpi.disk import truncate
+from kvr_mpi.disk import sync, truncate
 from kvr_mpi.errors import WriteError
 from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.kv import CachedTokens, KeysValues, PieceWriter
 from kvr_mpi.store.lock import session_of
-from kvr_mpi.store.log import LINE_BYTES, Header, LogWriter, seal, sync
+from kvr_mpi.store.log import LINE_BYTES, Header, LogWriter, seal
 from kvr_mpi.store.record import Record, record_values
 from kvr_mpi.store.stored_kv import piece_id, piece_ids
 from kvr_mpi.store.volumes import KV, create_volume, key_of, volume_line
@@ -52,16 +51,6 @@ MARGIN_BYTES = 256 << 10
 IN_FLIGHT_BYTES = 512 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Document:
-    """A document to be written; `began_s` on ``time.perf_counter``."""
-
-    record: Record
-    tokens: CachedTokens | None
-    has_record: bool
-    began_s: float = field(default_factory=time.perf_counter)
-
-
 @dataclass(slots=True)
 class _Volume:
     """The volume being written."""
@@ -72,18 +61,30 @@ class _Volume:
     pieces: dict[str, tuple[int, str]] = field(default_factory=dict)  # as in the volume's log line
 
 
+@dataclass(slots=True)
 class LayersWriter:
-    """Writes the keys and values of a document layer by layer.
+    """Writes a document layer by layer; see `ResultWriter.writing_piece`.
 
-    Parameters
-    ----------
-    add_layer : callable
-        Call it with each layer's keys and values (tokens, kv_heads, head_dim), on any device, or None if it has none.
-        It copies them, so they may change afterwards.
+    count : number of layers so far.
+    began_s : on ``time.perf_counter``.
     """
 
-    def __init__(self, add_layer: Callable[[KeysValues | None], None]) -> None:
-        self.add_layer, self.is_dropped = add_layer, False
+    record: Record
+    tokens: CachedTokens | None
+    has_record: bool
+    put: Callable[[LayersWriter, KeysValues], None]
+    count: int = 0
+    is_dropped: bool = False
+    began_s: float = field(default_factory=time.perf_counter)
+
+    def add_layer(self, layer: KeysValues | None) -> None:
+        """Add a layer's keys and values (tokens, kv_heads, head_dim), on any device, or None if it has none.
+
+        They are copied, so they may change afterwards.
+        """
+        if layer is not None:
+            self.put(self, layer)
+        self.count += 1
 
     def drop(self) -> None:
         """Discard the document."""
@@ -130,7 +131,6 @@ class ResultWriter:
         self._count, self._began_s = 0, time.monotonic()
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._room, self._waiting_bytes = threading.Condition(), 0
-        self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self._error: Exception | None = None
         self._free = ""  # free space at the time of the error
         self._is_stopped = False
@@ -163,15 +163,14 @@ class ResultWriter:
         If the block raises, or the document is dropped, its layers are discarded.
         """
         self._check()
-        document, numbers = _Document(record, tokens, has_record), itertools.count()
-        layers = LayersWriter(lambda layer: self._put(document, next(numbers), layer))
+        document = LayersWriter(record, tokens, has_record, self._put)
         try:
-            yield layers
+            yield document
         except BaseException:
-            layers.drop()
+            document.drop()
             raise
         finally:
-            self._tasks.put(partial(self._end, document, layers.is_dropped))
+            self._tasks.put(partial(self._end, document))
 
     def end_with(self, cost: Cost) -> None:
         """Set this rank's total cost, which `close` writes."""
@@ -193,37 +192,15 @@ class ResultWriter:
             self._thread.join()
         self._check()
 
-    def _put(self, document: _Document, number: int, layer: KeysValues | None) -> None:
+    def _put(self, document: LayersWriter, layer: KeysValues) -> None:
         """Copy a layer of a document, once there is room, and queue it."""
-        if layer is None:
-            return
         size = sum(tensor.numel() * tensor.element_size() for tensor in layer)
         with self._room:
             self._room.wait_for(lambda: self._waiting_bytes == 0 or self._waiting_bytes + size <= IN_FLIGHT_BYTES)
             self._waiting_bytes += size
-        copies = self._to_host(layer[0]), self._to_host(layer[1])
-        self._tasks.put(partial(self._add_layer, document, number, copies, size, mark_copies(layer[0].device)))
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to contiguous host memory, reusing a buffer if possible.
-
-        Allocating new memory takes several times as long as copying.
-        """
-        with self._room:
-            spare = self._spare.get((tensor.shape, tensor.dtype))
-            copy = spare.pop() if spare else None
-        return copy_to_host(tensor, copy)
-
-    def _release(self, layer: KeysValues, size_bytes: int) -> None:
-        """Let a blocked `write` continue, and keep the buffers for the next layer of the same shape."""
-        with self._room:
-            self._waiting_bytes -= size_bytes
-            for tensor in layer:
-                key = (tensor.shape, tensor.dtype)
-                if key not in self._spare and len(self._spare) > 1:  # more: buffers of another document's shapes
-                    self._spare.clear()
-                self._spare.setdefault(key, []).append(tensor)
-            self._room.notify_all()
+        copies = copy_to_host(layer[0]), copy_to_host(layer[1])
+        copied = mark_copies(layer[0].device)
+        self._tasks.put(partial(self._add_layer, document, document.count, copies, size, copied))
 
     def _check(self) -> None:
         if self._error is not None:
@@ -268,7 +245,7 @@ class ResultWriter:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _add_layer(
-        self, document: _Document, number: int, layer: KeysValues, size_bytes: int, copied: Callable[[], None] | None
+        self, document: LayersWriter, number: int, layer: KeysValues, size_bytes: int, copied: Callable[[], None] | None
     ) -> None:
         try:
             if self._error is None:
@@ -278,31 +255,33 @@ class ResultWriter:
                 self._piece = self._piece or self._new_piece(document)
                 self._piece.add(number, layer)
         finally:
-            self._release(layer, size_bytes)
+            with self._room:  # a blocked `write` continues
+                self._waiting_bytes -= size_bytes
+                self._room.notify_all()
 
-    def _new_piece(self, document: _Document) -> PieceWriter:
+    def _new_piece(self, document: LayersWriter) -> PieceWriter:
         volume = self._volume = self._volume or self._open()
         name = piece_id(document.record, document.tokens)
         if volume.pieces.pop(name, None):  # left by an attempt that failed
             del volume.file[KV][key_of(name)]
         return PieceWriter(volume.file[KV], key_of(name), document.tokens)
 
-    def _end(self, document: _Document, is_dropped: bool) -> None:
+    def _end(self, document: LayersWriter) -> None:
         """Complete a document, or discard its layers."""
         piece, self._piece = self._piece, None
         if self._error is not None:
             return
         if piece is not None:
             assert self._volume is not None
-            if is_dropped:
+            if document.is_dropped:
                 piece.discard()
             else:
                 self._volume.pieces[piece_id(document.record, document.tokens)] = piece.finish()
-        if document.has_record and not is_dropped:
+        if document.has_record and not document.is_dropped:
             self._add_record(document, has_kv=piece is not None)
         self._recorder.note("write", document.began_s)
 
-    def _add_record(self, document: _Document, *, has_kv: bool) -> None:
+    def _add_record(self, document: LayersWriter, *, has_kv: bool) -> None:
         record = document.record
         line = seal(record_values(record, piece_ids(record, document.tokens) if has_kv else ()))
         if len(line) > LINE_BYTES:
@@ -348,8 +327,6 @@ class ResultWriter:
         if volume is None or self._error is not None:
             return
         assert self._piece is None, "a document is being written"
-        with self._room:
-            self._spare.clear()
         volume.file.close()
         if volume.pieces:
             sync(volume.path)
@@ -390,18 +367,12 @@ class ResultWriter:
                 volume.path.unlink(missing_ok=True)
 
 
-def copy_to_host(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    """Copy a tensor to contiguous host memory; from a GPU asynchronously, in the order of its stream.
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to new contiguous host memory; from a GPU asynchronously, in the order of its stream."""
+    import torch
 
-    `into` is a host buffer of the same shape and dtype to reuse; without one, it is allocated, pinned for a GPU.
-    """
-    if into is None:
-        import torch
-
-        with torch.inference_mode(False):  # the buffer may be reused outside inference mode
-            into = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
-    into.copy_(tensor.detach(), non_blocking=True)
-    return into
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach(), non_blocking=True)
 
 
 def mark_copies(device: torch.device) -> Callable[[], None] | None:

@@ -136,6 +136,6 @@ def _check(name: str, kv: StoredKV, stored: Sequence[int], ids: tuple[int, ...],
         is_right = has == ((*of_one, shape.key_dim), (*of_one, shape.value_dim), dtype)
         if not is_right or (rows is not None and len(rows.counts) != heads):
             raise DataError(
-                f"{name}: layer {number} has keys and values {has and tuple(has)}; this model has {heads} heads of "
+                f"{name}: layer {number} has keys and values {has}; this model has {heads} heads of "
                 f"{shape.key_dim} and {shape.value_dim} elements, {dtype}"
             )

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from constants import ROOT
 
 from benchmarks.first_token import STRATEGIES
 from kvr_mpi.errors import EXIT_CONFIG
 
 
 @pytest.mark.slow
-def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, run_bench: Any) -> None:
+def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpirun: Any) -> None:
     rows_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
+    command = [sys.executable, "-m", "benchmarks", "first-token"]
     words = ["--model", tiny_model_dir, "--contexts", "128,256", "--repeats", "2", "--roofline"]
-    run = run_bench(2, "first-token", *words, "--json", rows_file, "--plot", plot)
+    run = mpirun(2, [*command, *words, "--json", rows_file, "--plot", plot], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     rows = json.loads(rows_file.read_text())
     assert [(row["strategy"], row["context_tokens"]) for row in rows] == [
@@ -41,5 +44,5 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, run
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert all(strategy in run.stdout for strategy in STRATEGIES)
     assert run.stdout.count("products with weights") == 2 and "the best runs reach" in run.stdout
-    wrong = run_bench(2, "first-token", *words, "--strategies", "kvr-x")
+    wrong = mpirun(2, [*command, *words, "--strategies", "kvr-x"], cwd=ROOT)
     assert wrong.returncode == EXIT_CONFIG and "'kvr-x': expected some of single" in wrong.stderr

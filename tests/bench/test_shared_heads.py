@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from constants import ROOT
 from made_jobs import with_settings
 
 WAYS = ["whole, SHA", "whole, apart", "SHA", "best effort", "equal copies", "in proportion", "apart"]
 SMALL = ["compress.method=ada-snapkv", "compress.window=16"]
 
 
-def test_every_way_decodes_the_same_documents(run_bench: Any, job: Path, tmp_path: Path) -> None:
+def test_every_way_decodes_the_same_documents(mpirun: Any, job: Path, tmp_path: Path) -> None:
     settings = with_settings(*SMALL, "compress.budget=0.5", "generation.max_new_tokens=40")
-    ran = run_bench(
-        2, "fairkv", job, "--repeats", "1", *settings, "--budgets", "48,96", "--json", tmp_path / "rows.json"
-    )
+    words = [job, "--repeats", "1", *settings, "--budgets", "48,96", "--json", tmp_path / "rows.json"]
+    ran = mpirun(2, [sys.executable, "-m", "benchmarks", "fairkv", *words], cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["way"] for row in rows] == 2 * WAYS and all(way in ran.stdout for way in WAYS)

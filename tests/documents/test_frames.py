@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_corpora import with_chat
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -43,12 +43,6 @@ def frames(draw: st.DrawFn) -> Frame:
     head, tail = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     budget = draw(st.integers(1, 60))
     return Frame(tuple(range(-head, 0)), tuple(range(-100, -100 + tail)), head + tail + budget)
-
-
-def with_chat(tokenizer: Any, chat_template: str | None) -> Any:
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = chat_template
-    return other
 
 
 def prompt_of(tokenizer: Any, frame: Frame, text: str) -> PromptText:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_corpora import WRITERS, errors_of, read, tables, write_lines
+from made_corpora import WRITERS, errors_of, read, tables, with_chat, write_lines
 
 from kvr_mpi.documents import RowFormat, scan_corpus
 from kvr_mpi.documents.conversations import check_has_chat_template, encode_conversation
@@ -120,12 +119,6 @@ TALK = (
     Message("assistant", "Rain."),
     Message("user", "When? 12.5"),
 )
-
-
-def with_chat(tokenizer: Any, chat_template: str | None) -> Any:
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = chat_template
-    return other
 
 
 def test_a_conversation_is_what_the_chat_template_makes_of_it(tokenizer: Any) -> None:

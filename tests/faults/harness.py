@@ -24,12 +24,12 @@ from pathlib import Path
 
 import torch
 from constants import MPI_ENVIRONMENT
+from made_jobs import TEXT, toml_of
 from warm import can_watch, rank_for
 
 from kvr_mpi.store.results import open_results
 
 LAUNCHER = Path(sys.executable).parent / "mpirun"
-TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 DOCUMENTS = 12
 LIMIT_S = 300.0
 ENDED_WELL = (0, 65)
@@ -178,41 +178,28 @@ def damage(output: Path, chance: random.Random, case: Case) -> None:
             os.utime(each, (when, when))
 
 
-def write_job(folder: Path, model: Path, kv: str = "true", text: str = TEXT) -> Path:
+def write_job(folder: Path, model: Path, kv: str | bool = True, text: str = TEXT) -> Path:
     """Write a job over short documents, one of them bad; its output folder is given with each run."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(DOCUMENTS - 1):
         (corpus / f"doc-{number:02d}.txt").write_text(f"Document {number}. " + text * (1 + number % 5 * 3))
     (corpus / "empty.txt").write_text(" ")
-    more = '[prompt]\ntemplate = "Summarise: {text} Summary:"\n[parallel]\npartition = "even"'
-    return _write(folder / "job.toml", model, corpus, more, kv)
+    more = {"prompt.template": "Summarise: {text} Summary:", "parallel.partition": "even"}
+    return _write(folder / "job.toml", model, corpus, kv, more)
 
 
 def write_questions(folder: Path, model: Path, run: Path, *, sharded: bool = False) -> Path:
     """Write a job that asks what a run has stored, all ranks together or each about documents of its own."""
-    more = '[questions]\nask = ["Who saw the second boat?", "When did the ferry leave?"]'
-    if sharded:
-        more += '\n[parallel]\nranks_per_chain = "all"'
-    return _write(folder / "questions.toml", model, run, more, "false" if sharded else "true")
+    more: dict[str, object] = {"questions.ask": ["Who saw the second boat?", "When did the ferry leave?"]}
+    more |= {"parallel.ranks_per_chain": "all"} if sharded else {}
+    return _write(folder / "questions.toml", model, run, not sharded, more)
 
 
-def _write(job: Path, model: Path, documents: Path, more: str, kv: str) -> Path:
-    job.write_text(
-        f"""
-        [model]
-        path = "{model}"
-        dtype = "float32"
-        [documents]
-        path = "{documents}"
-        [generation]
-        max_new_tokens = 24
-        [output]
-        path = "given with each run"
-        kv = {kv}
-        """
-        + more
-    )
+def _write(job: Path, model: Path, documents: Path, kv: str | bool, more: Mapping[str, object]) -> Path:
+    usual = {"model.path": model, "model.dtype": "float32", "documents.path": documents}
+    usual |= {"generation.max_new_tokens": 24, "output.path": "given with each run", "output.kv": kv}
+    job.write_text(toml_of({**usual, **more}))
     return job
 
 

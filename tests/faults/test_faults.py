@@ -63,7 +63,7 @@ class Jobs:
 
     @cached_property
     def sharded(self) -> tuple[Path, Path]:
-        return write_job(self._folder / "sharded", self._model, kv='"sharded"'), self.texts[1]
+        return write_job(self._folder / "sharded", self._model, kv="sharded"), self.texts[1]
 
     @cached_property
     def extended(self) -> tuple[Path, Path, Path]:

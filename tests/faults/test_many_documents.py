@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from constants import MPI_ENVIRONMENT
 from harness import LAUNCHER, ranks_of
+from made_jobs import toml_of
 
 from kvr_mpi.store.folder import survey
 
@@ -24,22 +25,6 @@ RANKS = 2
 # A rank may grow by this much from the first tenth of its documents to the last: caches, arenas, no document.
 MAY_GROW = 16 << 20
 EVERY_S = 0.5
-JOB = """
-[model]
-path = "{model}"
-dtype = "float32"
-[documents]
-path = "{folder}/rows.jsonl"
-[prompt]
-template = "{{text}}"
-[generation]
-max_new_tokens = 2
-[parallel]
-partition = "even"
-ranks_per_chain = 1
-[output]
-path = "{folder}/out"
-"""
 
 
 def resident(pid: int) -> int:
@@ -72,7 +57,17 @@ def test_no_rank_grows_with_the_documents(tmp_path: Path, tiny_model_dir: Path) 
         for number in range(DOCUMENTS)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "job.toml").write_text(JOB.format(model=tiny_model_dir, folder=tmp_path))
+    job = {
+        "model.path": tiny_model_dir,
+        "model.dtype": "float32",
+        "documents.path": tmp_path / "rows.jsonl",
+        "prompt.template": "{text}",
+        "generation.max_new_tokens": 2,
+        "parallel.partition": "even",
+        "parallel.ranks_per_chain": 1,
+        "output.path": tmp_path / "out",
+    }
+    (tmp_path / "job.toml").write_text(toml_of(job))
     log, seen = tmp_path / "log", list[tuple[int, tuple[int, ...]]]()
     command = [LAUNCHER, "-n", str(RANKS), LAUNCHER.with_name("kvr-run"), tmp_path / "job.toml", "--resume"]
     environment = {**os.environ, **MPI_ENVIRONMENT}

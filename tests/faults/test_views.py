@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import harness
 import pytest
-from harness import TEXT, Case, end, launch, make_reference, write_job, write_questions
-from test_faults import seeds
-from warm import server
+from harness import Case, end, launch, make_reference, write_job, write_questions
+from made_jobs import TEXT, with_settings
+from test_faults import seeds, start
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, KvrError
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
+__all__ = ["start"]  # of ranks, here too
 SEEDS = os.environ.get("KVR_TEST_SEEDS") or "1-20"
 OTHER = "A train came late at night and the station was empty. Somebody at the gate had lost a red bag. "
 KINDS = ("read-error", "content", "missing", "clock")
@@ -57,16 +57,14 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Place:
     folder, right = tmp_path_factory.mktemp("views"), Answers()
-    with server() as starter:
-        harness.starter[:] = starter
-        for name, text in (("other", OTHER), ("corpus", TEXT)):
-            job = write_job(folder / name, small_vocabulary_dir, text=text)
-            right |= answers(make_reference(job, folder / name / "run"))
-        questions = write_questions(folder, small_vocabulary_dir, folder / "corpus" / "run")
-        found = answers(make_reference(questions, folder / "answers", well=0))
-        yield Place(folder / "corpus", folder / "other", job, questions, right, found)
+    for name, text in (("other", OTHER), ("corpus", TEXT)):
+        job = write_job(folder / name, small_vocabulary_dir, text=text)
+        right |= answers(make_reference(job, folder / name / "run"))
+    questions = write_questions(folder, small_vocabulary_dir, folder / "corpus" / "run")
+    found = answers(make_reference(questions, folder / "answers", well=0))
+    return Place(folder / "corpus", folder / "other", job, questions, right, found)
 
 
 @pytest.mark.slow
@@ -89,8 +87,7 @@ def test_no_answer_is_wrong_whatever_one_rank_sees(seed: int, place: Place, tmp_
     output, job, right = tmp_path / "out", place.job, place.right
     if asks:
         job, right = place.questions, place.right_of_questions
-    settings = [one.format(run=place.corpus / "run") for one in MODES[mode]]
-    words = [word for one in settings for word in ("--set", one)]
+    words = with_settings(*(one.format(run=place.corpus / "run") for one in MODES[mode]))
     code, log = end(launch(job, output, 2, words=words, view=view), Case(seed, [f"{mode} {view}"]))
     story = f"{mode} {view}; exit code {code}\n{log[-4000:]}"
     assert "Traceback" not in log and code in (EXIT_OK, EXIT_BAD_DATA, EXIT_CONFIG), story

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nccl import Network, installed
+from fake_nccl import HostOnly, Network, installed
 from pretended_cuda import PretendedCuda, pretended
 
-from kvr_mpi.setup import prepare
-from kvr_mpi.transport import mpi
-from kvr_mpi.transport.choose import warm_up
-from kvr_mpi.transport.nccl import open_nccl
+from kvr_mpi.model import choose_device
+from kvr_mpi.runtime.worker import ChainWorker
+from kvr_mpi.setup import loading
+from kvr_mpi.transport import choose, mpi
 
 
 @pytest.fixture
@@ -34,34 +34,34 @@ def network(gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> Network:
 @pytest.fixture
 def run_on_gpus_here(
     run_here: Any, gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[int, Sequence[str | Path]], Any]:
-    """As `run_here`; of several ranks each has a GPU, on a host of its own."""
-    connect, load = mpi.connect, prepare.load_on_all
+) -> Callable[..., Any]:
+    """As `run_here`; of several ranks each has a GPU, on a host of its own, and between them there is NCCL only."""
+    connect, load, work = mpi.connect, loading.load_model, ChainWorker.run
 
-    def own(*given: Any) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+    def load_there(path: str, *, device_index: int, **arguments: Any) -> Any:
+        device = choose_device(arguments["device"], device_index)
+        return gpus.move(load(path, **arguments | {"device": "cpu"}), device)
 
-    def connect_there() -> Any:
+    def connect_there() -> HostOnly:
         world = connect()
-        torch.cuda.set_device(world.rank)
-        return world
+        return HostOnly(world._hub, world.rank)
 
-    def load_there(world: Any, path: str, **arguments: Any) -> Any:
-        return gpus.move(load(world, path, **arguments | {"device": "cpu", "kernels": "plain"}), own())
+    def run_there(worker: ChainWorker) -> None:
+        network.at_work.add(threading.current_thread().name)
+        work(worker)
 
-    def open_there(world: Any, *arguments: Any, **more: Any) -> tuple[Any, str]:
-        ranks = open_nccl(world, own())
-        warm_up(ranks, own())
-        return ranks, "transport: nccl"
-
-    def launch(ranks: int, arguments: Sequence[str | Path]) -> Any:
+    def launch(ranks: int, arguments: Sequence[str | Path], command: str = "run") -> Any:
         with monkeypatch.context() as there:
             if ranks > 1:
-                there.setattr(mpi, "connect", connect_there)
-                there.setattr("kvr_mpi.runtime.batch.own_device", own)
-                there.setattr("kvr_mpi.runtime.batch.open_transport", open_there)
-                there.setattr(prepare, "load_on_all", load_there)
+                there.setattr(torch.cuda, "is_available", lambda: True)
+                there.setattr(choose, "choose", lambda *given, **options: ("nccl", "pretended"))
+                there.setattr(loading, "load_model", load_there)
                 there.setattr(socket, "gethostname", lambda: threading.current_thread().name)
-            return run_here(ranks, arguments)
+                there.setattr(mpi, "connect", connect_there)
+                there.setattr(ChainWorker, "run", run_there)
+                network.at_work.clear()
+            done = run_here(ranks, arguments, command)
+        assert network.late == [], "pairs that were not warmed up"
+        return done
 
     return launch

@@ -19,6 +19,7 @@ import pytest
 import torch
 from pretended_cuda import GpuTensor, PretendedCuda, Stream, grains
 
+from kvr_mpi.transport.base import Request
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.nccl import NcclTransport, open_nccl
 
@@ -99,6 +100,10 @@ class Network:
     ----------
     blind : set of int
         Ranks whose hosts see no transfer end.
+    at_work : set of str
+        Threads of ranks that have begun with prompts.
+    late : list of str
+        Pairs that connected after that: NCCL may then wait for transfers that wait for one of the two.
     ahead : dict
         By rank, while its host is blind, of each transfer that its computation waited for: the kernels launched before
         that for which the transfer itself did not have to wait.
@@ -116,6 +121,8 @@ class Network:
         self.blind: set[int] = set()
         self.ahead: dict[int, list[int]] = defaultdict(list)
         self.groups: list[Group] = []
+        self.at_work: set[str] = set()
+        self.late: list[str] = []
         self.failure: str | None = None
 
     def group(self, name: str, rank: int, size: int, options: Options) -> Group:
@@ -229,6 +236,8 @@ class Group:
         if peer in self._connected:
             return
         low, high = sorted((self.rank, peer)) if peer != ALL else (ALL, ALL)
+        if threading.current_thread().name in self.network.at_work:
+            self.network.late.append(f"{self.name}: {self.rank} and {peer}")
         with self.network.lock:
             size = self.size if peer == ALL else 2
             barrier = self.network.connections.setdefault((self.name, low, high), threading.Barrier(size))
@@ -237,6 +246,26 @@ class Group:
         except threading.BrokenBarrierError:
             raise TimeoutError(f"rank {self.rank} waits for a connection with rank {peer} that nobody makes") from None
         self._connected.add(peer)
+
+
+class HostOnly(LocalTransport):
+    """The control channel of ranks on GPUs, which refuses GPU memory."""
+
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
+        return super().isend(_on_host(tensor), dest, tag)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
+        return super().irecv(_on_host(tensor), source, tag)
+
+    def split(self, color: int) -> HostOnly:
+        some = super().split(color)
+        return HostOnly(some._hub, some.rank)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, GpuTensor):
+        raise TypeError("GPU memory is passed to the control channel")
+    return tensor
 
 
 def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T]) -> list[T]:
@@ -253,7 +282,7 @@ def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T])
     def rank(local: LocalTransport) -> T:
         device = torch.device("cuda", local.rank)
         torch.cuda.set_device(device)
-        return work(open_nccl(local, device))
+        return work(open_nccl(HostOnly(local._hub, local.rank), device))
 
     def all_ranks() -> None:
         try:

@@ -6,19 +6,25 @@ import itertools
 import threading
 import warnings
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from gpu_machine import random_model
+from gpu_machine import model_of, random_model
 from gpu_steps import Figures, Given
 
+from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.kv import attention
 from kvr_mpi.kv.attention import PartialAttention, attend, name_attention
+from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.verify import verify
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.tuning.kernels import fuse_on_gpus
 
 KEYS, WINDOW = 4096, 256
 # Of the largest output, by dtype: what rounding of inputs and outputs allows.
@@ -90,6 +96,21 @@ def _worst_errors(given: Given) -> Figures:
             worst[str(dtype)] = max(worst[str(dtype)], error)
             assert error <= ALLOWED[dtype], f"{name}, {dtype}, head_dim {dim}, {queries} queries, {heads}: {error:.1e}"
     return {f"worst error, {dtype}": error for dtype, error in worst.items()}
+
+
+def pretrained_is_exact(given: Given) -> Figures:
+    """The demo's model, in float32 and bfloat16, by verify's rule; the truth is transformers' on the CPU."""
+    load = partial(load_model, model_of(replace(given, model="")), offline=True)
+    load = partial(load, cache_dir=read_environment().machine.cache_dir)
+    exact, found = load(dtype="float32", device="cpu"), dict[str, Any]()
+    for dtype in ("float32", "bfloat16"):
+        loaded = load(dtype=dtype, device=given.kind)
+        fuse_on_gpus(loaded, LocalTransport(), print)  # as jobs do
+        findings = list(verify(loaded, LocalTransport(), [24] if given.is_small else [64, 500, 4000], exact=exact))
+        assert findings and all(each.holds for each in findings), findings
+        found |= {f"{dtype}, {each.tokens} tokens, {each.strategy}": each.logits_error for each in findings}
+        found |= {f"{dtype}, {each.tokens} tokens, allowed": each.allowed for each in findings}
+    return found
 
 
 def nothing_synchronises(given: Given) -> Figures:

@@ -11,22 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from models import CONFIGS, prompt
+from models import CONFIGS, STATES, WHOLE, prompt
 from pretended_cuda import CPU, OnDevices, PretendedCuda
 from torch.nn.attention.flex_attention import AuxOutput
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from kvr_mpi.compress.compression import open_compression
+from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv import attention, flex
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import AttentionParams, attend
 from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.setup import prepare
 from kvr_mpi.setup.prepare import describe_portable
 from kvr_mpi.transport.local import LocalTransport, PretendedChain
@@ -53,15 +57,18 @@ def gpu(gpus: PretendedCuda) -> Iterator[PretendedCuda]:
 
 def model_of(name: str, layers: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> LoadedModel:
     """A tiny model of so many layers, prepared for chains."""
-    config = CONFIGS[name]()
+    config = {**CONFIGS, **STATES, **WHOLE}[name]()
     for key, value in ({"num_hidden_layers": layers} | settings).items():
         setattr(config, key, value)
+    if hasattr(config, "no_rope_layers"):
+        config.no_rope_layers = [1] * layers
     if getattr(config, "layer_types", None):
         config.layer_types = (config.layer_types * layers)[:layers]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype)
-    prepare_model(model, chain=True)
-    return LoadedModel(model, None, probe_shape(config, dtype), name, name, dtype, CPU)
+    in_parts = name not in WHOLE
+    prepare_model(model, chain=in_parts)
+    return LoadedModel(model, None, probe_shape(config, dtype), name, name, dtype, CPU, attends_in_parts=in_parts)
 
 
 def as_it_is(given: Any) -> Any:
@@ -149,6 +156,34 @@ def test_nothing_waits_for_the_gpu_in_a_layer(
     assert waits[0] == waits[1] and called == calls
     if prepare in (make_row_of_pages, make_row_of_heads):
         assert waits[0][1] == 1, "tokens and lengths, in one copy"
+
+
+def run_compressed(loaded: LoadedModel, **settings: Any) -> Prefill:
+    retain = open_compression(CompressSettings(budget=16, **settings), loaded).retain(40, (0, 36))
+    return prefill_whole(loaded, prompt(40), reserve_tokens=4, retain=retain)
+
+
+FEATURES: dict[str, tuple[str, Callable[[LoadedModel], object]]] = {
+    **{name: (name, run_alone) for name in ("mixtral-moe", "gpt-oss-sinks", "llama4-chunks", "deepseek-latents")},
+    **{name: (name, run_alone) for name in ("lfm2-convolutions", "qwen3-next-delta-rule")},
+    "chunks": ("llama-gqa", lambda loaded: prefill_whole(loaded, prompt(40), chunk_tokens=7)),
+    "rolling": ("mistral-window", lambda loaded: prefill_rolling(loaded, prompt(40), Rolling(16, 8))),
+    "streaming-llm": ("llama-gqa", partial(run_compressed, method="streaming-llm")),
+    **{
+        name: ("llama-gqa", partial(run_compressed, method=name, window=4))
+        for name in ("snapkv", "pyramidkv", "ada-snapkv")
+    },
+}
+# How often the host waits in each layer, and what for; `docs/gpus.md` says so, too.
+WAITS = {"ada-snapkv": 1}  # how many tokens each head keeps: it reserves their rows
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_prefill_of_many_layers_waits_as_often_as_one_of_few(gpu: PretendedCuda, feature: str) -> None:
+    name, run = FEATURES[feature]
+    models = [gpu.move(model_of(name, layers), GPU) for layers in (4, 2, 4)]  # the first makes tables
+    _, few, many = (waits_in(gpu, partial(run, loaded)) for loaded in models)
+    assert few and many - few == 2 * WAITS.get(feature, 0), gpu.waits
 
 
 def test_a_step_waits_as_often_for_many_documents_as_for_two(gpu: PretendedCuda) -> None:

@@ -20,7 +20,17 @@ from torch.nn.attention import flex_attention as torchs
 from kvr_mpi.kv import attention
 
 # Those that take longest, most of them steps of several processes.
-LONG = {"flex", "staged", "doctor", "nccl, 2 ranks", "tensor-parallel", "asking", "first token, ranks", "profile"}
+LONG = {
+    "flex",
+    "pretrained",
+    "staged",
+    "doctor",
+    "nccl, 2 ranks",
+    "tensor-parallel",
+    "asking",
+    "first token, ranks",
+    "profile",
+}
 ABSENT = {
     **{f"nccl, {ranks} ranks": f"one for each of {ranks} ranks" for ranks in (4, 8)},
     **{"cuda-aware mpi": "GPU", "vllm": "vllm is not installed"},

@@ -6,7 +6,6 @@ import gc
 import random
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,11 @@ from benchmarks.kept import keep_only
 from kvr_mpi.decode import step_graph
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
-from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import follow
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.prefill.routes import relay
 
 NEW_TOKENS = 14
 LENGTHS = [30, 61, 18, 47]
@@ -92,10 +89,9 @@ def reference(loaded: LoadedModel, ids: list[int], retained: Retained, tokens: l
     return logits
 
 
-@torch.inference_mode()
 def logits_after(loaded: LoadedModel, prefill: Prefill, tokens: list[int]) -> torch.Tensor:
     """Logits (tokens, vocab) after each of some tokens, one by one."""
-    return torch.stack([run_model(loaded.model, torch.tensor([[token]]), prefill.cache)[0] for token in tokens])
+    return torch.stack(follow(loaded.model, prefill, len(tokens), tokens).steps)
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["ragged", "alike"])
@@ -231,34 +227,3 @@ def test_what_cannot_be_kept_is_refused_and_changes_nothing() -> None:
     keep_only(full.cache, choose(loaded, 20), 3)
     with pytest.raises(ValueError, match="have room for 3 more"):
         logits_after(loaded, full, truth)
-
-
-def resident_bytes(which: str = "VmRSS") -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(which))
-
-
-@pytest.mark.long  # in a process that other tests have left alone
-def test_memory_is_given_back() -> None:
-    """As the process sees it: 250 MB of keys and values, of which a quarter is kept."""
-    loaded, tokens, slack = tiny("llama-gqa"), 800_000, 100
-    retained: Retained = [[torch.arange(tokens // 8), torch.arange(3 * tokens // 8)] for _ in range(3)]
-    gc.collect()
-    before = resident_bytes()
-    cache = SliceCache(loaded, relay(Partition((0, tokens)), 0), None)
-    cache.finish()
-    for layer in cache.layers:
-        layer.post()
-        layer.buffer.fill_(1.0)
-        layer.length = tokens
-    whole = cache.held_bytes
-    assert whole == 3 * tokens * 2 * 2 * 8 * 4 and resident_bytes() - before > 0.95 * whole
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    keep_only(cache, retained, slack)
-    peak = resident_bytes("VmHWM") - before
-    kept = sum(len(positions) + slack for heads in retained if heads for positions in heads) * 2 * 8 * 4
-    assert cache.held_bytes == kept < 0.26 * whole
-    assert peak <= whole + 0.5 * kept, "a layer at a time"
-    assert resident_bytes() - before <= 1.05 * kept + 0.02 * whole  # the heap's own coming and going
-    del cache, layer
-    assert resident_bytes() - before <= 0.05 * whole

@@ -23,6 +23,7 @@ from kvr_mpi.prefill.packed import prefill_packed
 
 NEW_TOKENS = 6
 NAMES = ["llama-gqa", "mistral-window", "qwen2-some-windows", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"]
+NAMES += ["opt", "falcon-mha"]
 # The last one goes on for longer than a window or chunk.
 ENDS = [[5, 7, 9], [11], [3] * 4, [8, 1, 4, 4, 2] * 9]
 
@@ -88,6 +89,8 @@ def test_answers_are_those_of_each_prompt_alone(name: str, way: str, monkeypatch
         assert answered(loaded, ids, prefills) == truth
         (one,) = ask(loaded, document, ENDS[-1:], arena)
         assert answered(loaded, ids[-1:], [one]) == truth[-1:], "and by itself, without being packed"
+    with pytest.raises(ValueError, match="does not begin with the shared prefix"):
+        prefill_packed(loaded, [ids[0], prompt(310)[1:]], prefix=document)
 
 
 @pytest.mark.parametrize("pages", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from chains import chain, greedy, single
+from chains import all_ranks, chain, single
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, STATES, WHOLE, prompt, random_model, tiny
@@ -24,7 +24,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, MaskRequest, Visibility
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_whole
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_whole
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import run_local
 
@@ -68,14 +68,8 @@ def test_other_masks_are_not(function: Any) -> None:
     ],
 )
 def test_of_windows_and_chunks_only_what_is_seen_travels(name: str, bounds: Any, carried: list[int]) -> None:
-    loaded, partition, row = tiny(name), Partition(bounds), tiny(name).shape.kv_bytes_per_token
-    prepare_model(loaded.model, chain=True)
-
-    def run(**options: bool) -> list[Any]:
-        ids = prompt(240)
-        return run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, **options))
-
-    ranks, everything = run(), run(keeps_all=True)
+    loaded, row = tiny(name), tiny(name).shape.kv_bytes_per_token
+    ranks, everything = (all_ranks(loaded, prompt(240), bounds, keeps_all=each) for each in (False, True))
     assert [rank.sent_bytes for rank in ranks] == [tokens * row for tokens in [*carried, 0]]
     assert [rank.sent_bytes for rank in everything[:-1]] == [stop * row for stop in bounds[1:-1]]
     assert torch.equal(everything[-1].logits, ranks[-1].logits)
@@ -86,34 +80,10 @@ def test_of_windows_and_chunks_only_what_is_seen_travels(name: str, bounds: Any,
 @pytest.mark.parametrize("name", STATES)
 def test_states_are_one_small_message_a_layer(name: str) -> None:
     loaded = tiny(name)
-    prepare_model(loaded.model, chain=True)
-    sent = []
-    for tokens in (60, 120):
-        ranks = run_local(2, lambda rank: prefill_kvr(loaded, prompt(tokens), Partition((0, 30, tokens)), rank))  # noqa: B023
-        sent.append(ranks[0].sent_bytes)
+    sent = [all_ranks(loaded, prompt(tokens), (0, 30, tokens))[0].sent_bytes for tokens in (60, 120)]
     states = [layer for layer in loaded.shape.layers if layer.states]
     assert sent[0] == sent[1], "it does not grow with what is after"
     assert 0 < sent[0] - 30 * loaded.shape.kv_bytes_per_token < len(states) * 1e4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*STATES, *WHOLE])
-def test_a_prefix_that_all_share_changes_nothing(name: str) -> None:
-    loaded, ids = tiny(name), prompt(60)
-    truth = single(loaded, ids)
-    assert truth.logits is not None
-    logits, answer = truth.logits, greedy(loaded.model, truth, 8)
-    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-    prefix = compute_prefix(loaded, ids[:25])
-    for bounds in [(0, 60), (0, 26, 60), (0, 40, 59, 60)]:
-        partition = Partition(bounds)
-        ranks = run_local(
-            partition.size,
-            lambda rank: prefill_kvr(loaded, ids, partition, rank, prefix=prefix, reserve_tokens=8),  # noqa: B023
-        )
-        assert ranks[-1].logits is not None
-        torch.testing.assert_close(ranks[-1].logits, logits, atol=1e-4, rtol=0)
-        assert greedy(loaded.model, ranks[-1], 8) == answer
 
 
 @pytest.mark.parametrize("name", [*STATES, *WHOLE])

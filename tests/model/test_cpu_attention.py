@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,16 +22,6 @@ from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, always, forget_kernels, give_kernel, without_kernels
 from kvr_mpi.model.unit_table import Unit, UnitTable
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
-
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    found = open_attention(tmp_path_factory.mktemp("cache"), print, compiles=True)
-    assert found is not None
-    return found
 
 
 @pytest.fixture
@@ -60,27 +48,17 @@ def exact(query: Any, keys: Any, values: Any, scale: float, *, causal: bool, win
     return scores.softmax(-1) @ values, scores.logsumexp(-1)
 
 
-@contextmanager
-def threads_of_torch(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("heads", [(9, 3), (7, 1), (2, 2)])
 def test_it_is_exact(library: KernelLibrary, heads: tuple[int, int], dim: int, threads: int) -> None:
     """At the edges of its blocks, of queries and of keys."""
+    torch.set_num_threads(threads)
     for count in ((1, 1), (1, 1025), (1, 2500), (12, 32), (13, 33), (25, 512), (11, 513), (100, 511), (300, 1300)):
         for dtype in (torch.float32, torch.bfloat16) if count[0] == 1 else (torch.float32,):
             tensors = [each.to(dtype) for each in draw(*heads, *count, dim)]
             for causal, window in ((False, None), (True, None), (True, 1), (True, 100), (True, 530)):
-                with threads_of_torch(threads):
-                    out, lse = library.attend(*tensors, 0.2, causal=causal, window=window)
+                out, lse = library.attend(*tensors, 0.2, causal=causal, window=window)
                 truth = exact(*tensors, 0.2, causal=causal, window=window)
                 assert out.dtype == dtype and lse.dtype == torch.float32
                 rounding = 1e-5 if dtype == torch.float32 else 2**-8
@@ -95,6 +73,7 @@ def test_heads_of_documents_of_any_length(
     library: KernelLibrary, group: int, dim: int, dtype: torch.dtype, threads: int
 ) -> None:
     torch.manual_seed(dim)
+    torch.set_num_threads(threads)
     query = torch.randn(1, 4, 2 * group, dim).to(dtype).transpose(1, 2)  # of four documents with two KV heads
     lengths, firsts = [2100, 1024, 1525, 7], [3, 0, 500, 0]
     lasts = {(0, 0): 90, (0, 1): 2100, (1, 1): 1024, (2, 0): 1525, (3, 0): 7, (3, 1): 1}  # two heads dropped rows
@@ -110,8 +89,7 @@ def test_heads_of_documents_of_any_length(
         units.append(Unit(document, head, keys[cut:], values[cut:], last - lengths[document] - cut, first=cut))
     table = UnitTable(4, 2, units)
     assert library.takes_units(query, table)
-    with threads_of_torch(threads):
-        out, lse = library.attend_units(query, table, np.array(lengths), 0.2, np.array(firsts))
+    out, lse = library.attend_units(query, table, np.array(lengths), 0.2, np.array(firsts))
     for document, head in itertools.product(range(4), range(2)):
         rows = slice(head * group, head * group + group)
         if (document, head) not in lasts:

@@ -61,6 +61,7 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
         ),
         ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 1}, "sliding_window = 1"),
         ({"model_type": "t5"}, "cannot build"),
+        ({"model_type": "no-such-type"}, "cannot be loaded.*no-such-type"),
         ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "fills no cache|not in the files"),
         ({"num_hidden_layers": 5}, "weights that config.json asks for are not in the files .*layers.3"),
         ({"num_hidden_layers": 2}, "weights of layers that config.json does not ask for .*layers.2"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
@@ -12,16 +11,6 @@ from kvr_mpi.model.cpu_attention import KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
 from kvr_mpi.model.narrow_product import BLOCK, NARROW
 from kvr_mpi.model.products import PANELS, PREPACKED, Product, narrow_weights
-from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
-
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
-
-
-@pytest.fixture(scope="module")
-def products(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    library = open_attention(tmp_path_factory.mktemp("cache"), print, compiles=True)
-    assert library is not None
-    return library
 
 
 def halves(outs: int, features: int) -> torch.Tensor:
@@ -62,30 +51,30 @@ def multiples(outs: int, features: int) -> torch.Tensor:
     ],
 )
 def test_weights_come_back_to_the_bit_or_are_left_as_they_are(
-    products: KernelLibrary, make: Any, share: float, spoil: Any
+    library: KernelLibrary, make: Any, share: float, spoil: Any
 ) -> None:
     weight = make(901, 64)
-    found = products.narrow(weight)
+    found = library.narrow(weight)
     assert found is not None and found.nbytes == share * weight.nbytes
     assert torch.equal(found.widen().view(torch.int32), weight.view(torch.int32))
     spoil(weight)
-    assert products.narrow(weight) is None
+    assert library.narrow(weight) is None
 
 
 @pytest.mark.parametrize("outs_features", [(16, 48), (15, 64)])
 def test_shapes_and_types_that_cannot_be_kept_in_fewer_bits(
-    products: KernelLibrary, outs_features: tuple[int, int]
+    library: KernelLibrary, outs_features: tuple[int, int]
 ) -> None:
     for weight in (halves(*outs_features), halves(16, 64).bfloat16(), halves(16, 64).to("meta")):
-        assert products.narrow(weight) is None
+        assert library.narrow(weight) is None
 
 
 @pytest.mark.parametrize("make", [halves, multiples, steps])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5])
-def test_signs_of_zero_and_blocks_of_one_number(products: KernelLibrary, make: Any, value: float) -> None:
+def test_signs_of_zero_and_blocks_of_one_number(library: KernelLibrary, make: Any, value: float) -> None:
     weight = make(16, 64)
     weight[3, :32] = value
-    found = products.narrow(weight)
+    found = library.narrow(weight)
     fits = make is halves or (str(value) != "-0.0" and not (make is multiples and value))  # 127 times a short scale
     assert (found is not None) == fits
     assert found is None or torch.equal(found.widen().view(torch.int32), weight.view(torch.int32))
@@ -95,54 +84,48 @@ def test_signs_of_zero_and_blocks_of_one_number(products: KernelLibrary, make: A
 @pytest.mark.parametrize(("outs", "features"), [(16, 32), (67, 96), (192, 576), (300, 1536)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products_are_those_of_the_weights(
-    products: KernelLibrary, make: Any, outs: int, features: int, threads: int
+    library: KernelLibrary, make: Any, outs: int, features: int, threads: int
 ) -> None:
-    weight, before = make(outs, features), torch.get_num_threads()
-    found = products.narrow(weight)
+    weight = make(outs, features)
+    found = library.narrow(weight)
     assert found is not None
-    try:
-        torch.set_num_threads(threads)
-        for count in (1, 2, 3, 4, 5, 8, 9, 17):
-            rows = torch.randn(1, count, 2 * features)[..., ::2]  # not next to each other
-            wanted = rows.double() @ weight.double().T
-            got = products.multiply(rows, found)
-            assert got.shape == (1, count, outs)
-            within = 1e-6 * (rows.double().abs() @ weight.double().abs().T)
-            assert bool(((got.double() - wanted).abs() <= within).all())
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(threads)
+    for count in (1, 2, 3, 4, 5, 8, 9, 17):
+        rows = torch.randn(1, count, 2 * features)[..., ::2]  # not next to each other
+        wanted = rows.double() @ weight.double().T
+        got = library.multiply(rows, found)
+        assert got.shape == (1, count, outs)
+        within = 1e-6 * (rows.double().abs() @ weight.double().abs().T)
+        assert bool(((got.double() - wanted).abs() <= within).all())
 
 
-def test_a_row_depends_on_no_other_and_other_rows_are_refused(products: KernelLibrary) -> None:
-    weight = products.narrow(halves(64, 96))
+def test_a_row_depends_on_no_other_and_other_rows_are_refused(library: KernelLibrary) -> None:
+    weight = library.narrow(halves(64, 96))
     assert weight is not None
     rows = torch.randn(8, 96)
     rows[3] = float("nan")
-    found = products.multiply(rows, weight)
+    found = library.multiply(rows, weight)
     assert found[3].isnan().all() and found[:3].isfinite().all() and found[4:].isfinite().all()
     for other, told in ((torch.randn(2, 96).bfloat16(), "float32"), (torch.randn(2, 64), "64 features do not fit")):
         with pytest.raises(ValueError, match=told):
-            products.multiply(other, weight)
+            library.multiply(other, weight)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("outs", "features"), [(1, 1), (33, 7), (300, 384), (577, 1000)])
-def test_products_of_panels(products: KernelLibrary, outs: int, features: int, threads: int, bias: bool) -> None:
-    weight, added, before = torch.randn(outs, features), torch.randn(outs), torch.get_num_threads()
-    panels = products.lay_panels(weight.T.contiguous().T)  # in another order in memory
-    try:
-        torch.set_num_threads(threads)
-        for count in (0, 1, 5, 12, 13, 192, 401):
-            rows = torch.randn(count, features)
-            got = products.multiply_panels(rows, panels, outs, added if bias else None)
-            wanted = rows.double() @ weight.double().T + (added.double() if bias else 0)
-            assert got.shape == (count, outs)
-            assert bool(((got - wanted).abs() <= 1e-5 * (1 + rows.double().abs() @ weight.double().abs().T)).all())
-            # A row depends on no other row, and not on how many there are.
-            assert torch.equal(got[-1:], products.multiply_panels(rows[-1:], panels, outs, added if bias else None))
-    finally:
-        torch.set_num_threads(before)
+def test_products_of_panels(library: KernelLibrary, outs: int, features: int, threads: int, bias: bool) -> None:
+    weight, added = torch.randn(outs, features), torch.randn(outs)
+    panels = library.lay_panels(weight.T.contiguous().T)  # in another order in memory
+    torch.set_num_threads(threads)
+    for count in (0, 1, 5, 12, 13, 192, 401):
+        rows = torch.randn(count, features)
+        got = library.multiply_panels(rows, panels, outs, added if bias else None)
+        wanted = rows.double() @ weight.double().T + (added.double() if bias else 0)
+        assert got.shape == (count, outs)
+        assert bool(((got - wanted).abs() <= 1e-5 * (1 + rows.double().abs() @ weight.double().abs().T)).all())
+        # A row depends on no other row, and not on how many there are.
+        assert torch.equal(got[-1:], library.multiply_panels(rows[-1:], panels, outs, added if bias else None))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -157,12 +140,12 @@ def test_products_of_panels(products: KernelLibrary, outs: int, features: int, t
     ],
 )
 def test_layers_read_the_copy_that_their_rows_are_to_read(
-    products: KernelLibrary, bias: bool, ways: tuple[str, ...], is_narrow: bool, copies: float
+    library: KernelLibrary, bias: bool, ways: tuple[str, ...], is_narrow: bool, copies: float
 ) -> None:
     layer = torch.nn.Linear(96, 64, bias=bias)
     if is_narrow:
         layer.weight.data = halves(64, 96)
-    product = Product(layer, ways, products)
+    product = Product(layer, ways, library)
     assert product.nbytes == copies * layer.weight.nbytes
     with torch.inference_mode():
         for count in (1, 8, 64, 512):
@@ -170,13 +153,13 @@ def test_layers_read_the_copy_that_their_rows_are_to_read(
             torch.testing.assert_close(product(rows), layer(rows), atol=1e-5, rtol=1e-5)
 
 
-def test_all_layers_of_a_shape_or_none(products: KernelLibrary) -> None:
+def test_all_layers_of_a_shape_or_none(library: KernelLibrary) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 32) for _ in range(3)), torch.nn.Linear(64, 96))
     for layer in model:
         layer.weight.data = halves(*layer.weight.shape)
-    assert set(narrow_weights(model, products, 1e9)) == set(model)
-    assert set(narrow_weights(model, products, 3 * 32 * 64 * 2)) == set(model[:3]), (
+    assert set(narrow_weights(model, library, 1e9)) == set(model)
+    assert set(narrow_weights(model, library, 3 * 32 * 64 * 2)) == set(model[:3]), (
         "there is no memory for the other one"
     )
     model[1].weight.data[3, 3] = 0.1
-    assert set(narrow_weights(model, products, 1e9)) == {model[3]}
+    assert set(narrow_weights(model, library, 1e9)) == {model[3]}

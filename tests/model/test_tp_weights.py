@@ -11,9 +11,9 @@ import torch
 import transformers as tf
 from made_groups import ids_of, make_folder, on_groups, truth_of
 from models import COMMON, CONFIGS
+from rows import batch_of, finish, tokens_of
 from safetensors import safe_open
 
-from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.errors import ConfigError, DataError, ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model import tensor_parallel as tp
@@ -30,13 +30,10 @@ NEW_TOKENS, PROMPT = 32, ids_of(50)
 
 def answers(loaded: LoadedModel, prefills: Sequence[Prefill]) -> list[list[int]]:
     """Decode prompts together, greedily."""
-    batch = DecodeBatch(loaded, tf.GenerationConfig(do_sample=False), stop=(), max_new_tokens=NEW_TOKENS)
+    batch = batch_of(loaded, NEW_TOKENS)
     for key, prefill in enumerate(prefills):
         batch.add(key, prefill, PROMPT, seed=0)
-    found: dict[int, Any] = {}
-    while batch.running:
-        found |= {finished.key: finished.answer for finished in batch.step()}
-    return [list(found[key].token_ids) for key in sorted(found)]
+    return [list(tokens) for _, tokens in sorted(tokens_of(finish(batch)).items())]
 
 
 def weights_held(model: Any) -> int:

@@ -17,25 +17,37 @@ from kvr_mpi.errors import ConfigError, ModelError, PartitionError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
-from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain, check_spread
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NOISE = allowed_error(torch.float32)
 TOKENS = 60
+CHUNKS: list[tuple[tuple[int, ...], int]] = [
+    ((0, 60), 16), ((0, 37, 60), 7), ((0, 37, 60), 1000), ((0, 1, 40, 59, 60), 16), ((0, 37, 60), 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in [*WHOLE, *STATES])]
 )
 def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
-    """Logits, keys, values and greedy tokens of plain transformers, however the prompt is cut."""
+    """Logits, keys, values and greedy tokens of plain transformers, however the prompt is cut.
+
+    Also after a prefix, and in chunks where the model takes them.
+    """
     loaded, ids = tiny(name), prompt(TOKENS)
     truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
-    for bounds in [(0, 60), (0, 44, 60), (0, 1, 59, 60), (0, 23, 38, 50, 60)]:
-        found = follow(loaded.model, chain(loaded, ids, bounds, NEW_TOKENS), NEW_TOKENS)
-        assert first_difference(differences(found, truth), NOISE) is None, bounds
-        assert found.tokens == truth.tokens, bounds
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
+    prefix, chunks = compute_prefix(loaded, ids[:25]), CHUNKS if name in CONFIGS else ()
+    for bounds, new_tokens, options in (
+        *((bounds, NEW_TOKENS, {}) for bounds in [(0, 60), (0, 44, 60), (0, 1, 59, 60), (0, 23, 38, 50, 60)]),
+        *((bounds, 8, {"prefix": prefix}) for bounds in [(0, 60), (0, 26, 60), (0, 40, 59, 60)]),
+        *((bounds, 8, {"chunk_tokens": size}) for bounds, size in chunks),
+    ):
+        found = follow(loaded.model, chain(loaded, ids, bounds, new_tokens, **options), new_tokens)
+        assert first_difference(differences(found, truth), NOISE) is None, (bounds, options)
+        assert found.tokens == truth.tokens[:new_tokens], (bounds, options)
 
 
 @pytest.mark.quick

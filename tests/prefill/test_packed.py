@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models import CONFIGS, prompt, random_model, tiny
+from models import CONFIGS, random_model, tiny
 from rows import alone, long_rope, other_prompt, ready
 
 from benchmarks.tiny import shrink
@@ -18,7 +18,7 @@ from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill import packed
-from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix
+from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 
@@ -72,19 +72,6 @@ def test_any_lengths_are_exact(name: str, lengths: list[int]) -> None:
     assert shares == pytest.approx([tokens / sum(lengths) for tokens in lengths]), "each its part of the row's time"
     for tokens, found in zip(lengths, together, strict=True):
         check_equal(loaded, found, alone(loaded, other_prompt(tokens)))
-
-
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt-oss-sinks", "gemma2-softcap", "opt", "falcon-mha"])
-def test_what_all_begin_with_need_not_be_computed_again(name: str) -> None:
-    loaded, shared = ready(name), prompt(19)
-    prefix = compute_prefix(loaded, shared)
-    prompts = [shared + other_prompt(tokens) for tokens in LENGTHS]
-    together = prefill_packed(loaded, prompts, reserve_tokens=1, prefix=prefix)
-    for ids, found in zip(prompts, together, strict=True):
-        assert found.partition.bounds == (0, len(ids))
-        check_equal(loaded, found, alone(loaded, ids))
-    with pytest.raises(ValueError, match="does not begin with the shared prefix"):
-        prefill_packed(loaded, [prompts[0], other_prompt(30)], prefix=prefix)
 
 
 def test_a_row_that_does_not_fit_is_halved() -> None:

@@ -1,74 +1,39 @@
-"""Jobs run by chains, rings, or whichever is forecast to be faster; and the registry all of it comes from."""
+"""Chains, rings and rivals give what one process gives; and the registry all of it comes from."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from chains import NEW_TOKENS, single
-from made_jobs import TEXT, answers, with_settings
-from made_tables import COSTS, a_table, an_entry, fitting
-from models import prompt, tiny
-from pipelines import Failing
+from models import VOCAB, prompt, tiny
 
 from benchmarks.published import LENT, PUBLISHED
 from kvr_mpi.errors import DocumentError, ModelError
+from kvr_mpi.kv import buffers
 from kvr_mpi.kv.route import Route
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
-from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
 from kvr_mpi.prefill.registry import JOB_STRATEGIES, KVR, MARGIN, STRATEGIES, candidates, fastest
 from kvr_mpi.prefill.routes import ring
 from kvr_mpi.prefill.self_check import check_strategy
-from kvr_mpi.store.results import open_results
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.tuning.table import save_table
 
 RING = STRATEGIES["ring"]
 SHARING = [name for name, strategy in LENT.items() if not strategy.is_plain]
 KVR_CUT = Partition((0, 20, 40, 50, 64))
-
-
-@pytest.fixture
-def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
-    """A job over documents of other numbers of sentences, for a tiny model."""
-    sentences = enumerate([10, 12, 14, 0, 9, 15, 1, 11])
-    rows = (f'{{"id": "d{n:03d}", "text": "Document {n}. {TEXT * count}"}}\n' for n, count in sentences)
-    (tmp_path / "corpus.jsonl").write_text("".join(rows))
-    (path := tmp_path / "job.toml").write_text(f"""
-        model = {{path = "{tiny_model_dir}", dtype = "float32"}}
-        documents.path = "{tmp_path / "corpus.jsonl"}"
-        prompt.template = "Summarise: {{text}} Summary:"
-        generation.max_new_tokens = 6
-        parallel.partition = "even"
-        output.path = "{tmp_path / "job"}"
-    """)
-    return path
-
-
-@pytest.mark.slow
-def test_auto_takes_what_a_table_forecasts_to_be_faster(
-    job: Path, tmp_path: Path, tiny_model_dir: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slices of 19 to 1 leave the second rank with nothing to do; on a slow link a ring waits in every layer."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the table says
-    uneven = [an_entry((0, tokens * 19 // 20, tokens)) for tokens in (128, 512)]
-    best, slow, found = a_table(contexts=(128, 256, 512)), replace(COSTS, link_bytes_per_s=1e8), []
-    for chosen, changes in (("ring", {"entries": tuple(uneven)}), ("kvr", {"rates": slow})):
-        save_table(fitting(best.model_copy(update=changes), tiny_model_dir), tmp_path / "table.json")
-        settings = with_settings(f"parallel.partition={tmp_path / 'table.json'}", "parallel.strategy=auto")
-        run = run_here(2, [job, "--overwrite", *settings])
-        assert run.returncode == 0, run.stderr
-        assert f"strategy = 'auto', on chains of 2 ranks: {chosen} (forecast for 506 tokens: kvr " in run.stderr
-        assert {record.strategy for record in open_results(tmp_path / "job") if len(record.slices) > 2} == {chosen}
-        found.append(answers(tmp_path / "job"))
-    assert found[0] == found[1]
 
 
 def test_a_tie_is_the_chains() -> None:
@@ -157,6 +122,132 @@ def test_a_rings_memory_is_that_of_whole_buffers() -> None:
         DocumentError, match=r"1000 tokens does not fit: rank 1 of 2 needs .*; [0-9]+ ranks would be enough"
     ):
         check_fits(footprint, cut, [decode_rank, other - 1], 24, make)
+
+
+# Prompts one after the other, some of which fail on purpose
+
+LAYERS = 3
+MODELS = ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gpt-oss-sinks")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, which strategy runs it, how it is cut, and who fails where."""
+
+    model: str
+    strategy: str
+    ids: tuple[int, ...]
+    partition: Partition
+    last: int
+    prefix_tokens: int
+    fails: dict[int, int]  # the layer before which a rank's memory ends; -1: it has none for its buffers
+    chunk_tokens: int | None = None
+
+
+def draw_prompts(count: int, size: int, seed: int, *, failing: float) -> list[Prompt]:
+    """Random lengths, strategies, slices, orders, prefixes and failures; the same on every rank."""
+    draw = random.Random(seed)
+    prompts = []
+    for _ in range(count):
+        tokens = draw.randrange(20, 90)
+        ids = tuple(range(1, 11)) + tuple(draw.randrange(VOCAB) for _ in range(tokens - 10))
+        prefix_tokens = 10 if draw.random() < 0.5 else 0
+        strategy = draw.choice(["kvr", "ring"])
+        slices = 2 * size if strategy == "ring" else size
+        inner = sorted(draw.sample(range(prefix_tokens + 1, tokens), slices - 1))
+        failed = draw.sample(range(size), draw.choice([1, 1, min(2, size), size]))
+        fails = {rank: draw.randrange(-1, LAYERS) for rank in failed} if draw.random() < failing else {}
+        partition, chunk_tokens = Partition((0, *inner, tokens)), draw.choice([None, 5, 16])
+        model, last = draw.choice(MODELS), draw.randrange(size)
+        prompts.append(Prompt(model, strategy, ids, partition, last, prefix_tokens, fails, chunk_tokens))
+    return prompts
+
+
+def truths(prompts: list[Prompt]) -> list[torch.Tensor]:
+    """Logits of plain transformers; leaves the models ready for chains."""
+    for name in {each.model for each in prompts}:
+        prepare_model(tiny(name).model, chain=False)
+    found = [prefill_single(tiny(each.model).model, each.ids, torch.device("cpu")).logits for each in prompts]
+    for name in {each.model for each in prompts}:
+        prepare_model(tiny(name).model, chain=True)
+    return [logits for logits in found if logits is not None]
+
+
+class Failing(threading.local):
+    """Raises what torch raises when memory runs out: on a rank, which is a thread, in the layer of `Prompt.fails`."""
+
+    layer: int | None = None
+
+    @contextmanager
+    def installed(self, models: tuple[str, ...] = MODELS) -> Iterator[None]:
+        """Watch the layers of models and the making of buffers."""
+        make = buffers.make_flat
+
+        def making(count: int, dtype: torch.dtype, device: torch.device) -> Any:
+            if self.layer == -1:
+                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+            return make(count, dtype, device)
+
+        def enter(idx: int) -> None:
+            if self.layer == idx:
+                raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+
+        hooks = []
+        for name in models:
+            blocks = next(part for part in tiny(name).model.modules() if isinstance(part, torch.nn.ModuleList))
+            for idx, block in enumerate(blocks):
+                hooks.append(block.register_forward_pre_hook(lambda block, args, idx=idx: enter(idx)))
+        buffers.make_flat = making
+        try:
+            yield
+        finally:
+            buffers.make_flat = make
+            for hook in hooks:
+                hook.remove()
+
+
+def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tensor], failing: Failing) -> float:
+    """Run all prompts without a barrier, check what comes out on this rank, and return the largest error of logits."""
+    prefixes = {name: compute_prefix(tiny(name), range(1, 11)) for name in {each.model for each in prompts}}
+    forwarder = Forwarder(chain)
+    worst = 0.0
+    for each, truth in zip(prompts, logits, strict=True):
+        failing.layer = each.fails.get(chain.rank)
+        prefill = STRATEGIES[each.strategy].prefill(
+            tiny(each.model),
+            each.ids,
+            each.partition,
+            chain,
+            prefix=prefixes[each.model] if each.prefix_tokens else None,
+            last=each.last,
+            forwarder=forwarder,
+            spares_chain=True,
+            chunk_tokens=each.chunk_tokens if each.strategy == "kvr" else None,
+        )
+        failing.layer = None
+        is_last = chain.rank == each.last
+        assert (prefill.last, prefill.strategy) == (each.last, each.strategy)
+        assert (prefill.error is not None) == bool(each.fails and (is_last or chain.rank in each.fails))
+        if prefill.error is not None:
+            assert prefill.cache is None and prefill.logits is None
+            for rank in each.fails if is_last else [chain.rank]:
+                assert f"{rank}" in prefill.error and "ran out of memory" in prefill.error
+        elif is_last:
+            assert prefill.logits is not None
+            worst = max(worst, float((prefill.logits - truth).abs().max()))
+        else:
+            assert prefill.logits is None
+    forwarder.close()
+    return worst
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_prompts_of_a_pipeline_are_exact_though_some_fail(size: int) -> None:
+    """They follow each other through a chain without a barrier, in any order of ranks; one that fails ends alone."""
+    prompts, failing = draw_prompts(16, size, seed=size, failing=0.4), Failing()
+    logits = truths(prompts)
+    with failing.installed():
+        assert max(run_local(size, lambda rank: run_prompts(rank, prompts, logits, failing))) < 1e-4
 
 
 class Rendezvous(LocalTransport):

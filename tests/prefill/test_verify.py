@@ -22,24 +22,12 @@ from kvr_mpi.transport.local import run_local
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "dtype", "lengths", "said"),
-    [
-        (
-            3,
-            "float32",
-            "7,61,context",
-            ("18 of 18 checks passed on 3 ranks", "480 tokens, ring"),
-        ),  # the context less 32 tokens
-        (2, "bfloat16", "64,200", ("12 of 12 checks passed",)),
-    ],
-)
-def test_verify_holds_on_real_ranks(
-    ranks: int, dtype: str, lengths: str, said: tuple[str, ...], tiny_model_dir: Path, mpirun: Any, kvr: Path
-) -> None:
-    settings = with_settings(f"model.path={tiny_model_dir}", f"model.dtype={dtype}")
-    run = mpirun(ranks, [kvr, "verify", *settings, "--lengths", lengths])
-    assert run.returncode == 0 and all(words in run.stderr for words in said), run.stderr
+def test_verify_holds_on_real_ranks(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+    """Of lengths up to the model's context, less 32 tokens."""
+    settings = with_settings(f"model.path={tiny_model_dir}", "model.dtype=float32")
+    run = mpirun(3, [kvr, "verify", *settings, "--lengths", "7,61,context"])
+    assert run.returncode == 0, run.stderr
+    assert "18 of 18 checks passed on 3 ranks" in run.stderr and "480 tokens, ring" in run.stderr
 
 
 @pytest.mark.parametrize("setting", ["model.adapter=lora", "parallel.tensor_parallel=2"])

@@ -9,10 +9,10 @@ from typing import Any
 import pandas
 import pytest
 from constants import Kvr
-from made_jobs import TEXT, with_settings
+from made_jobs import TEXT
 
 from kvr_mpi.documents.prompts import PromptText, encode_text
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
+from kvr_mpi.errors import EXIT_BAD_DATA
 from kvr_mpi.store.results import open_results
 
 ROWS = [
@@ -31,8 +31,8 @@ def rows_job(job: Path, tmp_path: Path) -> Path:
     job.write_text(
         job.read_text()
         .replace(str(tmp_path / "corpus"), str(folder))
-        .replace('"Summarise: {text} Summary:"', '"On {title}: {text} What of {title}?"\nchat_template = false')
-        .replace("[output]", '[output]\ncolumns = ["label", "title"]')
+        .replace("Summarise: {text} Summary:", "On {title}: {text} What of {title}?")
+        + 'prompt.chat_template = false\noutput.columns = ["label", "title"]\n'
     )
     return job
 
@@ -57,19 +57,3 @@ def test_rows_with_fields_go_through_a_job_and_out_again(
     frame = pandas.read_parquet(tmp_path / "out.parquet")
     assert "columns" not in frame and frame["columns.title"].isna().tolist() == [False, True, False]
     assert json.loads(frame["columns.label"][0]) == ROWS[0]["label"] and frame["columns.label"][1] == "no title"
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("prompt.template={titel} {text}", "{titel}, which is unknown"),
-        ("prompt.system=You know {title}.", "prompt.system 'You know {title}.' has {title}"),
-        ("output.columns=['labels']", "output.columns: no row has a field 'labels'; the fields are id, label, text"),
-        ("documents.path={folder}/corpus", "{title}, which is unknown"),  # text files have no fields
-    ],
-)
-def test_fields_that_no_row_has_are_refused_at_once(
-    rows_job: Path, tmp_path: Path, run_here: Any, setting: str, said: str
-) -> None:
-    run = run_here(1, [rows_job, *with_settings(setting.replace("{folder}", str(tmp_path)))])
-    assert run.returncode == EXIT_CONFIG and said in run.stderr and "loading" not in run.stderr

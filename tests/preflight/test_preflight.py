@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from made_jobs import with_settings
+from made_jobs import plain_job, toml_of, with_settings, write_job
 from made_tables import a_table
 
 from kvr_mpi.errors import ConfigError, KvrError, ModelError
@@ -25,23 +25,12 @@ from kvr_mpi.tuning.table import save_table
 def job(tmp_path: Path) -> Path:
     """A job in which all that can be checked without a model is right; there is no model in the folder, though."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 8}')
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "rows.jsonl").write_text('{"id": "a", "body": "words", "title": "word"}\n')
-    path = tmp_path / "job.toml"
-    path.write_text(
-        f"""
-        [model]
-        path = "{tmp_path / "model"}"
-        [documents]
-        path = "{tmp_path / "corpus"}"
-        text_field = "body"
-        [output]
-        path = "{tmp_path / "out"}"
-        """
-    )
-    return path
+    job = {**plain_job(*(tmp_path / name for name in ("model", "corpus", "out"))), "documents.text_field": "body"}
+    return write_job(tmp_path, text=toml_of(job))
 
 
 def check(job: Path, *settings: str, ranks: int = 2, goes_on: bool = False, offline: bool = True) -> None:
@@ -77,6 +66,11 @@ HEADKV = ("compress.method=headkv", "compress.budget=512", "compress.profile=now
             2,
             "is off (HF_HUB_OFFLINE, or SLURM), and the model is not in the local cache",
         ),
+        (("output.columns=['labels']",), 2, "no row has a field 'labels'; the fields are body, id, title"),
+        (("parallel.tensor_parallel=2", "model.path=org/name"), 4, "use that folder"),
+        (("parallel.tensor_parallel=3",), 6, "cannot be divided by it; choose one of [1, 2, 4"),
+        (("parallel.tensor_parallel=2", "parallel.ranks_per_chain=3"), 4, "cannot be divided into chains of 3"),
+        (("parallel.tensor_parallel=4",), 6, "groups of 4"),
         (("model.path=package:/x.gguf",), 2, "no installed Python package is named ''; check its name"),
     ],
 )

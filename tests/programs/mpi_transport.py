@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from promises import keep_promises
+from promises import keep_counts, keep_promises
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport import mpi, on_root
@@ -26,6 +26,7 @@ WORK_S = 0.4
 mpi.CHUNK_BYTES = 1000  # so that small messages travel in pieces, as large ones do
 world, _ = open_transport(connect(), sys.argv[1], torch.device("cpu"), every_pair=True)
 keep_promises(world)
+keep_counts(world)
 # Those that wait leave their cores to the one that works: an engine beside them may have it (`bench.rivals`).
 began_s = time.process_time()
 on_root(world, lambda: time.sleep(WORK_S))

@@ -205,7 +205,9 @@ def test_prompts_that_reused_most_of_their_tokens_are_compared_with_none() -> No
     assert "440" in rate and "450" not in rate, "what was computed, by the seconds"
 
 
-@pytest.mark.parametrize("damage", ["no trace\n", "[\n{},\n", "a link"])
+@pytest.mark.parametrize(
+    "damage", ["no trace\n", "{}\n", "[1]\n", "[\n{},\n", "[\n1,\n", '[\n{"ph": "X", "ts": 1, "dur": 1},\n', "a link"]
+)
 def test_a_damaged_trace_is_named_and_the_others_are_drawn(damage: str, tmp_path: Path) -> None:
     take(tmp_path, mode="new").lock.release()
     write(tmp_path, 0, [done("a")])

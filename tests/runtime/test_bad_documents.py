@@ -51,18 +51,16 @@ def test_bad_documents_are_records_and_the_rest_is_done(job: Path, tmp_path: Pat
     assert last_line(run.stderr) == "exit code 65: done; 9 of 15 documents failed (allowed: 0, output.max_failed)"
 
 
-def test_files_of_other_types_are_named(tmp_path: Path, run_job: Any) -> None:
+def test_what_cannot_be_read_is_recorded_before_any_prompt_runs_and_other_types_are_named(
+    tmp_path: Path, run_job: Any
+) -> None:
     """They would be lost without a word: the user believes that they are answered."""
-    for name in ("skip.docx", "more.docx", "scan.pdf"):
-        (tmp_path / "corpus" / name).write_text("text")
-    run = run_job(1)
-    assert "2 .docx, 1 .pdf" in run.log and last_line(run.log) == "exit code 0: done; 5 documents answered"
-    assert all(f"{tmp_path}/corpus/{name}" in run.log for name in ("skip.docx", "more.docx", "scan.pdf"))
-
-
-def test_documents_that_cannot_be_read_are_recorded_before_any_prompt_runs(tmp_path: Path, run_job: Any) -> None:
-    (tmp_path / "corpus" / "zero.txt").write_bytes("Käse".encode("latin-1"))  # short ones come last
+    corpus, others = tmp_path / "corpus", ("skip.docx", "more.docx", "scan.pdf")
+    (corpus / "zero.txt").write_bytes("Käse".encode("latin-1"))  # short ones come last
+    for name in others:
+        (corpus / name).write_text("text")
     run = run_job(1, "generation.max_new_tokens=1", code=65)
-    assert "1/6 zero.txt: error: " in run.log
-    assert "5 documents answered, 1 failed in" in run.log and "cut off" in run.log
+    assert "1/6 zero.txt: error: " in run.log and "2 .docx, 1 .pdf" in run.log
+    assert all(f"{corpus}/{name}" in run.log for name in others)
+    assert "5 documents answered, 1 failed in" in run.log
     assert "5 of 5 answers cut off at generation.max_new_tokens" in run.log

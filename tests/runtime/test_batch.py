@@ -1,4 +1,4 @@
-"""The loop over a corpus, as real runs: waves, packs, shards of a corpus, and stopping in time."""
+"""The loop over a corpus, as real runs: waves, packs, shards, stopping in time, and the loss of a rank."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from constants import TESTS
 from made_jobs import TEXT, answers, with_settings
+
+DISTURBED = TESTS / "programs" / "disturbed_rank.py"
 
 
 @pytest.fixture
@@ -44,7 +46,8 @@ def test_documents_come_in_the_order_that_the_job_names(of_sentences: Any, run_j
     settings, answers = [of_sentences([2, 20, 7]), "generation.max_new_tokens=0"], {}
     for order, expected in (("longest", "120"), ("shortest", "021"), ("given", "012")):
         for ranks in ("1", "auto"):
-            run = run_job(1, *settings, f"documents.order={order}", f"parallel.ranks_per_chain={ranks}")
+            named = [f"documents.order={order}"] * (order != "longest")  # which is the default
+            run = run_job(1, *settings, *named, f"parallel.ranks_per_chain={ranks}")
             assert re.findall(r" \d/3 d00(\d): ", run.log) == [*expected], (order, ranks)
             answers[order, ranks] = {record.id: record.prompt_sha256 for record in run.records.values()}
     assert all(each == answers["given", "1"] for each in answers.values())
@@ -95,9 +98,8 @@ def test_a_signal_to_any_rank_stops_all_in_time(
     corpus = of_sentences([12] * 60).partition("=")[2]
     text = job.read_text().replace(str(tmp_path / "corpus"), corpus)
     job.write_text(text.replace("= 8", "= 0"))  # so that each is finished when it is prefilled
-    program = TESTS / "programs" / "slow_rank.py"
     launcher = str(Path(sys.executable).parent / "mpirun")
-    command = [launcher, "-n", "2", sys.executable, str(program), str(job), str(tmp_path / "pids")]
+    command = [launcher, "-n", "2", sys.executable, str(DISTURBED), "slow", str(job), str(tmp_path / "pids")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         text = running(process, " d000: ")
         pids = [int(file.name) for file in (tmp_path / "pids").iterdir()]
@@ -115,3 +117,14 @@ def test_a_signal_to_any_rank_stops_all_in_time(
     assert f"{len(kept)} of them already done" in again.stderr
     after = answers(tmp_path / "out")
     assert len(after) == 60 and kept.items() <= after.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_an_exception_on_one_rank_or_its_death_ends_all_and_it_says_why(
+    job: Path, mpirun: Any, tmp_path: Path, how: str
+) -> None:
+    run = mpirun(3, [sys.executable, DISTURBED, how, job, tmp_path / "pids"])
+    assert run.returncode != 0 and (how == "killed" or "broken on purpose" in run.stderr)
+    broken_at = float((tmp_path / "pids" / "broken").read_text())
+    assert time.time() - broken_at < 60, "the others end soon after it"

@@ -47,13 +47,6 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     assert all(record.compression == "" and not record.retained_bytes for record in whole.records.values())
 
 
-@pytest.mark.parametrize("settings", [("streaming-llm",), ("pyramidkv", "compress.window=8")])
-def test_a_share_is_what_is_kept(run_job: Any, settings: tuple[str, ...]) -> None:
-    method, *more = settings
-    for record in run_job(2, f"compress.method={method}", "compress.budget=0.5", *more).records.values():
-        assert record.retained_tokens == pytest.approx(record.prompt_tokens - record.prompt_tokens // 2)
-
-
 def test_another_way_to_compress_is_another_run(tmp_path: Path, run_job: Any, run_kvr: Kvr) -> None:
     """Also where only what a profile says has changed."""
     limit, profile = "documents.limit=1", tmp_path / "heads.json"

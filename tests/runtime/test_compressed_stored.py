@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from constants import Kvr
-from transformers import GenerationConfig
+from rows import batch_of, finish, tokens_of
 
 from benchmarks.kept import choose_kept, keep_only
 from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.compress.settings import CompressSettings
-from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.documents.prompts import make_frame
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.layer import Retain
@@ -72,13 +71,9 @@ def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tu
     keep_only(known.cache, chosen, len(asked) + NEW_TOKENS)
     with torch.inference_mode():
         known.logits = run_model(loaded.model, torch.tensor([list(asked)]), known.cache)[0]
-    config = GenerationConfig(do_sample=False, eos_token_id=loaded.model.generation_config.eos_token_id)
-    batch = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
+    batch = batch_of(loaded, NEW_TOKENS, eos_token_id=loaded.model.generation_config.eos_token_id)
     batch.add(0, known, [*ids[: text[1]], *asked], 0)
-    found: list[Any] = []
-    while batch.running:
-        found += batch.step()
-    return len(asked), tuple(found[0].answer.token_ids)
+    return len(asked), tokens_of(finish(batch))[0]
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def tiny_model_dir(name: str, tmp_path: Path, tokenizer: Any) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_jobs_of_an_architecture(name: str, job: Path, tmp_path: Path, run_here: Any, ask_about: Any) -> None:
     (tmp_path / "corpus" / "long.txt").write_text(TEXT * 60)
-    job.write_text(job.read_text().replace("[prompt]", '[prompt]\ntoo_long = "keep-head"'))
+    job.write_text(job.read_text() + 'prompt.too_long = "keep-head"\n')
     wrong: dict[str, Any] = {}
     refused: list[str] = []
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_jobs import toml_of
 
 from kvr_mpi.documents import Corpus, RowFormat, scan_corpus
 
@@ -15,13 +16,6 @@ PROMPTS = {
     "when": "Read this: {text} When did the ferry leave?",
     "long": "Read this: {text}" + " Name everything that was on the pier." * 6,
 }
-
-
-def with_prompts(job: Path, prompts: dict[str, str], name: str = "prompts.toml") -> Path:
-    table = ", ".join(f"{json.dumps(name)} = {json.dumps(template)}" for name, template in prompts.items())
-    path = job.with_name(name)
-    path.write_text(job.read_text().replace('template = "Summarise: {text} Summary:"', f"template = {{{table}}}"))
-    return path
 
 
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -34,15 +28,15 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_each_prompt_alone(job: Path, run_job: Any) -> None:
+def test_answers_are_those_of_each_prompt_alone(run_job: Any) -> None:
     truth = {
         f"{document}#{name}": record
         for name, template in PROMPTS.items()
         for document, record in run_job(1, f"prompt.template={template}").records.items()
     }
-    prompts = with_prompts(job, PROMPTS)
+    asked = f"prompt.template={toml_of({'p': PROMPTS}).partition('=')[2]}"
     for way, (ranks, settings) in WAYS.items():
-        run = run_job(ranks, *settings, of=prompts)
+        run = run_job(ranks, *settings, asked)
         assert "documents: 5, prompts about them: 15" in run.log
         assert "15 prompts answered in" in run.log and run.log.rstrip().endswith("done; 15 prompts answered")
         assert "15 done, 0 failed" in run.out and ("prefilled 3 times" in run.log) == (way == "single"), way

@@ -11,7 +11,7 @@ import h5py
 import pytest
 import torch
 from made_jobs import last_line
-from made_runs import kv_in, new_writer, record
+from made_runs import new_writer, record
 
 from kvr_mpi import open_results
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -27,12 +27,6 @@ def truth(run_job: Any) -> Path:
     """The same job on one rank, which keeps everything."""
     folder: Path = run_job(1, "output.kv=true", LONGER, to="truth").folder
     return folder
-
-
-@pytest.fixture
-def unmerged(monkeypatch: pytest.MonkeyPatch, truth: Path) -> None:
-    """From now on runs are too large to be put together at their end."""
-    monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
 
 
 def test_a_rank_that_stores_its_shard_leaves_the_record_to_another(tmp_path: Path) -> None:
@@ -94,51 +88,6 @@ def test_what_every_rank_wrote_of_its_own_is_read_as_one(
     code, _, said = run_kvr("merge", out)
     assert code == 0 and not list(out.glob("kv-*.h5")), said
     check_same(out, truth)
-
-
-def lose(path: Path) -> str:
-    path.unlink()
-    return "lost keys and values"
-
-
-def damage(path: Path) -> str:
-    with h5py.File(path) as file:
-        dataset = next(iter(file["kv"].values()))["layer_001/values"]
-        offset = dataset.id.get_offset()
-        del dataset
-    data = bytearray(path.read_bytes())
-    data[offset + 5] ^= 4
-    path.write_bytes(data)
-    return "damaged"
-
-
-@pytest.mark.usefixtures("unmerged")
-@pytest.mark.parametrize(("spoil", "kv"), [(lose, "sharded"), (damage, "true")])
-@pytest.mark.slow
-def test_a_part_that_is_lost_or_damaged_is_made_again(
-    truth: Path, run_job: Any, run_kvr: Any, spoil: Any, kv: str
-) -> None:
-    """Whole documents are done again, on any number of ranks; never is one put together of what is left."""
-    out = run_job(3, f"output.kv={kv}", LONGER, to="out").folder
-    path = min(out.glob("kv-*.h5"))
-    said = spoil(path)
-    code, _, told = run_kvr("merge", out)
-    assert code == 65 and said in told
-    again = run_job(2, f"output.kv={kv}", LONGER, to="out", words=["--resume"])
-    assert f"{path.name} is gone" in again.log or "is damaged" in again.log
-    assert run_kvr("merge", out)[0] == 0
-    check_same(out, truth)
-
-
-@pytest.mark.slow
-def test_a_damaged_share_is_an_error_record_and_nobody_waits(run_job: Any, ask_about: Any) -> None:
-    """One rank finds it; all go on to the next document."""
-    out = run_job(2, "output.kv=true").folder
-    with h5py.File(out / "results.h5", "r+") as file:
-        kv_in(file, "doc-2.txt")["layer_001/keys"][3] += 1
-    found = run_job(3, "parallel.ranks_per_chain=all", of=ask_about(out), code=65).records
-    bad = {name for name, record in found.items() if record.status == "error"}
-    assert bad == {"doc-2.txt#q1", "doc-2.txt#q2"} and "layer_001" in found["doc-2.txt#q1"].error
 
 
 def test_bad_documents_stop_nothing(job: Path, run_job: Any) -> None:

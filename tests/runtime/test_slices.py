@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from made_tables import a_table
+from made_tables import COSTS, a_table, an_entry
 
+from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.errors import DocumentError, PartitionError
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.registry import KVR
+from kvr_mpi.prefill.registry import KVR, candidates
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import Beginning
 from kvr_mpi.runtime.plan import Way
@@ -76,6 +78,18 @@ def test_a_table_cuts_and_a_prompt_outside_of_it_is_warned_about_once() -> None:
     assert len(said) == 1 and "from 1024 to 4096 tokens on 2 ranks; a prompt of 5000 tokens" in said[0]
 
 
+def test_auto_takes_what_a_table_forecasts_to_be_faster() -> None:
+    """Slices of 19 to 1 leave the second rank with nothing to do; on a slow link a ring waits in every layer."""
+    uneven = tuple(an_entry((0, tokens * 19 // 20, tokens)) for tokens in (128, 512))
+    slow = replace(COSTS, link_bytes_per_s=1e8)
+    for chosen, changes in (("ring", {"entries": uneven}), ("kvr", {"rates": slow})):
+        table, said = a_table(contexts=(128, 256, 512)).model_copy(update=changes), list[str]()
+        setup = {"table": table, "strategies": candidates("auto"), "longest_tokens": 506}
+        chain = chain_of(2, **setup, chain_costs=lambda ranks, table=table: table.rates)
+        plan = Planner(chain, said.append).plan(prompt_of(506), 1)
+        assert plan.strategy.name == chosen and f"2 ranks: {chosen} (forecast for 506 tokens" in said[0]
+
+
 def prompt_of(tokens: int, shared_tokens: int = 0) -> Prompt:
     ids = tuple(range(tokens))
     return Prompt(ids=ids, text=(0, 0), key="a", document_id="a", new_tokens=4, shared_tokens=shared_tokens)
@@ -125,6 +139,24 @@ def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
     assert (whole.way, chunked.way, chunked.chunk_tokens) == (Way.ALONE, Way.CHAIN, 256)
     with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
         Planner(chain_of(1, footprint=footprint, free_bytes=[20]), print).plan(prompt_of(400), 0)
+
+
+def test_what_compression_drops_makes_room_and_is_not_kept() -> None:
+    footprint = SimpleNamespace(
+        activation_bytes=lambda tokens: 0,
+        route_bytes=lambda route, drop=None, **given: 404 - (drop.kv_bytes if drop else 0),
+        takes_chunks=False,
+        shape=SimpleNamespace(kv_bytes_per_token=1),
+    )
+    for drop, free in ((PlannedDrop(300, 0), 104), (PlannedDrop(300, 0), 103), (None, 104)):
+        compression = SimpleNamespace(planned_drop=lambda tokens, text, drop=drop: drop)
+        for size in (1, 2):
+            chain = chain_of(size, footprint=footprint, compression=compression, free_bytes=[free] * size)
+            if drop is not None and free == 104:
+                assert Planner(chain, print).plan(prompt_of(400), 0).kept == {0: 104}
+                continue
+            with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
+                Planner(chain, print).plan(prompt_of(400), 0)
 
 
 def test_a_prompt_with_ids_that_the_model_lacks_is_refused() -> None:

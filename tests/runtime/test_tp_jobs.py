@@ -13,13 +13,12 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from made_jobs import spec_of
+from made_jobs import load
 from made_runs import kv_in, stored_layers
 
-from kvr_mpi.errors import ConfigError, KvrError
+from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.preflight.checks import check_job, lay_out
 from kvr_mpi.report.page import RunFacts, make_page
 from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.setup.job_setup import Machine
@@ -35,12 +34,6 @@ SMALL_VOCABULARY = True
 
 GROUPS = "parallel.tensor_parallel=2"
 KV = "output.kv=true"
-
-
-@pytest.fixture
-def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave what ranks write as if it were too large to be put together at the end of a run."""
-    monkeypatch.setattr("kvr_mpi.store.rewrite.MERGE_MAX_BYTES", 0)
 
 
 def test_two_groups_of_two_ranks_give_the_answers_of_one_process(job: Path, run_job: Any) -> None:
@@ -123,31 +116,16 @@ def test_a_damaged_piece_is_an_error_record_on_all_ranks(run_job: Any, ask_about
     assert not any(record.token_ids for record in bad)
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("model.path=org/name", "use that folder"),
-        ("parallel.tensor_parallel=3", r"cannot be divided by it; choose one of \[1, 2, 4\]"),
-        ("parallel.ranks_per_chain=3", "cannot be divided into chains of 3"),
-    ],
-)
-def test_what_does_not_go_with_groups_is_refused_before_anything_is_loaded(job: Path, setting: str, words: str) -> None:
-    with pytest.raises(KvrError, match=words):
-        check_job(spec_of(job, GROUPS, setting), 4, goes_on=False, offline=True)
-    with pytest.raises(ConfigError, match="groups of 4"):
-        lay_out(spec_of(job, "parallel.tensor_parallel=4"), 6)
-
-
 def test_a_job_of_groups_is_planned_as_one_of_groups(job: Path, tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    made = plan_job(spec_of(job, GROUPS), machine, 8, "h100-80gb")
-    whole = plan_job(spec_of(job), machine, 4, "h100-80gb")
+    made = plan_job(load(job, GROUPS), machine, 8, "h100-80gb")
+    whole = plan_job(load(job), machine, 4, "h100-80gb")
     assert (made.ranks, made.schedule.ranks, whole.schedule.ranks) == (8, 4, 4)
     assert made.written_s is not None and made.forecast.costs.kv_bytes == whole.forecast.costs.kv_bytes / 2
     part, all_of_it = made.forecast.memory(300, 4), whole.forecast.memory(300, 4)
     assert part is not None and all_of_it is not None and part < all_of_it
     with pytest.raises(ConfigError, match="cannot be divided into tensor-parallel groups of 2"):
-        plan_job(spec_of(job, GROUPS), machine, 7, "h100-80gb")
+        plan_job(load(job, GROUPS), machine, 7, "h100-80gb")
 
 
 def test_every_rank_is_in_the_trace_with_its_group(run_job: Any) -> None:

@@ -8,35 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_jobs import answers, with_settings
 
-from kvr_mpi.errors import DataError
-from kvr_mpi.store.results import open_results
 from kvr_mpi.store.traces import RankTrace, TraceHeader, TraceWriter, read_traces, trace_files
 from kvr_mpi.trace import Recorder, Span
 
 HEADER = TraceHeader(rank=0, size=1, session=1, host="here", device="cpu", layers=2)
-TRACED = with_settings("output.trace=true")
-
-
-def events_of(folder: Path) -> list[Any]:
-    """All events of a run, read as Chrome and Perfetto read them: an array that need not be closed."""
-    return [one for file in trace_files(folder) for one in json.loads(file.read_text().rstrip().rstrip(",") + "]")]
+TRACED = "output.trace=true"
 
 
 def of_kind(trace: RankTrace, *kinds: str) -> list[Span]:
     return [span for span in trace.spans if span.kind in kinds]
 
 
-def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(job: Path, tmp_path: Path, run_here: Any) -> None:
-    plain = run_here(2, [job, *with_settings(f"output.path={tmp_path / 'plain'}")])
-    assert plain.returncode == 0 and not trace_files(tmp_path / "plain"), plain.stderr
-    run = run_here(2, [job, *TRACED])
-    assert run.returncode == 0, run.stderr
-    assert answers(tmp_path / "out") == answers(tmp_path / "plain")
-    traces = list(read_traces(tmp_path / "out"))
+def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(run_job: Any) -> None:
+    plain, run = run_job(2), run_job(2, TRACED)
+    assert run.tokens == plain.tokens and not trace_files(plain.folder)
+    traces = list(read_traces(run.folder))
     assert [(trace.header.rank, trace.header.size, trace.header.session) for trace in traces] == [(0, 2, 1), (1, 2, 1)]
-    records = {record.id: record for record in open_results(tmp_path / "out")}
+    records = run.records
     for trace in traces:
         assert trace.has_ended and not trace.is_full and not trace.damaged and trace.clock_error_s < 60
         assert trace.memory and of_kind(trace, "write", "decode")
@@ -77,17 +66,18 @@ def test_prefills_have_their_place_in_time(run_job: Any, ask_about: Any) -> None
 
 
 @pytest.mark.slow
-def test_a_resumed_job_adds_its_own_and_overwriting_removes_all(job: Path, tmp_path: Path, run_here: Any) -> None:
-    assert run_here(2, [job, *TRACED, *with_settings("documents.limit=5")]).returncode == 0
-    before = [file.read_bytes() for file in trace_files(tmp_path / "out")]
+def test_a_resumed_job_adds_its_own_and_overwriting_removes_all(run_job: Any) -> None:
+    out = run_job(2, TRACED, "documents.limit=5", to="out").folder
+    before = [file.read_bytes() for file in trace_files(out)]
     assert len(before) == 2
-    assert run_here(2, [job, *TRACED, "--resume"]).returncode == 0
+    run_job(2, TRACED, to="out", words=["--resume"])
     names = [f"000{session}-000{rank}.json" for session in (1, 2) for rank in (0, 1)]
-    assert [file.name for file in trace_files(tmp_path / "out")] == names
-    assert [file.read_bytes() for file in trace_files(tmp_path / "out")[:2]] == before
-    assert len({event["pid"] for event in events_of(tmp_path / "out")}) == 4
-    assert run_here(2, [job, "--overwrite"]).returncode == 0
-    assert not list((tmp_path / "out").glob("trace*")), "what is there of another run would be taken for this one's"
+    assert [file.name for file in trace_files(out)] == names
+    assert [file.read_bytes() for file in trace_files(out)[:2]] == before
+    events = (json.loads(file.read_text().rstrip().rstrip(",") + "]") for file in trace_files(out))
+    assert len({one["pid"] for each in events for one in each}) == 4, "as Chrome and Perfetto read them"
+    run_job(2, to="out", words=["--overwrite"])
+    assert not list(out.glob("trace*")), "what is there of another run would be taken for this one's"
 
 
 def write_spans(folder: Path, count: int, limit_bytes: int = 1 << 20) -> list[str]:
@@ -135,12 +125,3 @@ def test_a_trace_ends_at_its_size_and_clocks_that_differ_are_aligned(tmp_path: P
     (trace,) = read_traces(tmp_path)
     assert [span.began_s for span in trace.spans] == pytest.approx([995.0, 995.9, 996.8])
     assert trace.clock_error_s == 0.001
-
-
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    write_spans(tmp_path, 1)
-    (path,) = trace_files(tmp_path)
-    for text in ("{}\n", "[1]\n", "[\n1,\n", "no JSON\n", '[\n{"ph": "X", "ts": 1, "dur": 1},\n', "[\n{}\n"):
-        path.write_text(text)
-        with pytest.raises(DataError, match=str(path)):
-            list(read_traces(tmp_path))

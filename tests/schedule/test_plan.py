@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_jobs import TEXT, spec_of
+from made_jobs import TEXT, load
 
 from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.layer_costs import Costs
@@ -26,7 +26,7 @@ STEP_S, ROW_S, TOKEN_S = 0.01, 4 * 4e-5, 1e-6
 @pytest.mark.parametrize("overlap", [0, 50])
 def test_prompts_are_counted_as_they_will_be_made(job: Path, tokenizer: Any, overlap: int) -> None:
     frame, ids = Frame((1, 2), (3,), 200, overlap=overlap), encode_text(tokenizer, TEXT * 60)
-    prompts = {name: spec_of(job, f"prompt.too_long={name}").prompt for name in ("error", "keep-tail", "split")}
+    prompts = {name: load(job, f"prompt.too_long={name}").prompt for name in ("error", "keep-tail", "split")}
     counted = {name: prompt_tokens(prompt, frame, len(ids)) for name, prompt in prompts.items()}
     made = split_text(tokenizer, frame, ids)
     assert len(ids) > 1000 and counted == {"error": 0, "keep-tail": 200, "split": sum(part.tokens for part in made)}
@@ -47,27 +47,14 @@ def test_more_prompts_about_a_document_go_on_from_its_keys() -> None:
 def test_a_job_says_how_its_prompts_are_cut_and_whether_over_chains(job: Path) -> None:
     uneven = replace(COSTS, speeds=(1.0, 0.5))
     even, timed = (
-        forecast_measured(spec_of(job, f"parallel.partition={name}"), uneven, FORECAST.frame, "")
+        forecast_measured(load(job, f"parallel.partition={name}"), uneven, FORECAST.frame, "")
         for name in ("even", "equal_time")
     )
     assert even.slices(960, 3).lengths == (320, 320, 320)
     assert timed.slices(960, 3).lengths[0] > 320 and timed.costs == COSTS, "of ranks that are all alike"
     texts = [("long", 900), ("short", 5)]
-    assert plan_documents(spec_of(job), texts, 4, FORECAST).chain_lengths != (1,)
-    assert plan_documents(spec_of(job, "parallel.strategy=single"), texts, 4, FORECAST).chain_lengths == (1,)
-
-
-def test_documents_come_in_the_order_that_the_job_names(job: Path) -> None:
-    texts = [("short", 20), ("long", 900), ("middle", 200), ("also short", 21)]
-    expected = {
-        "longest": ["long", "middle", "short", "also short"],
-        "shortest": ["short", "also short", "middle", "long"],
-        "given": [name for name, _ in texts],
-    }
-    plans = {order: plan_documents(spec_of(job, f"documents.order={order}"), texts, 1, FORECAST) for order in expected}
-    assert {order: [place.id for place in plan.placements] for order, plan in plans.items()} == expected
-    assert len({plan.makespan_s for plan in plans.values()}) == 1 and plans["given"] != plans["longest"]
-    assert plan_documents(spec_of(job), texts, 1, FORECAST) == plans["longest"]
+    assert plan_documents(load(job), texts, 4, FORECAST).chain_lengths != (1,)
+    assert plan_documents(load(job, "parallel.strategy=single"), texts, 4, FORECAST).chain_lengths == (1,)
 
 
 def test_ranks_share_the_counting(tokenizer: Any) -> None:
@@ -100,7 +87,7 @@ def test_documents_near_the_longest_prompt_are_not_taken_for_cut_ones(job: Path)
     """Up to 1000 tokens a document is one prompt and one answer; one token more, and it is several of each."""
     around = FORECAST.frame.max_tokens - FORECAST.frame.text_budget
     texts = [(f"{tokens}", tokens - around) for tokens in (*range(600, 1001), *range(1001, 5000, 7))]
-    plan = plan_documents(spec_of(job, "prompt.too_long=split"), texts, 1, FORECAST)
+    plan = plan_documents(load(job, "prompt.too_long=split"), texts, 1, FORECAST)
     forecast = FORECAST.for_corpus(len(texts), 1)
     for place in plan.placements:
         took = place.end_s - place.start_s

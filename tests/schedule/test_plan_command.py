@@ -61,7 +61,7 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
 def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> None:
     text = job.read_text().replace('"auto"', "2")
     asked = "\n[prompt.template]\n" + "".join(f'{name} = "{{text}} {name}?"\n' for name in ("who", "what"))
-    (other := job.with_name("two.toml")).write_text(re.sub("template = .*", "", text) + asked)
+    (other := job.with_name("two.toml")).write_text(re.sub("prompt.template = .*", "", text) + asked)
     options = ("--ranks", "2", "--hardware", "h200")
     words = shown(other, *options)
     assert "2 prompts about each document: prefilling it once saves" in words and "with 'auto'" not in words

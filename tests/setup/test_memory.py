@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from constants import ROOT, SMOLLM
-from made_jobs import TEXT, with_settings
 from models import CONFIGS, deep, prompt, tiny
 
 from kvr_mpi.compress.compression import open_compression
@@ -22,12 +19,10 @@ from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.memory_budget import GIB, check_fits, footprint_of, ranks_that_fit
+from kvr_mpi.prefill.memory_budget import check_fits, footprint_of, ranks_that_fit
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.setup import host_memory as memory
-from kvr_mpi.store.record import Record
-from kvr_mpi.store.results import open_results
 from kvr_mpi.transport.local import run_local
 
 # Models without windows, softcaps or sinks, whose attention is one kernel.
@@ -103,37 +98,6 @@ def test_layers_that_may_keep_everything_are_planned_as_a_whole(method: str, is_
     known = [planned_drop(settings, shape, 4, 90, text, ranks) for text, ranks in ((90, 1), (90, 2), (None, 1))]
     whole, part, unknown = (each.kv_bytes for each in known if each is not None)
     assert whole > 0 and part == (whole if is_safe else 0) and unknown == 0
-
-
-@pytest.mark.slow
-def test_a_job_with_compression_runs_what_would_not_fit_without(
-    small_vocabulary_dir: Path, job: Path, tmp_path: Path, run_here: Any
-) -> None:
-    """And what does not fit with it either is an error record."""
-    model, settings = tmp_path / "model", CompressSettings(method="snapkv", budget=40, window=8)
-    shutil.copytree(small_vocabulary_dir, model)
-    config = tf.LlamaConfig.from_pretrained(model, num_hidden_layers=24)
-    tf.LlamaForCausalLM(config).save_pretrained(model)
-    for number, times in enumerate((9, 9, 9, 9, 13)):
-        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(TEXT * times)
-    compress = ("compress.method=snapkv", "compress.budget=40", "compress.window=8")
-
-    def run(name: str, *some: str) -> tuple[Record, Record]:
-        told = (f"model.path={model}", f"output.path={tmp_path / name}", *some)
-        assert run_here(2, [job, *with_settings(*told)]).returncode == (0 if name == "truth" else 65)
-        records = {record.id: record for record in open_results(tmp_path / name)}
-        return records["doc-0.txt"], records["doc-4.txt"]
-
-    truth, _ = run("truth", *compress)
-    footprint, cut = footprint_of(config, torch.float32), Partition(tuple(truth.slices))
-    drop = planned_drop(settings, footprint.shape, 4, truth.prompt_tokens, truth.prompt_tokens)
-    routes = [relay(cut, rank) for rank in range(cut.size)]
-    room = max(footprint.route_bytes(one, reserve_tokens=8, drop=drop) for one in routes)
-    memory = f"parallel.memory_gib={(room + 1024) / GIB:.9f}"
-    found, longer = run("compressed", memory, *compress)
-    assert found.token_ids == truth.token_ids
-    for record in (*run("whole", memory), longer):
-        assert record.status == "error" and "tokens does not fit: rank" in record.error
 
 
 @pytest.mark.long

@@ -13,29 +13,27 @@ from click.testing import CliRunner
 
 import kvr_mpi.setup.stored_size as stored_size
 from kvr_mpi.cli.plan import plan
-from kvr_mpi.store.results import open_results
 
-KV = ["--set", "output.kv=true"]
+KV = "output.kv=true"
 
 
-def test_the_forecast_is_what_is_written(job: Path, tmp_path: Path, run_here: Any) -> None:
-    run = run_here(2, [job, *KV])
-    assert run.returncode == 0, run.stderr
-    told = re.search(r"of 5 documents: about ([\d.]+) KiB; [\d.]+ [GT]iB are free", run.stderr)
-    assert told is not None, run.stderr
+def test_the_forecast_is_what_is_written(job: Path, run_job: Any) -> None:
+    run = run_job(2, KV)
+    told = re.search(r"of 5 documents: about ([\d.]+) KiB; [\d.]+ [GT]iB are free", run.log)
+    assert told is not None, run.log
     # 3 layers, 2 heads of 8 elements, keys and values, float32; of the last token there are none.
-    tokens = sum(record.prompt_tokens + record.new_tokens for record in open_results(tmp_path / "out"))
+    tokens = sum(record.prompt_tokens + record.new_tokens for record in run.records.values())
     assert float(told[1]) == pytest.approx(tokens * 3 * 2 * 8 * 2 * 4 / 1024, rel=0.05)
     # A plan says the same, without a model.
     words = [str(job), "--ranks", "2", "--hardware", "h200", "--json"]
-    planned, without = (CliRunner().invoke(plan, [*words, *more]).stdout for more in (KV, []))
+    planned, without = (CliRunner().invoke(plan, [*words, *more]).stdout for more in (["--set", KV], []))
     assert json.loads(planned)["kv_bytes"] / 1024 == pytest.approx(float(told[1]), rel=0.05)
     assert json.loads(without)["kv_bytes"] is None
 
 
 @pytest.mark.parametrize(("free", "words"), [(100_000, "98 KiB are free"), (None, "it existed when")])
 def test_what_the_disk_has_no_room_for_is_refused_before_it_begins(
-    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch, free: int | None, words: str
+    run_job: Any, monkeypatch: pytest.MonkeyPatch, free: int | None, words: str
 ) -> None:
     def usage(path: Path) -> Any:
         if free is None:
@@ -43,6 +41,5 @@ def test_what_the_disk_has_no_room_for_is_refused_before_it_begins(
         return SimpleNamespace(free=free)
 
     monkeypatch.setattr(stored_size.shutil, "disk_usage", usage)
-    run = run_here(2, [job, *KV])
-    assert run.returncode == 78 and words in run.stderr and "Traceback" not in run.stderr
-    assert not list((tmp_path / "out").glob("*.h5"))
+    run = run_job(2, KV, code=78)
+    assert words in run.log and not list(run.folder.glob("*.h5"))

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, missing_programs
 from constants import ROOT, SLURM_DOCUMENTS, SLURM_LONG_DOCUMENTS
+from made_jobs import TEXT, toml_of
 
 from kvr_mpi.cli.sbatch import scripts_folder
-
-TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 
 
 @pytest.fixture(scope="session")
@@ -67,22 +66,9 @@ def write_job(folder: Path, model: Path, documents: int) -> Path:
     """Write a corpus and a job over it."""
     rows = "".join(f'{{"id": "doc-{number}", "text": "Document {number}. {TEXT}"}}\n' for number in range(documents))
     (folder / "corpus.jsonl").write_text(rows)
-    path = folder / "job.toml"
-    path.write_text(
-        f"""
-        [model]
-        path = "{model}"
-        dtype = "float32"
-        [documents]
-        path = "{folder / "corpus.jsonl"}"
-        [generation]
-        max_new_tokens = 16
-        [parallel]
-        partition = "even"
-        [output]
-        path = "{folder / "out"}"
-        """
-    )
+    job = {"model.path": model, "model.dtype": "float32", "documents.path": folder / "corpus.jsonl"}
+    job |= {"generation.max_new_tokens": 16, "parallel.partition": "even", "output.path": folder / "out"}
+    (path := folder / "job.toml").write_text(toml_of(job))
     return path
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from constants import Kvr
+from made_jobs import MINIMAL, plain_job, toml_of, write_job
 from made_tables import a_table, fitting
 
 from kvr_mpi.cli.plan import Allocation
@@ -66,8 +67,7 @@ def test_fill_in_replaces_what_is_there_and_adds_the_rest(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("separator", ["\n", "\r", "\x0b", "\x85", "\u2028"])
 def test_nothing_can_be_smuggled_into_the_script(tmp_path: Path, kvr: Path, separator: str) -> None:
-    job = tmp_path / "job.toml"
-    job.write_text('[model]\npath = "m"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
+    job = write_job(tmp_path)
     hostile = tmp_path / f"a{separator}touch smuggled"
     hostile.mkdir()
     command = [kvr, "sbatch", job, "--ranks", "4", "--print"]
@@ -85,7 +85,7 @@ def test_nothing_can_be_smuggled_into_the_script(tmp_path: Path, kvr: Path, sepa
 def test_hostile_words_reach_the_job_as_they_are(tmp_path: Path, kvr: Path) -> None:
     """A job's name, and settings, which are written behind the head and quoted."""
     job = tmp_path / "a'; touch smuggled #\nb.toml"
-    job.write_text('[model]\npath = "m"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
+    job.write_text(MINIMAL)
     setting = "prompt.system='\n#SBATCH --partition=x\ntouch smuggled\n$(touch smuggled)"
     command = [kvr, "sbatch", job, "--ranks", "4", "--time=9", "--print", "--set", setting]
     script = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
@@ -104,19 +104,8 @@ def job(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "corpus").mkdir()
     for number in range(6):
         (tmp_path / "corpus" / f"{number}.txt").write_text("The ferry left at seven. " * (1 + 9 * number))
-    path = tmp_path / "job.toml"
-    path.write_text(
-        f"""
-        [model]
-        path = "{tiny_model_dir}"
-        [documents]
-        path = "corpus"
-        [output]
-        path = "the out"
-        """
-    )
     monkeypatch.chdir(tmp_path)
-    return path
+    return write_job(tmp_path, text=toml_of(plain_job(tiny_model_dir, "corpus", "the out")))
 
 
 def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:

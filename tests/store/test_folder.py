@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import HEADER, new_writer, record, result_files, write
 
-from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import survey
 from kvr_mpi.store.log import DROPPED, PRUNED, LogWriter, seal, unseal
 from kvr_mpi.store.record import Record
@@ -65,12 +64,6 @@ def test_each_id_once_done_before_error_and_late_before_early_and_a_merge_change
     assert list(open_results(folder)) == [wanted[name] for name in sorted(wanted)]
     merge_run(folder)
     assert list(open_results(folder)) == [wanted[name] for name in sorted(wanted)]
-
-
-def test_a_run_that_has_stored_nothing_yet_is_not_called_something_else(tmp_path: Path) -> None:
-    (tmp_path / "log-0001-0000.jsonl").touch()
-    with pytest.raises(DataError, match="no document is stored yet; see `kvr status"):
-        open_results(tmp_path)
 
 
 def test_two_readers_of_one_file_in_a_process_do_not_move_each_other(tmp_path: Path) -> None:

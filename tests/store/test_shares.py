@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 from constants import Kvr
-from made_runs import HEADER, corpus_of, record, take, write
+from made_runs import HEADER, corpus_of, record, take, write, write_share
 
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_USAGE
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_USAGE, DataError
 from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.results import open_results
@@ -30,10 +30,7 @@ FAILED = NAMES[::5]
 def array(tmp_path: Path) -> Path:
     """What an array of twelve tasks leaves: every fifth document failed."""
     for number in range(COUNT):
-        share = slice(number, None, COUNT)
-        folder = tmp_path / "out" / f"share-{number}-of-{COUNT}"
-        take(folder, mode="new", corpus=corpus_of(NAMES), share=share).lock.release()
-        write(folder, 0, [record(name, "error" if name in FAILED else "done") for name in NAMES[share]])
+        write_share(tmp_path / "out", number, COUNT, NAMES, FAILED)
     return tmp_path / "out"
 
 
@@ -89,6 +86,10 @@ def test_missing_shares_are_named(array: Path, tmp_path: Path, run_kvr: Kvr) -> 
             assert word in err
     assert {each.id for each in open_results(tmp_path / "all.h5")} == left
     assert run_kvr("export", array / f"share-4-of-{COUNT}")[0] == EXIT_OK  # one was asked for
+    with pytest.raises(DataError, match=r"missing: share 3 of 12.*partial=True"):
+        open_results(array)
+    found = open_results(array, partial=True)
+    assert {each.id for each in found} == left and "share 3 of 12" in found.missing[0] and "share 3 of 12" in str(found)
 
 
 def test_shares_are_known_by_what_they_did_or_else_by_name(array: Path, run_kvr: Kvr) -> None:

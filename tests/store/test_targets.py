@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from constants import Kvr
-from made_runs import corpus_of, record, take, write
+from made_runs import corpus_of, record, take, write, write_share
 
 from kvr_mpi.cli.ask import _answers_folder
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, OutputError
@@ -16,22 +16,17 @@ from kvr_mpi.store.results import open_results
 from kvr_mpi.store.targets import answers_folders, check_file, check_output_folder
 
 
-def make_run(folder: Path, *names: str, share: slice = slice(0, None, 1)) -> Path:
-    take(folder, mode="new", corpus=corpus_of("abcd"), share=share).lock.release()
-    write(folder, 0, [record(name) for name in names])
-    return folder
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "run", *"abcd")
+    take(tmp_path / "run", mode="new", corpus=corpus_of("abcd")).lock.release()
+    write(tmp_path / "run", 0, map(record, "abcd"))
+    return tmp_path / "run"
 
 
 @pytest.fixture
 def array(tmp_path: Path) -> Path:
     for number in range(2):
-        share = slice(number, None, 2)
-        make_run(tmp_path / "array" / f"share-{number}-of-2", *"abcd"[share], share=share)
+        write_share(tmp_path / "array", number, 2, "abcd")
     return tmp_path / "array"
 
 

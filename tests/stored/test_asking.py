@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
 import torch
-from made_jobs import TEXT, last_line, with_settings
+from made_jobs import TEXT, Ran, last_line
 from made_runs import kv_in
 
 from kvr_mpi.store.kv import CachedTokens
@@ -22,38 +23,19 @@ from kvr_mpi.transport.local import LocalTransport
 QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}
 
 
-def ask_job(folder: Path, model: Path | str, run: Path, name: str = "asked", more: str = "", tokens: int = 8) -> Path:
-    ask = "\n".join(f"{key} = {json.dumps(text)}" for key, text in QUESTIONS.items())
-    path = folder / f"{name}.toml"
-    path.write_text(
-        f"""
-        [model]
-        path = "{model}"
-        [documents]
-        path = "{run}"
-        [questions]
-        {more}
-        [questions.ask]
-        {ask}
-        [generation]
-        max_new_tokens = {tokens}
-        [output]
-        path = "{folder / name}"
-        """
-    )
-    return path
+Ask = Callable[..., Ran]
 
 
-def records(folder: Path) -> dict[str, Record]:
-    return {record.id: record for record in open_results(folder)}
+@pytest.fixture
+def ask(run_job: Any, ask_about: Any) -> Ask:
+    """Ask about the documents of a run."""
+    return lambda run, *settings, ranks=1, **how: run_job(ranks, *settings, of=ask_about(run, **QUESTIONS), **how)
 
 
-def check_answers(asked: Path, fresh: dict[str, Path]) -> None:
+def check_answers(found: dict[str, Record], fresh: dict[str, dict[str, Record]]) -> None:
     """Hold answers against those to fresh prompts: the same tokens, of which only the question's were computed."""
-    found = records(asked)
-    wanted = {name: records(folder) for name, folder in fresh.items()}
-    assert len(found) == sum(map(len, wanted.values()))
-    for name, answers in wanted.items():
+    assert len(found) == sum(map(len, fresh.values()))
+    for name, answers in fresh.items():
         for document, truth in answers.items():
             record = found[f"{document}#{name}"]
             assert (record.status, record.document, record.question) == ("done", document, QUESTIONS[name]), (
@@ -65,83 +47,62 @@ def check_answers(asked: Path, fresh: dict[str, Path]) -> None:
             assert 0 < record.computed_tokens < 40 < record.prompt_tokens
 
 
-def ask_fresh(job: Path, folder: Path, run_here: Any, *settings: str) -> dict[str, Path]:
-    """Answer every question in prompts of their own."""
-    fresh = {}
-    for name, text in QUESTIONS.items():
-        fresh[name] = folder / f"fresh-{name}"
-        words = "Summarise: {text}\n\n" + text.replace("{", "{{").replace("}", "}}")
-        told = (f"prompt.template={words}", f"output.path={fresh[name]}", *settings)
-        run = run_here(1, [job, *with_settings(*told)])
-        assert run.returncode == 0, run.stderr
-    return fresh
+KEPT = ("output.kv=true", "generation.max_new_tokens=3")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype", "ranks", "more"),
+    ("name", "ranks", "more"),
     [
-        ("llama-gqa", "float32", 3, ("parallel.partition=equal_time",)),
-        pytest.param("mistral-window", "float32", 2, (), marks=pytest.mark.slow),
-        pytest.param("qwen2-some-windows", "float32", 4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.long),
-        pytest.param("gemma2-softcap", "float32", 2, ("parallel.strategy=ring",), marks=pytest.mark.long),
-        pytest.param("bloom-own-attention", "float32", 2, (), marks=pytest.mark.long),
-        pytest.param("deepseek-latents", "float32", 3, (), marks=pytest.mark.long),
-        pytest.param("llama-gqa", "float32", 1, (), marks=pytest.mark.slow),
+        ("llama-gqa", 1, ()),
+        ("llama-gqa", 3, ("parallel.partition=equal_time",)),
+        ("mistral-window", 2, ()),
+        pytest.param("qwen2-some-windows", 4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.long),
+        pytest.param("gemma2-softcap", 2, ("parallel.strategy=ring",), marks=pytest.mark.long),
+        pytest.param("bloom-own-attention", 2, (), marks=pytest.mark.long),
+        pytest.param("deepseek-latents", 3, (), marks=pytest.mark.long),
     ],
 )
 def test_answers_are_those_of_a_fresh_prefill(
-    job: Path, tmp_path: Path, run_here: Any, model_of: Any, name: str, dtype: str, ranks: int, more: tuple[str, ...]
+    run_job: Any, ask: Ask, model_of: Any, name: str, ranks: int, more: tuple[str, ...]
 ) -> None:
-    model = model_of(name)
-    own = (f"model.path={model}", f"model.dtype={dtype}", "prompt.max_tokens=500")
-    wrote = run_here(ranks, [job, *with_settings(*own, "output.kv=true", "generation.max_new_tokens=3", *more)])
-    assert wrote.returncode == 0, wrote.stderr
-    fresh = ask_fresh(job, tmp_path, run_here, *own)
+    """Every question in a prompt of its own."""
+    model, most = f"model.path={model_of(name)}", "prompt.max_tokens=500"
+    run, fresh = run_job(ranks, model, most, *KEPT, *more).folder, {}
+    for key, text in QUESTIONS.items():
+        words = "Summarise: {text}\n\n" + text.replace("{", "{{").replace("}", "}}")
+        fresh[key] = run_job(1, model, most, f"prompt.template={words}").records
     for readers in (1, 3):
-        asked = run_here(readers, [ask_job(tmp_path, model, tmp_path / "out"), "--overwrite"])
-        assert asked.returncode == 0, asked.stderr
-        assert "5 documents will be loaded" in asked.stderr and "questions about documents: 10" in asked.stderr
-        check_answers(tmp_path / "asked", fresh)
+        asked = ask(run, model, ranks=readers)
+        assert "5 documents will be loaded" in asked.log and "questions about documents: 10" in asked.log
+        check_answers(asked.records, fresh)
 
 
 @pytest.fixture
-def run(job: Path, tmp_path: Path, run_here: Any) -> Path:
+def run(run_job: Any) -> Path:
     """A run with keys and values."""
-    done = run_here(2, [job, *with_settings("output.kv=true", "generation.max_new_tokens=3")])
-    assert done.returncode == 0, done.stderr
-    return tmp_path / "out"
+    folder: Path = run_job(2, *KEPT).folder
+    return folder
 
 
 @pytest.mark.slow
-def test_some_documents_a_file_of_questions_and_resuming(
-    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
-) -> None:
+def test_some_documents_a_file_of_questions_and_resuming(run: Path, tmp_path: Path, ask: Ask) -> None:
     file = tmp_path / "more.jsonl"
     file.write_text('{"id": "when", "question": "When was it?"}\n{"question": "Where?"}\n', encoding="utf-8-sig")
-    job = ask_job(tmp_path, tiny_model_dir, run, more='documents = ["doc-1.txt", "doc-3.txt"]')
-    asked = [job, *with_settings(f"questions.ask={file}")]
-    assert run_here(2, asked).returncode == 0
-    assert {*records(tmp_path / "asked")} == {f"doc-{n}.txt#{name}" for n in (1, 3) for name in ("when", "q2")}
-    again = run_here(3, [*asked, "--resume"])
-    assert again.returncode == 0 and "4 of them already done" in again.stderr
+    asked = (run, 'questions.documents=["doc-1.txt", "doc-3.txt"]', f"questions.ask={file}")
+    found = ask(*asked, ranks=2, to="asked").records
+    assert {*found} == {f"doc-{n}.txt#{name}" for n in (1, 3) for name in ("when", "q2")}
+    assert "4 of them already done" in ask(*asked, ranks=3, to="asked", words=["--resume"]).log
 
 
 @pytest.mark.slow
-def test_the_answer_may_be_asked_about_again_and_one_too_long_is_an_error_record(
-    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
-) -> None:
+def test_the_answer_may_be_asked_about_again_and_one_too_long_is_an_error_record(run: Path, ask: Ask) -> None:
     """What is asked is stored like any prompt, if that is wanted."""
-    job = ask_job(tmp_path, tiny_model_dir, run)
-    assert run_here(1, [job, *with_settings("prompt.max_tokens=150")]).returncode == 65
-    found = records(tmp_path / "asked")
+    found = ask(run, "prompt.max_tokens=150", code=65).records
     assert found["doc-0.txt#who"].status == "done" and "too long" in found["doc-4.txt#who"].error
-    assert run_here(1, [job, *with_settings("output.kv=true"), "--overwrite"]).returncode == 0
-    deeper = ask_job(tmp_path, tiny_model_dir, tmp_path / "asked", name="deeper")
-    done = run_here(1, [deeper])
-    assert done.returncode == 0, done.stderr
-    first, second = records(tmp_path / "asked"), records(tmp_path / "deeper")
-    assert second["doc-2.txt#who#json"].token_ids == first["doc-2.txt#json"].token_ids
+    first = ask(run, "output.kv=true")
+    second = ask(first.folder)
+    assert second.tokens["doc-2.txt#who#json"] == first.tokens["doc-2.txt#json"]
 
 
 def damage(path: Path, name: str = "doc-2.txt", layer: str = "layer_001") -> None:
@@ -154,56 +115,47 @@ def damage(path: Path, name: str = "doc-2.txt", layer: str = "layer_001") -> Non
     path.write_bytes(content)
 
 
-def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(
-    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
-) -> None:
+def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(run: Path, ask: Ask) -> None:
     damage(run / "results.h5")
-    asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, run)])
-    assert asked.returncode == 65, asked.stderr
-    found = records(tmp_path / "asked")
+    found = ask(run, ranks=2, code=65).records
     bad = {name: record for name, record in found.items() if record.status == "error"}
     assert set(bad) == {"doc-2.txt#who", "doc-2.txt#json"} and len(found) == 10
     for record in bad.values():
         assert "layer_001/values is damaged" in record.error and record.document == "doc-2.txt"
         assert not record.answer and record.question in QUESTIONS.values()
     (run / "results.h5").write_bytes((run / "results.h5").read_bytes()[:-5000])
-    cut = run_here(1, [ask_job(tmp_path, tiny_model_dir, run, name="cut")])
-    assert cut.returncode == 65 and "results.h5" in cut.stderr and "Traceback" not in cut.stderr
+    assert "results.h5" in ask(run, code=65).log
 
 
 def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_or_error_records_if_allowed(
-    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+    tmp_path: Path, run_job: Any, ask: Ask
 ) -> None:
     (tmp_path / "corpus" / "long.txt").write_text(TEXT * 60)
     (tmp_path / "corpus" / "empty.txt").write_text("")
-    assert run_here(2, [job, *with_settings("output.kv=true", "prompt.too_long=split")]).returncode == 65
-    plain = run_here(1, [job, *with_settings(f"output.path={tmp_path / 'plain'}")])
-    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, tmp_path / "plain")])
-    assert plain.returncode == 65 and asked.returncode == 78 and "output.kv = true" in asked.stderr
-    assert not (tmp_path / "asked").exists(), "a refused job leaves no folder"
-    job = ask_job(tmp_path, tiny_model_dir, tmp_path / "out")
-    asked = run_here(1, [job])
-    assert asked.returncode == 78 and "1 of 6 documents cannot be asked about: long.txt" in asked.stderr
-    assert "kernels" not in asked.stderr and not list((tmp_path / "asked").glob("*.h5"))
-    asked = run_here(1, [job, *with_settings("output.max_failed=2")])
-    assert asked.returncode == 0 and "skipped: 1 document with error records" in asked.stderr
-    found = records(tmp_path / "asked")
+    run = run_job(2, "output.kv=true", "prompt.too_long=split", code=65).folder
+    plain = ask(run_job(1, code=65).folder, code=78)
+    assert "output.kv = true" in plain.log and not plain.folder.exists(), "a refused job leaves no folder"
+    asked = ask(run, code=78)
+    assert "1 of 6 documents cannot be asked about: long.txt" in asked.log
+    assert "kernels" not in asked.log and not list(asked.folder.glob("*.h5"))
+    asked = ask(run, "output.max_failed=2")
+    assert "skipped: 1 document with error records" in asked.log
+    found = asked.records
     assert "parts" in found["long.txt#who"].error and "empty.txt#who" not in found
     assert sum(record.status == "done" for record in found.values()) == 10
 
 
 @pytest.mark.slow
-def test_keys_of_another_model_are_refused(run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
+def test_keys_of_another_model_are_refused(run: Path, tmp_path: Path, ask: Ask, tiny_model_dir: Path) -> None:
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     config, tokenizer = (json.loads((model / name).read_text()) for name in ("config.json", "tokenizer.json"))
     config["rope_parameters"]["rope_theta"] *= 2
     tokenizer["added_tokens"][-1]["content"] = "<|other|>"
     for name, changed, word in (("tokenizer", tokenizer, "tokenizer"), ("config", config, "configuration")):
         (model / f"{name}.json").write_text(json.dumps(changed))
-        asked = run_here(2, [ask_job(tmp_path, model, run)])
-        assert asked.returncode == 78, asked.stderr
-        assert "did not compute the keys and values" in asked.stderr and word in asked.stderr
-        assert not list((tmp_path / "asked").glob("*.h5"))
+        asked = ask(run, f"model.path={model}", ranks=2, code=78)
+        assert "did not compute the keys and values" in asked.log and word in asked.log
+        assert not list(asked.folder.glob("*.h5"))
 
 
 @pytest.mark.slow
@@ -223,17 +175,14 @@ def test_keys_of_another_model_are_refused(run: Path, tmp_path: Path, run_here: 
     ],
 )
 def test_what_does_not_go_with_questions_is_refused_before_anything_is_loaded(
-    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, settings: list[str], words: str
+    run: Path, ask: Ask, settings: list[str], words: str
 ) -> None:
-    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, run), *with_settings(*settings)])
-    assert asked.returncode in (65, 78) and words in asked.stderr, asked.stderr
-    assert "Traceback" not in asked.stderr and not list((tmp_path / "asked").glob("*.h5"))
-    assert last_line(asked.stderr).startswith("exit code")
+    asked = ask(run, *settings, code=65 if words == "nowhere" else 78)
+    assert words in asked.log and not list(asked.folder.glob("*.h5"))
+    assert last_line(asked.log).startswith("exit code")
 
 
-def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(
-    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
-) -> None:
+def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(run: Path, tmp_path: Path, ask: Ask) -> None:
     """Somebody who writes files of his own can seal them, too."""
     forged = tmp_path / "forged"
     forged.mkdir()
@@ -241,9 +190,7 @@ def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(
     for name, layers in (("few", [(layer, layer)] * 2), ("narrow", [(layer[:, :, :4], layer)] * 3)):
         writer.write(Record(name, "done"), layers, CachedTokens(range(20), (0, 10)))
     writer.close()
-    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, forged)])
-    assert asked.returncode == 65, asked.stderr
-    for record in records(tmp_path / "asked").values():
+    for record in ask(forged, code=65).records.values():
         assert record.status == "error" and (
             "layer" in record.error or "at the beginning of its stored prompt" in record.error
         )
@@ -257,7 +204,7 @@ def test_kvr_ask_answers_about_chosen_documents(
     command = ("ask", run, "-q", "Who?", "-q", "Why?", "--doc", "doc-3.txt")
     code, out, err = run_kvr(*command, "--set", "generation.max_new_tokens=5")
     assert code == 0, err
-    found = records(tmp_path / "out-answers")
+    found = {record.id: record for record in open_results(f"{run}-answers")}
     assert set(found) == {"doc-3.txt#q1", "doc-3.txt#q2"} and found["doc-3.txt#q2"].new_tokens == 5
     (tmp_path / "empty").mkdir()
     code, out, err = run_kvr("ask", tmp_path / "empty", "-q", "Who?")

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_jobs import TEXT, with_settings
-from test_asking import records
+from made_jobs import TEXT
 
 from kvr_mpi.store.kv import BLOCK_TOKENS
 from kvr_mpi.stored.prompt import StoredPrefix
@@ -16,37 +15,25 @@ from kvr_mpi.stored.reuse import StoredBeginnings, hash_blocks
 MORE = "And then the harbour master wrote a second letter, which nobody answered. "
 
 
-@pytest.fixture
-def grown(job: Path, tmp_path: Path, run_here: Any) -> Path:
-    """A run with keys and values, whose documents have grown since; one is new, and begins like another."""
-    corpus = tmp_path / "corpus"
-    (corpus / "doc-3.txt").write_text("The third. " + TEXT * 14)
-    (corpus / "doc-4.txt").write_text("The fourth. " + TEXT * 17)
-    done = run_here(
-        2, [job, *with_settings("output.kv=true", "generation.max_new_tokens=2", f"output.path={tmp_path / 'old'}")]
-    )
-    assert done.returncode == 0, done.stderr
-    for name in ("doc-1.txt", "doc-3.txt"):
-        (corpus / name).write_text((corpus / name).read_text() + MORE * 3)
-    fourth = (corpus / "doc-4.txt").read_text()
-    (corpus / "new.txt").write_text(fourth[: len(fourth) * 9 // 10] + MORE * 4)
-    return tmp_path / "old"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"), [(1, ()), (3, ("parallel.partition=equal_time",)), (2, ("parallel.strategy=ring",))]
 )
 def test_answers_are_the_same_and_only_the_rest_is_computed(
-    job: Path, tmp_path: Path, run_here: Any, grown: Path, ranks: int, more: tuple[str, ...]
+    tmp_path: Path, run_job: Any, ranks: int, more: tuple[str, ...]
 ) -> None:
-    plain = run_here(1, [job])
-    assert plain.returncode == 0, plain.stderr
-    again = with_settings(f"documents.reuse={grown}", f"output.path={tmp_path / 'again'}", *more)
-    reused = run_here(ranks, [job, *again])
-    assert reused.returncode == 0, reused.stderr
-    assert "with one of 5 stored prompts" in reused.stderr
-    truth, found = records(tmp_path / "out"), records(tmp_path / "again")
+    """Of documents that have grown since they were stored, and of a new one that begins like another."""
+    corpus = tmp_path / "corpus"
+    (corpus / "doc-3.txt").write_text("The third. " + TEXT * 14)
+    (corpus / "doc-4.txt").write_text("The fourth. " + TEXT * 17)
+    old = run_job(2, "output.kv=true", "generation.max_new_tokens=2").folder
+    for name in ("doc-1.txt", "doc-3.txt"):
+        (corpus / name).write_text((corpus / name).read_text() + MORE * 3)
+    fourth = (corpus / "doc-4.txt").read_text()
+    (corpus / "new.txt").write_text(fourth[: len(fourth) * 9 // 10] + MORE * 4)
+    truth, reused = run_job(1).records, run_job(ranks, f"documents.reuse={old}", *more)
+    assert "with one of 5 stored prompts" in reused.log
+    found = reused.records
     assert len(found) == 6 and found.keys() == truth.keys()
     for name, record in found.items():
         assert record.token_ids == truth[name].token_ids, name

@@ -9,16 +9,15 @@ import pytest
 import torch
 from constants import TESTS
 from models import prompt, tiny
-from promises import keep_promises
+from promises import keep_counts, keep_promises
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport.base import FixedTag, Request
-from kvr_mpi.transport.counters import open_counters
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.transport.mpi import MpiTransport, connect, launched_size
+from kvr_mpi.transport.mpi import connect, launched_size
 from kvr_mpi.transport.staging import Staging
 
 PROGRAMS = TESTS / "programs"
@@ -39,6 +38,7 @@ def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_threads_keep_them_too(size: int) -> None:
     run_local(size, keep_promises)
+    run_local(size, keep_counts)
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,6 @@ def test_tags_are_those_of_no_other_message_or_refused(most: int) -> None:
         assert used and not used & {*FixedTag} and max(used) <= most
 
 
-def test_what_is_received_is_passed_on_from_a_row_on() -> None:
-    from mpi4py import MPI
-
-    sent, came, last = torch.arange(12.0).view(6, 2), torch.zeros(6, 2), torch.zeros(4, 2)
-    forwarder = Forwarder(MpiTransport(MPI.COMM_SELF))
-    forwarder.begin()
-    forwarder.receive(came, 0, 1, forward_to=0, forward_from=2)
-    forwarder.receive(last, 0, 1)
-    forwarder.send(forwarder.announce(sent, 0, 1))
-    forwarder.close()
-    assert torch.equal(came, sent) and torch.equal(last, sent[2:])
-
-
 @pytest.mark.parametrize("by_next", [False, True])
 def test_memory_and_tags_are_used_again_only_after_what_used_them_is_over(by_next: bool) -> None:
     """A layer's memory by the next one; tags by the prompt after the next."""
@@ -168,30 +155,3 @@ def test_threads_start_each_staged_transfer_once_and_in_order() -> None:
     staging.start_when(Mark(), start, torch.tensor(1))
     other.join()
     assert started == [1]
-
-
-# Counters: whoever adds is told what was there before, and no two are told the same
-
-
-def test_threads_draw_every_number_once() -> None:
-    def work(rank: LocalTransport) -> tuple[list[int], list[int]]:
-        counters, drawn = open_counters(rank, 2), []
-        while (number := counters.add(0)) < 100:
-            drawn.append(number)
-            counters.add(1, number)
-        rank.barrier()
-        return drawn, counters.read()
-
-    results = run_local(3, work)
-    assert sorted(number for drawn, _ in results for number in drawn) == list(range(100))
-    assert all(found == [103, sum(range(100))] for _, found in results)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_draw_every_number_once(ranks: int, mpirun: Any) -> None:
-    run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_counters.py"])
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert sorted(number for drawn, _ in found for number in drawn) == list(range(200))
-    assert all(counts == [0, 200 + ranks, sum(range(200))] for _, counts in found)
-    assert sum(len(drawn) > 0 for drawn, _ in found) > 1

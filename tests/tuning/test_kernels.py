@@ -140,12 +140,8 @@ def test_it_is_measured_once_for_a_machine_and_a_model_and_takes_no_more_memory_
     assert len(gains) == 1 and chosen[0] == chosen[1]
     assert "measuring" in first[0] and second == []
     assert kernel_bytes(loaded.model) == sum(bytes_of.values())
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        choose(loaded, tmp_path)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    choose(loaded, tmp_path)
     assert len(gains) == 2
     choose(loaded, tmp_path, free=int(min(bytes_of.values()) / kernels.COPY_SHARE) - 4)
     assert kernel_bytes(loaded.model) == 0
@@ -170,6 +166,7 @@ def loud(kept: Any, share: float) -> str:
 def test_what_was_measured_beside_other_programs_is_measured_again_and_gives_way_to_what_was_not(
     loaded: Any, gains: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But a way that is wrong when it is measured again is not used."""
     monkeypatch.setattr(kernels, "QUIET_SHARE", float("inf"))  # never had a rank its processor to itself
     for _ in range(kernels.MOST_TRIES + 2):
         choose(loaded, tmp_path)
@@ -179,6 +176,9 @@ def test_what_was_measured_beside_other_programs_is_measured_again_and_gives_way
         file.write_text(loud({**kept, "tries": 1}, share))
         choose(loaded, tmp_path)
         assert all_gains(kept_in(tmp_path)[1]) == {gain}
+    file.write_text(json.dumps({**kept, "tries": 1, "busy_share": 1e9}))
+    monkeypatch.setattr(kernels, "measure_gains", lambda pieces: measured(pieces, 0.0))
+    assert "is not used" in choose(loaded, tmp_path)[1] and not kernels_of(loaded.model)
 
 
 def with_row(way: str, row: list[Any]) -> Any:
@@ -233,17 +233,6 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
     kept_in(tmp_path)[0].unlink()
     choose(loaded, tmp_path)
     assert kernels_of(loaded.model), "it is the wrong results that they were left out for"
-
-
-def test_what_is_wrong_when_it_is_measured_again_is_not_used(
-    loaded: Any, gains: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "QUIET_SHARE", float("inf"))
-    choose(loaded, tmp_path)
-    file, kept = kept_in(tmp_path)
-    file.write_text(json.dumps({**kept, "busy_share": 1e9}))  # more than any other measurement has
-    monkeypatch.setattr(kernels, "measure_gains", lambda pieces: measured(pieces, 0.0))
-    assert "is not used" in choose(loaded, tmp_path)[1] and not kernels_of(loaded.model)
 
 
 def test_measurements_that_cannot_be_kept(loaded: Any, gains: Any, tmp_path: Path) -> None:

@@ -110,19 +110,8 @@ def test_times_that_are_none_end_it_and_what_is_slow_again_and_again_is_believed
     assert any("consistently slow" in line for line in said)
 
 
-# The paper's grid search
-
-
-def test_the_grid_finds_the_papers_optimum() -> None:
-    # Fig. 6 (a): 16k on two GPUs, [0, 9728, 16384].
-    start = Partition.even(16384, 2)
-    tried = grid_search(start, lambda split: abs(split.bounds[1] - 9728), stride=2048, quantum=256)
-    assert best_of(tried).bounds == (0, 9728, 16384)
-    assert len(tried) <= 5 + 2 * 3, "a binary search: two new splits for each halving"
-
-
 def test_the_grid_is_scanned_level_by_level() -> None:
-    # Fig. 6 (b-d): 96 over three, strides 8, 4, 2, 1 and so on, to [0, 28, 70, 96].
+    """Fig. 6 (b-d): 96 over three, strides 8, 4, 2, 1 and so on, to [0, 28, 70, 96]."""
     order: list[Partition] = []
 
     def measure(split: Partition) -> float:
