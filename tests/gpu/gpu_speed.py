@@ -24,7 +24,7 @@ from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, run_next
-from kvr_mpi.setup.arena import EXTENT_SHARE
+from kvr_mpi.setup.prepare import EXTENT_SHARE
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 CONTEXTS = (16_384, 32_768, 131_072)
