@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     world = connect()
-    cache_dir = read_environment().machine.cache_dir
+    cache_dir = read_environment().cache_dir
     loaded = load_on_all(
         world,
         given.model,

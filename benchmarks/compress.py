@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", help="file for all figures")
     given = parser.parse_args(arguments)
     began = time.perf_counter()
-    cache_dir = read_environment().machine.cache_dir
+    cache_dir = read_environment().cache_dir
     loaded = load_on_all(
         LocalTransport(), given.model, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir
     )

@@ -198,7 +198,7 @@ def bench_corpus(
                 mine = _spec_for(spec, way)
                 chain = ranks.split(Topology(ranks.size, choose_chain_size(mine, ranks.size)).chain_color(ranks.rank))
                 loaded = next(iter(ready.values())).loaded if ready else None
-                ready[way] = prepare(mine, machine, ranks, chain, log.line, loaded=loaded)
+                ready[way] = prepare(mine, machine, JobRanks(ranks, ranks), chain, log.line, loaded=loaded)
         first = next(iter(ready.values()))
         rows = {way: CorpusRow(way, ours) for way in ways}
         shortest = min(range(len(corpus)), key=lambda number: corpus.entries[number].chars)
@@ -439,7 +439,7 @@ def main(
     world = connect()
 
     def work() -> int:
-        log, machine = Log(world.rank), read_environment().machine
+        log, machine = Log(world.rank), read_environment()
         quiet_libraries()
         on_root(world, lambda: check_writable(json_file))
         spec = JobSpec.model_validate_json(

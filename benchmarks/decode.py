@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", help="file for the figures")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    cache_dir = read_environment().machine.cache_dir
+    cache_dir = read_environment().cache_dir
     loaded = load_on_all(
         LocalTransport(), DEFAULT_MODEL, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir
     )

@@ -52,6 +52,7 @@ from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.preflight.checks import check_job
 from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.batch import open_source, scan_documents
+from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
@@ -304,7 +305,7 @@ def bench_heads(
     check_heads(spec, ranks.size)
     with pinned(ranks) as cores, torch.inference_mode():
         log.root(f"{counted(ranks.size, 'rank')}, {counted(cores, 'core')} each")
-        setup = prepare(spec, machine, ranks, ranks, log.line)
+        setup = prepare(spec, machine, JobRanks(ranks, ranks), ranks, log.line)
         if isinstance(setup.sharing, str):
             architecture = setup.loaded.shape.architecture
             raise ConfigError(
@@ -457,7 +458,7 @@ def main(
         return [spec.model_dump_json(), numbers, scan_documents(spec).to_json()]
 
     def work() -> int:
-        log, machine = Log(world.rank), read_environment().machine
+        log, machine = Log(world.rank), read_environment()
         quiet_libraries()
         text, budgets, listed = share_json(world, on_root(world, read))
         spec = JobSpec.model_validate_json(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
@@ -11,11 +13,55 @@ from benchmarks.plots import plot_forecast
 from benchmarks.tables import write
 from kvr_mpi.cli.environment import is_offline
 from kvr_mpi.cli.options import command, parse_numbers
-from kvr_mpi.costs.costmodel import RelayKind
+from kvr_mpi.costs.costmodel import (
+    RelayKind,
+    best_split,
+    chain_seconds,
+    lower_bound_seconds,
+    ring_seconds,
+    single_seconds,
+    tsp_seconds,
+    ttft_star,
+)
 from kvr_mpi.costs.hardware import Hardware
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.workload import Workload
-from kvr_mpi.schedule.simulate import NAMES, ForecastRow, look_out, simulate
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.prefill.registry import AUTO, KVR, candidates, fastest
+from kvr_mpi.schedule.simulate import check_lengths, costs_on, relay_of
+
+# Strategies of a forecast; kvr-e has even slices, and kvr-s the best that were found.
+NAMES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s")
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastRow:
+    """The forecast for one prompt length and one number of ranks.
+
+    ttft_s : seconds to the first token by strategy; other methods as published (``single`` uses one rank).
+    auto : the strategy that a job with ``strategy = "auto"`` would use.
+    slices : slice bounds of kvr-s in tokens.
+    efficiency : parallel efficiency of kvr-s; 1 if p ranks are p times as fast as one.
+    bound_s : TTFT(p), kvr-s without communication; star_s : TTFT*(p), eq. 3.
+    """
+
+    context_tokens: int
+    ranks: int
+    ttft_s: dict[str, float]
+    auto: str
+    slices: tuple[int, ...]
+    efficiency: float
+    bound_s: float
+    star_s: float
+
+    @property
+    def winner(self) -> str:
+        """The fastest strategy; of equally fast ones, the simplest."""
+        return min(self.ttft_s, key=lambda name: self.ttft_s[name])
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain values for JSON."""
+        return asdict(self) | {"winner": self.winner}
 
 
 @command("forecast")
@@ -64,10 +110,13 @@ def main(
     \b
     python -m benchmarks forecast --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
     """  # noqa: D301
-    found = look_out(model, hardware, link_gigabytes_per_s, relay, is_offline)
-    work, profile, costs, chain = found.work, found.hardware, found.costs, found.relay
+    work, profile, costs = costs_on(model, hardware, link_gigabytes_per_s, is_offline)
+    chain = relay or relay_of(costs)
+    if chunk_tokens is not None and chain != "cut-through":
+        raise ConfigError(f"--chunk-tokens {chunk_tokens}: chunks need --relay cut-through, not {chain}")
     lengths, sizes = parse_numbers("--contexts", contexts), parse_numbers("--ranks", ranks)
-    rows = simulate(found, lengths, sizes, chunk_tokens)
+    check_lengths(work, lengths, sizes)
+    rows = [_row(costs, tokens, size, chain, chunk_tokens) for tokens in lengths for size in sizes]
     if plot is not None:
         title = f"{work.name} on {profile.name}, {costs.link_bytes_per_s / 1e9:g} GB/s"
         plot_forecast([row.as_json() for row in rows], title, plot)
@@ -76,6 +125,45 @@ def main(
         return
     about = {"model": work.name, "hardware": profile.name, "relay": chain, "link_bytes_per_s": costs.link_bytes_per_s}
     write(json_file, {**about, "rows": [row.as_json() for row in rows]})
+
+
+def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: int | None) -> ForecastRow:
+    chunks = 1 if chunk_tokens is None else -(-tokens // (ranks * chunk_tokens))  # for the mean slice
+    of_chain = costs.in_chunks(chunks)
+    partition, searched_s = best_split(of_chain, tokens, ranks, relay)
+    single_s = single_seconds(costs, tokens)
+    times_s = (
+        single_s,
+        tsp_seconds(costs, tokens, ranks),
+        tsp_seconds(costs, tokens, ranks, dense=False),
+        ring_seconds(costs, tokens, ranks),
+        chain_seconds(of_chain, _evenly(tokens, ranks), relay),
+        searched_s,
+    )
+    ttft_s = dict(zip(NAMES, times_s, strict=True)) if ranks > 1 else {"single": single_s}
+    return ForecastRow(
+        context_tokens=tokens,
+        ranks=ranks,
+        ttft_s=ttft_s,
+        auto=KVR.name if chunk_tokens else _choose(costs, tokens, ranks, searched_s),  # others take no chunks
+        slices=partition.bounds,
+        efficiency=single_s / ranks / searched_s,
+        bound_s=lower_bound_seconds(costs, tokens, ranks),
+        star_s=ttft_star(single_s, ranks),
+    )
+
+
+def _evenly(tokens: int, slices: int) -> Sequence[float]:
+    return [tokens / slices] * slices
+
+
+def _choose(costs: Costs, tokens: int, ranks: int, searched_s: float) -> str:
+    """Name the strategy that a job would use."""
+    choices = candidates(AUTO) if ranks > 1 else [KVR]
+    seconds = [
+        searched_s if one.in_order else one.forecast(costs, _evenly(tokens, one.stretches * ranks)) for one in choices
+    ]
+    return choices[fastest(seconds)].name
 
 
 def _print_rows(rows: list[ForecastRow], work: Workload, profile: Hardware, costs: Costs, relay: RelayKind) -> None:

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, help="calls of each kernel, of which the best counts")
     repeats = parser.parse_args(arguments).repeats
     torch.set_num_threads(1)
-    library = open_attention(read_environment().machine.cache_dir, print, compiles=True)
+    library = open_attention(read_environment().cache_dir, print, compiles=True)
     if library is None:
         raise ConfigError("benchmarks kernels needs our own kernels, which are not compiled here")
     peak = measure_peaks(LocalTransport()).flop_per_s

@@ -177,7 +177,7 @@ def open_rivals(
     def start(name: str) -> Rival:
         path = find_model(model).path
         if path.suffix == ".gguf":
-            path = half_gguf(path, read_environment().machine.cache_dir)
+            path = half_gguf(path, read_environment().cache_dir)
         return stack.enter_context(open_rival(name, path, longest, folder, at_once))
 
     return {name: on_root(world, partial(start, name)) for name in parse_names(names)}

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
     wanted = parser.parse_args(arguments)
     world = connect()
     torch.set_num_threads(1)
-    cache = read_environment().machine.cache_dir
+    cache = read_environment().cache_dir
     loaded = check_chain(load_model(wanted.model, dtype="float32", device="cpu", offline=True, cache_dir=cache))
     layers = len(loaded.shape.layers)
     ids = [(7 * at * at + 3 * at) % 4096 + 5 for at in range(wanted.tokens)]

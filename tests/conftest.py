@@ -91,7 +91,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where converted models are kept: the developer's own cache, so that SmolLM2 is converted once."""
     from kvr_mpi.cli.environment import read_environment
 
-    return read_environment().machine.cache_dir
+    return read_environment().cache_dir
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.plan import Plan, share_message
 from kvr_mpi.runtime.planner import Planner
+from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.transport import check_alike, on_root, share_json, together
@@ -95,7 +96,7 @@ class Chain:
         say: Say | None = None,
     ) -> None:
         quiet_libraries()
-        machine = read_environment().machine
+        machine = read_environment()
         self._world, self._owns = join_ranks(comm), comm is not None
         with ending_all(self._world):
             spec = together(self._world, lambda: _spec(model, generation, parallel))
@@ -105,7 +106,7 @@ class Chain:
             device = own_device(self._world, spec.model.device)
             self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
             tell = say or (lambda line: None)
-            self._setup = prepare(spec, machine, self._ranks, self._ranks, tell)
+            self._setup = prepare(spec, machine, JobRanks(self._ranks, self._ranks), self._ranks, tell)
             self._runner = ChainRunner(self._setup, self._ranks, 0)
             self._planner = Planner(self._runner, tell) if self._ranks.rank == 0 else None
         self._prompts = 0  # number of prefilled prompts
@@ -148,22 +149,23 @@ class Chain:
         """
         return self._prefill(prompt, "prefill")
 
-    def _prefill(self, prompt: PromptLike | None, method: str) -> ChainPrefill:
-        """Prefill a prompt for the public method that all ranks call."""
-        with ending_all(self._ranks):
-            plan = self._agree_on_plan(prompt, method)
-            done = self._run(plan)
-
-            def check_done() -> None:
-                if done is not None and done.error is not None:
-                    raise DocumentError(done.error)
-
-            together(self._ranks, check_done)
+    def _prefill(self, given: PromptLike | None, method: str) -> ChainPrefill:
+        """Prefill rank 0's prompt for the public method that all ranks call; refuse other prompts."""
+        ranks = self._ranks
+        with ending_all(ranks):
+            self._check_call(method)
+            mine = together(ranks, lambda: self._encoded(given))
+            self._prompts += 1
+            plan = share_message(ranks, on_root(ranks, lambda: self._plan(mine)), self._runner.read_plan)
+            assert isinstance(plan, Plan), "no wave ends here"
+            together(ranks, partial(self._check_same, mine, plan))
+            # A short prompt runs on the decode rank only; errors of a chain's ranks are in its results.
+            done = self._runner.prefill([plan])[0] if plan.takes_all else None
+            done = together(ranks, partial(self._finish, plan, done))
         ids = plan.prompt.ids
         bounds = (0, len(ids)) if plan.partition is None else plan.partition.bounds
-        if done is None:
-            return ChainPrefill(ids, bounds, self.decode_rank, None, 0.0, plan.prompt, None)
-        return ChainPrefill(ids, bounds, self.decode_rank, done.logits, done.seconds, plan.prompt, done)
+        logits, seconds = (None, 0.0) if done is None else (done.logits, done.seconds)
+        return ChainPrefill(ids, bounds, self.decode_rank, logits, seconds, plan.prompt, done)
 
     def generate(self, prompt: PromptLike | ChainPrefill | None = None) -> Answer:
         """Answer a prompt, or continue its prefill; every rank gets the answer.
@@ -216,36 +218,35 @@ class Chain:
         remedy = "every rank of a chain has to call the same methods in the same order"
         check_alike(self._ranks, {"the method called": method}, remedy)
 
-    def _agree_on_plan(self, given: PromptLike | None, method: str) -> Plan:
-        """Share rank 0's prompt and its plan, after checking that ranks call the same method; refuse other prompts."""
+    def _encoded(self, given: PromptLike | None) -> tuple[int, ...] | None:
+        if given is None:
+            return None
+        return self.encode(given) if isinstance(given, str) else self._checked(tuple(map(int, given)))
 
-        def encode() -> tuple[int, ...] | None:
-            if given is None:
-                return None
-            return self.encode(given) if isinstance(given, str) else self._checked(tuple(map(int, given)))
+    def _plan(self, ids: tuple[int, ...] | None) -> Plan:
+        """Plan a prompt on rank 0."""
+        assert self._planner is not None, "on rank 0"
+        if ids is None:
+            raise ConfigError("rank 0 was given no prompt; only other ranks may leave it out")
+        name = f"prompt {self._prompts}"
+        prompt = Prompt(ids=ids, key=name, document_id=name, new_tokens=self._setup.spec.generation.max_new_tokens)
+        return self._planner.plan(prompt, self.decode_rank)
 
-        def make_plan() -> Plan:
-            assert self._planner is not None, "on rank 0"
-            if mine is None:
-                raise ConfigError("rank 0 was given no prompt; only other ranks may leave it out")
-            name = f"prompt {self._prompts}"
-            prompt = Prompt(ids=mine, key=name, document_id=name, new_tokens=self._setup.spec.generation.max_new_tokens)
-            return self._planner.plan(prompt, self.decode_rank)
+    def _check_same(self, mine: tuple[int, ...] | None, plan: Plan) -> None:
+        """Refuse a prompt of this rank that differs from rank 0's."""
+        if mine is not None and mine != plan.prompt.ids:
+            raise ConfigError(
+                f"rank {self.rank} was given a different prompt from rank 0: give every rank of a chain the "
+                "same prompt, or None"
+            )
 
-        def check(plan: Plan) -> None:
-            if mine is not None and mine != plan.prompt.ids:
-                raise ConfigError(
-                    f"rank {self.rank} was given a different prompt from rank 0: give every rank of a chain the "
-                    "same prompt, or None"
-                )
-
-        self._check_call(method)
-        mine = together(self._ranks, encode)
-        self._prompts += 1
-        plan = share_message(self._ranks, on_root(self._ranks, make_plan), self._runner.read_plan)
-        assert isinstance(plan, Plan), "no wave ends here"
-        together(self._ranks, partial(check, plan))
-        return plan
+    def _finish(self, plan: Plan, done: Prefill | None) -> Prefill | None:
+        """Prefill a short prompt on the decode rank; raise `DocumentError` if a prefill has failed."""
+        if not plan.takes_all and self.rank == self.decode_rank:
+            (done,) = self._runner.prefill([plan])
+        if done is not None and done.error is not None:
+            raise DocumentError(done.error)
+        return done
 
     def _checked(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Refuse an empty prompt, or one that leaves no room for the answer."""
@@ -256,13 +257,6 @@ class Chain:
             )
         self._setup.loaded.shape.check_ids(ids)
         return ids
-
-    def _run(self, plan: Plan) -> Prefill | None:
-        """Prefill over the chain; a short prompt runs on the decode rank only."""
-        if plan.takes_all:
-            return self._runner.prefill([plan])[0]
-        alone = together(self._ranks, lambda: self._runner.prefill([plan]) if self.rank == self.decode_rank else [])
-        return alone[0] if alone else None
 
     def _decode(self, prompt: Prompt, prefill: Prefill) -> Answer | None:
         """Generate the answer on the decode rank."""

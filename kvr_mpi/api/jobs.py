@@ -16,14 +16,13 @@ from kvr_mpi.errors import EXIT_OK, ConfigError
 from kvr_mpi.job import JobSpec, load_job, make_job
 from kvr_mpi.job.combinations import check_combinations
 from kvr_mpi.runtime.options import RunOptions
-from kvr_mpi.schedule.simulate import HARDWARE, ForecastRow, look_out
+from kvr_mpi.schedule.simulate import HARDWARE, ForecastRow, costs_on
 from kvr_mpi.schedule.simulate import simulate as forecast
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.transport import on_root, share_json
 from kvr_mpi.transport.mpi import release
 
 if TYPE_CHECKING:
-    from kvr_mpi.costs.costmodel import RelayKind
     from kvr_mpi.setup.planning import PlannedJob
 
 # Name of a job without a file, in error messages.
@@ -132,7 +131,6 @@ def simulate(
     ranks: Sequence[int] = (1, 2, 4, 8),
     contexts: Sequence[int] = (8192, 32768, 131072),
     link_gigabytes_per_s: float | None = None,
-    relay: RelayKind | None = None,
 ) -> list[ForecastRow]:
     """Forecast the time to the first token for prompt lengths and numbers of ranks.
 
@@ -146,8 +144,6 @@ def simulate(
         Prompt lengths in tokens.
     link_gigabytes_per_s : float, optional
         Bandwidth of each link, one direction; default: the profile's.
-    relay : {'cut-through', 'store-and-forward'}, optional
-        How a chain forwards the prefix; default: as our engine does, or with eager attention as in the paper.
 
     Raises
     ------
@@ -157,8 +153,8 @@ def simulate(
     for name, values in (("ranks", ranks), ("contexts", contexts)):
         if not values or min(values) < 1:
             raise ConfigError(f"{name} = {list(values)}: expected at least one number, all above 0")
-    found = look_out(model, hardware, link_gigabytes_per_s, relay, is_offline)
-    return forecast(found, contexts, ranks)
+    work, _, costs = costs_on(model, hardware, link_gigabytes_per_s, is_offline)
+    return forecast(work, costs, contexts, ranks)
 
 
 def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:

@@ -7,25 +7,25 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvr_mpi.runtime.options import Environment
-
 if TYPE_CHECKING:
+    from kvr_mpi.setup.job_setup import Machine
     from kvr_mpi.store.lock import Owner
 
 
-def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
+def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
     """Read cores, threads, cache folder and the batch system's deadline; docs/reference.py lists all variables."""
     from kvr_mpi.setup.job_setup import Machine
 
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     threads, deadline = environ.get("OMP_NUM_THREADS", ""), environ.get("SLURM_JOB_END_TIME", "")
-    machine = Machine(
+    return Machine(
         cache_dir=Path(environ.get("KVR_CACHE") or Path(caches) / "kvr-mpi"),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline=is_offline(environ),
+        owner=read_owner(environ),
+        deadline_s=float(deadline) if deadline.isdecimal() else None,
     )
-    return Environment(machine, read_owner(environ), float(deadline) if deadline.isdecimal() else None)
 
 
 def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:

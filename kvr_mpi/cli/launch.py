@@ -99,7 +99,7 @@ def load_everywhere(
     from kvr_mpi.topology import cores_per_rank
 
     quiet_libraries()
-    machine = read_environment().machine
+    machine = read_environment()
     torch.set_num_threads(machine.threads or cores_per_rank(machine.cores, world.local_size))
     return load_on_all(
         world,

@@ -155,23 +155,23 @@ def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: 
     """Print forecasts of prompts on 1, 2, 4, ... ranks, and on all of them."""
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.report.table import print_table
-    from kvr_mpi.schedule.simulate import look_out, simulate
+    from kvr_mpi.schedule.simulate import costs_on, simulate
 
-    found = look_out(model, hardware, None, None, is_offline)
+    work, profile, costs = costs_on(model, hardware, None, is_offline)
     counts = sorted({ranks, *(1 << power for power in range(ranks.bit_length()))})
-    rows = simulate(found, contexts, counts)
+    rows = simulate(work, costs, contexts, counts)
     if as_json:
-        about = {"model": found.work.name, "hardware": found.hardware.name, "relay": found.relay}
+        about = {"model": work.name, "hardware": profile.name}
         click.echo(json.dumps(about | {"rows": [row.as_json() for row in rows]}, indent=1))
         return
-    click.echo(f"{found.work.name} on {found.hardware.name} ({found.hardware.source})")
-    click.echo(f"links of {found.costs.link_bytes_per_s / 1e9:g} GB/s; a forecast, nothing was run\n")
+    click.echo(f"{work.name} on {profile.name} ({profile.source})")
+    click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s; a forecast, nothing was run\n")
     columns = ("tokens", "ranks", "first token", "efficiency", "slices")
     shown = [
         (
             str(row.context_tokens),
             str(row.ranks),
-            f"{row.ttft_s['kvr-s' if row.ranks > 1 else 'single']:.3g} s",
+            f"{row.ttft_s:.3g} s",
             f"{row.efficiency:.2f}",
             "+".join(str(end - start) for start, end in zip(row.slices, row.slices[1:], strict=False)),
         )
@@ -188,7 +188,7 @@ def plan_here(spec: JobSpec, ranks: int, hardware: str | None) -> PlannedJob:
     from kvr_mpi.setup.planning import plan_job
 
     quiet_libraries()
-    return plan_job(spec, read_environment().machine, ranks, hardware)
+    return plan_job(spec, read_environment(), ranks, hardware)
 
 
 def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:

@@ -174,8 +174,8 @@ def run_on(
         from kvr_mpi.runtime.batch import run_job
 
         quiet_libraries()
-    environment = read_environment()
-    deadline_s = environment.deadline_s
+    machine = read_environment()
+    deadline_s = machine.deadline_s
     if limit_s is not None:
         deadline_s = limit_s
     elif deadline_s is not None and deadline_s <= time.time():  # it cannot be right, since this job is running
@@ -183,4 +183,4 @@ def run_on(
         log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")
         deadline_s = None
     options = replace(options, overwrite=overwrite, resume=resume)
-    return run_job(spec, options, replace(environment, deadline_s=deadline_s), world, log)
+    return run_job(spec, options, replace(machine, deadline_s=deadline_s), world, log)

@@ -167,7 +167,7 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     check_job(spec, 1, goes_on=True, offline=is_offline())
     check_file(output, overwrite=overwrite)
     found, left_out = sample_heads(
-        spec, read_environment().machine, spec.documents.limit or SAMPLED, lambda text: click.echo(text, err=True)
+        spec, read_environment(), spec.documents.limit or SAMPLED, lambda text: click.echo(text, err=True)
     )
     for name, reason in left_out:
         click.echo(f"left out: {name}: {reason}", err=True)

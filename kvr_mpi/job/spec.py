@@ -237,6 +237,11 @@ class JobSpec(Strict):
         wanted = self.parallel.ranks_per_chain or ("all" if self.questions is None else self.parallel.tensor_parallel)
         return wanted if self.takes_chains else 1
 
+    def chain_size(self, ranks: int) -> int | None:
+        """Ranks of each chain of a job on so many ranks; None if chain lengths are planned."""
+        wanted = self.ranks_per_chain
+        return None if wanted == "auto" else ranks if wanted == "all" else wanted
+
     @property
     def chunk_tokens(self) -> int | Literal["auto"]:
         """Tokens of the chunks in which a chain computes slices; rolling caches use steps instead."""

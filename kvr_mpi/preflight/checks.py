@@ -76,8 +76,7 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     ConfigError
         If the ranks cannot be divided into such chains; the message lists the valid sizes.
     """
-    wanted = spec.ranks_per_chain
-    size = 1 if wanted == "auto" else ranks if wanted == "all" else wanted
+    size = spec.chain_size(ranks) or 1
     if not divides(size, ranks):
         divisors = [length for length in range(1, ranks + 1) if divides(length, ranks)]
         raise ConfigError(
@@ -89,9 +88,7 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
         fitting = [each for each in range(1, size + 1) if divides(each, size)]
         raise ConfigError(
             f"parallel.tensor_parallel = {group}: chains of {counted(size, 'rank')} cannot be divided into "
-            f"tensor-parallel "
-            f"groups of {group}; "
-            f"choose one of {fitting}, or start chains x groups x {group} ranks"
+            f"tensor-parallel groups of {group}; choose one of {fitting}, or start chains x groups x {group} ranks"
         )
     return size
 
@@ -130,8 +127,7 @@ def check_table(spec: JobSpec, ranks: int) -> None:
     parallel = spec.parallel
     if parallel.table is None:
         return
-    size = ranks if spec.ranks_per_chain == "all" else spec.ranks_per_chain
-    find_tables(Path(parallel.table), {} if parallel.strategy == "single" else {"ranks": size})
+    find_tables(Path(parallel.table), {} if parallel.strategy == "single" else {"ranks": spec.chain_size(ranks)})
 
 
 def _check_profile(spec: JobSpec) -> None:

@@ -35,12 +35,6 @@ def row_format(spec: JobSpec) -> RowFormat:
     return RowFormat(of.id_field, of.content_field, tuple(columns), kept_columns(spec), of.format, of.encoding)
 
 
-def passed_columns(spec: JobSpec) -> list[str]:
-    """Return the columns that are copied to the records."""
-    always = PASSED if spec.documents.format == "openai-batch" else ()
-    return list(dict.fromkeys([*always, *kept_columns(spec)]))
-
-
 def kept_columns(spec: JobSpec) -> tuple[str, ...]:
     """Return the fields that are kept unchanged: copied columns, and the continuations to score."""
     scored = spec.generation.score_column
@@ -72,8 +66,9 @@ def identity_of(spec: JobSpec) -> dict[str, Any]:
         "generation": spec.generation.model_dump(),
         "kv": spec.output.kv,
     }
-    if columns := passed_columns(spec):
-        identity["columns"] = columns
+    always = PASSED if spec.documents.format == "openai-batch" else ()
+    if columns := dict.fromkeys([*always, *kept_columns(spec)]):
+        identity["columns"] = list(columns)
     if spec.documents.format != "text":
         identity["format"] = spec.documents.format
     if spec.questions is not None:

@@ -41,7 +41,7 @@ from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
 from kvr_mpi.runtime.leader import Leader, WorkerContext
 from kvr_mpi.runtime.meters import Meters
-from kvr_mpi.runtime.options import Environment, RunOptions
+from kvr_mpi.runtime.options import RunOptions
 from kvr_mpi.runtime.outcome import keep_outcome
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -53,7 +53,7 @@ from kvr_mpi.runtime.tracing import open_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
-from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.stored_size import check_stored_size
@@ -74,13 +74,13 @@ from kvr_mpi.transport.counters import Counters, open_counters
 RESPONSES = "responses.jsonl"
 
 
-def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world: Transport, log: Log) -> int:
+def run_job(spec: JobSpec, options: RunOptions, machine: Machine, world: Transport, log: Log) -> int:
     """Run a whole job; every rank calls this.
 
     Returns the exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if the job was
     stopped before the end.
     """
-    stop = Stop(environment.deadline_s)
+    stop = Stop(machine.deadline_s)
 
     def end_at_once(why: str) -> None:
         log.line(why)
@@ -88,25 +88,19 @@ def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world:
         world.abort(EXIT_STOPPED)
 
     with listening(stop, log.root, end_at_once), ExitStack() as held:
-        return _run(spec, options, environment, world, log, stop, held)
+        return _run(spec, options, machine, world, log, stop, held)
 
 
 def _run(
-    spec: JobSpec,
-    options: RunOptions,
-    environment: Environment,
-    world: Transport,
-    log: Log,
-    stop: Stop,
-    held: ExitStack,
+    spec: JobSpec, options: RunOptions, machine: Machine, world: Transport, log: Log, stop: Stop, held: ExitStack
 ) -> int:
-    folder, machine = Path(spec.output.path), environment.machine
+    folder = Path(spec.output.path)
     topology = together(world, lambda: lay_out(spec, world.size))
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
 
     def claim_folder() -> Lock:
         """Take the output folder before the model is loaded: a second job that starts now ends at once."""
-        return held.enter_context(Lock(folder, environment.owner, log.line))
+        return held.enter_context(Lock(folder, machine.owner, log.line))
 
     lock = on_root(world, claim_folder)
     device = own_device(world, spec.model.device)
@@ -117,7 +111,7 @@ def _run(
     log.root(Detail(", ".join(f"{name} {version}" for name, version in software().items())))
     ranks = join_groups(links, world, topology, device)
     chain = ranks.lane.split(topology.by_group.chain_color(ranks.lane.rank))
-    prepared = prepare(spec, machine, links, chain, log.line, ranks=ranks)
+    prepared = prepare(spec, machine, ranks, chain, log.line)
     if spec.questions is not None and (kinds := depends_on_length(prepared.loaded.model)):
         log.root(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
@@ -163,7 +157,7 @@ def _run(
             ResultWriter(
                 *(folder, world.rank, prepared.header(), session),
                 recorder=trace.recorder,
-                cost=partial(meters.cost, trace.tally, threads, ranks.tells),
+                cost=(cost_so_far := partial(meters.cost, trace.tally, threads, ranks.tells)),
             )
         ) as writer,
         Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar) as progress,
@@ -178,13 +172,13 @@ def _run(
         world.barrier()
         seconds, ended_s, left = progress.elapsed_s, log.elapsed_s, len(todo) - counters.read()[Slot.DONE]
         # Rank 0's lane counts for all: the other ranks of each tensor-parallel group did the same work.
-        total = sum_up(Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(trace.tally))))
+        total = sum_up(Tally(**one) for one in gather_json(ranks.lane, asdict(trace.tally)))
         expected = None
         if share_json(world, not done and total.answers == len(todo)):
             started_s = ended_s - seconds
             expected = keep_outcome(prepared, links, total, seconds, started_s, machine.cache_dir, log.line)
         if left < len(todo):  # otherwise nothing was written
-            cost = meters.cost(trace.tally, threads, ranks.tells)
+            cost = cost_so_far()
             if world.rank == 0:  # the report divides by the same time as the log
                 cost = replace(cost, answering_s=seconds)
             if expected is not None:
@@ -210,8 +204,9 @@ def work_through(
     for number in list(shares.refused)[lane.rank :: lane.size]:
         context.sink.write_record(error_record(context.source.read(number), shares.refused[number]), 0)
     # Split off the chains of all rounds before any work: each split waits for all ranks.
-    chains = [lane.split(part.topology.chain_color(lane.rank)) for part in shares.rounds]
-    members = [ranks.members_of(part.topology, chain) for part, chain in zip(shares.rounds, chains, strict=True)]
+    colors = [part.topology.chain_color(lane.rank) for part in shares.rounds]
+    chains = [lane.split(color) for color in colors]
+    members = chains if ranks.tp_group is None else [ranks.world.split(color) for color in colors]  # all of its ranks
     for chain in chains:  # the link that closes a chain's ring is not part of any longer chain
         warm_up(chain, setup.loaded.device, every_pair=setup.decodes_together)
     choices = choose_modes(setup, lane, shares.rounds, chains, say)
@@ -231,13 +226,11 @@ def work_through(
 
 def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[str, Any]:
     """List all documents; `check_job` has verified that they exist."""
-    if options.extend and (spec.questions is not None or spec.documents.shard is not None):
-        what, why = (
-            ("[questions]", "its documents are those of another run")
-            if spec.questions is not None
-            else ("documents.shard", "each share would then contain different documents")
-        )
-        raise ConfigError(f"--extend cannot be combined with {what}: {why}; {OTHER_FOLDER}")
+    why_not = None if spec.documents.shard is None else "documents.shard: each share would have different documents"
+    if spec.questions is not None:
+        why_not = "[questions]: its documents are those of another run"
+    if options.extend and why_not:
+        raise ConfigError(f"--extend cannot be combined with {why_not}; {OTHER_FOLDER}")
     if spec.questions is not None:
         corpus, lines = scan_stored(spec)
         check_writable(folder)

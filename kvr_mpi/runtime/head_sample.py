@@ -19,6 +19,7 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import prefill_whole
 from kvr_mpi.runtime.batch import open_source, scan_documents
+from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.store.log import software
@@ -41,7 +42,7 @@ def sample_heads(
             f"compress.method=ada-snapkv --set compress.budget=512"
         )
     corpus, alone = scan_documents(spec), LocalTransport()
-    setup = prepare(spec, machine, alone, alone, say)
+    setup = prepare(spec, machine, JobRanks(alone, alone), alone, say)
     compression, loaded = setup.compression, setup.loaded
     assert compression is not None, "the job has [compress]"
     source, counts = open_source(setup, corpus), dict[str, Counts]()

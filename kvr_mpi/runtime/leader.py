@@ -16,7 +16,6 @@ from kvr_mpi.errors import DataError, DocumentError
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.sources import Source, Split, error_record
 from kvr_mpi.runtime.decoder import Decoder
-from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.plan import EndPrefill, Message, Plan
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -38,6 +37,36 @@ class WorkerContext:
     trace: Trace
 
 
+class Pace:
+    """Work and duration of a chain's waves.
+
+    Work is in the job's unit (characters or predicted milliseconds); all times come from the same clock.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._began_s = self.wave_began_s = now_s
+        self._past_work = self._wave_work = 0
+
+    def begin_wave(self, now_s: float) -> None:
+        """End the previous wave and begin a new one."""
+        self._past_work += self._wave_work
+        self.wave_began_s, self._wave_work = now_s, 0
+
+    def add_work(self, work: int) -> None:
+        """Add a document's work to this wave."""
+        self._wave_work += work
+
+    def seconds_for(self, work: int, now_s: float) -> float:
+        """Estimate the seconds until a document of this much work is answered, after all work in progress."""
+        if self._past_work:
+            rate = (self.wave_began_s - self._began_s) / self._past_work
+        elif self._wave_work:
+            rate = 2 * (now_s - self.wave_began_s) / self._wave_work  # assume that decoding takes as long as prefill
+        else:
+            return 0.0
+        return max(0.0, rate * (self._wave_work + work) - (now_s - self.wave_began_s))
+
+
 class Leader:
     """Reads documents for a chain, and decides what it runs."""
 
@@ -51,15 +80,6 @@ class Leader:
         self._split: dict[str, Split] = {}  # documents in parts, by id
         self._parts: dict[str, Prompt] = {}  # their prompts, by key, until the outcome is known
 
-    @property
-    def has_work(self) -> bool:
-        """Whether documents, waiting prompts, or unanswered parts of documents remain."""
-        return self._has_more or bool(self._parts)
-
-    @property
-    def _has_more(self) -> bool:
-        return self._has_documents or self._scheduler.has_waiting
-
     def begin_wave(self, held: Iterable[Held], parts: Iterable[tuple[str, Record]]) -> None:
         """Begin a wave, given the memory in use on each rank and the new records of document parts, by key."""
         self._pace.begin_wave(time.monotonic())
@@ -72,7 +92,7 @@ class Leader:
 
         put_off : number of prompts of this wave that wait for a packed row.
         """
-        while True:
+        while not self._stop.is_over:
             wave_s = time.monotonic() - self._pace.wave_began_s
             try:
                 decision = self._scheduler.decide(wave_s=wave_s, has_documents=self._has_documents)
@@ -82,7 +102,9 @@ class Leader:
             if isinstance(decision, Plan):
                 return decision
             if decision is Next.DECODE or not self._take_document(put_off):
-                return EndPrefill(self._has_more, self.has_work)
+                has_more = self._has_documents or self._scheduler.has_waiting
+                return EndPrefill(has_more, has_more or bool(self._parts))
+        return EndPrefill(has_more=False, goes_on=False)
 
     def _take_document(self, put_off: int) -> bool:
         """Take the next document; False if there is none, no time is left, or another chain should take it."""

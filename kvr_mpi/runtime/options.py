@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from kvr_mpi.setup.job_setup import Machine
-    from kvr_mpi.store.lock import Owner
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +30,3 @@ class RunOptions:
         if self.overwrite:
             return "overwrite"
         return "extend" if self.extend else "resume" if self.resume else "new"
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """Properties of the machine and the batch system.
-
-    owner : identifies this process in the lock of an output folder.
-    deadline_s : Unix time at which the batch system ends the job; None: never.
-    """
-
-    machine: Machine
-    owner: Owner
-    deadline_s: float | None = None

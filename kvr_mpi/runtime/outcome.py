@@ -58,14 +58,10 @@ def keep_outcome(
             costs = measure_costs(loaded, LocalTransport())
         except Exception as error:  # such as too little memory
             say(Detail(f"this job is not recorded for later plans, since this rank could not be measured: {error}"))
-    if ranks.rank:
-        return None
     try:
-        if history is None:
-            if costs is None:
-                return None
+        if ranks.rank == 0 and history is None and costs is not None:
             history = History(fingerprint=loaded.fingerprint, dtype=dtype, device=device, ranks=ranks.size, rates=costs)
-        return _kept(setup, file, history, done, seconds, start_s)
+        return None if history is None else _kept(setup, file, history, done, seconds, start_s)
     except (OSError, ValueError) as error:
         say(f"warning: this job is not recorded for later plans: {error}")
     return None

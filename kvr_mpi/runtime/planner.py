@@ -44,8 +44,6 @@ class Planner:
         self._strategies = setup.strategies if size > 1 else (alone,)
         self._forecasts: dict[tuple[int, int], list[float]] = {}
         self._chosen: dict[tuple[int, int, int, PlannedDrop | None], Strategy] = {}
-        if self.first_rank == 0 and (choice := self._describe_choice()):
-            say(choice)
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
         """Plan a prompt with the last slice on `decode_rank`, or on the rank that decodes the prefix it continues.
@@ -57,7 +55,8 @@ class Planner:
         held = self._runner.beginning
         if held is not None and held.key in (prompt.stored, prompt.ids[: prompt.shared_tokens]):
             decode_rank = held.decode_rank
-        window = self._window_of(prompt)
+        retain = self._setup.retain_of(prompt)
+        window = None if retain is None or retain.window is None else retain.window[0]  # whose queries are needed
         prefix = self._runner.open_stored(prompt) if prompt.stored is not None else None
         # The window needs queries, which a prefix does not have.
         ids = prompt.ids[:window]
@@ -141,11 +140,6 @@ class Planner:
         if before_window is not None and before_window < 2 * self.size:  # every slice before the last needs a token
             return True
         return tokens < LEAST_SLICE_TOKENS * self.size or (self.size == 1 and 2 * tokens <= self._runner.pack_tokens)
-
-    def _window_of(self, prompt: Prompt) -> int | None:
-        """Return the first token whose queries compression needs; None if it needs none."""
-        retain = self._setup.retain_of(prompt)
-        return None if retain is None or retain.window is None else retain.window[0]
 
     def _drop_of(self, prompt: Prompt, prefix: SharedPrefix | None) -> PlannedDrop | None:
         """Predict what compression drops from a prompt; None if nothing, or if its prefix is compressed already."""
@@ -282,29 +276,16 @@ class Planner:
             self._chosen[key] = next(fitting, next((one for one in order if one.in_order), order[0]))
         return self._chosen[key]
 
-    def _describe_choice(self) -> str | None:
-        """Describe the forecast for the longest prompt in one line; None if there is only one strategy."""
-        if len(self._strategies) == 1:
-            return None
-        known = self._setup.prefixes[-1].tokens if self._setup.prefixes else 0
-        longest = self._clamp(self._setup.longest_tokens - known)
-        seconds = self._forecast(longest + known, known)
-        times = ", ".join(f"{one.name} {each:.3g} s" for one, each in zip(self._strategies, seconds, strict=True))
-        chosen = self._strategies[fastest(seconds)].name
-        return f"strategy = 'auto', on chains of {self.size} ranks: {chosen} (forecast for {longest} tokens: {times})"
-
-    def _clamp(self, tokens: int) -> int:
-        """Limit a prompt's length to the range of the lookup table."""
-        table, shortest, longest = self._setup.table, 1, LONGEST_TOKENS
-        if table is not None and table.key.ranks == self.size:
-            lengths = [entry.context_tokens for entry in table.entries]
-            shortest, longest = lengths[0], min(longest, lengths[-1])
-        return min(max(tokens, shortest), longest)
-
     def _forecast(self, tokens: int, known: int) -> list[float]:
-        """Predict each strategy's seconds for a prompt of about `tokens` tokens, of which the first `known` exist."""
+        """Predict each strategy's seconds for a prompt of about `tokens` tokens, of which the first `known` exist.
+
+        The length is limited to the range of the lookup table, if there is one.
+        """
+        table, shortest, longest = self._setup.table, self.size, LONGEST_TOKENS
+        if table is not None and table.key.ranks == self.size:
+            shortest, longest = table.entries[0].context_tokens, min(longest, table.entries[-1].context_tokens)
         step = 1 << max(0, tokens.bit_length() - NEAR_BITS)
-        near = self._clamp(max(self.size, (tokens - known) // step * step))
+        near = min(max(shortest, (tokens - known) // step * step), longest)
         if (near, known) not in self._forecasts:
             costs, last = self._setup.chain_costs(self._ranks), self.size - 1
             self._forecasts[near, known] = [

@@ -77,8 +77,8 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
         if tokens is not None:
             shares = _planned(prepared, corpus, todo, tokens, lanes, log)
         else:
-            each, order = prepared.spec.parallel.tensor_parallel, prepared.spec.documents.order
-            shares = Shares([_round(corpus, todo, lay_out(prepared.spec, lanes * each).by_group, order)])
+            topology = lay_out(prepared.spec, world.size).by_group
+            shares = Shares([_round(corpus, todo, topology, prepared.spec.documents.order)])
         return asdict(replace(shares, refused=unreadable | shares.refused))
 
     return from_plain(Shares, share_json(world, on_root(world, decide)))

@@ -68,12 +68,7 @@ def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
     questions = spec.questions
     assert questions is not None and isinstance(questions.ask, dict)
     index = _results_of(spec)
-    missing = index.missing
-    run, path = Path(spec.documents.path[0]), f"documents.path {spec.documents.path}"
-    lost = {
-        name: StoredDocument(name, run, error=f"{name} cannot be asked about: {why}; prefill it again")
-        for name, why in index.unreadable.items()
-    }
+    missing, lost, path = index.missing, index.unreadable, f"documents.path {spec.documents.path}"
     wanted = questions.documents if questions.documents is not None else sorted([*index.places, *lost])
     if unknown := [name for name in wanted if name not in index.places and name not in lost]:
         raise CorpusError(
@@ -81,19 +76,16 @@ def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
             f"{', '.join(spec.documents.path)}, such as {', '.join(map(repr, index.ids()[:3]))}"
         )
     done = [name for name in dict.fromkeys(wanted) if name in lost or index.places[name].is_done]
-    documents = [
-        lost[name] if name in lost else _look(index, name, is_sharded=spec.is_spread)
-        for name in done[: spec.documents.limit]
-    ]
+    documents = [_look(index, name, spec) for name in done[: spec.documents.limit]]
     good = [one for one in documents if one.error is None]
     if not good:
         why = f": {documents[0].error or ''}" if documents else "".join(f": {one}" for one in missing[:1])
         raise (DataError if lost or index.damaged else CorpusError)(
             f"{path}: none of its documents can be asked about{why}"
         )
-    methods = [one.compression for one in good if one.compression]
-    if spec.output.kv and methods:
-        one = next(one for one in good if one.compression)
+    compressed = [one for one in good if one.compression]
+    if spec.output.kv and compressed:
+        one = compressed[0]
         raise ConfigError(
             f"output.kv = true cannot be combined with questions about {one.id}: it is compressed ({one.compression}), "
             f"so the stored keys and values would differ from those that the model computes; leave output.kv out"
@@ -117,8 +109,9 @@ def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
         lines.append(f"skipped: {counted(left_out, 'document')} with error records")
     size = bytes_text(sum(one.bytes for one in good))
     lines.append(f"{counted(len(good), 'document')} will be loaded: {size} of keys and values")
-    if methods:
-        lines.append(f"compressed: {counted(len(methods), 'document')} ({'; '.join(sorted(set(methods)))})")
+    if compressed:
+        methods = "; ".join(sorted({one.compression for one in compressed}))
+        lines.append(f"compressed: {counted(len(compressed), 'document')} ({methods})")
     return corpus, lines
 
 
@@ -181,8 +174,11 @@ def _results_of(spec: JobSpec) -> Results:
     return read_results([Path(path) for path in spec.documents.path], passes_damaged=True)
 
 
-def _look(index: Results, name: str, *, is_sharded: bool) -> StoredDocument:
+def _look(index: Results, name: str, spec: JobSpec) -> StoredDocument:
     """Examine a stored document without reading keys and values."""
+    if (why := index.unreadable.get(name)) is not None:
+        error = f"{name} cannot be asked about: {why}; prefill it again"
+        return StoredDocument(name, Path(spec.documents.path[0]), error=error)
     place = index.places[name]
     file = place.source
     try:
@@ -190,7 +186,6 @@ def _look(index: Results, name: str, *, is_sharded: bool) -> StoredDocument:
             seal, size = seal_pieces(place.pieces), place.kv_bytes
     except DataError as error:
         return StoredDocument(name, file, error=str(error))
-    why = None
     if not kv.layers:
         why = "no keys and values are stored for it; prefill it with output.kv = true"
     elif record.parts > 1:
@@ -200,7 +195,7 @@ def _look(index: Results, name: str, *, is_sharded: bool) -> StoredDocument:
         )
     elif kv.tokens is None:
         why = "its stored keys and values have no token ids, or not all tokens; prefill it again"
-    elif kv.compression and is_sharded:
+    elif kv.compression and spec.is_spread:
         why = f"it is compressed ({kv.compression}), which needs one rank; leave parallel.ranks_per_chain out"
     if why is not None or kv.tokens is None:
         return StoredDocument(name, file, error=f"{name} cannot be asked about: {why}", is_askable=False)

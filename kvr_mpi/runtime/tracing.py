@@ -52,36 +52,36 @@ class Trace:
         if self._states is not None:
             self._states.tell(doing, what)
 
-    def begin_prompt(self, plan: Plan, chain: Transport, first_rank: int) -> None:
-        """Begin a prompt on a chain, or a prefix that several prompts share, in the state and the trace."""
-        self.tell("prefilling", plan.prompt.name)
+    def begin(self, row: Sequence[Plan], chain: Transport, first_rank: int) -> None:
+        """Begin a prompt, a prefix that several prompts share, or a packed row, in the state and the trace."""
+        plan, prompt = row[0], row[0].prompt
+        others = f" and {len(row) - 1} more" if len(row) > 1 else ""
+        self.tell("prefilling", prompt.name + others)
         if self._writer is None:
             return
-        start, stop = _own_slice(plan, chain)
-        self._begin(
+        is_packed, is_alone = plan.in_rows and not plan.is_beginning, plan.partition is None
+        tokens = sum(each.prompt.tokens for each in row)
+        start, stop = (0, tokens) if is_packed else _own_slice(plan, chain)
+        self.recorder.prompt = self._prompts
+        self._writer.add_prompt(
+            self._prompts,
             TracedPrompt(
-                document=plan.prompt.document_id,
-                part=plan.prompt.part,
-                what="shared" if plan.is_beginning else "prompt",
-                tokens=plan.prompt.tokens,
+                document=prompt.document_id + others,
+                part=0 if is_packed else prompt.part,
+                what="packed" if is_packed else "shared" if plan.is_beginning else "prompt",
+                tokens=tokens,
                 strategy=plan.strategy.name,
                 start=start,
                 stop=stop,
-                first_rank=first_rank + (plan.decode_rank if plan.partition is None else 0),
-                ranks=1 if plan.partition is None else chain.size,
-                decode_rank=0 if plan.partition is None else plan.decode_rank,
-                predicted_s=0.0 if self._rates is None else self._layers * self._rates.seconds(stop - start, start),
-            )
+                first_rank=first_rank + (chain.rank if is_packed else plan.decode_rank if is_alone else 0),
+                ranks=1 if is_alone else chain.size,
+                decode_rank=0 if is_alone else plan.decode_rank,
+                predicted_s=0.0
+                if is_packed or self._rates is None
+                else self._layers * self._rates.seconds(stop - start, start),
+            ),
         )
-
-    def begin_row(self, row: Sequence[Plan], rank: int) -> None:
-        """Begin a packed row of short prompts in the state and the trace."""
-        name = row[0].prompt.document_id + (f" and {len(row) - 1} more" if len(row) > 1 else "")
-        self.tell("prefilling", name)
-        if self._writer is None:
-            return
-        tokens = sum(plan.prompt.tokens for plan in row)
-        self._begin(TracedPrompt(name, 0, "packed", tokens, row[0].strategy.name, 0, tokens, rank, 1, 0))
+        self._prompts += 1
 
     def end_prompt(self, prefill: Prefill) -> None:
         """Record the times of a prompt on this rank."""
@@ -106,12 +106,6 @@ class Trace:
         edges = [began_s, *prefill.layer_begins_s[1:], ended_s]
         for layer in range(len(prefill.layer_begins_s)):
             self.recorder.add(Span("layer", edges[layer], edges[layer + 1], prompt, layer))
-
-    def _begin(self, prompt: TracedPrompt) -> None:
-        assert self._writer is not None
-        self.recorder.prompt = self._prompts
-        self._writer.add_prompt(self._prompts, prompt)
-        self._prompts += 1
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from kvr_mpi.runtime.waves import Held
 from kvr_mpi.setup.host_memory import HeapTrimmer
 from kvr_mpi.store.record import Record
 from kvr_mpi.topology import first_of_each
-from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport import Transport, gather_json
 
 
 class ChainWorker:
@@ -48,23 +48,16 @@ class ChainWorker:
         the caller decodes them.
         """
         self._exchange_parts()
-        while self._has_work():
-            self._heap.trim()
-            end = self._prefill_wave()
-            if end.goes_on:
-                self._decode_wave(end)
-                self._exchange_parts()
+        while (end := self._prefill_wave()).goes_on:
+            self._decode_wave(end)
+            self._exchange_parts()
         if self._runner.is_spread or self._context.decoder.shares_heads:  # this chain's ranks do not meet again
             self._decode_together()
         self._runner.close()
 
-    def _has_work(self) -> bool:
-        """Whether the chain continues; the leader decides for all ranks."""
-        is_over = self._context.stop.is_over_for_group
-        return bool(share_json(self._members, self._leader is not None and self._leader.has_work and not is_over))
-
     def _prefill_wave(self) -> EndPrefill:
         """Prefill until the leader ends the wave."""
+        self._heap.trim()
         began = time.monotonic()
         while True:
             self._context.trace.tell("waiting", "for its chain's next document")
@@ -84,7 +77,7 @@ class ChainWorker:
         if not runner.goes_on(plan):
             self._prefill_rows()
             if plan.before is not None:
-                self._context.trace.begin_prompt(plan.before, self._chain, runner.first_rank)
+                self._context.trace.begin([plan.before], self._chain, runner.first_rank)
             if (beginning := runner.begin(plan)) is not None:
                 self._context.trace.end_prompt(beginning)
         if plan.in_rows:
@@ -92,7 +85,7 @@ class ChainWorker:
             if plan.takes_all or rank == plan.decode_rank:
                 self._rows.append(plan)
             return
-        self._context.trace.begin_prompt(plan, self._chain, runner.first_rank)
+        self._context.trace.begin([plan], self._chain, runner.first_rank)
         prefill = self._prefill_slice(plan)
         self._context.trace.end_prompt(prefill)
         if runner.is_spread or rank == plan.decode_rank:
@@ -119,7 +112,7 @@ class ChainWorker:
         """Prefill the waiting prompts, row by row."""
         waiting, self._rows, self._put_off = self._rows, [], 0
         for row in _rows(waiting, self._runner.pack_tokens):
-            self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
+            self._context.trace.begin(row, self._chain, self._runner.first_rank)
             began_s = time.perf_counter()
             try:
                 prefills = self._runner.prefill(row)

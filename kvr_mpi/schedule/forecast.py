@@ -210,10 +210,6 @@ class Forecast:
         more_s = sum(self.continued_s(each, tokens) for each in self.more)
         return whole_s * (1 + self.apart) + more_s + (whole_s - prefill_s) * len(self.more)
 
-    def for_corpus(self, documents: int, ranks: int) -> Forecast:
-        """Return the forecast for documents that are decoded together with others."""
-        return replace(self, load=documents / ranks)
-
     def memory(self, tokens: int, ranks: int) -> float | None:
         """Peak bytes on any rank of the chain, limited to the longest possible prompt; None if unknown."""
         return None if self.peak_bytes is None else self.peak_bytes(min(tokens, self.frame.max_tokens), ranks)

@@ -48,7 +48,7 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
     """Schedule documents (id, tokens of text) on ranks."""
     documents = [(name, prompt_tokens(spec.prompt, forecast.frame, tokens)) for name, tokens in texts]
     documents.sort(key=lambda document: order_key(spec.documents.order, document[1]))
-    forecast = forecast.for_corpus(len(documents), ranks)
+    forecast = replace(forecast, load=len(documents) / ranks)
 
     def fits(tokens: int, length: int) -> bool:
         return (length == 1 or spec.takes_chains) and forecast.fits(tokens, length)
@@ -63,13 +63,9 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
 
 def written_seconds(spec: JobSpec, plan: Schedule) -> float | None:
     """Predicted time of the job as written; None if it does not fit, or if its chain length is impossible."""
-    if spec.planned:
+    if (size := spec.chain_size(plan.ranks * spec.parallel.tensor_parallel)) is None:
         return plan.makespan_s
-    if not spec.takes_chains:
-        return plan.data_parallel_s
-    wanted = spec.ranks_per_chain
-    length = plan.ranks if wanted == "all" else whole_groups(int(wanted), spec.parallel.tensor_parallel)
-    return dict(plan.fixed_s).get(length)
+    return dict(plan.fixed_s).get(whole_groups(size, spec.parallel.tensor_parallel))
 
 
 def two_parts(

@@ -1,7 +1,4 @@
-"""Forecasts of all strategies over prompt lengths and numbers of ranks.
-
-Used by ``kvr plan --tokens``; combines the registry of strategies with the cost model.
-"""
+"""Forecasts of the time to the first token over prompt lengths and numbers of ranks, for ``kvr plan --tokens``."""
 
 from __future__ import annotations
 
@@ -9,84 +6,45 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvr_mpi.costs.costmodel import (
-    RelayKind,
-    best_split,
-    chain_seconds,
-    lower_bound_seconds,
-    ring_seconds,
-    single_seconds,
-    tsp_seconds,
-    ttft_star,
-)
+from kvr_mpi.costs.costmodel import RelayKind, best_split, single_seconds
 from kvr_mpi.costs.hardware import Hardware, load_hardware
 from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model
 from kvr_mpi.model.source import must_be_cached
-from kvr_mpi.prefill.registry import AUTO, KVR, candidates, fastest
 
 HARDWARE = "h100-80gb"
-# Strategies of a forecast; kvr-e has even slices, and kvr-s the best that were found.
-NAMES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s")
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastRow:
     """The forecast for one prompt length and one number of ranks.
 
-    ttft_s : seconds to the first token by strategy; other methods as published (``single`` uses one rank).
-    auto : the strategy that a job with ``strategy = "auto"`` would use.
-    slices : slice bounds of kvr-s in tokens.
-    efficiency : parallel efficiency of kvr-s; 1 if p ranks are p times as fast as one.
-    bound_s : TTFT(p), kvr-s without communication; star_s : TTFT*(p), eq. 3.
+    ttft_s : seconds to the first token, of a chain with the best slices.
+    slices : its slice bounds in tokens.
+    efficiency : parallel efficiency; 1 if p ranks are p times as fast as one.
     """
 
     context_tokens: int
     ranks: int
-    ttft_s: dict[str, float]
-    auto: str
+    ttft_s: float
     slices: tuple[int, ...]
     efficiency: float
-    bound_s: float
-    star_s: float
-
-    @property
-    def winner(self) -> str:
-        """The fastest strategy; of equally fast ones, the simplest."""
-        return min(self.ttft_s, key=lambda name: self.ttft_s[name])
 
     def as_json(self) -> dict[str, object]:
         """Return plain values for JSON."""
-        return asdict(self) | {"winner": self.winner}
+        return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """The inputs of a forecast: a model's work, a machine with its costs, and the kind of relay."""
-
-    work: Workload
-    hardware: Hardware
-    costs: Costs
-    relay: RelayKind
-
-
-def look_out(
-    model: str,
-    hardware: str | None,
-    link_gigabytes_per_s: float | None,
-    relay: RelayKind | None,
-    is_offline: Callable[[], bool],
-    tensor_parallel: int = 1,
-) -> Outlook:
-    """Prepare a forecast.
+def costs_on(
+    model: str, hardware: str | None, link_gigabytes_per_s: float | None, is_offline: Callable[[], bool]
+) -> tuple[Workload, Hardware, Costs]:
+    """Return a model's work, a machine, and the costs of that work there.
 
     model, is_offline : as in `find_workload`.
     hardware : a profile or a JSON file; None: `HARDWARE`.
     link_gigabytes_per_s : bandwidth of each link in one direction; None: the profile's.
-    relay : None: as in our engine, or as in the paper if attention is eager.
-    tensor_parallel : size of the tensor-parallel groups; each counts as one rank of the forecast.
 
     Raises
     ------
@@ -100,75 +58,40 @@ def look_out(
         )
     work = find_workload(model, is_offline)
     link = link_gigabytes_per_s and link_gigabytes_per_s * 1e9
-    costs = costs_of(work, profile, link_bytes_per_s=link, tensor_parallel=tensor_parallel)
-    return Outlook(work, profile, costs, relay or ("store-and-forward" if costs.eager else "cut-through"))
+    return work, profile, costs_of(work, profile, link_bytes_per_s=link)
 
 
-def simulate(
-    found: Outlook, contexts: Sequence[int], ranks: Sequence[int], chunk_tokens: int | None = None
-) -> list[ForecastRow]:
-    """Forecast every length on every number of ranks, with whole slices or in chunks.
+def relay_of(costs: Costs) -> RelayKind:
+    """Return how a chain forwards the prefix: as our engine does, or with eager attention as in the paper."""
+    return "store-and-forward" if costs.eager else "cut-through"
 
-    Raises
-    ------
-    ConfigError
-        If a context is longer than the model's, or there are more ranks than tokens.
-    """
-    if chunk_tokens is not None and found.relay != "cut-through":
-        raise ConfigError(
-            f"chunk_tokens = {chunk_tokens}: forecasts with chunks need relay = 'cut-through', not {found.relay!r}"
-        )
+
+def check_lengths(work: Workload, contexts: Sequence[int], ranks: Sequence[int]) -> None:
+    """Refuse a prompt that is longer than the model's context, or shorter than the chain, with `ConfigError`."""
     for tokens in contexts:
-        if found.work.max_tokens is not None and tokens > found.work.max_tokens:
+        if work.max_tokens is not None and tokens > work.max_tokens:
             longer = [name for name, shape in SHAPES.items() if (shape.max_tokens or tokens) >= tokens]
             raise ConfigError(
-                f"{tokens} tokens exceed the {found.work.max_tokens} of {found.work.name}; shapes for this length: "
+                f"{tokens} tokens exceed the {work.max_tokens} of {work.name}; shapes for this length: "
                 f"{', '.join(longer)}"
             )
         if tokens < max(ranks):
             raise ConfigError(
                 f"{max(ranks)} ranks for {tokens} tokens: every rank needs at least one; use at most {tokens} ranks"
             )
-    return [_row(found.costs, tokens, size, found.relay, chunk_tokens) for tokens in contexts for size in ranks]
 
 
-def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: int | None) -> ForecastRow:
-    chunks = 1 if chunk_tokens is None else -(-tokens // (ranks * chunk_tokens))  # for the mean slice
-    of_chain = costs.in_chunks(chunks)
-    partition, searched_s = best_split(of_chain, tokens, ranks, relay)
-    single_s = single_seconds(costs, tokens)
-    times_s = (
-        single_s,
-        tsp_seconds(costs, tokens, ranks),
-        tsp_seconds(costs, tokens, ranks, dense=False),
-        ring_seconds(costs, tokens, ranks),
-        chain_seconds(of_chain, _evenly(tokens, ranks), relay),
-        searched_s,
-    )
-    ttft_s = dict(zip(NAMES, times_s, strict=True)) if ranks > 1 else {"single": single_s}
-    return ForecastRow(
-        context_tokens=tokens,
-        ranks=ranks,
-        ttft_s=ttft_s,
-        auto=KVR.name if chunk_tokens else _choose(costs, tokens, ranks, searched_s),  # others take no chunks
-        slices=partition.bounds,
-        efficiency=single_s / ranks / searched_s,
-        bound_s=lower_bound_seconds(costs, tokens, ranks),
-        star_s=ttft_star(single_s, ranks),
-    )
-
-
-def _evenly(tokens: int, slices: int) -> list[float]:
-    return [tokens / slices] * slices
-
-
-def _choose(costs: Costs, tokens: int, ranks: int, searched_s: float) -> str:
-    """Name the strategy that a job would use."""
-    choices = candidates(AUTO) if ranks > 1 else [KVR]
-    seconds = [
-        searched_s if one.in_order else one.forecast(costs, _evenly(tokens, one.stretches * ranks)) for one in choices
-    ]
-    return choices[fastest(seconds)].name
+def simulate(work: Workload, costs: Costs, contexts: Sequence[int], ranks: Sequence[int]) -> list[ForecastRow]:
+    """Forecast every length on every number of ranks; errors as for `check_lengths`."""
+    check_lengths(work, contexts, ranks)
+    rows = []
+    for tokens in contexts:
+        single_s = single_seconds(costs, tokens)
+        for size in ranks:
+            partition, seconds = best_split(costs, tokens, size, relay_of(costs))
+            ttft_s = seconds if size > 1 else single_s
+            rows.append(ForecastRow(tokens, size, ttft_s, partition.bounds, single_s / size / seconds))
+    return rows
 
 
 def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:

@@ -9,18 +9,14 @@ of a group logs.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
 from kvr_mpi.errors import Say, counted
-from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.prefill.one_prompt import wait_for_compute
 from kvr_mpi.topology import Topology, others_after, others_before, place_in_group
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.base import FixedTag, Request
@@ -28,8 +24,6 @@ from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.collectives import all_gather
 from kvr_mpi.transport.nccl import NcclTransport
 
-# Sums are timed for one token and for TIMED_TOKENS; each is repeated TIMED_SUMS times.
-TIMED_TOKENS, TIMED_SUMS = 1024, 5
 # Pause between two looks for a failure of another rank.
 LOOK_S = 5e-3
 
@@ -55,10 +49,6 @@ class JobRanks:
     def tells(self) -> bool:
         """Whether this rank reports for its tensor-parallel group."""
         return self.tp_group is None or self.tp_group.rank == 0
-
-    def members_of(self, topology: Topology, chain: Transport) -> Transport:
-        """Make a transport for all ranks of this rank's chain, given its ranks in the lane; every rank calls this."""
-        return chain if self.tp_group is None else self.world.split(topology.chain_color(self.lane.rank))
 
 
 def join_groups(world: Transport, control: Transport, topology: Topology, device: torch.device) -> JobRanks:
@@ -147,35 +137,12 @@ def _look(watch: weakref.ref[_Watch], ended: threading.Event) -> None:
         del it
 
 
-def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
-    """Measure the all-reduces of a group, and log their time in prefill and decoding; every rank calls this."""
-    if ranks.tp_group is None:
-        return
-    hidden, layers = loaded.shape.hidden_size, len(loaded.shape.layers)
-    seconds = [_sum_seconds(ranks.tp_group, tokens, hidden, loaded) for tokens in (TIMED_TOKENS, 1)]
-    prompt_ms, token_ms = (1e3 * (2 * layers + 1) * each for each in seconds)
+def warn_of_hosts(ranks: JobRanks, say: Say) -> None:
+    """Warn of tensor-parallel groups on several hosts, whose all-reduces are slow; every rank calls this."""
     across: list[int] = share_json(ranks.world, gather_json(ranks.world, ranks.hosts))
-    where = ""
     if max(across) > 1:
-        where = (
-            f"; warning: {counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on "
-            f"several hosts, so these all-reduces go over the network: start a multiple of {ranks.tp_group.size} "
-            "ranks on each host, numbered block-wise"
+        say(
+            f"warning: {counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on several "
+            f"hosts, so all-reduces go over the network: start a multiple of the group's size on each host, numbered "
+            f"block-wise; kvr doctor measures them"
         )
-    say(
-        f"tensor-parallel groups of {ranks.tp_group.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} "
-        f"KV heads per layer: measured all-reduces take {prompt_ms:.1f} ms for {TIMED_TOKENS} prompt tokens, and "
-        f"{token_ms:.1f} ms per decoded token{where}"
-    )
-
-
-def _sum_seconds(tp_group: TensorParallelGroup, tokens: int, hidden: int, loaded: LoadedModel) -> float:
-    """Measure the seconds of one all-reduce of hidden states (tokens, hidden_size)."""
-    states = torch.zeros(tokens, hidden, dtype=loaded.dtype, device=loaded.device)
-    times = []
-    for _ in range(TIMED_SUMS + 1):
-        began = time.perf_counter()
-        tp_group.all_reduce(states)
-        wait_for_compute(loaded.device)
-        times.append(time.perf_counter() - began)
-    return median(times[1:])

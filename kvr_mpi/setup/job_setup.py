@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,28 @@ from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import identity_of
 from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
+from kvr_mpi.store.lock import Owner, this_process
 from kvr_mpi.store.log import Header
 from kvr_mpi.stored.reuse import StoredBeginnings
 from kvr_mpi.tuning.table import Table
 
-# Slices are shown for this length if the model's configuration has no maximum length.
-EXAMPLE_TOKENS = 8192
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Properties of a rank's machine, from the command line and the environment."""
+    """Properties of a rank's machine and the batch system, from the command line and the environment.
 
-    cache_dir: Path  # for converted models
-    cores: int = 1  # cores that this process may use
-    threads: int | None = None  # CPU threads set in the environment
+    cache_dir : for converted models.
+    cores, threads : cores that this process may use, and CPU threads set in the environment.
+    owner : identifies this process in the lock of an output folder.
+    deadline_s : Unix time at which the batch system ends the job; None: never.
+    """
+
+    cache_dir: Path
+    cores: int = 1
+    threads: int | None = None
     offline: bool = False
+    owner: Owner = field(default_factory=this_process)
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +125,6 @@ class JobSetup:
         """Maximum number of tokens after a prompt: of an answer, or of a continuation to score."""
         generation, tokenizer = self.spec.generation, self.loaded.tokenizer
         return max([generation.max_new_tokens, *(len(encode_text(tokenizer, text)) for text in generation.score)])
-
-    @property
-    def longest_tokens(self) -> int:
-        """Tokens of the longest possible prompt; `EXAMPLE_TOKENS` if the model has no maximum."""
-        return self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of `tokens` tokens, in whole pages if there is a page pool."""

@@ -98,9 +98,8 @@ class PlannedJob:
                 return None
             held = workload_of(outline.config, outline.dtype.itemsize).weight_bytes
             forecast = with_memory(forecast, spec, outline.config, footprint, math.inf, held)
-        wanted, ranks = spec.ranks_per_chain, self.schedule.ranks
-        if wanted != "all":
-            ranks = longest.ranks if wanted == "auto" else whole_groups(wanted, self.tensor_parallel)
+        size = spec.chain_size(self.ranks)
+        ranks = longest.ranks if size is None else whole_groups(size, self.tensor_parallel)
         return forecast.memory(max(forecast.parts(longest.tokens)), ranks)
 
     @property
@@ -136,9 +135,8 @@ class PlannedJob:
         spec, forecast, shape = self.spec, self.forecast, self.outline.shape
         if spec.decode.mode != "auto":
             return None
-        wanted, all_ranks = spec.ranks_per_chain, self.schedule.ranks
-        lengths = {place.ranks for place in self.schedule.placements}
-        ranks = max(lengths, default=1) if spec.planned else all_ranks if wanted == "all" else int(wanted)
+        all_ranks = self.schedule.ranks
+        ranks = spec.chain_size(all_ranks) or max(self.schedule.chain_lengths, default=1)
         if why := why_not_heads(spec) or why_not_by_config(self.outline.config, shape):
             return DecodeChoice("data-parallel", why)
         texts = [tokens for _, tokens in self.texts]
@@ -196,8 +194,7 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
     if len(made.texts) < count:
         raise ConfigError(
             f"{count} shares of {counted(len(made.texts), 'document')}: some shares would be empty; choose "
-            f"{len(made.texts)} or "
-            f"fewer"
+            f"{len(made.texts)} or fewer"
         )
     shares = [made.texts[number::count] for number in range(count)]
     ranks = made.schedule.ranks

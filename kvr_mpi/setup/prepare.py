@@ -28,6 +28,7 @@ from kvr_mpi.errors import ConfigError, ModelError, Say, counted
 from kvr_mpi.job import EQUAL_TIME, JobSpec
 from kvr_mpi.job.combinations import PROMPTS, check_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -48,10 +49,9 @@ from kvr_mpi.report.log import Detail
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
-from kvr_mpi.setup.arena import open_arena
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
-from kvr_mpi.setup.job_ranks import JobRanks, describe_groups
-from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
+from kvr_mpi.setup.job_ranks import JobRanks, warn_of_hosts
+from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all, silent
 from kvr_mpi.setup.rates import costs_of, describe_rates, table_of
 from kvr_mpi.store.log import software
@@ -63,40 +63,41 @@ from kvr_mpi.tuning.measure import measure_rates
 
 # Shorter instructions are computed with every prompt, since copying them would take as long.
 LEAST_PREFIX_TOKENS = 32
+# Slices are shown for this length if the model's configuration has no maximum length.
+EXAMPLE_TOKENS = 8192
+
+# Share of the prompt memory that is allocated at once as an extent of pages. A layer as long as an extent has its own
+# attention call, whose launch takes little of its time; shorter layers share a call.
+EXTENT_SHARE = 1 / 8
 
 
 def prepare(
     spec: JobSpec,
     machine: Machine,
-    world: Transport,
+    ranks: JobRanks,
     chain: Transport,
     say: Say,
     *,
     loaded: LoadedModel | None = None,
-    ranks: JobRanks | None = None,
 ) -> JobSetup:
     """Prepare a job's model; every rank calls this. `ConfigError` if model and settings are incompatible.
 
-    world, chain : all ranks of the job, and those that share this chain's prompts (one from each tensor-parallel
-        group).
+    chain : the ranks that share this chain's prompts, one from each tensor-parallel group.
     say : logs a line; called only on rank 0 of the job.
     loaded : the job's model, if it is loaded already.
-    ranks : the communicators of tensor-parallel groups, if there are any.
     """
+    world = ranks.world
     say = say if world.rank == 0 else silent
-    ranks = ranks or JobRanks(world, world)
     loaded, once_s = (loaded, 0.0) if loaded else _load(spec, machine, ranks, chain, say)
     plain = spec.parallel.strategy == "single"
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
-    strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
+    strategies = check_together(partial(_check_strategies, spec, loaded, say))
     rolling = together(world, partial(_open_rolling, spec, loaded, say))
     why_alone = None if rolling is None else "rolling caches cannot be combined in a row yet"
     if rolling is None and not plain:
         why_alone = check_together(partial(why_not_packed, loaded))
-    for line in left_out:
-        say(line)
     if compression is not None:
         say(f"keys and values are compressed before answers are decoded ({compression.describe()})")
     if (chunk_tokens := spec.chunk_tokens) != "auto":
@@ -207,7 +208,8 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     loaded = load_on_all(world, source.path, kernels=kernels, say=say, tp_group=ranks.tp_group, **arguments)
     once_s = time.perf_counter() - began_s if conversion else 0.0
     say(_describe(spec, loaded, ranks.lane, chain))
-    describe_groups(ranks, loaded, say)
+    if ranks.tp_group is not None:
+        warn_of_hosts(ranks, say)
     return loaded, once_s
 
 
@@ -304,8 +306,8 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
     return str(share_json(world, on_root(world, lambda: with_adapter(hashing(), spec.model.adapter))))
 
 
-def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strategy, ...], list[str]]:
-    """Return the strategies that the model supports and, for 'auto', log lines about the others."""
+def _check_strategies(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[Strategy, ...]:
+    """Return the strategies that the model supports; for 'auto', log why others are left out."""
     asked = KVR.name if spec.cache.is_rolling else spec.parallel.strategy  # rolling caches have only one strategy
     fitting, left_out = [], []
     for strategy in candidates(asked):
@@ -320,7 +322,9 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
             left_out.append(f"strategy = 'auto' leaves {strategy.name} out: {error}")
     if not fitting:
         raise ModelError("\n".join(left_out))
-    return tuple(fitting), left_out
+    for line in left_out:
+        say(line)
+    return tuple(fitting)
 
 
 def _compute_prefixes(
@@ -375,6 +379,20 @@ def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadShar
     part = shared_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
     mine = max(0, int(MEMORY_SHARE[loaded.device.type] * free_bytes(loaded.device, sharers)) - part)
     return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
+
+
+def open_arena(spec: JobSpec, loaded: LoadedModel, free_bytes: int, say: Say, *, is_packed: bool) -> Arena | None:
+    """Create a rank's page pool, with `free_bytes` for prompts; None if documents are not decoded from pages.
+
+    On CPUs, separate memory is as fast. Sharded documents are decoded by all ranks, without a pool.
+    """
+    if loaded.device.type != "cuda" or spec.is_spread or not is_packed:
+        return None
+    layers = loaded.shape.layers
+    if why := why_not_packed(loaded, Arena(layers, loaded.dtype, loaded.device, extent_bytes=0)):
+        say(f"documents decoded together use separate memory and a separate attention call each: {why}")
+        return None
+    return Arena(layers, loaded.dtype, loaded.device, extent_bytes=int(EXTENT_SHARE * free_bytes))
 
 
 def describe_portable(loaded: LoadedModel) -> Iterator[str]:

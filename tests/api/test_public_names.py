@@ -19,7 +19,7 @@ NAMES = {
     "open_results": ["paths", "verify", "partial"],
     "plan": ["job", "ranks", "hardware", "settings"],
     "run": ["job", "settings", "comm", "overwrite", "resume", "extend", "retry_failed", "time_limit"],
-    "simulate": ["model", "hardware", "ranks", "contexts", "link_gigabytes_per_s", "relay"],
+    "simulate": ["model", "hardware", "ranks", "contexts", "link_gigabytes_per_s"],
 }
 METHODS = {
     "Chain": {"close", "decode_rank", "encode", "generate", "prefill", "rank", "size", "tokenizer"},

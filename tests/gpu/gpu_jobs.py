@@ -66,10 +66,9 @@ def groups_answer_alike(given: Given) -> Figures:
             continue
         output = job.parent / f"{size // 2}x2"
         settings = [f"output.path={output}", "parallel.tensor_parallel=2", "parallel.partition=even"]
-        told = launch(size, "kvr-run", str(job), *_set(settings), timeout_s=90)
+        launch(size, "kvr-run", str(job), *_set(settings), timeout_s=90)
         assert answers_of(output) == truth, f"{size} ranks: other answers than one rank's"
-        sums = (line for line in told.splitlines() if "measured all-reduces take" in line)
-        found[f"sums, {size // 2} groups"] = next(sums, "not said")
+        found[f"answers, {size // 2} groups"] = len(truth)
     return found
 
 

@@ -26,7 +26,7 @@ from kvr_mpi.model.fused import FusedForward
 from kvr_mpi.model.kernels import kernels_of
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, prefill_whole
-from kvr_mpi.setup.arena import EXTENT_SHARE
+from kvr_mpi.setup.prepare import EXTENT_SHARE
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 CONTEXTS = (16_384, 32_768, 131_072)

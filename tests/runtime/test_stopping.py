@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from kvr_mpi.runtime.pace import Pace
+from kvr_mpi.runtime.leader import Pace
 from kvr_mpi.runtime.stopping import LAST_S, MARGIN, WRITE_S, Stop, listening
 
 

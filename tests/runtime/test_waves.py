@@ -158,7 +158,9 @@ def test_a_part_that_does_not_fit_fails_its_document_once() -> None:
     context: Any = SimpleNamespace(
         source=source,
         sink=SimpleNamespace(write_record=lambda record, work: written.append(record)),
-        stop=SimpleNamespace(announce=lambda: None, listen=lambda: None, has_time_for=lambda seconds: True),
+        stop=SimpleNamespace(
+            announce=lambda: None, listen=lambda: None, has_time_for=lambda seconds: True, is_over=False
+        ),
         trace=SimpleNamespace(tell=lambda *words: None),
     )
     leader = Leader(planner, queue, context)
@@ -167,4 +169,5 @@ def test_a_part_that_does_not_fit_fails_its_document_once() -> None:
     assert isinstance(first, Plan) and first.prompt.part == 0
     assert leader.next_message(0) == EndPrefill(has_more=False, goes_on=False)
     leader.begin_wave([Held()], [("0", parts[0].error_record(""))])
-    assert [(record.id, record.error) for record in written] == [("a", "too large")] and not leader.has_work
+    assert [(record.id, record.error) for record in written] == [("a", "too large")]
+    assert leader.next_message(0) == EndPrefill(has_more=False, goes_on=False)

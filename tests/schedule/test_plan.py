@@ -71,11 +71,11 @@ def test_a_document_in_parts_takes_as_long_as_its_prompts() -> None:
     whole = FORECAST.document_s(5000, 2)
     assert whole == pytest.approx(sum(FORECAST.document_s(prompt, 2) for prompt in prompts))
     assert FORECAST.document_s(800, 1) == pytest.approx(FORECAST.ttft_s(800, 1) + 10 * (STEP_S + 800 * TOKEN_S))
-    many = FORECAST.for_corpus(32, 4)  # eight for each rank: a step serves eight, on both ranks of a chain
+    many = replace(FORECAST, load=8.0)  # eight for each rank: a step serves eight, on both ranks of a chain
     assert many.document_s(800, 2) == pytest.approx(
         FORECAST.ttft_s(800, 2) + 10 * ((STEP_S + 7 * ROW_S) / 8 + 800 * TOKEN_S) / 2
     )
-    assert FORECAST.for_corpus(1, 4).document_s(800, 2) == FORECAST.document_s(800, 2), "nobody to share a step with"
+    assert replace(FORECAST, load=0.25).document_s(800, 2) == FORECAST.document_s(800, 2), "nobody to share a step with"
     assert FORECAST.ttft_s(3, 4) == FORECAST.ttft_s(3, 1), "fewer tokens than ranks"
     plain = replace(FORECAST, strategies=(STRATEGIES["single"],))
     assert plain.is_plain and plain.ttft_s(800, 1) == single_seconds(COSTS, 800)
@@ -88,7 +88,7 @@ def test_documents_near_the_longest_prompt_are_not_taken_for_cut_ones(job: Path)
     around = FORECAST.frame.max_tokens - FORECAST.frame.text_budget
     texts = [(f"{tokens}", tokens - around) for tokens in (*range(600, 1001), *range(1001, 5000, 7))]
     plan = plan_documents(load(job, "prompt.too_long=split"), texts, 1, FORECAST)
-    forecast = FORECAST.for_corpus(len(texts), 1)
+    forecast = replace(FORECAST, load=float(len(texts)))
     for place in plan.placements:
         took = place.end_s - place.start_s
         assert took == pytest.approx(forecast.document_s(place.tokens, 1), rel=2e-3)

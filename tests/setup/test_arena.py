@@ -14,8 +14,8 @@ from kvr_mpi.kv.arena import PAGE_ROWS, Arena
 from kvr_mpi.kv.pages import PageTables
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.self_check import why_not_packed
-from kvr_mpi.setup import arena as arenas
-from kvr_mpi.setup.arena import open_arena
+from kvr_mpi.setup import prepare
+from kvr_mpi.setup.prepare import open_arena
 
 PAGE_BYTES = PAGE_ROWS * 3 * 2 * 2 * 8 * 4  # three layers, keys and values of two heads, float32
 
@@ -36,7 +36,7 @@ def test_pages_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, n
 
 def test_pages_are_for_packed_documents_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: None)
+    monkeypatch.setattr(prepare, "why_not_packed", lambda loaded, arena: None)
 
     def opened(device: str = "cuda", is_spread: bool = False, **options: Any) -> Any:
         given = {"free_bytes": 80 * PAGE_BYTES, "is_packed": True} | options
@@ -49,5 +49,5 @@ def test_pages_are_for_packed_documents_on_gpus(monkeypatch: pytest.MonkeyPatch)
     for options in ({"device": "cpu"}, {"is_packed": False}, {"is_spread": True}):
         assert opened(**options) is None
     assert not said
-    monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: f"tried in {arena.spare_bytes} bytes")
+    monkeypatch.setattr(prepare, "why_not_packed", lambda loaded, arena: f"tried in {arena.spare_bytes} bytes")
     assert opened() is None and f"tried in {PAGE_BYTES} bytes" in said[0]
