@@ -76,7 +76,7 @@ def test_what_is_observed_and_what_stays_spread_are_the_same_in_chunks() -> None
         chunked(loaded, ids, cut, retain=Retain((59, 78)), chunk_tokens=size)[1] for size in (None, 8)
     )
     torch.testing.assert_close(at_once.logits, in_chunks.logits, atol=1e-4, rtol=0)
-    observed, found = ([layer.observed.query for layer in each.cache.layers] for each in (at_once, in_chunks))
+    observed, found = ([layer.observed for layer in each.cache.layers] for each in (at_once, in_chunks))
     assert [query.shape[2] for query in observed] == [78 - 59] * 3
     for mine, theirs in zip(found, observed, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
