@@ -16,7 +16,7 @@ import torch
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.route import Range, count_tokens, in_two_groups
+from kvr_mpi.kv.route import Range, Route, count_tokens, in_two_groups
 from kvr_mpi.kv.row import RowLayer
 from kvr_mpi.kv.transfers import LayerTransfers
 from kvr_mpi.model import LayerShape
@@ -194,7 +194,8 @@ class SliceLayer(RowLayer):
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> PartialAttention:
         """Attend to this rank's tokens while segments are in flight, then to the segments in the order of the route."""
-        route, layout = self.cache.route, self.layout
+        route: Route = self.cache.route
+        layout = self.layout
         assert layout is not None, "this rank holds keys and values"
         start = route.owned[0][0]
         if route.attend is not None or self.fresh_ranges[0][0] > start:
@@ -272,7 +273,7 @@ class SliceLayer(RowLayer):
 
     def get_seq_length(self) -> int:
         """Return the number of tokens before the next ones, at first the slice's start; models may ask any layer."""
-        return self.length if self.shape.elements else self.cache.length
+        return self.length if self.shape.elements else int(self.cache.length)
 
     def _take_chunk(self, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Range]:
         """Return the ranges of the new tokens: the slice's next chunk, or after the prefill the tokens that follow.
