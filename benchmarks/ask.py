@@ -33,6 +33,7 @@ import torch
 from benchmarks.memory import held_bytes, peak_bytes, reset_peak
 from benchmarks.options import make_parser
 from kvr_mpi.cli.options import DEFAULT_MODEL
+from kvr_mpi.decode.group import held_bytes as tensor_bytes
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.loading import LoadedLayers
@@ -218,8 +219,7 @@ class Bench:
         reset_peak(device)  # and what the heap keeps goes back
         before = held_bytes(device)
         _, document, prefills = self.ask_together(file, 1)
-        own = sum(prefill.share.bytes for prefill in prefills if prefill.share is not None)
-        counts = {"in_tensors": document.bytes + own}
+        counts = {"in_tensors": tensor_bytes(prefills, document)}
         counts |= {"resident": held_bytes(device) - before, "at_most": peak_bytes(device) - before}
         over = {name: [round(each / share, 3) for each in self.everyone(count)] for name, count in counts.items()}
         self.say("held on each rank that asks together, over 1 / ranks of all keys and values", over)

@@ -47,7 +47,6 @@ def all_gather(
         size,
         owned=(own,),
         chunks=((own,),),
-        capacity=partition.tokens,
         hops=(*(Hop(position, own, None, dest) for dest in others_after(position, size)), *others),
         steps=(Step(tuple(hop.segment for hop in others), before),),
         saves_last_layer=saves_last_layer,

@@ -130,13 +130,14 @@ class Compression:
         """Score the tokens before the window (this rank's heads, tokens)."""
         start, stop = window
         first, last = self._own
-        keys, _ = layer.rows(0, stop)
+        assert layer.layout is not None, "it is complete"
+        keys, _ = layer.layout.rows(0, stop)
         if not self.settings.rule.observes:
             return recency_scores(start, last - first, keys.device)
         observed = layer.observed
-        if observed is None or observed.query.shape[2] != stop - start:
+        if observed is None or layer.params is None or observed.shape[2] != stop - start:
             raise ValueError(f"layer {layer.layer_idx} has not observed tokens {start} to {stop}")
-        return window_scores(observed.query, keys, observed.params, start=start)
+        return window_scores(observed, keys, layer.params, start=start)
 
 
 def size_of(loaded: LoadedModel, cache: Any, method: str) -> RetainedSize:

@@ -1,4 +1,4 @@
-"""The sections ``[compress]`` and ``[decode]`` of a job, with their checks."""
+"""The section ``[compress]`` of a job, with its checks."""
 
 from __future__ import annotations
 
@@ -87,26 +87,3 @@ class CompressSettings(Strict):
         """Describe the settings in a few words, for records and logs."""
         given = self.model_dump(exclude_none=True, exclude={"method", *(set(OWN_SETTINGS) - set(self.rule.reads))})
         return f"{self.method}: " + ", ".join(f"{name} {value}" for name, value in given.items())
-
-
-class DecodeSettings(Strict):
-    """How the ranks of a chain decode the prompts they have prefilled, and where heads are placed."""
-
-    mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
-        "data-parallel",
-        description="data-parallel: each rank decodes its own prompts; head-parallel: ranks divide the heads of all "
-        "prompts; auto: the faster",
-    )
-    placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
-        "proportional",
-        description="how heads are assigned to ranks: in order; by the number of tokens they keep; also with copies",
-    )
-
-    @model_validator(mode="after")
-    def _settings_fit_the_mode(self) -> DecodeSettings:
-        if self.mode == "data-parallel" and self.changed("placement"):
-            raise ValueError(
-                "decode.placement is not used with mode = 'data-parallel', where every rank holds all heads of its "
-                "prompts; leave it out, or choose mode = 'head-parallel' or 'auto'"
-            )
-        return self

@@ -16,8 +16,8 @@ import torch
 
 from kvr_mpi.decode.sampling import Answer, DecodeSequence
 from kvr_mpi.decode.step_graph import Recorder
-from kvr_mpi.kv.cache import held_bytes as bytes_of_caches
 from kvr_mpi.kv.decode_cache import DecodeCache, Merge
+from kvr_mpi.kv.head_store import held_bytes as bytes_of_stores
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
@@ -202,10 +202,5 @@ class Group:
 
 def held_bytes(prefills: Sequence[Prefill], document: Share | None = None) -> int:
     """Bytes of prompts and of a stored document on this rank; shared memory counts once."""
-    shares = [prefill.share for prefill in prefills if prefill.share is not None]
-    documents = {share.document for share in shares} | {document}
-    return (
-        bytes_of_caches([each.cache for each in prefills if each.cache is not None and not each.is_plain])
-        + sum(share.bytes for share in shares)
-        + sum(one.bytes for one in documents if one is not None)
-    )
+    held = [each.share or each.cache for each in prefills if not each.is_plain] + [document]
+    return bytes_of_stores(store for each in held if each is not None for store in each.stores)

@@ -23,7 +23,7 @@ import torch
 from kvr_mpi.compress.placement import LayerPlacement, Owners, assign_rows, place_layers
 from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import Arena, make_runs
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import PartialAttention, gather_parts, merge_gathered
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import Merge
@@ -189,9 +189,10 @@ class HeadGroup(Group):
         for idx, (shape, parts) in enumerate(zip(loaded.shape.layers, owned[ranks.rank], strict=True)):
             computed = list(range(shape.num_kv_heads)) if heads is None else heads[idx]
             counts, held = [last - first for _, first, last in parts], [computed.index(head) for head, _, _ in parts]
-            runs = make_runs(shape, counts, slack, loaded.dtype, loaded.device, self._arena, heads=held)
-            of_part = replace(shape, num_kv_heads=len(computed))
-            stores.append(HeadStore(runs, of_part, slack, document.tokens, appends=appends))
+            of_part, memory = replace(shape, num_kv_heads=len(computed)), (loaded.dtype, loaded.device, self._arena)
+            stores.append(
+                HeadStore.reserve(of_part, counts, slack, document.tokens, *memory, heads=held, appends=appends)
+            )
         places = [
             rows
             for store in stores
@@ -216,7 +217,7 @@ class HeadGroup(Group):
                 held[first:last]
                 for layer, parts in zip(cache.layers, by_layer, strict=True)
                 for head, first, last in parts
-                for held in layer.head(head)
+                for held in layer.store.head_rows(head, layer.length)
             ]
             if rank == self.ranks.rank:
                 for place, part in zip(places, rows, strict=True):

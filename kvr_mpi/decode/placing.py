@@ -18,9 +18,9 @@ from kvr_mpi.compress.placement import (
     place_with_equal_copies,
     sync_efficiency,
 )
-from kvr_mpi.compress.settings import DecodeSettings
 from kvr_mpi.decode.head_parallel import Place, why_not_head_parallel
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.job.spec import DecodeSection
 from kvr_mpi.model import LoadedModel, ModelShape
 
 
@@ -31,7 +31,7 @@ class HeadSharing:
     layers, kv_heads : of the model.
     """
 
-    settings: DecodeSettings
+    settings: DecodeSection
     layers: int
     kv_heads: int
 
@@ -56,7 +56,7 @@ class HeadSharing:
         return f"{self.settings.placement}{copied}{by}"
 
 
-def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | None) -> HeadSharing | str | None:
+def open_sharing(settings: DecodeSection, loaded: LoadedModel, why_not: str | None) -> HeadSharing | str | None:
     """Prepare a placement for a model, or return why that is not possible; None if the job does not ask for it.
 
     Parameters
@@ -82,6 +82,6 @@ def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | N
     return placement_of(settings, loaded.shape)
 
 
-def placement_of(settings: DecodeSettings, shape: ModelShape) -> HeadSharing:
+def placement_of(settings: DecodeSection, shape: ModelShape) -> HeadSharing:
     """Prepare a placement for models of a shape, whose layers are all alike."""
     return HeadSharing(settings, len(shape.layers), shape.layers[0].num_kv_heads)

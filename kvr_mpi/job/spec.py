@@ -5,11 +5,10 @@ from __future__ import annotations
 import codecs
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from kvr_mpi.compress.settings import CompressSettings, DecodeSettings
+from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
-from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.plain import AS_GIB, AS_SHARE, AS_TOKENS, Strict
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.store.settings import OutputSettings
@@ -200,6 +199,53 @@ class QuestionsSection(Strict):
     documents: list[str] | None = Field(None, description="ids of the documents to ask about; default: all in the run")
 
 
+class CacheSection(Strict):
+    """Which keys and values of a prompt a rank holds during prefill and decoding (`kv.rolling`)."""
+
+    kind: Literal["whole", "rolling", "streaming-llm"] = Field(
+        "whole",
+        description="whole: all tokens; rolling: the last ones, exact with windows; streaming-llm: and the first four, "
+        "inexact",
+    )
+    tokens: Annotated[int, Field(ge=5), AS_TOKENS] = Field(
+        448, description="rolling: number of earlier tokens that the first token of a step can attend to"
+    )
+
+    @model_validator(mode="after")
+    def _settings_fit_the_kind(self) -> CacheSection:
+        if self.kind == "whole" and self.changed("tokens"):
+            raise ValueError("cache.tokens is for rolling caches: set cache.kind = 'rolling', or leave it out")
+        return self
+
+    @property
+    def is_rolling(self) -> bool:
+        """Whether the cache is a rolling one."""
+        return self.kind != "whole"
+
+
+class DecodeSection(Strict):
+    """How the ranks of a chain decode the prompts they have prefilled, and where heads are placed."""
+
+    mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
+        "data-parallel",
+        description="data-parallel: each rank decodes its own prompts; head-parallel: ranks divide the heads of all "
+        "prompts; auto: the faster",
+    )
+    placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
+        "proportional",
+        description="how heads are assigned to ranks: in order; by the number of tokens they keep; also with copies",
+    )
+
+    @model_validator(mode="after")
+    def _settings_fit_the_mode(self) -> DecodeSection:
+        if self.mode == "data-parallel" and self.changed("placement"):
+            raise ValueError(
+                "decode.placement is not used with mode = 'data-parallel', where every rank holds all heads of its "
+                "prompts; leave it out, or choose mode = 'head-parallel' or 'auto'"
+            )
+        return self
+
+
 class JobSpec(Strict):
     """A whole job."""
 
@@ -208,9 +254,9 @@ class JobSpec(Strict):
     prompt: PromptSection = PromptSection()
     questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
-    cache: CacheSettings = CacheSettings()
+    cache: CacheSection = CacheSection()
     compress: CompressSettings | None = None
-    decode: DecodeSettings = DecodeSettings()
+    decode: DecodeSection = DecodeSection()
     parallel: ParallelSection = ParallelSection()
     output: OutputSettings
 

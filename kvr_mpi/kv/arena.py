@@ -7,7 +7,6 @@ Pages are allocated from extents of many pages, and freed with their last view.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -187,55 +186,3 @@ class Arena:
             except (MemoryError, torch.OutOfMemoryError):
                 pass
         return Extent(shape, pages, self._dtype, self._device)
-
-
-def make_runs(
-    shape: LayerShape,
-    counts: Sequence[int],
-    room: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    arena: Arena | None = None,
-    *,
-    heads: Sequence[int] | None = None,
-    start: int = 0,
-    beside: Extent | None = None,
-) -> list[Run]:
-    """Allocate rows for KV heads of a layer, head after head; adjacent heads with as many rows are one run.
-
-    Parameters
-    ----------
-    counts, room : sequence of int, int
-        Rows that each head holds, and how many can be appended to each.
-    arena, beside : Arena or None, Extent or None
-        Where to allocate pages, and the extent that is preferred; None: separate memory.
-    heads : sequence of int, optional
-        Which heads of the layer these are, ascending; by default all.
-    start : int
-        Position of the first row.
-
-    Raises
-    ------
-    MemoryError, torch.OutOfMemoryError
-        If there is no memory for them.
-    """
-    held = range(shape.num_kv_heads) if heads is None else heads
-    assert len(counts) == len(held), "one count for each head held"
-    if not counts:
-        return []
-    capacities = [count + room for count in counts]
-    if arena is None:
-        rows = sum(capacities)
-        flat, _ = make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device)
-        whole = Run(0, 0, 0, *in_flat(flat, 1, rows, shape))
-    else:
-        capacities = [PAGE_ROWS * pages_for(capacity) for capacity in capacities]
-        whole = arena.take(shape, sum(capacities) // PAGE_ROWS, beside)
-    runs, at, row = list[Run](), 0, 0
-    for _, group in itertools.groupby(range(len(held)), lambda i: (counts[i], held[i] - i)):
-        many = len(list(group))
-        stop, sizes = row + many * capacities[at], (many, capacities[at])
-        keys, values = (each[0, row:stop].view(*sizes, each.shape[2]) for each in (whole.keys, whole.values))
-        runs.append(Run(held[at], start, counts[at], keys, values, whole.row + row, whole.extent))
-        at, row = at + many, stop
-    return runs

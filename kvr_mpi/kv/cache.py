@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.kv.arena import Arena, make_runs
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
-from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore, check_retained
-from kvr_mpi.kv.layer import LayersOwner, Retain, SliceLayer
+from kvr_mpi.kv.layer import Retain, SliceLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route
+from kvr_mpi.kv.row import RowCache
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
@@ -33,7 +33,7 @@ LAYERS_HELD = 8
 COMPRESSED_AHEAD = 1
 
 
-class SliceCache(LayersOwner):
+class SliceCache(RowCache):
     """The cache of one rank's slice; on the decode rank, of the whole prompt and then the answer.
 
     Parameters
@@ -67,7 +67,13 @@ class SliceCache(LayersOwner):
         No other rank takes part. A layer's buffer is allocated only after the layer before it is complete.
     shared_tokens : int
         Tokens of the prefix whose keys and values this cache references instead of copying.
+    last : int
+        The last layer that keeps anything; later layers work token by token.
+    left_after : int or None
+        The layer after whose keys and values this rank leaves the model.
     """
+
+    prefilling = True
 
     def __init__(
         self,
@@ -162,7 +168,7 @@ class SliceCache(LayersOwner):
                 self.share.take(layer)
             if self._write_layer is not None:
                 bounds = self.route.partition.bounds[self.route.position :][:2]
-                self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
+                self._write_layer(layer.layout.rows_by_token(*bounds) if layer.shape.elements else None)
             if self._admits and layer.shape.elements:
                 kept = None if self._choose is None else self._choose(layer)
                 layer.observed = None
@@ -191,6 +197,11 @@ class SliceCache(LayersOwner):
         self.prefilling = False
 
     @property
+    def length(self) -> int:
+        """Tokens held in layers that keep keys and values; 0 if no layer does."""
+        return next((int(layer.length) for layer in self.layers if layer.shape.elements), 0)
+
+    @property
     def is_ragged(self) -> bool:
         """Whether in some layer each head keeps different tokens."""
         return any(layer.is_ragged for layer in self.layers)
@@ -198,34 +209,33 @@ class SliceCache(LayersOwner):
     @property
     def held_bytes(self) -> int:
         """Bytes of keys and values, including the room reserved for further tokens."""
-        return sum(layer.held_bytes for layer in self.layers)
+        return sum(store.nbytes for store in self.stores)
+
+    @property
+    def stores(self) -> list[HeadStore]:
+        """Keys and values of the layers that hold any now."""
+        return [layer.layout for layer in self.layers if layer.layout is not None]
 
     def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
         """Move the tokens that each head keeps (None: all) to the decode store, and release the layer's buffer."""
-        before, shape, length, is_whole = layer.layout, layer.shape, layer.length, kept is None
+        before, shape, length, own = layer.layout, layer.shape, layer.length, (self.dtype, self.device, self.arena)
         assert before is not None, "the buffer was filled"
-        shared = before.shared if is_whole else ()
-        while True:
-            beside = shared[0].extent if shared else None
-            known = shared[-1].stop if shared else 0
-            counts = [length - known] * shape.num_kv_heads if kept is None else list(map(len, kept))
-            runs = make_runs(shape, counts, slack, self.dtype, self.device, self.arena, start=known, beside=beside)
-            if not shared or runs[0].extent is beside:
-                break
-            shared = ()  # their extent is full: copy the shared rows
+        if kept is None:
+            start, shared = before.shared_tokens, before.shared
+            counts = [length - start] * shape.num_kv_heads
+            store = HeadStore.reserve(shape, counts, slack, length, *own, start=start, shared=shared, is_whole=True)
+        else:
+            store = HeadStore.reserve(shape, list(map(len, kept)), slack, length, *own)
+            store.positions = [positions.to(torch.int32) for positions in kept]
         if layer.segments is not None:
             layer.segments.is_through(wait=True)
-        keys, values = before.rows(known, length)
-        store = HeadStore(runs, shape, slack, length, is_whole=is_whole, shared=shared)
-        for head in range(shape.num_kv_heads):
-            places = store.own_rows(head, length)
-            for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):
-                if kept is None:
-                    place.copy_(rows)
-                else:
-                    torch.index_select(rows, 0, kept[head].to(rows.device), out=place)
-        if kept is not None:
-            store.positions = [positions.to(torch.int32) for positions in kept]
+        keys, values = (each[0].unbind(0) for each in before.rows(store.start, length))
+        if kept is None:
+            store.fill(zip(keys, values, strict=True))
+        else:
+            for head, positions in enumerate(kept):
+                for place, rows in zip(store.own_rows(head, length), (keys[head], values[head]), strict=True):
+                    torch.index_select(rows, 0, positions.to(rows.device), out=place)
         layer.layout, layer.segments = store, None  # the segments reference the buffer, too
         if before.buffer is not None:
             self.buffers.give_back(before.buffer)
@@ -250,15 +260,6 @@ class SliceCache(LayersOwner):
             layer.length = length
             if layer.shape.states:
                 layer.restore_states()
-
-
-def held_bytes(caches: Sequence[Any]) -> int:
-    """Bytes of several caches; memory that they share counts once."""
-    layouts = [layer.layout for cache in caches for layer in cache.layers if getattr(layer, "layout", None) is not None]
-    shared: dict[int, int] = {id(rows.owner): rows.owner.nbytes for layout in layouts for rows in layout.shared}
-    for layout in layouts:
-        shared.pop(id(layout), None)
-    return sum(shared.values(), sum(int(cache.held_bytes) for cache in caches))
 
 
 def _check_window(window: Range, owned: Range) -> None:

@@ -8,25 +8,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 Wait = Literal["receive", "send"]
-
-
-class Times(NamedTuple):
-    """When a rank began each layer of a prompt, and how long it waited.
-
-    layer_begins_s : on the clock of time.perf_counter; empty on a GPU, which runs asynchronously.
-    layer_times_s : from the start of the first layer to that of each, without waits.
-    receive_s, send_s : time waited to receive, and to send.
-    """
-
-    layer_begins_s: list[float]
-    layer_times_s: list[float]
-    receive_s: float
-    send_s: float
 
 
 @dataclass(slots=True)
@@ -53,8 +39,16 @@ class Clock:
             moment.record()
         self._marks += [(what, moment)] * count
 
-    def read(self) -> Times:
-        """Return the times; the stream must have passed all marks."""
+    def read(self) -> tuple[list[float], list[float], float, float]:
+        """Return times in seconds; the stream must have passed all marks.
+
+        Returns
+        -------
+        layer_begins, layer_times, receive, send
+            The start of each layer, on the clock of time.perf_counter (empty on a GPU, which runs asynchronously); the
+            time from the start of the first layer to that of each, without waits; the time waited to receive, and to
+            send.
+        """
         layers, waited_s = list[tuple[Any, float]](), {"receive": 0.0, "send": 0.0}
         is_gpu = self.device is not None and self.device.type == "cuda"
 
@@ -66,7 +60,7 @@ class Clock:
                 layers.append((moment, sum(waited_s.values())))
             elif what != "go on":  # the next mark ends the wait
                 waited_s[what] += seconds(moment, self._marks[at + 1][1])
-        return Times(
+        return (
             [] if is_gpu else [moment for moment, _ in layers],
             [seconds(layers[0][0], moment) - (before_s - layers[0][1]) for moment, before_s in layers],
             waited_s["receive"],

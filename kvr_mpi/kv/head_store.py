@@ -13,7 +13,8 @@ runs for the tokens after it. ``decode_cache`` runs a step over the rows of many
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +22,9 @@ import numpy.typing as npt
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import PAGE_ROWS, Run, in_flat, pages_for
+from kvr_mpi.kv.arena import PAGE_ROWS, Arena, Run, in_flat, pages_for
 from kvr_mpi.kv.attention import PartialAttention, attend
+from kvr_mpi.kv.buffers import make_flat
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 
@@ -36,7 +38,7 @@ class HeadStore:
     Parameters
     ----------
     runs : sequence of Run
-        Rows of the held heads (`arena.make_runs`); of all heads, if every head holds all tokens from the first row on.
+        Rows of the held heads; of all heads, if every head holds all tokens from the first row on.
     shape : LayerShape
         Its `num_kv_heads` is the number of heads of the keys that `write` receives.
     room : int
@@ -81,6 +83,67 @@ class HeadStore:
         self.is_one_run = len(runs) == 1 and runs[0].heads == shape.num_kv_heads
 
     @classmethod
+    def reserve(
+        cls,
+        shape: LayerShape,
+        counts: Sequence[int],
+        room: int,
+        origin: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        arena: Arena | None = None,
+        *,
+        heads: Sequence[int] | None = None,
+        start: int = 0,
+        shared: Sequence[Run] = (),
+        appends: bool = True,
+        is_whole: bool = False,
+    ) -> HeadStore:
+        """Allocate uninitialised rows, head after head; adjacent heads with as many rows are one run.
+
+        Parameters
+        ----------
+        counts : sequence of int
+            Own rows of each head.
+        arena : Arena or None
+            Where to allocate pages, if possible beside the shared rows; otherwise the rows of these are added to the
+            store's own. None: separate memory.
+        heads : sequence of int, optional
+            Which heads of the layer these are, ascending; by default all.
+        start : int
+            Position of the first own row.
+
+        Raises
+        ------
+        MemoryError, torch.OutOfMemoryError
+            If there is no memory for them.
+        """
+        held = range(shape.num_kv_heads) if heads is None else heads
+        assert len(counts) == len(held), "one count for each head held"
+        runs, at, row, capacities = list[Run](), 0, 0, [count + room for count in counts]
+        if not counts:
+            return cls(runs, shape, room, origin, appends=appends)
+        if arena is None:
+            rows = sum(capacities)
+            flat, _ = make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device)
+            whole = Run(0, 0, 0, *in_flat(flat, 1, rows, shape))
+        else:
+            capacities = [PAGE_ROWS * pages_for(capacity) for capacity in capacities]
+            whole = arena.take(shape, sum(capacities) // PAGE_ROWS, shared[0].extent if shared else None)
+        if shared and whole.extent is not shared[0].extent:  # it is full
+            counts, start = [start - shared[0].first + count for count in counts], shared[0].first
+            return cls.reserve(
+                shape, counts, room, origin, dtype, device, arena, start=start, appends=appends, is_whole=is_whole
+            )
+        for _, group in itertools.groupby(range(len(held)), lambda i: (counts[i], held[i] - i)):
+            many = len(list(group))
+            stop, sizes = row + many * capacities[at], (many, capacities[at])
+            keys, values = (each[0, row:stop].view(*sizes, each.shape[2]) for each in (whole.keys, whole.values))
+            runs.append(Run(held[at], start, counts[at], keys, values, whole.row + row, whole.extent))
+            at, row = at + many, stop
+        return cls(runs, shape, room, origin, appends=appends, is_whole=is_whole, shared=shared)
+
+    @classmethod
     def by_tokens(cls, buffer: torch.Tensor, shape: LayerShape, start: int = 0) -> HeadStore:
         """View a token-major buffer (capacity, elements of K and V of all heads) as an empty store.
 
@@ -93,6 +156,17 @@ class HeadStore:
         """
         run = Run(0, start, 0, *_by_head(buffer, shape))
         return cls([run], shape, len(buffer), start, is_whole=True, buffer=buffer)
+
+    @classmethod
+    def of_rows(
+        cls, rows: torch.Tensor, shape: LayerShape, device: torch.device, arena: Arena | None = None, start: int = 0
+    ) -> HeadStore:
+        """Copy token-major rows (tokens, elements of K and V of all heads), the first at position `start`, by heads."""
+        tokens, stop = len(rows), start + len(rows)
+        counts = [tokens] * shape.num_kv_heads
+        store = cls.reserve(shape, counts, 0, stop, rows.dtype, device, arena, start=start, is_whole=True)
+        store.write(start, *cls.by_tokens(rows.to(device, non_blocking=True), shape, start).rows(start, stop))
+        return store
 
     def laid_by_heads(self, length: int) -> HeadStore:
         """Reorder the buffer in place so that each head's tokens are contiguous: CPU attention is then twice as fast.
@@ -144,6 +218,12 @@ class HeadStore:
         rows = slice(count + self.appended(length))
         return keys[rows], values[rows]
 
+    def fill(self, heads: Iterable[Pair]) -> None:
+        """Copy keys and values (rows, dim) of each held head to its own rows, before any token is appended."""
+        for at, pair in enumerate(heads):
+            for place, rows in zip(self.own_rows(at, self.origin), pair, strict=True):
+                place.copy_(rows)
+
     def head_rows(self, at: int, length: int) -> Pair:
         """Keys and values of one held head (rows, dim), for a document of `length` tokens.
 
@@ -178,6 +258,11 @@ class HeadStore:
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat([keys for keys, _ in pieces], 2), torch.cat([values for _, values in pieces], 2)
+
+    def rows_by_token(self, first: int, last: int) -> Pair:
+        """Keys and values of a range of tokens that all heads hold, each (tokens, kv_heads, dim)."""
+        keys, values = self.rows(first, last)
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
     def as_shared(self, length: int) -> tuple[Run, ...]:
         """Return the rows that prompts continuing this document may share; on GPUs only whole pages."""
@@ -270,6 +355,12 @@ def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:
     heads, cut = shape.num_kv_heads, shape.num_kv_heads * shape.key_dim
     keys, values = rows[:, :cut].view(-1, heads, shape.key_dim), rows[:, cut:].view(-1, heads, shape.value_dim)
     return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+def held_bytes(stores: Iterable[HeadStore]) -> int:
+    """Bytes of several stores, and of the rows that they share with others; shared memory counts once."""
+    held = {id(one): one for store in stores for one in (store, *(rows.owner for rows in store.shared))}
+    return sum(one.nbytes for one in held.values())
 
 
 def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, layer_idx: int) -> None:

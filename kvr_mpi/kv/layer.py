@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import PartialAttention, attend
-from kvr_mpi.kv.buffers import LayerBuffers
-from kvr_mpi.kv.head_store import HeadStore, Pair
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.route import Range, Route, count_tokens, in_two_groups
-from kvr_mpi.kv.row import RowCache, RowLayer
-from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
+from kvr_mpi.kv.row import RowLayer
+from kvr_mpi.kv.transfers import LayerTransfers
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError
@@ -32,42 +29,6 @@ from kvr_mpi.partition import cut_range
 GROUPING = ("cuda",)
 
 
-class WindowQueries(NamedTuple):
-    """A layer's queries of the observation window (1, heads, window, head_dim), and its attention parameters."""
-
-    query: torch.Tensor
-    params: AttentionParams
-
-
-class LayersOwner(RowCache):
-    """The attributes and methods of `cache.SliceCache` that its layers use."""
-
-    prefilling = True
-    route: Route
-    transfers: PromptTransfers | None
-    prefix: SharedPrefix | None
-    buffers: LayerBuffers
-    dtype: torch.dtype
-    device: torch.device
-    start: int
-    last: int  # index of the last layer that keeps anything; later layers work token by token
-    left_after: int | None  # index of the layer after whose keys and values this rank leaves the model
-    shared_tokens: int
-    keeps_all: bool
-    is_alone: bool
-    arena: Arena | None
-    window: Range | None
-
-    @property
-    def length(self) -> int:
-        """Tokens held in layers that keep keys and values; 0 if no layer does."""
-        return next((layer.length for layer in self.layers if layer.shape.elements), 0)
-
-    def advance(self, layer_idx: int) -> None:
-        """Begin a layer: finish those before it, and post receives as far ahead as the transport allows. Idempotent."""
-        raise NotImplementedError
-
-
 class SliceLayer(RowLayer):
     """One layer's keys and values on one rank; empty for layers without attention, such as a plain MLP.
 
@@ -76,10 +37,10 @@ class SliceLayer(RowLayer):
     cache. This is as exact as transformers' own cache, but slower: attention does not overlap with transfers.
     """
 
-    cache: LayersOwner
+    cache: Any  # a `cache.SliceCache`
     is_sent = True  # its states, if it has any
 
-    def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
+    def __init__(self, cache: Any, layer_idx: int, shape: LayerShape) -> None:
         super().__init__(cache, layer_idx, shape)
         self.length = cache.start
         self.fresh = 0  # tokens last appended
@@ -87,8 +48,9 @@ class SliceLayer(RowLayer):
         self.chunks: Sequence[Sequence[Range]] = cache.route.chunks  # of tokens that this layer processes, in order
         self.chunks_done = 0  # chunks of the slice that are appended
         self.layout: HeadStore | None = None
-        self.is_over: bool = False  # released, after everything was sent
-        self.observed: WindowQueries | None = None  # on the decode rank, if compression scores keys with them
+        # On the decode rank, if compression scores keys with them: the window's queries (1, heads, window, head_dim).
+        self.observed: torch.Tensor | None = None
+        self.params: AttentionParams | None = None  # of the attention to this layer
         self.segments: LayerTransfers | None = None
         if cache.transfers is not None and (shape.elements or shape.states):
             self.segments = LayerTransfers(cache.transfers, layer_idx, shape.visibility)
@@ -190,14 +152,14 @@ class SliceLayer(RowLayer):
             query = query.reshape(1, -1, 1, shape[-1])
         if query.shape[2] != self.fresh:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
-        seen, layout = self.shape.visibility, self.layout
+        seen, layout, self.params = self.shape.visibility, self.layout, params
         assert layout is not None, "update came before"
         is_shared = bool(layout.shared) and seen.sees_all(self.length)
         if layout.buffer is None and (not layout.is_whole or is_shared):
             out = layout.attend(query, self.length, params).finish(params).to(query.dtype)
             return out.reshape(*shape[:-1], layout.shape.value_dim)
         if self.cache.window is not None and self.cache.prefilling:
-            self._observe(query, self.cache.window, params)
+            self._observe(query, self.cache.window)
         is_last = self.cache.prefilling and self.layer_idx == self.cache.last
         reads_only_last = is_last and self.cache.route.saves_last_layer
         if reads_only_last and not self.has_all_chunks:
@@ -215,7 +177,7 @@ class SliceLayer(RowLayer):
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
         return whole.reshape(*shape[:-1], self.shape.value_dim)
 
-    def _observe(self, query: torch.Tensor, window: Range, params: AttentionParams) -> None:
+    def _observe(self, query: torch.Tensor, window: Range) -> None:
         """Keep the queries (1, heads, tokens, head_dim) of window tokens, after those kept from earlier chunks.
 
         The window lies in the last range that this rank computes (`cache.SliceCache`).
@@ -226,15 +188,14 @@ class SliceLayer(RowLayer):
             return
         at = chunk - (stop - first)
         rows = query[:, :, at : at + last - first].clone()
-        if self.observed is not None:
-            rows = torch.cat([self.observed.query, rows], dim=2)
-        self.observed = WindowQueries(rows, params)
+        self.observed = rows if self.observed is None else torch.cat([self.observed, rows], dim=2)
 
     def _attend_route(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> PartialAttention:
         """Attend to this rank's tokens while segments are in flight, then to the segments in the order of the route."""
-        route, layout = self.cache.route, self.layout
+        route: Route = self.cache.route
+        layout = self.layout
         assert layout is not None, "this rank holds keys and values"
         start = route.owned[0][0]
         if route.attend is not None or self.fresh_ranges[0][0] > start:
@@ -278,11 +239,6 @@ class SliceLayer(RowLayer):
         return self.layout is not None and not self.layout.is_whole
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of keys and values."""
-        return 0 if self.layout is None else self.layout.nbytes
-
-    @property
     def head_counts(self) -> list[int]:
         """Tokens that each KV head holds."""
         return self.store.counts(self.length)
@@ -294,21 +250,6 @@ class SliceLayer(RowLayer):
         assert store.positions is not None, "this rank has dropped some"
         decoded = torch.arange(store.origin, self.length, dtype=torch.int32)
         return [torch.cat([kept.cpu(), decoded]) for kept in store.positions]
-
-    def head(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that a KV head holds, as views (tokens, dim)."""
-        return self.store.head_rows(head, self.length)
-
-    def rows(self, first: int, last: int) -> Pair:
-        """Keys and values of a range of tokens (1, kv_heads, tokens, head_dim); views, unless some are shared.
-
-        Raises
-        ------
-        ModelError
-            If heads keep different tokens, so that no range of tokens is complete.
-        """
-        assert self.layout is not None, "this rank holds keys and values"
-        return self.layout.rows(first, last)
 
     def lay_by_heads(self) -> None:
         """Reorder rows by head after the prefill, which needed them by token for transfers: CPUs then decode faster."""
@@ -324,7 +265,6 @@ class SliceLayer(RowLayer):
         if self.layout is not None and self.layout.buffer is not None and not self.cache.keeps_all:
             self.cache.buffers.give_back(self.layout.buffer)
         self.let_go()
-        self.is_over = True
         return True
 
     def let_go(self) -> None:
@@ -333,7 +273,7 @@ class SliceLayer(RowLayer):
 
     def get_seq_length(self) -> int:
         """Return the number of tokens before the next ones, at first the slice's start; models may ask any layer."""
-        return self.length if self.shape.elements else self.cache.length
+        return self.length if self.shape.elements else int(self.cache.length)
 
     def _take_chunk(self, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Range]:
         """Return the ranges of the new tokens: the slice's next chunk, or after the prefill the tokens that follow.

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from kvr_mpi.kv.arena import PAGE_ROWS, Arena, make_runs
+from kvr_mpi.kv.arena import PAGE_ROWS, Arena
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.model import LayerShape
@@ -70,11 +70,7 @@ class SharedPrefix:
         held = self.layers[layer_idx] if found is None else found
         if isinstance(held, HeadStore) or held is None:
             return held
-        runs = make_runs(shape, [self.tokens] * shape.num_kv_heads, 0, held.dtype, device, arena)
-        store = HeadStore(runs, shape, 0, self.tokens, is_whole=True)
-        loaded = HeadStore.by_tokens(held.to(device, non_blocking=True), shape)
-        store.write(0, *loaded.rows(0, self.tokens))
-        self._stores[name] = store
+        store = self._stores[name] = HeadStore.of_rows(held, shape, device, arena)
         return store
 
     def check(self, ids: Sequence[int]) -> None:

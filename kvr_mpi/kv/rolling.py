@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -20,8 +20,7 @@ from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.route import Range, join_ranges
 from kvr_mpi.kv.row import RowCache, RowLayer
-from kvr_mpi.kv.settings import CacheSettings
-from kvr_mpi.model import LayerShape, LoadedModel, ModelShape
+from kvr_mpi.model import LoadedModel, ModelShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
@@ -66,173 +65,156 @@ class Rolling:
         return f"rolling cache of {self.cache_tokens} + {self.step_tokens} tokens ({kind})"
 
 
-class RollingLayer(RowLayer):
-    """One layer's sink tokens, if any, and a ring of the last tokens."""
+class RollingCache(RowCache):
+    """The rolling cache of a whole model: of each layer the sink tokens, if any, and a ring of the last tokens.
 
-    cache: RollingCache
+    Raises
+    ------
+    ModelError
+        If a layer sees more than the cache holds and there are no sinks, or if the model does not support this cache.
 
-    def __init__(self, cache: RollingCache, layer_idx: int, shape: LayerShape) -> None:
-        super().__init__(cache, layer_idx, shape)
-        self.length = 0  # position after the last token held
-        rolling = cache.rolling
-        self.sinks = 0 if rolling.holds(shape.visibility) else rolling.sinks
-        # What a token sees besides the sinks, with positions counted from the end of the sinks.
-        self._seen = Visibility(window=rolling.cache_tokens - self.sinks) if self.sinks else shape.visibility
-        self._ring = rolling.rows - self.sinks
+    Attributes
+    ----------
+    length : int
+        Tokens processed before the current step.
+    """
+
+    is_ragged = False
+    length = 0
+
+    def __init__(self, loaded: LoadedModel, rolling: Rolling, prompt_tokens: int) -> None:
+        check_rolling(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
+        self.rolling, self.prompt_tokens, self._is_read = rolling, prompt_tokens, True
         self._written = 0  # position after the last token that was ever written
-        buffer = torch.empty(rolling.rows, shape.elements, dtype=cache.dtype, device=cache.device)
-        self._layout = HeadStore.by_tokens(buffer, shape)
+        layers = loaded.shape.layers
+        self._sinks = [0 if rolling.holds(shape.visibility) else rolling.sinks for shape in layers]
+        # What a token sees besides the sinks, with positions counted from the end of the sinks.
+        self._seen = [
+            Visibility(window=rolling.cache_tokens - sinks) if sinks else shape.visibility
+            for sinks, shape in zip(self._sinks, layers, strict=True)
+        ]
+        self.stores = [
+            HeadStore.by_tokens(
+                torch.empty(rolling.rows, shape.elements, dtype=loaded.dtype, device=loaded.device), shape
+            )
+            for shape in layers
+        ]
+        super().__init__([RowLayer(self, idx, shape) for idx, shape in enumerate(layers)])
 
-    def first_seen(self, position: int) -> int:
-        """Position of the first token after the sinks that a token at this position sees."""
-        return self.sinks + self._seen.first_key(max(0, position - self.sinks))
+    def begin_step(self, *, is_read: bool) -> None:
+        """Begin a step; if its output is not needed, the model is left after the last layer's keys are written."""
+        self._is_read = is_read
 
-    def _cut(self, first: int, last: int, every: int | None) -> list[Range]:
-        """Split a range of positions at the end of the sinks, and at each multiple of `every` from there."""
-        cuts = cut_range(first - self.sinks, last - self.sinks, every)
-        return [(start + self.sinks, stop + self.sinks) for start, stop in cuts]
-
-    def _rows(self, first: int, last: int) -> list[Range]:
-        """Rows of the buffer that hold a range of positions, in order."""
-        pieces = self._cut(first, last, self._ring)
-        places = [at if at < self.sinks else self.sinks + (at - self.sinks) % self._ring for at, _ in pieces]
-        return [(row, row + stop - start) for row, (start, stop) in zip(places, pieces, strict=True)]
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write a step's tokens (1, kv_heads, tokens, head_dim), at most `step_tokens`, over the oldest ones."""
-        count, at = key_states.shape[2], 0
-        if count > self.cache.rolling.step_tokens:
-            raise ModelError(f"layer {self.layer_idx}: {count} tokens in a step of {self.cache.rolling.step_tokens}")
-        self.cache.enter(self)
-        for first, last in self._rows(self.length, self.length + count):
-            self._layout.write(first, *(each[:, :, at : at + last - first] for each in (key_states, value_states)))
+        count, at = keys.shape[2], 0
+        if count > self.rolling.step_tokens:
+            raise ModelError(f"layer {layer.layer_idx}: {count} tokens in a step of {self.rolling.step_tokens}")
+        store = self.stores[layer.layer_idx]
+        for first, last in self._rows(layer.layer_idx, self.length, self.length + count):
+            store.write(first, *(each[:, :, at : at + last - first] for each in (keys, values)))
             at += last - first
-        self.length += count
-        self._written = max(self._written, self.length)
-        return key_states, value_states
+        self._written = max(self._written, self.length + count)
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+        self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend from a step's tokens to sinks and last tokens; (1, heads, tokens, value_dim) in the query's dtype.
+        """Attend from a step's tokens to sinks and last tokens.
 
         Leaves the model (`UnreadError`) if the rest of its output is not used.
         """
-        self.cache.current, fresh = None, keys.shape[2]
-        if self.layer_idx == self.cache.left_after:
-            raise UnreadError
-        if query.shape[2] != fresh and fresh > 1:
-            raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {fresh} tokens")
-        begin, parts = self.length - fresh, []
-        for first, last in (pieces := self._cut(begin, self.length, self._seen.size)):
+        begin, count, at, parts = self.length, keys.shape[2], layer.layer_idx, list[PartialAttention]()
+        if query.shape[2] != count and count > 1:
+            raise ModelError(f"layer {at}: {query.shape[2]} queries for {count} tokens")
+        if at == len(self.layers) - 1:
+            self.length += count
+            if not self._is_read:
+                raise UnreadError
+        for first, last in (pieces := self._cut(at, begin, begin + count, self._seen[at].size)):
             own = slice(first - begin, last - begin)
             some = query if len(pieces) == 1 else query[:, :, own]  # a single token's heads may come folded
-            parts.append(self._attend_piece(some, keys[:, :, own], values[:, :, own], (first, last), params))
+            parts.append(self._attend_piece(at, some, keys[:, :, own], values[:, :, own], (first, last), params))
         return reduce(PartialAttention.join, parts).finish(params).to(query.dtype)
 
     def _attend_piece(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bounds: Range, params: AttentionParams
+        self,
+        at: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        bounds: Range,
+        params: AttentionParams,
     ) -> PartialAttention:
         """Attend from consecutive tokens of a step to sinks, older tokens and, causally, themselves."""
-        (first, last), count = bounds, bounds[1] - bounds[0]
-        oldest, seen_by_all = self.first_seen(first), self.first_seen(last - 1)
+        (first, last), count, store = bounds, bounds[1] - bounds[0], self.stores[at]
+        oldest, seen_by_all = self._first_seen(at, first), self._first_seen(at, last - 1)
         before = last if count == 1 else first
-        rows = join_ranges([*self._rows(0, min(self.sinks, before)), *self._rows(seen_by_all, before)])
-        parts = [attend(query, *self._layout.rows(*stretch), params) for stretch in rows]
+        rows = join_ranges([*self._rows(at, 0, min(self._sinks[at], before)), *self._rows(at, seen_by_all, before)])
+        parts = [attend(query, *store.rows(*stretch), params) for stretch in rows]
         if count > 1:
             parts.append(attend(query, keys, values, params, causal=True))
         part = reduce(PartialAttention.merge, parts)
         if oldest == seen_by_all:
             return part
         # Each token sees one fewer of these than the one before it, the last one none: causal, in reverse order.
-        some = [self._layout.rows(*stretch) for stretch in self._rows(oldest, seen_by_all)]
+        some = [store.rows(*stretch) for stretch in self._rows(at, oldest, seen_by_all)]
         old_keys, old_values = (torch.cat(each, 2).flip(2) for each in zip(*some, strict=True))
         old = attend(query[:, :, :-1].flip(2), old_keys, old_values, params, causal=count > 2)
         seeing = part.cut(0, count - 1).merge(PartialAttention(old.out.flip(2), old.lse.flip(2)))
         return seeing.join(part.cut(count - 1, count))
 
+    def note_states(self) -> None:
+        """Do nothing: its layers have no states."""
+
     def step_back(self, length: int) -> None:
-        """Truncate to the first `length` tokens.
+        """Truncate to the first `length` tokens, at most one step back, even if a step failed between layers.
 
         Raises
         ------
         ModelError
             If dropped tokens have overwritten some that the next token would see.
         """
-        needed, held = self.first_seen(length), self._written - self._ring
-        if held > needed:
-            raise ModelError(
-                f"layer {self.layer_idx}: tokens from {needed} on are needed, but only those from {held} on are held"
-            )
-        self.length = min(self.length, length)
-
-    def lay_by_heads(self) -> None:
-        """Do nothing: decoding reads the ring as it is."""
-
-    def get_seq_length(self) -> int:
-        """Tokens processed so far."""
-        return self.length
-
-
-class RollingCache(RowCache):
-    """The rolling cache of a whole model, for a prompt of `prompt_tokens`.
-
-    Raises
-    ------
-    ModelError
-        If a layer sees more than the cache holds and there are no sinks, or if the model does not support this cache.
-    """
-
-    is_ragged = False
-
-    def __init__(self, loaded: LoadedModel, rolling: Rolling, prompt_tokens: int) -> None:
-        check_rolling(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
-        self.rolling, self.prompt_tokens = rolling, prompt_tokens
-        self.dtype, self.device = loaded.dtype, loaded.device
-        self.left_after = -1
-        super().__init__([RollingLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
-
-    def begin_step(self, *, is_read: bool) -> None:
-        """Begin a step; if its output is not needed, the model is left after the last layer's keys are written."""
-        self.left_after = -1 if is_read else len(self.layers) - 1
-
-    @property
-    def length(self) -> int:
-        """Tokens processed so far."""
-        return int(self.layers[0].length)
-
-    def note_states(self) -> None:
-        """Do nothing: its layers have no states."""
-
-    def step_back(self, length: int) -> None:
-        """Truncate to the first `length` tokens, at most one step back, even if a step failed between layers."""
         self.current = None
-        for layer in self.layers:
-            layer.step_back(length)
+        for at, sinks in enumerate(self._sinks):
+            needed, held = self._first_seen(at, length), self._written - (self.rolling.rows - sinks)
+            if held > needed:
+                raise ModelError(
+                    f"layer {at}: tokens from {needed} on are needed, but only those from {held} on are held"
+                )
+        self.length = min(self.length, length)
 
     @property
     def prefilling(self) -> bool:
         """Whether prompt tokens are processed."""
-        return bool(self.layers[0].length <= self.prompt_tokens)
+        return self.length < self.prompt_tokens
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Return the tokens to run and the length of the prompt, or of prompt and answer."""
-        return [(tokens, max(self.prompt_tokens, self.layers[0].length + tokens))]
+        return [(tokens, max(self.prompt_tokens, self.length + tokens))]
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(layer._layout.nbytes for layer in self.layers)
+    def _first_seen(self, at: int, position: int) -> int:
+        """Position of the first token after the sinks that a token at this position sees in a layer."""
+        return self._sinks[at] + self._seen[at].first_key(max(0, position - self._sinks[at]))
+
+    def _cut(self, at: int, first: int, last: int, every: int | None) -> list[Range]:
+        """Split a range of positions at the end of a layer's sinks, and at each multiple of `every` from there."""
+        sinks = self._sinks[at]
+        return [(start + sinks, stop + sinks) for start, stop in cut_range(first - sinks, last - sinks, every)]
+
+    def _rows(self, at: int, first: int, last: int) -> list[Range]:
+        """Rows of a layer's buffer that hold a range of positions, in order."""
+        sinks, ring = self._sinks[at], self.rolling.rows - self._sinks[at]
+        pieces = self._cut(at, first, last, ring)
+        places = [start if start < sinks else sinks + (start - sinks) % ring for start, _ in pieces]
+        return [(row, row + stop - start) for row, (start, stop) in zip(places, pieces, strict=True)]
 
 
-def rolling_of(settings: CacheSettings, chunk_tokens: int | Literal["auto"]) -> Rolling | None:
+def rolling_of(kind: str, cache_tokens: int, chunk_tokens: int | Literal["auto"]) -> Rolling | None:
     """Return the rolling cache that a job asks for, with steps of `chunk_tokens`; None for a whole cache."""
-    if not settings.is_rolling:
+    if kind == "whole":
         return None
     steps = STEP_TOKENS if chunk_tokens == "auto" else chunk_tokens
-    return Rolling(settings.tokens, steps, SINKS if settings.kind == STREAMING_LLM else 0)
+    return Rolling(cache_tokens, steps, SINKS if kind == STREAMING_LLM else 0)
 
 
 def check_rolling(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:

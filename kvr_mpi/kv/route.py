@@ -58,7 +58,6 @@ class Route:
     segments : number of segments of a layer, over all positions.
     owned : the tokens this position computes.
     chunks : the tokens that a layer computes together, in order; a single chunk unless slices are cut into chunks.
-    capacity : tokens a layer's buffer holds.
     hops : own segments in the order of sending, then the others in the order of arrival.
     steps : attention after that to this position's own tokens.
     reads_from : the first token of this position that attends to received tokens; None: it receives everything, also in
@@ -77,7 +76,6 @@ class Route:
     segments: int
     owned: tuple[Range, ...]
     chunks: tuple[tuple[Range, ...], ...]
-    capacity: int
     hops: tuple[Hop, ...]
     steps: tuple[Step, ...]
     reads_from: int | None = None
@@ -98,6 +96,11 @@ class Route:
             (hop.source is None or hop.source < self.position) and (hop.dest is None or hop.dest > self.position)
             for hop in self.hops
         )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a layer's buffer holds: those that this position computes or receives, and those before."""
+        return max(last for _, last in (*self.owned, *(hop.bounds for hop in self.hops)))
 
     def messages(self, visibility: Visibility) -> Iterator[tuple[Hop, Range, Range | None]]:
         """Yield the hops of a layer with the tokens that are received or computed here, and those that are sent.

@@ -51,9 +51,12 @@ class RowLayer(CacheLayerMixin):
         """Length and offset of the keys that a query sees; no mask is built from them."""
         return self.get_seq_length() + query_length, 0
 
+    def lay_by_heads(self) -> None:
+        """Prepare for decoding."""
+
     def get_seq_length(self) -> int:
-        """Return 0: models get explicit positions, since prompts have different lengths."""
-        return 0
+        """Return the number of tokens before the row, from which models count positions that they are not given."""
+        return self.cache.length
 
     def get_max_length(self) -> int:
         """No limit is announced: room is reserved before the model runs."""
@@ -71,6 +74,11 @@ class RowCache(Cache):
 
     in_parts = True
     current: Any = None
+
+    @property
+    def length(self) -> int:
+        """Tokens before the row; 0 for several prompts, of which models get explicit positions."""
+        return 0
 
     def enter(self, layer: RowLayer) -> None:
         """Make a layer the one that attends next.

@@ -18,9 +18,7 @@ from functools import reduce
 import torch
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.kv.arena import make_runs
 from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
-from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
 from kvr_mpi.kv.loading import LoadedLayers
@@ -75,9 +73,10 @@ class Share:
         return cls(loaded, document.stop, document.stop, document.length, longest, document=document)
 
     @property
-    def bytes(self) -> int:
-        """Size in bytes, without the document's."""
-        return sum(layer.nbytes for layer in self.layers if layer is not None)
+    def stores(self) -> list[HeadStore]:
+        """Keys and values of the layers that hold any now, and of the document's."""
+        before = [] if self.document is None else self.document.stores
+        return [*before, *(layer for layer in self.layers if layer is not None)]
 
     @property
     def bytes_of_rows(self) -> int:
@@ -122,14 +121,14 @@ class Share:
         if rows is None or len(rows) != self.stop - first:
             found = 0 if rows is None else len(rows)
             raise DataError(f"layer {layer_idx} has keys and values of {found} tokens, expected {self.stop - first}")
-        by_tokens = HeadStore.by_tokens(rows.to(self.device, non_blocking=True), shape, first)
-        self.layers[layer_idx] = by_tokens.laid_by_heads(self.stop)
+        self.layers[layer_idx] = HeadStore.of_rows(rows, shape, self.device, start=first)
 
     def take(self, layer: SliceLayer) -> None:
         """Copy this rank's tokens out of a layer after its attention."""
         if layer.shape.elements and self.layers[layer.layer_idx] is None:
             store = self.layers[layer.layer_idx] = self._make(layer.layer_idx)
-            store.write(store.start, *layer.rows(store.start, self.stop))
+            assert layer.layout is not None, "it is complete"
+            store.write(store.start, *layer.layout.rows(store.start, self.stop))
 
     def end_loading(self, failure: str | None = None) -> None:
         """Close the file after all layers are loaded, or after a rank failed to read its own."""
@@ -145,7 +144,7 @@ class Share:
         if layer is None:
             return None
         assert self.document is None, "questions about a stored document are not stored again"
-        return rows_by_token(layer, self.start, self.held_until)
+        return layer.rows_by_token(self.start, self.held_until)
 
     def _make(self, layer_idx: int) -> HeadStore:
         """Allocate uninitialised rows of a layer."""
@@ -155,8 +154,9 @@ class Share:
             assert before is not None, "it was read first"
         shared, first = () if before is None else before.as_shared(self.start), self.first_row(shape.visibility)
         counts, room = [self.stop - first] * shape.num_kv_heads, self.longest - self.stop if self.is_last else 0
-        runs = make_runs(shape, counts, room, self.dtype, self.device, start=first)
-        return HeadStore(runs, shape, room, self.stop, is_whole=True, shared=shared)
+        return HeadStore.reserve(
+            shape, counts, room, self.stop, self.dtype, self.device, start=first, shared=shared, is_whole=True
+        )
 
     def _read(self, number: int) -> torch.Tensor | None:
         assert self.prefix is not None and self.prefix.read is not None, "it is stored"

@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.layer import LayersOwner, SliceLayer
+from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.route import Hop
 from kvr_mpi.kv.transfers import NO_TOKENS, STATES
 from kvr_mpi.model import LayerShape, StateShape
@@ -30,7 +30,7 @@ ALIGNMENT_BYTES = 64
 class StateLayer(LinearAttentionLayer, SliceLayer):
     """The states of one layer on one rank, and its keys and values if it has attention, too."""
 
-    def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
+    def __init__(self, cache: Any, layer_idx: int, shape: LayerShape) -> None:
         self._values: dict[str, dict[int, torch.Tensor | None]] = {}
         LinearAttentionLayer.__init__(self, number_of_states=1 + max(state.index for state in shape.states))
         SliceLayer.__init__(self, cache, layer_idx, shape)

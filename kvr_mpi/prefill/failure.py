@@ -82,7 +82,7 @@ def play_on(cache: SliceCache) -> None:
     """Take part in the remaining transfers of a prompt that failed on this rank, with little memory."""
     slots: list[torch.Tensor] = []
     for layer in cache.layers:
-        if layer.is_over or layer.segments is None:
+        if layer.segments is None:  # released, after everything was sent
             continue
         if layer.shape.elements:
             if layer.buffer is None:

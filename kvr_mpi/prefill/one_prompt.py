@@ -280,7 +280,8 @@ def prefill_kvr(
         wait_for_compute(loaded.device)
     else:
         transfers.forwarder.wait_for_compute()
-    seconds, times = time.perf_counter() - began, cache.clock.read()
+    seconds = time.perf_counter() - began
+    layer_begins_s, layer_times_s, wait_s, send_wait_s = cache.clock.read()
     if own is not None:
         own.close()
     error = None
@@ -293,17 +294,17 @@ def prefill_kvr(
         None if failed or cache.share is not None else cache,
         found if has_logits and not isinstance(found, Failure) else None,
         seconds,
-        wait_s=times.receive_s,
+        wait_s=wait_s,
         sent_bytes=transfers.sent_bytes if transfers else 0,
         last=rotation.rank_of(route.decode_position),
         error=error,
-        layer_times_s=times.layer_times_s,
-        send_wait_s=times.send_s,
+        layer_times_s=layer_times_s,
+        send_wait_s=send_wait_s,
         strategy=strategy.name,
         known_tokens=known,
         share=None if failed else cache.share,
         began_s=began,
-        layer_begins_s=times.layer_begins_s,
+        layer_begins_s=layer_begins_s,
     )
 
 

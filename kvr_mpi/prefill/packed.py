@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvr_mpi.compress.compression import size_of
-from kvr_mpi.kv.arena import Arena, make_runs
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.head_store import HeadStore
@@ -158,13 +158,10 @@ def _load_layer(
     heads = prefix.heads(layer_idx)
     assert heads is not None, "models that are compressed keep keys and values in every layer"
     counts = [len(keys) for keys, _ in heads]
-    runs = make_runs(shape, counts, slack, loaded.dtype, loaded.device, arena)
     # A layer with a window or chunks is not compressed.
-    is_whole = shape.visibility.size is not None
-    store = HeadStore(runs, shape, slack, prefix.tokens, is_whole=is_whole)
-    for at, stored in enumerate(heads):
-        for place, rows in zip(store.own_rows(at, prefix.tokens), stored, strict=True):
-            place.copy_(rows)
+    is_whole, own = shape.visibility.size is not None, (loaded.dtype, loaded.device, arena)
+    store = HeadStore.reserve(shape, counts, slack, prefix.tokens, *own, is_whole=is_whole)
+    store.fill(heads)
     return store
 
 

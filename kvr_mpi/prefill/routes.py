@@ -50,7 +50,6 @@ def relay(
         next(numbers),
         owned=(slices[position],),
         chunks=tuple((part,) for part in parts[position]),
-        capacity=slices[position][1],
         hops=(*own, *(Hop(number, part, position - 1, dest) for number, part in before)),
         steps=(*before_all, *(Step((number,), (part,)) for number, part in before)),
         reads_from=None if not position else slices[position][0],
@@ -100,7 +99,6 @@ def ring(
         partition.size,
         owned=(near, far),
         chunks=((near, far),),
-        capacity=partition.tokens,
         hops=tuple(hops),
         steps=tuple(steps),
         slots=4,  # both stretches of two ranks: then a receive waits only for earlier receives

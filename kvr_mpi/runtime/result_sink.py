@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.kv.contents import layer_kv, layer_positions
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
@@ -100,7 +100,7 @@ def _stored_cache(
     layers = [layer_kv(cache, layer, first) for layer in numbers]
     ids = (*prompt.ids, *record.token_ids)  # the answer's last token has no keys and values
     if prefill.retained is not None:
-        kept = {layer: heads for layer in numbers if (heads := layer_positions(cache, layer)) is not None}
+        kept = {layer.layer_idx: layer.positions for layer in cache.layers if layer.is_ragged}
         rows = {
             layer: HeadRows(tuple(map(len, heads)), torch.cat(heads).numpy().astype(np.int32))
             for layer, heads in kept.items()

@@ -227,7 +227,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
         costs=replace(costs, speeds=None),
         strategies=tuple(candidates(spec.parallel.strategy)),
         chunk_tokens=spec.chunk_tokens,
-        rolling=rolling_of(spec.cache, spec.parallel.chunk_tokens),
+        rolling=rolling_of(spec.cache.kind, spec.cache.tokens, spec.parallel.chunk_tokens),
         frame=frame,
         new_tokens=spec.generation.max_new_tokens,
         cut=Partition.even if spec.parallel.partition == EVEN else None,

@@ -163,7 +163,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
     )
     if source.adapter is not None:
         outline = replace(outline, fingerprint=with_adapter(outline.fingerprint, source.adapter))
-    if (rolling := rolling_of(spec.cache, spec.parallel.chunk_tokens)) is not None:
+    if (rolling := rolling_of(spec.cache.kind, spec.cache.tokens, spec.parallel.chunk_tokens)) is not None:
         check_rolling(outline.shape, rolling, in_parts=outline.shape.why_whole is None)
     templates = [*spec.prompts.values()] or [spec.prompt.first_template]
     first, *others = (frame_of(spec, outline.tokenizer, outline.shape, template) for template in templates)

@@ -342,7 +342,7 @@ def _compute_prefixes(
 
 def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
     """Make the rolling cache that the job requests, if any; refuse a model that does not support it."""
-    rolling = rolling_of(spec.cache, spec.parallel.chunk_tokens)
+    rolling = rolling_of(spec.cache.kind, spec.cache.tokens, spec.parallel.chunk_tokens)
     try:
         if rolling is not None:
             prove_rolling(loaded, rolling)

@@ -25,11 +25,11 @@ from kvr_mpi.compress.placement import (
     place_statically,
     place_with_equal_copies,
 )
-from kvr_mpi.compress.settings import DecodeSettings
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.placing import HeadSharing, open_sharing
 from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.job.spec import DecodeSection
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.shared_heads import why_not_shared
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -146,9 +146,9 @@ def test_what_is_not_refused_is_right(name: str) -> None:
     assert name not in KIN
     with pytest.raises(ModelError, match=r"cannot be distributed over ranks; use decode.mode = 'data-parallel'"):
         together(loaded, 2, PLACES["best-effort"])
-    assert isinstance(open_sharing(DecodeSettings(mode="auto"), loaded, None), str), "so each rank decodes its own"
+    assert isinstance(open_sharing(DecodeSection(mode="auto"), loaded, None), str), "so each rank decodes its own"
     with pytest.raises(ConfigError, match=r"cannot be distributed over .*; choose mode = 'data-parallel'"):
-        open_sharing(DecodeSettings(mode="head-parallel"), loaded, None)
+        open_sharing(DecodeSection(mode="head-parallel"), loaded, None)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_rows_of_a_copied_head_come_near_its_pieces() -> None:
     ],
 )
 def test_three_equal_heads_on_ranks_that_do_not_divide_them(placement: Any, ranks: int, efficiency: float) -> None:
-    settings = DecodeSettings(mode="head-parallel", placement=placement)
+    settings = DecodeSection(mode="head-parallel", placement=placement)
     found = HeadSharing(settings, layers=2, kv_heads=3)
     assert found.efficiency(ranks) == pytest.approx(efficiency, abs=1e-3)
     assert found.placing(ranks)([1.0, 1.0, 1.0], ranks).copies <= ranks - 1

@@ -12,7 +12,7 @@ from gpu_machine import random_model
 from gpu_steps import Absent, Figures, Given
 
 from benchmarks.kept import keep_only
-from kvr_mpi.kv.arena import Arena, make_runs
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, why_no_flex
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
@@ -87,10 +87,9 @@ def ragged_heads_are_exact(given: Given) -> Figures:
     for dim, kept in ((64, (700, 31, 1500, 1500)), (128, (5, 9, 9, 2)), (256, (1, 1, 1, 1))):
         shape, origin = LayerShape(4, dim, dim), 2000
         arena, params = Arena([shape], torch.bfloat16, device, extent_bytes=1 << 26), AttentionParams(dim**-0.5)
-        runs = make_runs(shape, kept, 3, torch.bfloat16, device, arena)
-        for rows in (rows for run in runs for rows in (run.keys, run.values)):
+        store = HeadStore.reserve(shape, kept, 3, origin, torch.bfloat16, device, arena)
+        for rows in (rows for run in store.runs for rows in (run.keys, run.values)):
             rows.copy_(torch.randn(rows.shape, generator=draw, device=device))
-        store = HeadStore(runs, shape, 3, origin)
         document: Any = SimpleNamespace(layers=[SimpleNamespace(store=store)], length=origin, device=device)
         row = DecodeCache([document])
         row.on_device = torch.tensor([origin], device=device)

@@ -8,6 +8,7 @@ from chains import greedy, single
 from models import prompt, tiny
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.head_store import held_bytes
 from kvr_mpi.kv.rolling import SINKS, Rolling
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
@@ -34,7 +35,7 @@ def test_windows_that_fit_give_what_one_process_gives(cache_tokens: int, step_to
         found = streamed(loaded, ids, Rolling(cache_tokens, step_tokens))
         torch.testing.assert_close(found.logits, truth.logits, atol=1e-4, rtol=0)
         assert found.tokens == truth.tokens
-        held.add(prefill_rolling(loaded, ids, Rolling(cache_tokens, step_tokens)).cache.held_bytes)
+        held.add(held_bytes(prefill_rolling(loaded, ids, Rolling(cache_tokens, step_tokens)).cache.stores))
     assert held == {(cache_tokens + step_tokens) * loaded.shape.kv_bytes_per_token}, "however long the prompt"
 
 
