@@ -81,6 +81,8 @@ def open_volume(path: Path) -> Iterator[h5py.File]:
     is open.
     """
     with open_hdf5(path) as file:
+        if not len(file.attrs) + len(file):  # a rank that ended while it created the file leaves it so
+            raise DataError(f"{path} is an HDF5 file that has no contents")
         if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
             raise ForeignError(
                 f"{path} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"

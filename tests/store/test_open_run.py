@@ -97,6 +97,16 @@ def test_a_foreign_file_with_our_name_stops_a_job_and_is_not_touched(tmp_path: P
     assert (tmp_path / name).read_bytes() == content
 
 
+@pytest.mark.parametrize("mode", ["resume", "overwrite"])
+def test_a_file_that_a_rank_did_not_get_to_write_into_is_removed(tmp_path: Path, mode: str) -> None:
+    """A process that ends in an orderly way closes its HDF5 files, also one that it has just created."""
+    begin(tmp_path, record("a"))
+    h5py.File(tmp_path / "kv-0001-0000-00000.h5", "w").close()
+    run = take(tmp_path, mode=mode)
+    assert run.done == ({"a"} if mode == "resume" else set()) and not list(tmp_path.glob("kv-*"))
+    run.lock.release()
+
+
 @pytest.mark.parametrize(
     ("options", "shown"),
     [
