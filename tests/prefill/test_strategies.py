@@ -213,11 +213,12 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
     worst = 0.0
     for each, truth in zip(prompts, logits, strict=True):
         failing.layer = each.fails.get(chain.rank)
-        prefill = STRATEGIES[each.strategy].prefill(
+        prefill = prefill_kvr(
             tiny(each.model),
             each.ids,
             each.partition,
             chain,
+            STRATEGIES[each.strategy],
             prefix=prefixes[each.model] if each.prefix_tokens else None,
             last=each.last,
             forwarder=forwarder,
