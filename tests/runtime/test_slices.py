@@ -83,11 +83,10 @@ def test_auto_takes_what_a_table_forecasts_to_be_faster() -> None:
     uneven = tuple(an_entry((0, tokens * 19 // 20, tokens)) for tokens in (128, 512))
     slow = replace(COSTS, link_bytes_per_s=1e8)
     for chosen, changes in (("ring", {"entries": uneven}), ("kvr", {"rates": slow})):
-        table, said = a_table(contexts=(128, 256, 512)).model_copy(update=changes), list[str]()
-        setup = {"table": table, "strategies": candidates("auto"), "longest_tokens": 506}
+        table = a_table(contexts=(128, 256, 512)).model_copy(update=changes)
+        setup = {"table": table, "strategies": candidates("auto")}
         chain = chain_of(2, **setup, chain_costs=lambda ranks, table=table: table.rates)
-        plan = Planner(chain, said.append).plan(prompt_of(506), 1)
-        assert plan.strategy.name == chosen and f"2 ranks: {chosen} (forecast for 506 tokens" in said[0]
+        assert Planner(chain, print).plan(prompt_of(506), 1).strategy.name == chosen
 
 
 def prompt_of(tokens: int, shared_tokens: int = 0) -> Prompt:

@@ -46,7 +46,7 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
         mine = held[threading.get_ident()]
         if share.prefix is not None:
             mine.add(share)
-        most[-1] = max(most[-1], sum(one.bytes for one in mine))
+        most[-1] = max(most[-1], sum(store.nbytes for one in mine for store in one.stores))
 
     monkeypatch.setattr(StoredLayer, "read", watched_read)
     monkeypatch.setattr(Share, "prepare", watched_load)
