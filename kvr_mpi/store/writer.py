@@ -369,9 +369,7 @@ class ResultWriter:
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to new contiguous host memory; from a GPU asynchronously, in the order of its stream."""
-    import torch
-
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    copy = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 

@@ -324,16 +324,15 @@ def good(tmp_path: Path, good_bytes: bytes) -> Path:
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def outside(tmp_path: Path, good_bytes: bytes) -> Path:
     """Hold files that no result file may lead to."""
-    folder = tmp_path / "outside"
-    other = write_good(folder)
+    (folder := tmp_path / "outside").mkdir()
+    (other := folder / "other.h5").write_bytes(good_bytes)
     with h5py.File(other, "a") as file:
         file["secret"] = SECRET
         file["words"] = np.array([SECRET.encode()])
         file["numbers"] = np.array([0, 2, 4], dtype=np.int64)
         file["floats"] = np.ones((4, 1, 4), dtype=np.float32)
-    other.rename(folder / "other.h5")
     (folder / "secret.txt").write_bytes(SECRET.encode().ljust(256, b"."))
     return folder
 
