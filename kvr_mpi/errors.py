@@ -19,7 +19,7 @@ A message says what happened, the value, the valid choices, and the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 Say = Callable[[str], None]  # logs a line
@@ -64,6 +64,21 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def choices(values: Sequence[object]) -> str:
+    """List values to choose from: ``1, 2 or 'auto'``."""
+    *most, last = map(repr, values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def problems(found: Sequence[object]) -> str:
+    """List all problems of a job in one message."""
+    return (
+        str(found[0])
+        if len(found) == 1
+        else f"{len(found)} problems with this job:" + "".join(f"\n- {one}" for one in found)
+    )
+
+
 def listed(errors: Mapping[str, str], most: int = 5) -> str:
     """List the first `most` documents with errors, one per line, with the reason."""
     lines = [f"  {printable(name)}: {printable(why)}" for name, why in islice(errors.items(), most)]
@@ -91,7 +106,7 @@ class DataError(KvrError):
     """A file is damaged, foreign, or invalid."""
 
     exit_code = EXIT_BAD_DATA
-    meaning = "a file is damaged, of another program, or missing"
+    meaning = "a file is damaged, missing, or was written by another program"
 
 
 class ForeignError(DataError):

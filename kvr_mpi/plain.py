@@ -59,14 +59,14 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def changed(self, *names: str) -> list[str]:
-        """Return those of the fields whose value is not the default, given or not: jobs are sent with all defaults."""
+        """Return the fields whose value is not the default, whether given or not: jobs are sent with all defaults."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
 def read_plain(kind: type[T], given: bytes | Mapping[str, Any]) -> T:
     """Read an object from JSON, parsed or not; no value is converted, and unknown keys are ignored.
 
-    A `ValueError` names what is no JSON, missing, or of another type or range.
+    A `ValueError` names what is not JSON, is missing, has the wrong type, or is out of range.
     """
     text = given if isinstance(given, bytes) else json.dumps(given).encode()
     try:

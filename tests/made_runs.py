@@ -11,7 +11,7 @@ import h5py
 import torch
 
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
-from kvr_mpi.store.folder import check_writable
+from kvr_mpi.store.folder import make_writable
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.lock import Lock, session_of, this_process
 from kvr_mpi.store.log import Header
@@ -63,7 +63,7 @@ def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Ru
     """Resume a run, or do as `options` say."""
     given: dict[str, Any] = {"mode": "resume", **options}
     header, corpus = given.pop("header", HEADER), given.pop("corpus", corpus_of(NAMES))
-    check_writable(folder)
+    make_writable(folder)
     lock = Lock(folder, given.pop("owner", None) or this_process(), say)
     try:
         return open_run(folder, header, corpus, lock, say=say, **given)

@@ -22,6 +22,7 @@ def test_a_job_file_that_is_missing_or_a_folder(tmp_path: Path, monkeypatch: pyt
         f"job file 'no.toml' not found (looked for {tmp_path / 'no.toml'}); kvr init writes one"
     )
     assert re.search(f"{re.escape(str(tmp_path))}.* cannot be read.*directory", refusal(tmp_path))
+    assert refusal(Path("no.jsonl")).startswith("file of requests 'no.jsonl' not found")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_a_section_is_no_value_and_a_key_is_in_a_section(tmp_path: Path) -> None
     assert "unknown key 'limit'" in refusal(write_job(tmp_path, text="limit = 3\n" + MINIMAL))
     path = write_job(tmp_path, text="prompt = 'Sum up'\n" + MINIMAL)
     for words in ((), ("prompt.template={text}",)):
-        assert re.search("job.toml: prompt = 'Sum up': .*dictionary", refusal(path, *words))
+        assert re.search("job.toml: prompt = 'Sum up': .*section", refusal(path, *words))
 
 
 @pytest.mark.parametrize("section", ["model", "documents", "output"])

@@ -65,10 +65,10 @@ def ask(**given: Any) -> int:
 def _make_job(wishes: dict[str, Any], settings: Any, continues: bool = False) -> tuple[JobSpec, dict[str, str]]:
     """Convert the arguments to a job."""
     from kvr_mpi.job import make_job
-    from kvr_mpi.store.shares import find_runs, read_header_of
+    from kvr_mpi.stored.asking import stored_header
 
     runs: tuple[Path, ...] = wishes["runs"]
-    made_by = read_header_of(find_runs(runs)[0][:1]).model
+    made_by = stored_header("documents.path", list(map(str, runs))).model
     questions: dict[str, Any] = {"ask": _named(wishes["questions"], wishes["file"])}
     if wishes["documents"]:
         questions["documents"] = list(wishes["documents"])

@@ -32,7 +32,7 @@ node_options = grouped(
     click.option(
         "--ntasks-per-node",
         type=click.IntRange(1),
-        help="Ranks on each node.  [default: 4, or all of them if there are fewer]",
+        help="Ranks on each node.  [default: at most the ranks of a host in the hardware profile, else at most 4]",
     ),
     click.option(
         "--gpus-per-node",
@@ -103,9 +103,9 @@ def plan(
     spec, _ = load_job(job, settings)
     if not count:
         raise ConfigError("--ranks is missing, and there is no allocation to take it from: give it, such as --ranks 8")
+    nodes = allocation_of(spec, count, hardware, **node)
     made = plan_here(spec, count, hardware)
     found, forecast, outline = made.schedule, made.forecast, made.outline
-    nodes = allocation_of(made.spec, made.ranks, hardware, **node)
     if as_json:
         told = {
             **{name: value for name, value in asdict(found).items() if isinstance(value, int | float)},
@@ -312,22 +312,22 @@ def allocation_of(
     gpus_per_node: int | None,
     cpus_per_task: int | None,
 ) -> Allocation:
-    """Return the resources of a job; `ConfigError` if the nodes would not all have the same number of ranks."""
+    """Return the resources of a job.
+
+    Raises `ConfigError` if the nodes would not all have the same number of ranks, or the hardware does not exist.
+    """
+    from kvr_mpi.costs.hardware import find_hardware, load_hardware
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.topology import divides
 
-    per_node = ntasks_per_node or min(RANKS_PER_NODE, ranks)
+    is_profile = hardware is not None and find_hardware(hardware) is None
+    most = load_hardware(hardware).host_ranks if hardware is not None and is_profile else RANKS_PER_NODE
+    per_node = ntasks_per_node or max(size for size in range(1, most + 1) if divides(size, ranks))
     if not divides(per_node, ranks):
         raise ConfigError(
             f"--ranks {ranks} --ntasks-per-node {per_node}: expected the same number of ranks on every node"
         )
     nodes = ranks // per_node
-    gpus = _gpus(spec, per_node, hardware) if gpus_per_node is None else gpus_per_node
+    uses_gpus = spec.model.device == "cuda" or (spec.model.device == "auto" and is_profile)  # profiles are of GPUs
+    gpus = per_node * uses_gpus if gpus_per_node is None else gpus_per_node
     return Allocation(nodes, ranks, nodes * gpus, ranks * (cpus_per_task or 1))
-
-
-def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:
-    """Return the GPUs per node; shipped profiles are of GPUs, tables may be of any hardware."""
-    from kvr_mpi.costs.hardware import profiles
-
-    return per_node if spec.model.device == "cuda" or (spec.model.device == "auto" and hardware in profiles()) else 0

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -105,6 +106,10 @@ def sbatch(
     from kvr_mpi.errors import ConfigError, KvrError
     from kvr_mpi.job import load_job
 
+    if not show and shutil.which("sbatch") is None:
+        raise ConfigError(
+            "sbatch: command not found; run this on a login node of the cluster, or use --print to see the script"
+        )
     own = {"hardware": hardware, **{name.replace("_", "-"): count for name, count in node.items()}}
     defaults, setup = _read_defaults({*chosen, *(name for name, value in own.items() if value is not None)})
     hardware = defaults.pop("hardware", hardware)
@@ -328,7 +333,7 @@ def _say_without_gpus(chosen: Mapping[str, str], cores: int | None) -> None:
     per_rank = counted(cores or 1, "core") + ("" if cores else " (--cpus-per-task)")
     click.echo(
         f"the script asks for no GPUs, and for {per_rank} per rank; for GPUs, add --gpus-per-node=N, or --hardware "
-        f"with a profile; for CPUs, model.device = 'cpu' avoids this line",
+        f"with a profile; for CPUs, set model.device = 'cpu' to silence this line",
         err=True,
     )
 
@@ -405,16 +410,9 @@ def _memory_option(nodes: Allocation, rank_bytes: float) -> str:
 
 def _submit(script: str, options: Sequence[str], about: str = "") -> tuple[int, str]:
     """Pass a script to sbatch, whose errors the user sees; return the exit code, and the number of the job."""
-    from kvr_mpi.errors import ConfigError
-
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", *options], input=script, text=True, check=False, stdout=subprocess.PIPE
-        )
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "sbatch: command not found; run this on a login node of the cluster, or use --print to see the script"
-        ) from error
+    done = subprocess.run(
+        ["sbatch", "--parsable", *options], input=script, text=True, check=False, stdout=subprocess.PIPE
+    )
     job = done.stdout.strip().partition(";")[0]
     if done.returncode == 0 and job:
         click.echo(f"Submitted batch job {job}{about}")

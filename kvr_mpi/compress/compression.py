@@ -158,7 +158,7 @@ def size_of(loaded: LoadedModel, cache: Any, method: str) -> RetainedSize:
 def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compression:
     """Prepare a method for a model.
 
-    A `ConfigError` if the model does not keep keys and values per head, or the profile is of another model.
+    A `ConfigError` if the model does not keep keys and values per head, or the profile was made for another model.
     """
     shape, name = loaded.shape, f"compress.method = {settings.method!r}: {loaded.shape.architecture}"
     if shape.has_states:
@@ -202,7 +202,7 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
 
 
 def check_profile(name: str, profile: HeadProfile, loaded: LoadedModel, layers: int, kv_heads: int) -> None:
-    """Raise a `ConfigError` if a profile is of another model; `name` is the setting and its value."""
+    """Raise a `ConfigError` if a profile was made for another model; `name` is the setting and its value."""
     own_layers, own_heads = profile.counts.shape
     if (own_layers, own_heads) != (layers, kv_heads):
         raise ConfigError(

@@ -40,7 +40,7 @@ def chain_seconds(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cu
 def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through") -> Array:
     """Time to the first token of many splits at once, given as lengths in tokens (splits, ranks).
 
-    A `PartitionError` if a slice is empty, or `costs.speeds` are of another number of ranks.
+    A `PartitionError` if a slice is empty, or `costs.speeds` has the wrong number of ranks.
     """
     if splits.shape[1] == 0 or not (splits > 0).all():
         raise PartitionError(f"slice lengths {splits.tolist()}: every rank needs at least one token")
@@ -85,7 +85,7 @@ def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: b
     own = tokens / ranks
     copies_s = (tokens - own) * costs.copy_token_s
     speed = min(costs.speeds or (1.0,))
-    # A rank's two ranges of own / 2 tokens attend to two of another rank: half of the four blocks is causal.
+    # A rank's two ranges of own / 2 tokens attend to another rank's two ranges: half of the four blocks is causal.
     step_s = own**2 * costs.square_share * costs.pair_s / speed
     hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
     attention_s = step_s + (ranks - 1) * max(step_s, hop_s)

@@ -6,6 +6,7 @@ direction: a 400 Gbit/s link is 50e9.
 
 from __future__ import annotations
 
+import difflib
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
@@ -97,11 +98,11 @@ def load_hardware(name_or_path: str) -> Hardware:
     A `ConfigError`, which lists the profiles, if there is neither; a `DataError` if the file is damaged, or a rate is
     missing, negative or not finite.
     """
-    shipped = profiles()
-    if name_or_path.lower() in shipped:
+    path = find_hardware(name_or_path)
+    if path is None:
         text = (resources.files("kvr_mpi.costs") / "data" / f"{name_or_path.lower()}.json").read_text()
     else:
-        text = _read_text(Path(name_or_path), shipped)
+        text = _read_text(path)
     try:
         return Hardware.model_validate_json(text)
     except ValidationError as error:
@@ -111,15 +112,24 @@ def load_hardware(name_or_path: str) -> Hardware:
         ) from error
 
 
-def _read_text(path: Path, shipped: list[str]) -> str:
-    if not path.is_file():
+def find_hardware(name_or_path: str) -> Path | None:
+    """Return the path of a file or folder, None for a shipped profile; `ConfigError` if there is neither."""
+    path, shipped = Path(name_or_path), profiles()
+    if name_or_path.lower() in shipped:
+        return None
+    if not (path.is_file() or path.is_dir()):
+        close = difflib.get_close_matches(name_or_path.lower(), shipped, 1)
         raise ConfigError(
-            f"hardware {str(path)!r}: no such profile or file; shipped profiles: {', '.join(shipped)}; or give a "
-            f"JSON file with the same keys"
+            f"hardware {name_or_path!r}: no such profile or file; {f'did you mean {close[0]!r}? ' if close else ''}"
+            f"shipped profiles: {', '.join(shipped)}; or give a JSON file with the same keys"
         )
+    return path
+
+
+def _read_text(path: Path) -> str:
     try:
         return read_regular(path, MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
         raise DataError(
-            f"hardware file {str(path)!r} cannot be read: {error}; shipped profiles: {', '.join(shipped)}"
+            f"hardware file {str(path)!r} cannot be read: {error}; shipped profiles: {', '.join(profiles())}"
         ) from error

@@ -83,7 +83,7 @@ class Costs:
 
     @property
     def square_share(self) -> float:
-        """Computed part of a slice's attention square: all of it if eager, otherwise its causal half."""
+        """Fraction of a slice's attention matrix that is computed: 1 if eager, otherwise its causal half."""
         return 1.0 if self.eager else 0.5
 
     @property

@@ -42,7 +42,7 @@ def equal_time(tokens: float, rates: Sequence[Rates], share: float = 0.5) -> lis
 
     tokens : length of the prompt.
     rates : of each rank; a slower rank gets a shorter slice.
-    share : computed part of a slice's attention square: 1/2 if causal, 1 if all is computed and then masked.
+    share : fraction of a slice's attention matrix that is computed: 1/2 if causal, 1 if all is computed, then masked.
     """
 
     def lengths_in(seconds: float) -> list[float]:

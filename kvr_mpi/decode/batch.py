@@ -80,7 +80,7 @@ class DecodeBatch:
 
     @property
     def running(self) -> int:
-        """Prompts in the batch, the same on all ranks except for those that wait for `begin`."""
+        """Number of prompts in the batch: equal on all ranks, apart from prompts that wait for `begin`."""
         return len(self._waiting) + len(self._running) + len(self._aside) + len(self._finished)
 
     @property
@@ -93,6 +93,12 @@ class DecodeBatch:
     def written(self) -> list[list[int]]:
         """Tokens generated so far for this rank's own prompts in the batch."""
         return [document.writing.token_ids for document in self._running if document.writing is not None]
+
+    @property
+    def left(self) -> list[int]:
+        """Maximum number of tokens still to generate, for each of this rank's own prompts in the batch."""
+        documents = self._waiting + self._running + self._aside
+        return [document.writing.room for document in documents if document.writing is not None]
 
     @torch.inference_mode()
     def add(
@@ -209,8 +215,8 @@ class DecodeBatch:
             return f"{count} answers without sampling would all be the same; set a temperature, or request one answer"
         if self._loaded.shape.has_states:
             return (
-                f"{count} answers: {self._loaded.shape.architecture} keeps states, of which there is only one copy per "
-                f"prompt; request one answer"
+                f"{count} answers: {self._loaded.shape.architecture} keeps states, with only one copy per prompt; "
+                f"request one answer"
             )
         if self._anew_at is not None and tokens < self._anew_at <= most:
             return (

@@ -70,7 +70,7 @@ class SamplingParams:
     model, tokenizer : of transformers.
     stop : stop strings; an answer ends before the first one.
     grammars : of the model.
-    top_logprobs : number of top tokens whose log-probabilities are kept; None: none, nor those of the answer's tokens.
+    top_logprobs : number of top tokens whose log-probabilities are kept; None: none, not even for the answer's tokens.
     json_schema : JSON schema that the answer follows, as text, or None.
     """
 
@@ -88,7 +88,7 @@ class SamplingParams:
         self.stop_strings = StopStringCriteria(self.tokenizer, list(self.stop)) if self.stop else None
 
     def adapted(self, own: OwnGeneration) -> SamplingParams:
-        """Return the settings for a row; values that it does not set are the job's.
+        """Return the settings for a row, with the job's values where the row sets none.
 
         A row that sets a temperature, or another sampling setting, is sampled; a row with temperature 0 is greedy.
         """

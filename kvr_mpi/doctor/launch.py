@@ -68,7 +68,7 @@ def diagnose(
 
     child, outcome = start(None)
     if outcome.problem and outcome.step == "launcher":
-        # MPI_Init failed. Only the first rank reports: an error exit of another rank might end it.
+        # MPI_Init failed. Only the first rank reports: an exit with an error elsewhere might end it.
         if rank:
             return EXIT_OK
         query, library, _ = run_limited(python_module("kvr_mpi.transport.mpi_query"), environ, LIBRARY_TIMEOUT_S)

@@ -212,8 +212,8 @@ def check_document(document: Document) -> Document:
             lone = SURROGATE.search(text)
             if lone is not None:
                 where = f" of {name!r}" if name else ""
-                reason = f"{document.id}: lone surrogate at character {lone.start()}{where}; not Unicode text"
+                reason = f"lone surrogate at character {lone.start()}{where}; not Unicode text"
                 return replace(document, text="", columns={}, error=reason)
         if not document.text.strip():
-            return replace(document, text="", error=f"{document.id} is empty: it contains no text")
+            return replace(document, text="", error="the document is empty: it contains no text")
     return document

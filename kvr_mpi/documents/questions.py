@@ -47,7 +47,7 @@ def read_questions(path: Path) -> dict[str, str]:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{key}: line {number} is not a question ({type(error).__name__}: {error}); expected "
-                f'{{"question": "..."}}, with "id" if it is to have a name'
+                f'{{"question": "..."}}, and optionally "id", its name'
             ) from error
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
         if name in found if isinstance(name, str) else True:

@@ -67,7 +67,7 @@ def parse_template(template: str, key: str = "prompt.template", *, columns: Coll
         there = ", ".join(sorted(columns or ())[:NAMED])
         fields = f", and the fields of its row: {there}" if there else ""
         raise ConfigError(
-            f"{key} {template[:60]!r} has {unknown}, which is unknown; known are {{text}}, the "
+            f"{key} {template[:60]!r} has {unknown}, which is unknown; valid: {{text}}, the "
             f"document{fields}; write literal braces twice, such as {{{{{missing[0]}}}}}"
         )
     for name in columns or ():  # names that templates cannot use, and that would be sent literally

@@ -226,7 +226,7 @@ def check_combinations(job: JobSpec, model: Collection[str] | None = None) -> No
 def refusals(job: JobSpec, model: Collection[str] | None = None) -> list[str]:
     """Describe each pair of settings that cannot be combined, with the reason and the remedy."""
     found: dict[frozenset[str], str] = {}
-    # The settings of a job with questions are completed by those of the run that it asks about: not checked again.
+    # The settings of a job with questions are completed from the run that it asks about, and are not checked again.
     rows = REFUSED if model is None else [row for row in REFUSED if not {*row.others}.isdisjoint(MODELS)]
     for row in rows:
         if (own := setting_of(row.setting, job)) is None:

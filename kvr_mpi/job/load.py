@@ -14,18 +14,29 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, problems
 from kvr_mpi.job.combinations import check_combinations
 from kvr_mpi.job.spec import JobSpec
 
 ENVIRONMENT_PREFIX = "KVR_"
-# Valid values, by the type of pydantic's error.
-EXAMPLES = {
-    "int_type": "64",
-    "float_type": "0.5",
-    "bool_type": "true",
-    "string_type": '"text"',
-    "list_type": '["one", "two"]',
+# What is expected, by the type of pydantic's error and with the values of its context.
+EXPECTED = {
+    "int_type": "a whole number, such as 64",
+    "int_from_float": "a whole number, such as 64",
+    "float_type": "a number, such as 0.5",
+    "finite_number": "a number, such as 0.5",
+    "bool_type": "true or false",
+    "string_type": 'text, such as "text"',
+    "string_too_short": "text that is not empty",
+    "list_type": 'a list, such as ["one", "two"]',
+    "too_short": "one entry or more",
+    "dict_type": 'a table, such as {{name = "text"}}',
+    "model_type": "a section of settings",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
 }
 BATCH_SUFFIXES = (".jsonl", ".jsonl.gz")
 REMOTE_CODE = "model.trust_remote_code"
@@ -58,6 +69,8 @@ def load_job(
         The message has file, key, value and the valid choices.
     """
     if path.name.endswith(BATCH_SUFFIXES):
+        if not path.exists():
+            raise ConfigError(f"file of requests {str(path)!r} not found (looked for {path.absolute()})")
         documents = {"path": str(path), "format": "openai-batch"}
         raw = {"model": {}, "documents": documents, "output": {"path": f"runs/{path.name.partition('.jsonl')[0]}"}}
         return make_job(raw, path, settings, environ)
@@ -103,8 +116,14 @@ def make_job(
         for item in error.errors():
             subject, message = _explain(path, sources, dict(item))
             findings.setdefault((item["loc"][:1], subject), []).append(message)
-        lines = (f"{subject}: {', or '.join(found)}" for (_, subject), found in findings.items())
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError(
+            problems(
+                [
+                    f"{what}: {', or '.join(found).replace(', or expected ', ', or ')}"
+                    for (_, what), found in findings.items()
+                ]
+            )
+        ) from error
     check_combinations(spec)
     return spec, sources
 
@@ -162,8 +181,9 @@ def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tu
     said = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" and len(place) < 2:  # an error of a whole section; most name its keys
         return where if said.startswith(f"{key}.") else f"{where}: {key}", said
-    example = EXAMPLES.get(item["type"])
-    return f"{where}: {key} = {item['input']!r}", said if example is None else f"{said}, such as {example}"
+    expected = EXPECTED.get(item["type"])
+    subject = f"{where} = {item['input']!r}" if where == f"--set {key}" else f"{where}: {key} = {item['input']!r}"
+    return subject, said if expected is None else f"expected {expected.format(**item.get('ctx', {}))}"
 
 
 def _fields_of(section: str) -> Mapping[str, Any]:

@@ -108,7 +108,7 @@ class Extent:
     def take(self, pages: int) -> Run | None:
         """Allocate the first free run of `pages` pages until its last view is gone; return None if there is none.
 
-        Its rows are those of one head.
+        All its rows belong to one head.
         """
         page = 0
         for start, count, _ in self._taken:

@@ -79,7 +79,7 @@ class SharedPrefix:
         Raises
         ------
         ValueError
-            If it does not: its answer would be that of another prompt.
+            If it does not, since the answer would belong to another prompt.
         """
         if len(ids) <= self.tokens or tuple(ids[: self.tokens]) != self.ids:
             raise ValueError(

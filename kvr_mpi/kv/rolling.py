@@ -189,7 +189,7 @@ class RollingCache(RowCache):
         return self.length < self.prompt_tokens
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Return the tokens to run and the length of the prompt, or of prompt and answer."""
+        """Return the number of tokens to run, and the length of the prompt including the answer so far."""
         return [(tokens, max(self.prompt_tokens, self.length + tokens))]
 
     def _first_seen(self, at: int, position: int) -> int:

@@ -77,7 +77,7 @@ class RowCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens before the row; 0 for several prompts, of which models get explicit positions."""
+        """Tokens before the row; 0 for several prompts, since models then get explicit positions."""
         return 0
 
     def enter(self, layer: RowLayer) -> None:

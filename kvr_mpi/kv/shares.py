@@ -93,7 +93,7 @@ class Share:
     def first_row(self, seen: Visibility) -> int:
         """Position of the first token of a layer held on this rank.
 
-        In a layer with a window or chunks, the last share also holds the earlier tokens that its tokens see.
+        In a layer with a window or chunks, the last share also holds the earlier tokens that its own tokens attend to.
         """
         if not self.is_last or self.document is not None or seen.sees_all(self.longest):
             return self.start

@@ -3,8 +3,8 @@
 A state summarises all tokens before it, so a rank can begin such a layer only after the previous rank has finished it.
 Rank i runs one layer behind rank i-1, and a chain of p ranks takes (layers + p - 1) / layers of its ideal time. States
 are sent as one message of bytes per layer, whose size does not depend on the prompt. transformers' layers read states
-with ``get_conv_state`` and ``get_recurrent_state`` and store new ones with ``update_*``; for a single token they change
-them in place, without a call.
+with ``get_conv_state`` and ``get_recurrent_state`` and store new ones with ``update_*``; for a single token, they
+update the state in place without calling these methods.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvr_mpi.errors import ConfigError
 
 # Number of tokens that are recomputed, and tolerances for their keys and values, relative to the largest. Tolerances
-# allow for other kernels; keys and values of another model differ by about 1.
+# allow for other kernels; keys and values that another model computed differ by about 1.
 COMPARED_TOKENS = 16
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 NARROW_TOLERANCE = 0.1

@@ -1,8 +1,8 @@
 """Gates and rotary embeddings in fused kernels on GPUs, where models' own code uses several.
 
 torch compiles the models' own functions when a job starts, for the tensors of a trial prompt, and their results are
-compared. Nothing is compiled later, since loading a kernel could wait for a transfer whose peer waits for this rank:
-tensors of another kind, and the few rows of decode steps, go through the models' own functions.
+compared. Nothing is compiled later, since loading a kernel could wait for a transfer whose peer waits for this rank.
+Other shapes and dtypes, and the few rows of decode steps, use the models' own functions.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class MaskRequest:
     def visibility(self) -> Visibility:
         """Recognise the mask by evaluating it at the edges of windows and chunks, and at the far end, once.
 
-        Raises a `ModelError` if it is none of full, a window of `local_size`, and chunks of `local_size`.
+        Raises a `ModelError` unless it is full, a window of `local_size`, or chunks of `local_size`.
         """
         if self.found is not None:
             return self.found
@@ -145,7 +145,7 @@ def check_mask(mask: Any, announced: Visibility, told_window: int | None = None)
         raise ModelError("its attention receives no mask from transformers")
     asked = mask.visibility()
     if asked != announced:
-        raise ModelError(f"a layer's mask lets it see {asked}, but {announced} when it was examined")
+        raise ModelError(f"a layer's mask shows {asked}, but showed {announced} when the model was examined")
     # A window as long as the context is the same as no window.
     if told_window is not None and told_window != asked.window and (asked.size or told_window < mask.longest):
-        raise ModelError(f"its attention receives a window of {told_window} tokens, but its mask lets it see {asked}")
+        raise ModelError(f"its attention receives a window of {told_window} tokens, but its mask shows {asked}")

@@ -110,8 +110,8 @@ def begins_anew_at(model: Any) -> int | None:
 def check_rotary(model: Any, longest: int | None) -> None:
     """Raise a `ModelError` if the rotary embeddings of slices differ from those of the whole prompt.
 
-    They are compared below and above the thresholds of their lengths, since the self-check's prompts are too short to
-    show other dependencies than on the position. `longest` is the longest context.
+    Some embeddings change at certain prompt lengths, which the self-check's prompts do not reach. So embeddings are
+    compared at positions below and above these lengths. `longest` is the longest context.
     """
     embed_whole_lengths(model)
     config = model.config.get_text_config()

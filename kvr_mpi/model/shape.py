@@ -17,7 +17,7 @@ from kvr_mpi.model.masks import FULL, MaskRequest, Visibility, request_mask
 if TYPE_CHECKING:
     import torch
 
-# Name of the probe's attention; `attention_hook.ATTENTION` is that of chains.
+# Name of the probe's attention; chains use `attention_hook.ATTENTION`.
 PROBE_ATTENTION = "kvr_probe"
 # While it builds a model, transformers patches itself and sets torch's default dtype for the whole process. Two threads
 # would restore each other's changes, and some would stay (such as untied weights).
@@ -179,7 +179,7 @@ def cache_argument(model: Any) -> str:
 
 
 def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
-    """Find what every layer of a model caches, from its configuration; `dtype` is that of keys and values."""
+    """Find what every layer of a model caches, from its configuration; `dtype` is the type of keys and values."""
     import torch
 
     return shape_of(meta_model(config, torch.bfloat16), dtype)

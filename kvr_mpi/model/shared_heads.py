@@ -143,7 +143,7 @@ def _pick(tensor: torch.Tensor, dim: int, some: Sequence[int]) -> torch.Tensor:
 def shared_bytes(loaded: LoadedModel) -> int:
     """Maximum bytes of a rank's part in addition to the model: copies of weights that are not adjacent or are packed.
 
-    The maximum is that of two ranks; more ranks need less. A rank may compute all heads of attention.
+    Two ranks need the most; more ranks need less. A rank may compute all heads of attention.
     """
     layers = loaded.model.model.layers
     attention = sum(_bytes_of(layer.self_attn) for layer in layers)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import ConfigError, ModelError, choices
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.topology import KVHeads, share_of
 
@@ -160,7 +160,7 @@ def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
     """Return why heads cannot be divided over so many ranks; None if they can, also if several share a KV head."""
     if heads % size or (kv_heads % size and size % kv_heads):
         fitting = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
-        return f"{heads} query heads and {kv_heads} KV heads cannot be divided by it; choose one of {fitting}"
+        return f"{heads} query heads and {kv_heads} KV heads cannot be divided by it; set it to {choices(fitting)}"
     return None
 
 
@@ -295,7 +295,7 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
 
 
 def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int, last: int) -> torch.nn.Module:
-    """Make an embedding that combines those of all ranks, each of which has some tokens.
+    """Make an embedding that combines the embeddings of all ranks, each of which embeds some of the tokens.
 
     It is a module with the weights in it, so that a copy of the model embeds with the copied weights.
     """

@@ -80,8 +80,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def allowed_error(dtype: torch.dtype) -> float:
     """Return the allowed rounding error for a dtype, as an `error_share`; wrong positions or masks exceed it by far.
 
-    In float32, another order of summation changes results by up to 2.4e-5 (SmolLM2 at 1024 tokens); a missing prefix
-    token changes those of a tiny model by 3e-2 and more.
+    In float32, another order of summation changes results by up to 2.4e-5 (SmolLM2 at 1024 tokens); without a
+    prefix token, a tiny model's results change by 3e-2 and more.
     """
     return {torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
 

@@ -107,7 +107,7 @@ class Footprint:
     ) -> int:
         """Peak bytes of a rank for a prompt under any strategy, in addition to what it held before.
 
-        An upper bound: a rank that does not keep all layers is assumed to hold as many as it may before it waits. With
+        An upper bound: a rank that does not keep all layers is assumed to hold the maximum number at a time. With
         `is_spread` every rank keeps only its own tokens; with a `drop` the decode rank holds the retained tokens, and
         a few whole layers.
         """

@@ -65,7 +65,7 @@ class Prefill:
     retained: RetainedSize | None = None  # size of the compressed cache; None: not compressed
     rolling: Rolling | None = None  # the rolling cache; None: the cache holds all tokens
     began_s: float = 0.0  # on the clock of `layer_begins_s`, time.perf_counter
-    row_share: float = 1.0  # this prompt's fraction of `seconds`, which are those of its row
+    row_share: float = 1.0  # this prompt's fraction of `seconds`, which covers its whole row
     layer_begins_s: Sequence[float] = ()  # when each layer's keys were made; empty on a GPU, which is asynchronous
 
     @property

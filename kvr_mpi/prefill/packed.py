@@ -58,7 +58,7 @@ def prefill_packed(
     Returns
     -------
     list of Prefill
-        In the prompts' order, each with its own cache. `seconds` are those of the whole forward pass.
+        In the prompts' order, each with its own cache. `seconds` covers the whole forward pass.
     """
     assert retain is None or len(prompts) == 1, "prompts that are compressed run one by one"
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens

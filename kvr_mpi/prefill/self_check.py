@@ -1,4 +1,4 @@
-"""The self-check before every batch: a chain of threads must give this model's own logits on a few tokens.
+"""The self-check before every batch: a chain of threads must reproduce this model's logits on a few tokens.
 
 An architecture whose attention differs from our assumptions would otherwise give wrong answers for a whole corpus. What
 depends on long prompts is checked without running them: rotary embeddings (``model.rope``) and masks (``model.masks``,
@@ -52,8 +52,8 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
     Returns
     -------
     LoadedModel
-        The same; without the cut of the last layer if the model does not support it, or with the model's own attention
-        over the whole prefix if that cannot be replaced. Our kernels are dropped if they make the results differ.
+        The model; its last layer computes all tokens, or its own attention runs over the whole prefix, where our
+        replacements do not work. Our kernels are dropped if they make the results differ.
 
     Raises
     ------

@@ -121,13 +121,13 @@ def prefill_stored(
     reserve_tokens : sequence of int
         Room for decoded tokens of each prompt, in the last share.
     last : int
-        The rank that has the last share, and ends with the logits.
+        The rank that has the last share, and computes the logits.
 
     Returns
     -------
     list of Prefill
         With this rank's share of each prompt; on all ranks with `error` instead, if any rank could not read its part of
-        the document, or had no memory for a single prompt. `seconds` are those of the whole row.
+        the document, or had no memory for a single prompt. `seconds` covers the whole row.
     """
     began, known = time.perf_counter(), document.length
     assert document.prefix is not None, "it is stored"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import Any
 from kvr_mpi.disk import OTHER_FOLDER
 from kvr_mpi.documents import find_files, first_rows, is_table, other_files
 from kvr_mpi.documents.templates import check_system, parse_template
-from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError, counted
+from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError, choices, counted, problems
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
 from kvr_mpi.model.source import must_be_cached
 from kvr_mpi.model.tensor_parallel import why_not_divided
 from kvr_mpi.preflight.inputs import check_prompts, check_schema, templates_of
-from kvr_mpi.store.folder import check_fresh
+from kvr_mpi.store.folder import check_fresh, try_writing, writing
 from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides
 from kvr_mpi.tuning.lookup import find_tables
@@ -64,8 +63,7 @@ def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> Non
     if len(findings) == 1:
         raise findings[0]
     if findings:
-        listed = "".join(f"\n- {finding}" for finding in findings)
-        raise ConfigError(f"{len(findings)} problems with this job:{listed}")
+        raise ConfigError(problems(findings))
 
 
 def choose_chain_size(spec: JobSpec, ranks: int) -> int:
@@ -81,14 +79,16 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
         divisors = [length for length in range(1, ranks + 1) if divides(length, ranks)]
         raise ConfigError(
             f"parallel.ranks_per_chain = {size}: {counted(ranks, 'rank')} cannot be divided into chains of {size}; "
-            f"choose one of {divisors} or 'auto' (planned for each document), or start a multiple of {size} ranks"
+            f"set it to {choices([*divisors, 'auto'])} (auto: planned for each document), or start a multiple of "
+            f"{size} ranks"
         )
     group = spec.parallel.tensor_parallel if spec.takes_chains and not spec.planned else 1
     if not divides(group, size):
         fitting = [each for each in range(1, size + 1) if divides(each, size)]
         raise ConfigError(
             f"parallel.tensor_parallel = {group}: chains of {counted(size, 'rank')} cannot be divided into "
-            f"tensor-parallel groups of {group}; choose one of {fitting}, or start chains x groups x {group} ranks"
+            f"tensor-parallel groups of {group}; set it to {choices(fitting)}, or start a multiple of {group} ranks "
+            f"for each chain"
         )
     return size
 
@@ -212,7 +212,7 @@ def _read_json(model: ModelSection, file: Path) -> dict[str, Any]:
 
 
 def _check_columns(spec: JobSpec, fields: set[str] | None) -> None:
-    """Refuse fields in the system prompt, and unknown columns; `fields` are those of rows, None if unknown."""
+    """Refuse fields in the system prompt, and unknown columns; `fields` are the names in rows, None if unknown."""
     check_system(spec.prompt.system, fields or ())
     wanted = [("output.columns", name) for name in spec.output.columns]
     wanted += [("generation.score", name) for name in (spec.generation.score_column,) if name is not None]
@@ -288,17 +288,10 @@ def _check_apart(spec: JobSpec, path: str, files: Sequence[Path]) -> None:
 
 
 def _check_output(spec: JobSpec, goes_on: bool) -> None:
-    """Refuse a folder that cannot be created or written, or that has results of another run."""
+    """Refuse a folder that cannot be created or written, or that holds results of an earlier run."""
     folder, reads = Path(spec.output.path), spec.documents.path if spec.questions is not None else []
-    try:
+    with writing(folder):
         check_output_folder(folder, map(Path, [*reads, *filter(None, [spec.documents.reuse])]))
         if not goes_on:
             check_fresh(folder)
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        reason = "" if there.is_dir() else f"{there} is not a folder"
-    except OSError as error:  # such as a name that is too long, or a folder without permission
-        reason = error.strerror or str(error)
-    if not reason and not os.access(there, os.W_OK | os.X_OK):
-        reason = f"no permission to write to {there}"
-    if reason:
-        raise OutputError(f"output.path {str(folder)!r} cannot be written: {reason}")
+        try_writing(folder)

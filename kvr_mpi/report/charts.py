@@ -35,7 +35,7 @@ MOST_GROUPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart; the functions below return a text instead if there is none, with the reason.
+    """A chart; the functions below return text with the reason instead if there is none.
 
     title : the result, as a sentence.
     note : how to read it.

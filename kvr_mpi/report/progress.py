@@ -117,6 +117,18 @@ class Progress:
             after = f" after {known} known ones" if known else ""
             self._tell(f"prefilled {name}: {tokens} tokens{after} in {seconds:.2f} s", self._times())
 
+    def decoding(self, answers: int, tokens: int, token_s: float, stopping: str = "") -> None:
+        """Report answers in progress: at most how many tokens each of them still needs, and the seconds per token.
+
+        stopping : why no more documents are started; empty while they are.
+        """
+        what = f"generating {counted(answers, 'answer')}, at most {counted(tokens, 'more token')} each"
+        told = f"{stopping}; " * bool(stopping) + f"{what}: up to {duration_text(tokens * token_s)}"
+        if self._bar is None or stopping:
+            self._tell(told, self._times())
+        else:
+            self._bar.update(self._task, description=told)
+
     def _tell(self, what: str, times: str) -> None:
         if self._bar is not None:
             self._bar.console.print(printable(what), markup=False, highlight=False)

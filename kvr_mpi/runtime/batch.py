@@ -58,7 +58,7 @@ from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
-from kvr_mpi.store.folder import check_writable, survey
+from kvr_mpi.store.folder import make_writable, survey
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import software
 from kvr_mpi.store.results import Results, open_results
@@ -228,16 +228,16 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
     """List all documents; `check_job` has verified that they exist."""
     why_not = None if spec.documents.shard is None else "documents.shard: each share would have different documents"
     if spec.questions is not None:
-        why_not = "[questions]: its documents are those of another run"
+        why_not = "[questions]: it asks about the documents of a stored run"
     if options.extend and why_not:
         raise ConfigError(f"--extend cannot be combined with {why_not}; {OTHER_FOLDER}")
     if spec.questions is not None:
         corpus, lines = scan_stored(spec)
-        check_writable(folder)
+        make_writable(folder)
         for line in lines:
             log.line(line)
         return corpus.to_json()
-    check_writable(folder)
+    make_writable(folder)
     if others := find_others(spec):
         log.line(f"{describe_others(others)}: {name_files(others)}")
     corpus = scan_documents(spec, None if options.overwrite else known_corpus(folder))

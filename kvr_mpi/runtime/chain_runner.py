@@ -97,7 +97,7 @@ class ChainRunner:
         return plan.beginning == (None if self.beginning is None else self.beginning.key)
 
     def begin(self, plan: Plan) -> Prefill | None:
-        """Release the prefix of earlier prompts, and compute or open that of this prompt.
+        """Release the prefix of earlier prompts, and compute or open the prefix of this one.
 
         Returns what this rank has computed, if anything.
         """

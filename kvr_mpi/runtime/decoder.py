@@ -24,6 +24,9 @@ from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.record import Record
 from kvr_mpi.transport import share_json
 
+# Answers that take longer than this are announced, since no line would be logged before the first one ends.
+QUIET_S = 10.0
+
 
 class Decoder:
     """One rank's answers in progress.
@@ -77,10 +80,14 @@ class Decoder:
             if self._is_over():  # the number of waiting answers differs between ranks
                 return
             self._deliver(self._batch.begin())
-        answers = self._batch.running
+        answers, steps, reported = self._batch.running, 0, None
         while self._batch.running > leave and not self._is_over():
             self._deliver(self._batch.step())
             self._stop.announce()
+            steps, why, seconds = steps + 1, self._stop.reason, time.monotonic() - began
+            if reported != why and (why or seconds > QUIET_S) and (left := self._batch.left):
+                reported = why
+                self._sink.report_decoding(len(left), max(left), seconds / steps, why)
         self._trace.tally.decode_s += time.monotonic() - began
         if answers > self._batch.running:
             self._trace.recorder.note("decode", began_s, answers)

@@ -76,7 +76,7 @@ def _kept(
     texts = [(str(number), tokens) for number, tokens in enumerate(done.texts)]
 
     def parts(tokens: float) -> tuple[float, float] | None:
-        """Predict prefill and decode times for answers of so many tokens."""
+        """Predict prefill and decode times for answers of this length in tokens."""
         return two_parts(spec, texts, history.ranks, replace(forecast, new_tokens=max(1, round(tokens))))
 
     before = parts(expected_tokens(history.jobs, limit)) if history.jobs else None

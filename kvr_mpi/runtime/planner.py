@@ -132,7 +132,7 @@ class Planner:
         return self._with_memory(Plan(Way.CHAIN, prompt, prefix, decode_rank, strategy, partition, chunks), drop)
 
     def _goes_alone(self, tokens: int, before_window: int | None) -> bool:
-        """Whether one rank prefills a prompt of so many tokens, of which some are before compression's window."""
+        """Whether one rank prefills a prompt of this length, part of which precedes compression's window."""
         if self._setup.rolling is not None:
             return True
         if self._strategies[0].is_plain or self._spec.is_spread:
@@ -277,7 +277,7 @@ class Planner:
         return self._chosen[key]
 
     def _forecast(self, tokens: int, known: int) -> list[float]:
-        """Predict each strategy's seconds for a prompt of about `tokens` tokens, of which the first `known` exist.
+        """Predict each strategy's seconds for a prompt of about `tokens` tokens, the first `known` of which exist.
 
         The length is limited to the range of the lookup table, if there is one.
         """

@@ -50,6 +50,11 @@ class ResultSink:
         tokens, known = prefill.partition.tokens, prefill.known_tokens
         self._progress.prefilled(name, tokens - known, prefill.seconds, prefilled, known)
 
+    def report_decoding(self, answers: int, tokens: int, token_s: float, stopping: str) -> None:
+        """Report answers in progress; arguments as for `Progress.decoding`."""
+        if self._tells:
+            self._progress.decoding(answers, tokens, token_s, stopping)
+
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
         """Store an answer, with keys and values if the job stores them, and report it."""
         layers: Layers = []

@@ -106,8 +106,8 @@ def listening(stop: Stop, tell: Say, end: Say) -> Iterator[None]:
             end(f"{name} while stopping: ending at once; finished documents are kept")
         else:
             told = (
-                f"{name}: finishing the documents in progress and starting no others; a second signal ends the "
-                "job at once"
+                f"{name}: starting no more documents, and waiting for the prompts and answers in progress; a second "
+                "signal ends the job at once, and keeps what is finished"
             )
             threading.Thread(target=tell, args=(told,)).start()
         stop.heard = True

@@ -116,7 +116,7 @@ def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
 
 
 class StoredSource:
-    """Questions about stored documents, and their prompts; the corpus is that of `scan_stored`."""
+    """Questions about stored documents, and their prompts; the corpus comes from `scan_stored`."""
 
     def __init__(self, setup: JobSetup, corpus: Corpus) -> None:
         self.corpus, self._setup = corpus, setup

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths, fixed_plans, moldable_plans
 
@@ -205,9 +206,12 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
             return f"a chain of {lengths[longer]} would be {100 * shares[longer]:.0f} % efficient"
         return "a longer chain would not end the batch sooner"
     below = int(possible[possible < column][-1])
-    took, before = int(times[column]) / 1e6, int(times[below]) / 1e6
-    late = ", longer than the whole batch" if times[below] > choice.plan.makespan else ""
-    reason = f"{took:.1f} s instead of {before:.1f} s on {lengths[below]}{late}; {100 * shares[column]:.0f} % efficient"
+    took, before, whole = (duration_text(int(t) / 1e6) for t in (times[column], times[below], choice.plan.makespan))
+    late = f", and the whole batch takes {whole}" if times[below] > choice.plan.makespan else ""
+    faster = f"{took} instead of {before} on {counted(lengths[below], 'rank')}{late}"
+    if times[column] >= times[below]:
+        faster = f"no faster than on {counted(lengths[below], 'rank')}, but the batch ends no later"
+    reason = f"{faster}; {100 * shares[column]:.0f} % efficient"
     if choice.later is not None and shares[column] < choice.limit:
         reason += f", but without such chains the batch would end {100 * (choice.later - 1):.0f} % later"
     return reason

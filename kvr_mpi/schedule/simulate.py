@@ -40,7 +40,7 @@ class ForecastRow:
 def costs_on(
     model: str, hardware: str | None, link_gigabytes_per_s: float | None, is_offline: Callable[[], bool]
 ) -> tuple[Workload, Hardware, Costs]:
-    """Return a model's work, a machine, and the costs of that work there.
+    """Return a model's work, the profile of a machine, and the costs of the work on this machine.
 
     model, is_offline : as in `find_workload`.
     hardware : a profile or a JSON file; None: `HARDWARE`.

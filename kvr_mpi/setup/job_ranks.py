@@ -24,7 +24,7 @@ from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.collectives import all_gather
 from kvr_mpi.transport.nccl import NcclTransport
 
-# Pause between two looks for a failure of another rank.
+# Interval between checks for failures of other ranks.
 LOOK_S = 5e-3
 
 

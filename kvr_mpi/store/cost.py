@@ -63,8 +63,9 @@ class Cost:
         if not self.expected_s:
             return ""
         low, _, high = self.expected_s
-        how = "within" if low <= self.took_s <= high else "faster" if self.took_s < low else "slower"
-        return f"forecast: {expected_text(self.expected_s)}; it took {duration_text(self.took_s)}: {how}"
+        how = "faster than" if self.took_s < low else "slower than" if self.took_s > high else "as"
+        took, forecast = duration_text(self.took_s), expected_text(self.expected_s)
+        return f"the whole job took {took}, its start included: {how} forecast, {forecast}"
 
 
 COST = "cost"

@@ -6,9 +6,11 @@ error, a later record over an earlier one. Reading changes no files.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -167,7 +169,7 @@ def survey(path: Path, *, reads_all: bool = False) -> Survey:
     """Read a run's folder, or one file of results.
 
     With `reads_all`, whole records are parsed instead of their heads; an invalid record with a correct checksum counts
-    as damaged. Raises `ForeignError` if a file of another program, or another version, has a name of ours, and
+    as damaged. Raises `ForeignError` if another program, or another version, wrote a file with one of our names, and
     `OSError` if the folder cannot be read.
     """
     folder = path if path.is_dir() else path.parent
@@ -283,15 +285,31 @@ def read_run_header(path: Path) -> Header | None:
     return None
 
 
-def check_writable(folder: Path) -> None:
+def make_writable(folder: Path) -> None:
     """Create the folder if it is missing; raise `OutputError` if files cannot be created in it."""
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{secrets.token_hex(8)}"
-        os.close(create(probe))
-        probe.unlink()
-    except OSError as error:
-        raise OutputError(f"output.path {str(folder)!r} cannot be written: {error.strerror or error}") from error
+        try_writing(folder)
+
+
+def try_writing(folder: Path) -> None:
+    """Raise `OSError` if files cannot be created in the folder or, if it does not exist, in its nearest parent."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{there} is not a folder")
+    probe = there / f".probe-{secrets.token_hex(8)}"
+    os.close(create(probe))
+    probe.unlink()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` into an `OutputError` that names the setting."""
+    try:
+        yield
+    except OSError as error:  # such as a name that is too long, or a folder without permission
+        why = error.strerror or error
+        raise OutputError(f"output.path {str(folder)!r} cannot be written: {why}; {OTHER_FOLDER}") from error
 
 
 def check_fresh(folder: Path) -> None:

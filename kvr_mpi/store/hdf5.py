@@ -99,7 +99,7 @@ def write_dataset(group: h5py.Group, name: str, data: np.ndarray[Any, Any], kind
 
 
 def read_attribute(item: Any, name: str, kind: type[T]) -> T:
-    """Read a scalar attribute of the expected type; raises `DataError` if it is missing or of another type."""
+    """Read a scalar attribute of the expected type; raises `DataError` if it is missing or has the wrong type."""
     if not h5py.h5a.exists(item.id, name.encode()):
         raise DataError(f"{where(item)}: attribute {name!r} is missing")
     stored = h5py.h5a.open(item.id, name.encode())

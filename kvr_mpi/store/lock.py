@@ -89,7 +89,7 @@ def is_alive(
 ) -> bool:
     """Return whether a job is running in the folder.
 
-    An owner on another machine is watched for `watch_s` seconds, which `say` is told first, unless it is an earlier
+    An owner on another machine is watched for `watch_s` seconds, after a log line by `say`, unless it is an earlier
     start of the job that is `asking`.
     """
     state = read_lock(folder)
@@ -196,7 +196,7 @@ class Lock:
                 raise OutputError(_refusal(self._folder, read_lock(self._folder))) from None
             except OSError as error:
                 raise OutputError(
-                    f"output.path {str(self._folder)!r} cannot be written: {error.strerror or error}"
+                    f"output.path {str(self._folder)!r} cannot be written: {error.strerror or error}; {OTHER_FOLDER}"
                 ) from error
             if session_of(self._folder) != self.number:  # another job took the folder after the check
                 raise OutputError(_refusal(self._folder, read_lock(self._folder)))

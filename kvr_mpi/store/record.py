@@ -263,7 +263,7 @@ _Line = create_model("_Line", __base__=Strict, **STORED_FIELDS)
 def read_record(line: bytes, where: str) -> Record:
     """Parse a record's line, whose checksum is valid; missing fields of `ASKED_FOR` get their defaults.
 
-    Raises `DataError` if a field is missing, unknown, or of another type; the message begins with `where`.
+    Raises `DataError` if a field is missing or unknown, or has the wrong type; the message begins with `where`.
     """
     try:
         stored = _Line.model_validate_json(line)

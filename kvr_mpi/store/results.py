@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvr_mpi.disk import VOLUME_NAME, is_output_folder
 from kvr_mpi.documents import Corpus
-from kvr_mpi.errors import ConfigError, DataError, MissingError, counted
+from kvr_mpi.errors import ConfigError, DataError, MissingError, choices, counted
 from kvr_mpi.store.cost import Cost, total_cost
 from kvr_mpi.store.folder import Place, Survey, has_results, survey
 from kvr_mpi.store.kv import KeysValues, refuse_compressed
@@ -290,10 +290,11 @@ class Results:
         """Locate a document; raises `ConfigError` with the most similar ids if no document has this one."""
         if document_id not in self.places:
             close = difflib.get_close_matches(str(document_id), self.places, NAMED)
-            some = [*dict.fromkeys([*close, *sorted(self.places)])][:NAMED]
-            raise ConfigError(
-                f"no document {document_id!r} in {self}; it has, for example, {', '.join(map(repr, some))}"
+            where = " and ".join(map(str, self.paths[:NAMED]))
+            hint = (
+                f"did you mean {choices(close)}?" if close else f"expected an id, such as {choices(self.ids()[:NAMED])}"
             )
+            raise ConfigError(f"no document {document_id!r} in {where}; {hint}")
         return self.places[document_id]
 
 

@@ -48,7 +48,7 @@ def read_header_of(paths: Sequence[Path]) -> Header:
             check_same_job(*found, path, header)
         found = found or (path, header)
     if found is None:
-        raise DataError(f"no result file (*.h5) in {', '.join(map(str, paths[:NAMED]))}; expected the output of a run")
+        raise DataError(f"no results in {', '.join(map(str, paths[:NAMED]))}; expected the output of a run")
     return found[1]
 
 

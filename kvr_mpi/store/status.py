@@ -33,7 +33,7 @@ class Status:
     left : documents neither done nor failed.
     owner : process that holds, or last held, the folder.
     rate_per_h, lately_per_h : documents answered per hour, since this job's ranks began, and in the last `LATELY_S`;
-        if no job is running, `rate_per_h` is that of all jobs of the run.
+        if no job is running, `rate_per_h` covers all jobs of the run.
     eta_s : seconds until all documents are finished, at the recent rate if known; None if not known, and before the
         first answer: documents that cannot be read fail at once.
     damaged, missing : files that need `--resume`.

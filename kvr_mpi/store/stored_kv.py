@@ -2,7 +2,7 @@
 
 A rank stores the keys and values of its own tokens; in a tensor-parallel group, of its own KV heads. A record lists the
 ids of all pieces that it needs. An id names the document, tokens and heads, and has a digest of the prompt and the
-tokens, so that a piece of another attempt is never used. ``results.h5`` stores a document as one piece.
+tokens, so that a piece from another attempt is never used. ``results.h5`` stores a document as one piece.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _join(name: str, found: Sequence[StoredPiece]) -> tuple[tuple[tuple[StoredPi
     for tokens, piece in known:
         about, count = f"{name}: its keys and values from token {tokens.first} on", len(tokens.ids) - tokens.first
         if list(tokens.ids) != list(whole.ids[: len(tokens.ids)]) or tokens.compression != whole.compression:
-            raise DataError(f"{about} are of another prompt")
+            raise DataError(f"{about} belong to another prompt")
         kinds = ([_kind(layer) for layer in each.layers] for each in (piece, like))
         for here, there in itertools.zip_longest(*kinds):
             if here != there:

@@ -49,7 +49,7 @@ BLOCK_BYTES = 4 << 20
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file name is that of a result file of kvr-mpi."""
+    """Whether kvr-mpi gives result files this name."""
     return name == RESULTS or bool(LOG_NAME.fullmatch(name) or VOLUME_NAME.fullmatch(name))
 
 

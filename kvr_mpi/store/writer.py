@@ -101,7 +101,7 @@ class ResultWriter:
     header : Header
         The first line of the log.
     session : int or None
-        Number of the job; by default that of the job that holds the folder.
+        Number of the job; by default the job that holds the folder.
     recorder : Recorder, optional
         Records a span for every written document and every completed volume.
     cost : callable, optional

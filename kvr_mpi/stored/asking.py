@@ -28,7 +28,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     Raises
     ------
     ConfigError
-        If there is no question.
+        If there is no question, or the run was made without `output.kv`.
     DataError
         If the run cannot be read.
     """
@@ -39,6 +39,11 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     for text in ask.values():
         words_after(questions.template, text)
     header = stored_header("documents.path", spec.documents.path)
+    if not header.identity.get("kv"):
+        raise ConfigError(
+            f"documents.path {spec.documents.path}: no keys and values are stored there, since its job ran without "
+            f"output.kv = true; prefill the documents again with it, and ask about that run"
+        )
     try:
         made = {key: header.identity["prompt"][key] for key in MADE_BY}
         own = {"max_tokens": spec.prompt.max_tokens, "min_coverage": spec.prompt.min_coverage}

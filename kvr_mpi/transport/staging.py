@@ -124,7 +124,7 @@ class StagedTransfer:
 
     @property
     def landed(self) -> torch.Tensor | None:
-        """The host memory in which a message was received, if it was."""
+        """The host memory that holds a received message; None if it was not received there."""
         return None if self.into is None else self.data
 
     def test(self) -> bool:

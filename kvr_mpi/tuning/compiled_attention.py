@@ -41,7 +41,7 @@ ALLOWED_ERROR = 1e-5
 # Test cases (heads, KV heads, queries, keys): full and partial tiles, several blocks of keys, queries at the end of the
 # keys and on both sides of a block's end, and one query with one or several pieces of keys.
 TRIED = ((6, 2, 45, 45), (2, 1, 131, 580), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
-# Test cases of products: a number of outputs that is no multiple of a tile, and full and partial tiles of rows; for
+# Test cases of products: a number of outputs that is not a multiple of a tile, and full and partial tiles of rows; for
 # panels also more features than a tile takes at a time, and several pieces of rows.
 TRIED_OUTS, TRIED_ROWS, TRIED_PANELS = 71, (1, 2, 3, 8, 13), ((1, 40), (23, 401), (205, 33))
 
@@ -79,7 +79,7 @@ def open_attention(
 
 
 def _compile(file: Path, say: Say, limit_s: float) -> None:
-    """Compile the kernels into the cache, or log why not; a compiler error is stored there."""
+    """Compile the kernels into the cache, or log why not; a compiler error is stored there, but no timeout."""
     compiler = find_compiler()
     if compiler is None:
         say(f"{NOT_COMPILED}: {NO_COMPILER}")
@@ -98,6 +98,8 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
                 stream.write(f"{why}\n".encode())
         else:
             keep_made(work / file.name, file)
+    except TimeoutError as error:
+        say(f"{NOT_COMPILED}: {error}; the next job tries again")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -118,7 +120,7 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: float = LIMIT_S) -> str:
-    """Run a compiler in its own session; return its error, or an empty string."""
+    """Run a compiler in its own session; return its error, or an empty string; `TimeoutError` after `limit_s`."""
     words = compiler.split()  # CXX may contain options, such as another -march
     names_march = any(word.startswith("-march=") for word in words)
     options = [each for each in OPTIONS if not (names_march and each.startswith("-march="))]
@@ -137,7 +139,7 @@ def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: fl
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return f"the compiler was stopped after {limit_s:.0f} s"
+            raise TimeoutError(f"the compiler was stopped after {limit_s:.0f} s") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

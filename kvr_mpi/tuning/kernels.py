@@ -4,7 +4,7 @@ Each implementation is timed in turn with torch's own at the row counts that mat
 processor, number of threads, torch version and model shapes. An implementation that differs from torch's on random
 numbers, at any row count, is not used. All ranks of a host measure at the same time, as they will compute, and choose
 the same implementations. The results are cached in ``KVR_CACHE``; later jobs repeat the measurement if other programs
-ran meanwhile. Before use, every job runs the whole model with them on a few tokens (`prefill.self_check`).
+ran meanwhile. Before use, every job tests the whole model with the chosen ones on a few tokens (`prefill.self_check`).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         known = _read(file, holds_for, pieces)
         is_known = known is not None and known.is_final
         if not is_known:
-            again = "" if known is None else " again, since other programs ran during the last measurement"
-            say(f"choosing CPU kernels (measuring{again}, a few seconds)")
+            again = "" if known is None else "; again, since other programs ran during the last measurement"
+            say(f"choosing CPU kernels: measuring which are fastest (kept for later jobs){again}")
         mine, share = together(world, partial(_known_or_measured, known, pieces))
         views = share_json(world, gather_json(world, [socket.gethostname(), mine, share]))
         here = [(found, share) for host, found, share in views if host == socket.gethostname()]

@@ -177,5 +177,5 @@ def test_a_layer_sums_twice_over_the_group() -> None:
 
 
 def test_groups_that_do_not_divide_the_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be divided by it; choose one of \[1, 2, 4, 8, 16, 32, 64\]"):
+    with pytest.raises(ConfigError, match=r"cannot be divided by it; set it to 1, 2, 4, 8, 16, 32 or 64"):
         check_heads(WORK, 3)

@@ -86,7 +86,7 @@ LONG = f"expected 1 to {MAX_ID_CHARS} characters"
         ({"id": "", "text": "x"}, f"has 0 characters; {LONG}"),
         ({"id": "bad", "text": None}, r":1: the text field 'text' is missing; expected a string \(fields: id, label"),
         ({"id": "bad", "text": 5}, "text field 'text' is a int"),
-        ({"id": "bad", "text": " \n"}, "bad is empty"),
+        ({"id": "bad", "text": " \n"}, "document is empty"),
         ({"id": "bad", "text": "x", "title": None}, "the field 'title', used in the template, is missing"),
         ({"id": "bad", "text": "x", "title": ["t"]}, "the field 'title', used in the template, is a list"),
     ],

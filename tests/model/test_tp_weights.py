@@ -98,7 +98,7 @@ def test_heads_are_divided_or_repeated_whole(heads: int, kv_heads: int, size: in
                 first + at * (last - first) // len(queries) for at in range(len(queries))
             ]
     else:
-        with pytest.raises(ConfigError, match="cannot be divided by it; choose one of"):
+        with pytest.raises(ConfigError, match="cannot be divided by it; set it to"):
             part_of(config, 0, size)
 
 

@@ -68,7 +68,7 @@ HEADKV = ("compress.method=headkv", "compress.budget=512", "compress.profile=now
         ),
         (("output.columns=['labels']",), 2, "no row has a field 'labels'; the fields are body, id, title"),
         (("parallel.tensor_parallel=2", "model.path=org/name"), 4, "use that folder"),
-        (("parallel.tensor_parallel=3",), 6, "cannot be divided by it; choose one of [1, 2, 4"),
+        (("parallel.tensor_parallel=3",), 6, "cannot be divided by it; set it to 1, 2, 4"),
         (("parallel.tensor_parallel=2", "parallel.ranks_per_chain=3"), 4, "cannot be divided into chains of 3"),
         (("parallel.tensor_parallel=4",), 6, "groups of 4"),
         (("model.path=package:/x.gguf",), 2, "no installed Python package is named ''; check its name"),
@@ -154,7 +154,7 @@ ALL_WRONG = {
     "prompt.system=About {{text}}": ("prompt.system",),
     "parallel.partition=no-tables/a.json": ("table 'no-tables/a.json': no such file",),
     "parallel.ranks_per_chain=3": ("parallel.ranks_per_chain = 3: 1 rank cannot",),
-    "output.path=job.toml/out": ("output.path 'job.toml/out' cannot be written",),
+    "output.path=/proc/nope": ("output.path '/proc/nope' cannot be written",),
 }
 
 

@@ -88,6 +88,16 @@ def test_a_line_for_every_document_with_all_that_matters() -> None:
     assert fast[-1].endswith("done, wall time left 0 s\n")
 
 
+def test_answers_in_progress_have_a_number_and_a_time_and_the_reason_to_stop() -> None:
+    def report(progress: Progress, clock: Clock) -> None:
+        progress.decoding(7, 400, 0.25)
+        progress.decoding(1, 1, 0.25, "stopped by SIGTERM")
+
+    first, last = lines_of(8, 800, report)
+    assert "7 answers, at most 400 more tokens each: up to 1 min 40 s | elapsed" in first
+    assert "] stopped by SIGTERM; generating 1 answer, at most 1 more token each" in last
+
+
 def test_a_split_document_has_no_sum_of_times_that_ran_side_by_side() -> None:
     record = done("book", prompt_tokens=9000, ttft_s=46.0, decode_s=204.41, new_tokens=192, parts=8)
     (line,) = report_lines([(record, 5)], 57)

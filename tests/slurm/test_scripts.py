@@ -113,7 +113,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     code, out, err = run_kvr("sbatch", job, *words, "--account=abc", "--exclusive")
     assert code == EXIT_OK
     array, gather = re.split(r"^# Then, submitted with --dependency=afterany:JOB:\n", out, flags=re.MULTILINE)
-    for line in ("array=0-2%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "account=abc", "exclusive"):
+    for line in ("array=0-2%2", "nodes=1", "ntasks-per-node=8", "gpus-per-node=8", "account=abc", "exclusive"):
         assert array.count(f"#SBATCH --{line}\n") == 1
     assert "#SBATCH --account=abc\n" in gather and "exclusive" not in gather and "gpus" not in gather
     assert "set -- 'the out' 3\n" in gather and "#SBATCH --job-name=kvr-job-gather\n" in gather
@@ -122,8 +122,8 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     assert "host memory" not in err and "keys and values" not in err and "asks for no GPUs" not in err
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
-    most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
-    assert f"at most {most}: the time limit of {minutes[1]} min on 2 nodes for each of 3 shares" in err
+    most = Allocation(1, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
+    assert f"at most {most}: the time limit of {minutes[1]} min on 1 node for each of 3 shares" in err
 
 
 @pytest.mark.parametrize("options", [[], ["--time=9"]])
@@ -147,6 +147,7 @@ def test_memory_to_ask_for_and_ranks_that_gain_little(
         (["--array", "2", "--set", "documents.shard=0/2"], EXIT_CONFIG, "remove documents.shard from the job"),
         (["--ranks", "6", "--time=9", "--nodes=4"], EXIT_CONFIG, "--nodes=4: 6 ranks, 1 per node, need 6"),
         (["--ranks", "6", "--ntasks-per-node", "4"], EXIT_CONFIG, "the same number of ranks on every node"),
+        (["--hardware", "h20"], EXIT_CONFIG, "did you mean 'h200'?"),
         (["--Partition=gpu"], EXIT_CONFIG, "--'Partition': expected a long option of sbatch"),
         (["--array", "2", "--extend"], EXIT_USAGE, "--extend cannot be combined with --array"),
         (["--array", "0-3"], EXIT_USAGE, "expected a number of shares"),

@@ -15,6 +15,7 @@ from made_jobs import TEXT, Ran, last_line
 from made_runs import kv_in
 
 from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.writer import ResultWriter
@@ -134,7 +135,8 @@ def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_
     (tmp_path / "corpus" / "empty.txt").write_text("")
     run = run_job(2, "output.kv=true", "prompt.too_long=split", code=65).folder
     plain = ask(run_job(1, code=65).folder, code=78)
-    assert "output.kv = true" in plain.log and not plain.folder.exists(), "a refused job leaves no folder"
+    assert "output.kv = true" in plain.log and "importing torch" not in plain.log
+    assert not plain.folder.exists(), "a refused job leaves no folder"
     asked = ask(run, code=78)
     assert "1 of 6 documents cannot be asked about: long.txt" in asked.log
     assert "kernels" not in asked.log and not list(asked.folder.glob("*.h5"))
@@ -209,3 +211,6 @@ def test_kvr_ask_answers_about_chosen_documents(
     (tmp_path / "empty").mkdir()
     code, out, err = run_kvr("ask", tmp_path / "empty", "-q", "Who?")
     assert code == 65 and "no result" in err
+    with Lock(tmp_path / "empty", this_process()):
+        code, out, err = run_kvr("ask", tmp_path / "empty", "-q", "Who?")
+    assert code == 78 and "being written" in err

@@ -73,9 +73,10 @@ def test_without_a_compiler_that_works_torch_goes_on(
     found, said = try_to_open(tmp_path / "cache", limit_s)
     assert found is None and len(said) == 1 and words in said[0] and "so torch's is used" in said[0]
     (folder,) = (tmp_path / "cache" / "kernels").iterdir()
-    assert [each.name for each in folder.iterdir()] == [FAILED]
-    found, said = try_to_open(tmp_path / "cache")  # and is not asked for again
-    assert found is None and len(said) == 1 and str(folder / FAILED) in said[0] and words in said[0]
+    is_remembered = "stopped" not in words  # a busy machine may compile later
+    assert [each.name for each in folder.iterdir()] == [FAILED] * is_remembered
+    found, said = try_to_open(tmp_path / "cache", limit_s)
+    assert found is None and len(said) == 1 and (str(folder / FAILED) in said[0]) == is_remembered and words in said[0]
 
 
 @needs_compiler
