@@ -502,7 +502,7 @@ def main(
         lengths = together(world, lambda: parse_numbers("--contexts", contexts))
         slices = together(world, lambda: _parse_slices(lengths_of))
         loaded = load_everywhere(world, model, dtype or default_dtype(device), device, kernels=kernels, say=log.root)
-        links = open_links(world, loaded, transport, log)
+        links = open_links(world, loaded, transport, log, every_pair=True)  # all-gathers
         patience = Patience(repeats, until, time_limit)
         contest = Contest(parse_names(strategies), lengths, patience, slices, lend)
         with ExitStack() as stack:

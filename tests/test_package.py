@@ -71,6 +71,15 @@ def test_a_wheel_has_the_jobs_and_the_scripts(source: Path, tmp_path: Path) -> N
     assert not [name for name in found if name.startswith("tests/")]
 
 
+def test_torch_comes_from_the_index_that_is_asked_for(tmp_path: Path) -> None:
+    """For a driver that is older than what the default index has."""
+    index, words = "https://download.pytorch.org/whl/cu126", ["make", "-n", "install", f"VENV={tmp_path / 'venv'}"]
+    for given, chosen in (([], False), ([f"TORCH_INDEX={index}"], True)):
+        told = subprocess.run([*words, *given], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        (torch,) = re.findall(r"pip install .*torch==.*", told)
+        assert (f"--index-url {index}" in torch) == chosen
+
+
 def test_whoever_cites_it_names_this_version() -> None:
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert re.findall(r"^version: (.*)$", text, re.MULTILINE) == [kvr_mpi.__version__]

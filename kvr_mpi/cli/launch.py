@@ -113,8 +113,8 @@ def load_everywhere(
     )
 
 
-def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log, *, every_pair: bool = True) -> Transport:
-    """Open the transport for tensors between all ranks, or only between neighbours, and log which one was chosen."""
+def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log, *, every_pair: bool = False) -> Transport:
+    """Open the transport for tensors, and log which one was chosen; for `every_pair` see `choose.warm_up`."""
     from typing import cast
 
     from kvr_mpi.transport.choose import Name, open_transport
@@ -125,7 +125,7 @@ def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log, *, 
 
 
 def open_model_job(
-    world: Transport, job: Path | None, settings: Sequence[str], log: Log, *, every_pair: bool = True
+    world: Transport, job: Path | None, settings: Sequence[str], log: Log
 ) -> tuple[LoadedModel, Transport]:
     """Load a job's model on every rank, and open its transport; one rank reads the job (`options.load_model_job`)."""
     from kvr_mpi.cli.options import load_model_job
@@ -136,4 +136,4 @@ def open_model_job(
     spec = JobSpec.model_validate_json(text)
     model = spec.model
     loaded = load_everywhere(world, model.path, model.dtype, model.device, kernels=model.kernels)
-    return loaded, open_links(world, loaded, spec.parallel.transport, log, every_pair=every_pair)
+    return loaded, open_links(world, loaded, spec.parallel.transport, log)

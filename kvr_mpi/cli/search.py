@@ -102,7 +102,7 @@ def search(
         log = Log(world.rank)
 
         asked = together(world, lambda: check_contexts(parse_numbers("--contexts", contexts), size, None))
-        loaded, chain = open_model_job(world, job, settings, log, every_pair=False)
+        loaded, chain = open_model_job(world, job, settings, log)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
         loaded = check_chain(loaded)
         threads = torch.get_num_threads()  # the same number as in a job

@@ -8,6 +8,7 @@ for its blocks, holds them until the other side has begun, too, and only then en
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 import time
 from collections import defaultdict, deque
@@ -74,9 +75,7 @@ class Transfer:
             current.after.append(self)
             gpus.handle(current.device, "event_wait", self.end.id, current.id)
         else:
-            with self.network.lock:
-                self.network.lock.wait_for(lambda: self.has_ended or self.network.failure, TIMEOUT_S)
-            if not (self.has_ended or self.network.failure):
+            if not self.network.wait_for(lambda: self.has_ended or self.network.failure is not None):
                 raise TimeoutError(f"rank {self.group.rank} waits for a transfer that nobody joins")
             self.end.wait(current)
             if current is gpus._defaults.get(self.tensor.device.index) and self.group.rank in self.network.blind:
@@ -113,7 +112,7 @@ class Network:
         self.gpus = gpus
         self.pauses = pauses
         self.lock = threading.Condition()
-        self.connections: dict[tuple[Any, ...], threading.Barrier] = {}
+        self.connections: dict[tuple[Any, ...], set[int]] = defaultdict(set)  # the ranks that have called
         # By the group's name, source, destination and side; of a sum, both are the rank's own.
         self.queues: dict[tuple[str, int, int, str], deque[Transfer]] = defaultdict(deque)
         self.held: dict[int, int] = defaultdict(int)
@@ -130,6 +129,15 @@ class Network:
         with self.lock:
             self.groups.append(Group(self, name, rank, size, options))
             return self.groups[-1]
+
+    def wait_for(self, holds: Callable[[], bool]) -> bool:
+        """Wait until something holds; returns false if no rank computes meanwhile, however slow the machine is."""
+        with self.lock:
+            before = -1
+            while not holds() and before < len(self.gpus.kept):
+                before = len(self.gpus.kept)
+                self.lock.wait_for(holds, TIMEOUT_S)
+            return holds()
 
     def progress(self) -> None:
         """Begin what can begin, and end what all sides have begun, as long as anything moves."""
@@ -239,12 +247,11 @@ class Group:
         if threading.current_thread().name in self.network.at_work:
             self.network.late.append(f"{self.name}: {self.rank} and {peer}")
         with self.network.lock:
-            size = self.size if peer == ALL else 2
-            barrier = self.network.connections.setdefault((self.name, low, high), threading.Barrier(size))
-        try:
-            barrier.wait(TIMEOUT_S)
-        except threading.BrokenBarrierError:
-            raise TimeoutError(f"rank {self.rank} waits for a connection with rank {peer} that nobody makes") from None
+            there = self.network.connections[self.name, low, high]
+            there.add(self.rank)
+            self.network.lock.notify_all()
+        if not self.network.wait_for(lambda: len(there) == (self.size if peer == ALL else 2)):
+            raise TimeoutError(f"rank {self.rank} waits for a connection with rank {peer} that nobody makes")
         self._connected.add(peer)
 
 
@@ -292,9 +299,13 @@ def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T])
 
     thread = threading.Thread(target=all_ranks, daemon=True, name="all ranks")
     thread.start()
-    thread.join(4 * TIMEOUT_S)
+    before = -1
+    while thread.is_alive() and before < len(network.gpus.kept):
+        before = len(network.gpus.kept)
+        thread.join(2 * TIMEOUT_S)
     if thread.is_alive():
-        raise TimeoutError(f"{size} ranks stand still after {4 * TIMEOUT_S} s")
+        faulthandler.dump_traceback()
+        raise TimeoutError(f"{size} ranks stand still: none has computed for {2 * TIMEOUT_S} s")
     if failed:
         raise failed[0]
     return found

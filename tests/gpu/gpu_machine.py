@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,15 +51,34 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def attention_of(given: Given) -> Figures:
-    """Which kinds of attention the GPU has; which of them ran is in the profiler's tables."""
-    if given.kind != "cuda" or not gpu_count():
-        return {"attention": "CPU"}
-    import torch
+def count_attention() -> Counter[str]:
+    """Count the calls of each kind of attention in this process from now on, if it has imported ours."""
+    calls = Counter[str]()
+    if (attention := sys.modules.get("kvr_mpi.kv.attention")) is None:
+        return calls
+    from torch.nn.attention import varlen
 
-    from kvr_mpi.kv.attention import name_attention
+    def counting(name: str, run: Any) -> Any:
+        return lambda *given, **how: (calls.update([name]), run(*given, **how))[1]
 
-    return {"attention": name_attention(torch.device(given.device))}
+    for name in ("_attend_flash", "_attend_cudnn", "_attend_blocks", "attend_flex"):
+        setattr(attention, name, counting(name.removeprefix("_attend_"), getattr(attention, name)))
+    setattr(varlen, "varlen_attn", counting("varlen", varlen.varlen_attn))  # noqa: B010 - packed rows and pages
+    return calls
+
+
+def attention_of(given: Given, calls: Mapping[str, int]) -> Figures:
+    """Which kinds of attention the GPU has, and how often a step called each; what is recorded is called once."""
+    found: Figures = {"attention": "CPU"}
+    if given.kind == "cuda" and gpu_count():
+        import torch
+
+        from kvr_mpi.kv.attention import name_attention
+
+        found = {"attention": name_attention(torch.device(given.device))}
+    return found | (
+        {"calls of attention": ", ".join(f"{name} {calls[name]}" for name in sorted(calls))} if calls else {}
+    )
 
 
 def look_around(given: Given) -> Figures:

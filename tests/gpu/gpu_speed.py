@@ -50,9 +50,9 @@ def _first_tokens(given: Given, loaded: Any, ids: list[int]) -> dict[str, float]
     times: dict[str, list[float]] = {"kvr": [], "kvr, not fused": [], "transformers": []}
     for way, taken in list(times.items()) * (REPEATS + 1):
         prepare_model(loaded.model, chain=way != "transformers")
-        for module, kernel in kernels_of(loaded.model).items() if way == "kvr, not fused" else ():
+        for name, kernel in kernels_of(loaded.model).items() if way == "kvr, not fused" else ():
             if isinstance(kernel, FusedForward):
-                vars(module).pop(kernel.slot, None)
+                vars(loaded.model.get_submodule(name)).pop(kernel.slot, None)
         wait_for(given)
         began = time.perf_counter()
         if way == "transformers":

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -88,14 +88,14 @@ class Outcome:
 
 def run_inside(step: Step, given: Given) -> None:
     """Run a step in this process, and print what came of it as one line."""
-    from gpu_machine import attention_of  # which imports this file
+    from gpu_machine import attention_of, count_attention  # which imports this file
 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.dump_traceback_later(max(1.0, step.timeout_s - DUMP_S / 2), exit=True)
     try:
         module, _, name = step.work.partition(":")
-        work = getattr(importlib.import_module(module), name)
-        found: dict[str, Any] = {"status": "ok", "figures": work(given) | attention_of(given)}
+        work, calls = getattr(importlib.import_module(module), name), count_attention()
+        found: dict[str, Any] = {"status": "ok", "figures": work(given) | attention_of(given, calls)}
     except Absent as why:
         found = {"status": "absent", "said": str(why)}
     except BaseException:
@@ -107,26 +107,24 @@ def run_inside(step: Step, given: Given) -> None:
 def run_step(step: Step, command: Sequence[str], logs: Path) -> Outcome:
     """Run a step's process, with all it starts, until it ends or its time is up; what it prints goes to a file."""
     began, file = time.monotonic(), logs / f"{step.name.replace(' ', '-')}.txt"
+    environ = environment_of(logs)
     logs.mkdir(parents=True, exist_ok=True)
     with file.open("w") as stream:
         process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environment_of(logs)
+            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environ
         )
         try:
             process.wait(max(1.0, step.timeout_s - DUMP_S))
         except subprocess.TimeoutExpired:
-            tell_all([member for member, catches in family_of(process.pid).items() if catches], signal.SIGUSR1)
-            ask_for_messages(logs)
-        try:
-            process.wait(DUMP_S)
-        except subprocess.TimeoutExpired:
-            pass
+            show_stacks(process.pid, environ)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(DUMP_S)
         finally:  # also when this process is told to end
-            left = family_of(process.pid)
+            end_all(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            tell_all(left, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may keep it
+                process.wait(DUMP_S)
     told = file.read_text(errors="replace")
     seconds = time.monotonic() - began
     lines = told.splitlines()
@@ -143,9 +141,13 @@ def environment_of(logs: Path) -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, **{name: str(file.absolute()) for name, file in files.items()}}
 
 
-def ask_for_messages(logs: Path) -> None:
-    """Have NCCL's recorders write what they remember; of ranks that have ended nobody reads the pipe."""
-    for pipe in logs.glob(f"{PIPE}*.pipe"):
+def show_stacks(pid: int, environ: Mapping[str, str]) -> None:
+    """Have a process and all that it has started show their stacks, and NCCL's recorders write what they remember."""
+    for member in (member for member, catches in family_of(pid).items() if catches):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGUSR1)
+    pipes = Path(environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", PIPE))
+    for pipe in pipes.parent.glob(f"{pipes.name}*.pipe"):  # of ranks that have ended nobody reads them
         with contextlib.suppress(OSError):
             writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             os.write(writer, b"1")
@@ -167,11 +169,11 @@ def family_of(pid: int) -> dict[int, bool]:
     return {member: catches[member] for member in family}
 
 
-def tell_all(members: Iterable[int], what: signal.Signals) -> None:
-    """Send processes a signal; some may have ended."""
-    for member in members:
+def end_all(pid: int) -> None:
+    """Kill a process and all that it has started, whatever their sessions."""
+    for member in family_of(pid):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(member, what)
+            os.kill(member, signal.SIGKILL)
 
 
 def clocks() -> list[str]:
@@ -191,17 +193,23 @@ def run_command(command: Sequence[str], timeout_s: float) -> str:
         If it fails, or does not end: with the end of what it printed.
     """
     with subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        limit, lines = threading.Timer(timeout_s, process.kill), list[str]()
+
+        def stop() -> None:
+            is_late.set()
+            show_stacks(process.pid, os.environ)
+            time.sleep(DUMP_S)
+            end_all(process.pid)
+
+        limit, is_late, lines = threading.Timer(timeout_s, stop), threading.Event(), list[str]()
         limit.start()
         assert process.stdout is not None
         for line in process.stdout:  # what it prints until this step is ended is in the step's log
             print(line, end="", flush=True)
             lines.append(line)
-    is_late = process.wait() < 0 and not limit.is_alive()
     limit.cancel()
     told = "".join(lines)
-    if is_late:
-        raise RuntimeError(f"{' '.join(command)}: not done after {timeout_s:.0f} s\n{told[-3000:]}")
+    if is_late.is_set():
+        raise RuntimeError(f"{' '.join(command)}: not done after {timeout_s:.0f} s\n{told[-6000:]}")
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}\n{told[-3000:]}")
     return told
@@ -211,7 +219,6 @@ def run_all(
     steps: Sequence[Step],
     given: Given,
     script: Path,
-    gpu_count: Callable[[], int],
     budget_s: float,
     tell: Callable[[Sequence[Outcome]], object] = len,
 ) -> list[Outcome]:
@@ -223,11 +230,10 @@ def run_all(
         Given all outcomes so far, after every step: whatever ends this program, they are told.
     """
     outcomes: list[Outcome] = []
-    began, blind = time.monotonic(), False
+    began = time.monotonic()
     for step in steps:
         left_s = budget_s - (time.monotonic() - began)
-        if step.needs_gpu and (blind or not gpu_count()):
-            blind = True
+        if step.needs_gpu and is_without_gpus(outcomes):
             outcomes.append(Outcome(step.name, "absent", said="this machine has no GPU that torch can use"))
         elif left_s < LEAST_S:
             outcomes.append(Outcome(step.name, "absent", said=f"no time is left of the {budget_s:.0f} s (--budget)"))
@@ -241,6 +247,11 @@ def run_all(
             print(f"  {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s", flush=True)
         tell(outcomes)
     return outcomes
+
+
+def is_without_gpus(outcomes: Sequence[Outcome]) -> bool:
+    """Whether a step found no GPU: a driver that hangs would hang this process, too, which nothing ends."""
+    return any(outcome.figures.get("gpus") == 0 for outcome in outcomes)
 
 
 def write_report(outcomes: Sequence[Outcome], about: Mapping[str, Any], folder: Path) -> str:

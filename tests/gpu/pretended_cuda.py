@@ -125,6 +125,7 @@ class Stream:
     def __init__(self, gpus: PretendedCuda, device: torch.device) -> None:
         self.gpus, self.device, self.id = gpus, device, next(gpus.ids)
         self.cuda_stream = self.id
+        gpus.streams[device.index] += 1
         self.after: list[Any] = []  # NCCL's transfers that whatever is launched here next waits for
         self.behind = 0  # kernels of its GPU that whatever is launched here next waits for
 
@@ -219,6 +220,8 @@ class PretendedCuda:
         Tell the sanitizer every access, which takes longer than all else.
     calls : Counter
         Of attention kernels, by form; of flash attention's variable-length form also those of pages.
+    streams : Counter
+        How many each GPU has.
     waits : Counter
         What made the host wait for a GPU, or copied between their memories.
     cudnn_fault, flash_fault : callable
@@ -233,7 +236,7 @@ class PretendedCuda:
         self.watches = True
         self.handlers: dict[torch.device, Any] = defaultdict(_sanitizer.EventHandler)
         self.syncs_of_devices: list[torch.device] = []
-        self.calls, self.waits = Counter[str](), Counter[str]()
+        self.calls, self.waits, self.streams = Counter[str](), Counter[str](), Counter[int]()
         self.cudnn_fault: Callable[[Any], Any] = lambda found: found
         self.flash_fault: Callable[[Any], Any] = lambda found: found
         self._lock, self._local = threading.RLock(), threading.local()

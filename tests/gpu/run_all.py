@@ -19,8 +19,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from gpu_machine import gpu_count
-from gpu_steps import Given, Outcome, Step, run_all, run_inside, write_report
+from gpu_steps import Given, Outcome, Step, is_without_gpus, run_all, run_inside, write_report
 
 # What matters most comes first: an allocation may end, and a machine hang, at any step.
 STEPS = (
@@ -79,12 +78,12 @@ def main() -> int:
         pages.append(write_report(outcomes, about, Path(told.output)))
 
     try:
-        outcomes = run_all(STEPS, given, Path(__file__), gpu_count, told.budget, tell)
+        outcomes = run_all(STEPS, given, Path(__file__), told.budget, tell)
     finally:
         print(f"\n{pages[-1] if pages else 'stopped before the first step had ended'}", flush=True)
     if any(outcome.status in ("failed", "timeout") for outcome in outcomes):
         return 1
-    if not gpu_count():
+    if is_without_gpus(outcomes):
         print(f"No GPU here: stopped before the first step that needs one ({STEPS[1].name}); exit code {NO_GPU}.")
         return NO_GPU
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny
+from mpi4py import MPI
 
 from kvr_mpi.doctor.facts import look_at_device
 from kvr_mpi.errors import ModelError
@@ -161,9 +163,15 @@ def test_an_mpi_that_opens_a_gpu_when_it_starts_opens_the_ranks_own(
     environ: dict[str, str], opened: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver()
+
+    def initialise(level: int) -> None:
+        raise RuntimeError(f"MPI opens {driver.current}")
+
     monkeypatch.setattr(mpi.ctypes, "CDLL", lambda name: driver)
-    mpi._choose_gpu(environ)
-    assert driver.current == opened
+    monkeypatch.setattr(MPI, "Is_initialized", lambda: False)
+    monkeypatch.setattr(MPI, "Init_thread", initialise)
+    with pytest.raises(RuntimeError, match=re.escape(f"MPI opens {opened}")):
+        mpi.connect(environ)
 
 
 def test_the_device_is_the_one_that_was_chosen_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

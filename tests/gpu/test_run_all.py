@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -39,16 +40,27 @@ def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0) -> Outcome:
     return run_step(Step("it", "", "", timeout_s), [sys.executable, str(program)], tmp_path)
 
 
-def test_ranks_that_a_step_has_started_show_where_they_stand(tmp_path: Path) -> None:
+START = "subprocess.run([sys.executable, '-c', rank], start_new_session=True)"
+COMMAND = f"run_command([sys.executable, '-c', f'import subprocess, sys; rank = {{rank!r}}; ' + {START!r}], 6.0)"
+
+
+@pytest.mark.parametrize(("start", "limit_s", "status"), [(START, 6.0, "timeout"), (COMMAND, 60.0, "failed")])
+def test_ranks_that_a_step_has_started_show_where_they_stand(
+    start: str, limit_s: float, status: str, tmp_path: Path
+) -> None:
+    """Also if the command that has started them is ended within the step."""
     lost, file = "def lost(): time.sleep(600)", tmp_path / "pid"
     begin = f"faulthandler.register(signal.SIGUSR1)\nopen({str(file)!r}, 'w').write(str(os.getpid()))\nlost()"
     rank = f"import faulthandler, os, signal, time\n{lost}\n{begin}"
-    code = f"subprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"
-    outcome = _outcome(tmp_path, code, 6.0)
-    assert outcome.status == "timeout" and "in lost" in outcome.said
-    status, until = Path(f"/proc/{file.read_text()}/status"), time.monotonic() + 30
+    outcome = _outcome(tmp_path, f"rank = {rank!r}\n{start}", limit_s)
+    assert outcome.status == status and "in lost" in outcome.said
+    wait_for_end_of(int(file.read_text()))
+
+
+def wait_for_end_of(pid: int) -> None:
+    state, until = Path(f"/proc/{pid}/status"), time.monotonic() + 30
     with contextlib.suppress(OSError):  # a signal is on its way for a while; then it is gone, or nobody's to bury
-        while "State:\tZ" not in status.read_text():
+        while "State:\tZ" not in state.read_text():
             assert time.monotonic() < until, "it is still running"
             time.sleep(0.05)
 
@@ -86,24 +98,61 @@ def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str) ->
     assert outcome.figures == ({"ms": 1.5, "attention": "CPU"} if status == "ok" else {})
 
 
-def test_a_step_gets_no_more_than_is_left_and_the_report_is_written_whatever_ends_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Half an hour is half an hour; and Ctrl-C, or the end of an allocation, may come in the middle of a step."""
+def test_a_step_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an hour is half an hour."""
     limits: list[float] = []
-    told: list[int] = []
 
     def run(step: Step, command: list[str], logs: Path) -> Outcome:
-        if step.name == "stopped":
-            raise KeyboardInterrupt
         limits.append(float(command[command.index("--limit") + 1]))
         return Outcome(step.name, "ok")
 
     monkeypatch.setattr(gpu_steps, "run_step", run)
-    limits_s = {"short": 40.0, "long": 300.0, "stopped": 40.0}
-    steps = [Step(name, "", "", limit_s) for name, limit_s in limits_s.items()]
-    with pytest.raises(KeyboardInterrupt):
-        run_all(steps, Given(), SCRIPT, lambda: 1, 100.0, lambda outcomes: told.append(len(outcomes)))
-    assert told == [1, 2] and limits[0] == 40.0 and limits[1] <= 100.0 - gpu_steps.DUMP_S + 0.5
-    (late,) = run_all(steps[:1], Given(), SCRIPT, lambda: 1, 0.0)
+    steps = [Step(name, "", "", limit_s) for name, limit_s in (("short", 40.0), ("long", 300.0))]
+    run_all(steps, Given(), SCRIPT, 100.0)
+    assert limits[0] == 40.0 and limits[1] <= 100.0 - gpu_steps.DUMP_S + 0.5
+    (late,) = run_all(steps[:1], Given(), SCRIPT, 0.0)
     assert late.status == "absent" and "no time is left" in late.said
+
+
+def test_the_end_of_an_allocation_ends_a_step_and_leaves_the_report_of_those_before(tmp_path: Path) -> None:
+    program, pid = tmp_path / "steps.py", tmp_path / "pid"
+    program.write_text(f"""
+import os, sys, time
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import run_all
+from gpu_steps import Step
+
+def long(given):
+    open({str(pid)!r}, "w").write(str(os.getpid()))
+    time.sleep(600)
+
+run_all.__file__, quick = __file__, lambda given: {{"ms": 1.5}}
+run_all.STEPS = [Step(name, "", f"__main__:{{name}}", needs_gpu=False) for name in ("quick", "long")]
+sys.exit(run_all.main())""")
+    with subprocess.Popen([sys.executable, program, "--output", tmp_path], stdout=subprocess.PIPE, text=True) as run:
+        until = time.monotonic() + 120
+        while not (pid.exists() and pid.read_text()):
+            assert time.monotonic() < until, "the second step has not begun"
+            time.sleep(0.05)
+        run.terminate()
+        said, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM and (tmp_path / "gpu-report.txt").read_text() in said
+    steps = json.loads((tmp_path / "gpu-report.json").read_text())["steps"]
+    assert [(step["name"], step["figures"]["ms"]) for step in steps] == [("quick", 1.5)]
+    wait_for_end_of(int(pid.read_text()))
+
+
+def test_a_step_says_which_attention_it_has_called(tmp_path: Path) -> None:
+    outcome = _outcome(
+        tmp_path,
+        """
+import torch
+from kvr_mpi.kv.attention import AttentionParams, attend
+
+def work(given):
+    rows = torch.zeros(1, 2, 5, 8)
+    return {"queries": attend(rows, rows, rows, AttentionParams(1.0, softcap=2.0)).out.shape[2]}
+
+run_inside(Step("it", "", "__main__:work"), Given())""",
+    )
+    assert outcome.figures == {"queries": 5, "attention": "CPU", "calls of attention": "blocks 1"}

@@ -1,6 +1,7 @@
 """Every step of `make test-gpu` runs through on a CPU, with small sizes: no slip of the pen waits for the first GPU.
 
-What a step finds there says nothing of a GPU. What it would have of one is stood in for: FlexAttention is not compiled.
+What a step finds there says nothing of a GPU. What it would have of one is stood in for: FlexAttention is not compiled,
+and fused functions are the models' own.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gpu_features
 import pytest
@@ -18,6 +20,9 @@ from run_all import STEPS
 from torch.nn.attention import flex_attention as torchs
 
 from kvr_mpi.kv import attention
+from kvr_mpi.model.fused import TRIAL_TOKENS, fuse_functions
+from kvr_mpi.model.kernels import give_kernel
+from kvr_mpi.tuning import kernels
 
 # Those that take longest, most of them steps of several processes.
 LONG = {
@@ -47,11 +52,18 @@ def flexible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention.why_no_flex.cache_clear()
 
 
+def fuse(loaded: Any, *given: Any) -> None:
+    for module, kernel in fuse_functions(loaded.model, loaded.shape.sample_ids(TRIAL_TOKENS), "eager").items():
+        give_kernel(module, kernel)
+
+
 @pytest.mark.parametrize(
     "step", [pytest.param(step, id=step.name, marks=pytest.mark.long if step.name in LONG else ()) for step in STEPS]
 )
 @pytest.mark.usefixtures("flexible")
-def test_a_step_runs_through(step: Step, tmp_path: Path) -> None:
+def test_a_step_runs_through(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if step.name == "first token":
+        monkeypatch.setattr(kernels, "fuse_on_gpus", fuse)
     given = Given(SMOLLM, str(tmp_path), device="cpu", is_small=True)
     module, _, function = step.work.partition(":")
     work = getattr(importlib.import_module(module), function)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from made_runs import HEADER, record
-from pretended_cuda import Event, GpuTensor, PretendedCuda
+from pretended_cuda import Event, GpuTensor, OnDevices, PretendedCuda
 
 from kvr_mpi.store.folder import survey
 from kvr_mpi.store.kv import CachedTokens
@@ -39,7 +39,7 @@ def test_layers_are_copied_in_the_order_of_the_stream_and_waited_for_where_they_
     torch.cuda.set_device(GPU)
     writer = ResultWriter(tmp_path, 0, HEADER)
     rows = [gpus.put(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(at)), GPU) for at in range(4)]
-    with writer.writing_piece(record("a"), CachedTokens((7, 8, 9, 5), (1, 3))) as document:
+    with OnDevices(gpus), writer.writing_piece(record("a"), CachedTokens((7, 8, 9, 5), (1, 3))) as document:
         for layer in (tuple(rows[:2]), None, tuple(rows[2:])):
             document.add_layer(layer)
     writer.close()

@@ -12,9 +12,12 @@ from fake_nccl import Network, run_on_gpus
 from models import prompt, tiny
 from mpi4py import MPI
 from pretended_cuda import Event, OnDevices, PretendedCuda
+from rows import alone, batch_of
 from test_nccl import on_gpus
 from test_one_gpu import model_of
 
+from kvr_mpi.compress.placement import place_in_proportion
+from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.partition import Partition
@@ -125,11 +128,36 @@ def test_a_receive_is_posted_a_layer_before_it_is_needed(
         assert (min(later) < kernels[rank]) == is_late
 
 
-def test_the_hosts_of_a_chain_wait_as_often_for_many_layers_as_for_few(gpus: PretendedCuda, network: Network) -> None:
+def test_more_layers_take_no_more_waits_of_the_host_and_no_more_streams(gpus: PretendedCuda, network: Network) -> None:
+    """What lies in more streams than a GPU has hardware queues (8) may wait for what it does not depend on."""
     gpus.watches, waits = False, []
     for layers in (3, 6):
-        gpus.waits.clear()
+        gpus.waits.clear(), gpus.streams.clear()
         run_chain(gpus, network, layers)
+        waits.append(gpus.waits.total())
+        assert max(gpus.streams.values()) <= 7
+    assert waits[0] == waits[1]
+
+
+def test_a_step_of_shared_heads_waits_as_often_for_many_layers_as_for_few(
+    gpus: PretendedCuda, network: Network
+) -> None:
+    gpus.watches, waits = False, []
+    for layers in (2, 4):
+        models = on_gpus(gpus, model_of("llama-gqa", layers, torch.float32), 2)
+
+        def work(ranks: NcclTransport, models: Any = models) -> None:
+            mine = models[ranks.rank]
+            warm_up(ranks, mine.device, every_pair=True)
+            batch = batch_of(mine, 7, HeadGroup(mine, ranks, place_in_proportion))
+            batch.add(ranks.rank, alone(mine, prompt(20), 7), prompt(20), 0)
+            for _ in range(2):  # the first step distributes heads
+                ranks.barrier()
+                gpus.waits.clear()
+                ranks.barrier()
+                batch.step()
+
+        run_on_gpus(2, network, work)
         waits.append(gpus.waits.total())
     assert waits[0] == waits[1]
 

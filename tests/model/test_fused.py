@@ -145,11 +145,11 @@ def test_a_function_is_fused_on_all_ranks_or_on_none(monkeypatch: pytest.MonkeyP
         return fused
 
     monkeypatch.setattr(kernels, "fuse_functions", fuse)
-    monkeypatch.setattr(kernels, "fuse_norms", lambda model: 0)
     monkeypatch.setattr(kernels, "name_attention", lambda device: "flash")
     monkeypatch.setattr(kernels, "why_no_flash3", lambda device, dtype: None)
     said: list[str] = []
     run_local(2, lambda rank: kernels.fuse_on_gpus(models[rank.rank], rank, lambda line: said.append(str(line))))
     for loaded in models:
-        assert {name.rpartition(".")[2] for name in kernels_of(loaded.model)} == {"mlp"}
+        fused = {name.rpartition(".")[2] for name in kernels_of(loaded.model)}
+        assert fused == {"mlp", "norm", "input_layernorm", "post_attention_layernorm"}
     assert "rotary embeddings are not fused: no compiler" in said and "gates are fused" in said

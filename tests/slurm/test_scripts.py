@@ -64,6 +64,22 @@ def test_fill_in_replaces_what_is_there_and_adds_the_rest(tmp_path: Path) -> Non
     assert said == ["7", str(tmp_path), "kvr-run", *arguments]
 
 
+def test_what_gpus_of_two_nodes_show_is_tried_to_the_end_though_a_step_fails(tmp_path: Path) -> None:
+    (folder := tmp_path / "slurm").mkdir()
+    stand_in = (
+        'launch() { echo "$NCCL_DEBUG ${NCCL_MAX_CTAS:-all} $*"; [ "$2" != doctor ]; }\nconclude() { exit "$1"; }\n'
+    )
+    (folder / "common.sh").write_text(stand_in)
+    environ = {**os.environ, "KVR_SLURM_DIR": str(folder), "SLURM_JOB_ID": "7", "KVR_CTAS": "1 16"}
+    script = ["bash", FOLDER / "kvr_gpu.sh", "/a b/model", "--repeats", "1"]
+    run = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
+    doctor, one, sixteen, verify, first = re.findall("^(WARN .*)$", run.stdout, re.MULTILINE)
+    assert run.returncode == 1 and "exit code 1: kvr doctor" in run.stdout and doctor == "WARN all kvr doctor"
+    assert one == "WARN 1 python -m benchmarks links --json runs/gpu-7/links-1.json" and sixteen.startswith("WARN 16 ")
+    assert verify.startswith("WARN all kvr verify") and "path=/a b/model --set model.dtype=bfloat16" in verify
+    assert first.endswith("--json runs/gpu-7/first-token.json --repeats 1") and (tmp_path / "runs" / "gpu-7").is_dir()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("separator", ["\n", "\r", "\x0b", "\x85", "\u2028"])
 def test_nothing_can_be_smuggled_into_the_script(tmp_path: Path, kvr: Path, separator: str) -> None:
