@@ -15,7 +15,9 @@ from kvr_mpi.tuning.identity import processor_key
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
 
 
-def try_to_open(cache: Path, limit_s: float = compiled_attention.LIMIT_S, *, compiles: bool = True) -> tuple[KernelLibrary | None, list[str]]:
+def try_to_open(
+    cache: Path, limit_s: float = compiled_attention.LIMIT_S, *, compiles: bool = True
+) -> tuple[KernelLibrary | None, list[str]]:
     said: list[str] = []
     return open_attention(cache, said.append, compiles=compiles, limit_s=limit_s), said
 
