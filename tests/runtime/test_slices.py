@@ -152,7 +152,9 @@ def test_what_compression_drops_makes_room_and_is_not_kept() -> None:
         for size in (1, 2):
             chain = chain_of(size, footprint=footprint, compression=compression, free_bytes=[free] * size)
             if drop is not None and free == 104:
-                assert Planner(chain, print).plan(prompt_of(400), 0).kept == {0: 104}
+                plan = Planner(chain, print).plan(prompt_of(400), 0)
+                assert plan.kept == {0: 104} and plan.needs is not None and max(plan.needs) == 104
+                assert plan.way is (Way.ALONE if size == 1 else Way.CHAIN)
                 continue
             with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
                 Planner(chain, print).plan(prompt_of(400), 0)
