@@ -75,7 +75,7 @@ def test_braces_in_a_template(tokenizer: Any, template: str, before: str, after:
         ("Summarise.", (), r"prompt.reduce_template 'Summarise.' contains \{text\} 0 times"),
         ("{Text}" + " word" * 1000, (), r"contains \{text\} 0 times.*Text"),
         ("{text} and {text}", (), r"contains \{text\} 2 times"),
-        ("About {text}: {doc.title}?", (), r"has \{doc.title\}.*known are \{text\}.*\{\{doc.title\}\}"),
+        ("About {text}: {doc.title}?", (), r"has \{doc.title\}.*valid: \{text\}.*\{\{doc.title\}\}"),
         ("{ text }: {text}", (), r"has \{ text \}"),
         ("{titel} {text}", ("title", "text"), r"has \{titel\}.*and the fields of its row: text, title"),
         ("{first name} {text}", ("first name", "text"), r"has \{first name\}: .*rename it"),

@@ -130,7 +130,7 @@ def test_pieces_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (two[:3], "KV heads are missing"),
         ([three[0], *two[2:]], "some are missing"),
         ([*three, three[0]], "KV heads are missing"),
-        ([other[0], *three[1:]], "of another prompt"),
+        ([other[0], *three[1:]], "to another prompt"),
         ([replace(three[0], bytes=5), *three[1:]], "the log announces 5"),
         ([replace(three[0], sha256="0"), *three[1:]], "is damaged"),
         ([replace(three[0], id="other"), *three[1:]], "is missing"),
