@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from made_jobs import SECTIONS, load, write_job
 
+from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job, show_job
 
 
@@ -88,8 +89,13 @@ def test_a_shown_job_has_every_key_and_where_it_is_from(tmp_path: Path) -> None:
     assert sum(source != "default" for _, source in rows.values()) == 6
 
 
-def test_a_batch_file_is_a_job() -> None:
+def test_a_batch_file_is_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every command that takes a job; it is not read for that."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"requests 'in/requests.v2.jsonl.gz' not found"):
+        load_job(Path("in/requests.v2.jsonl.gz"))
+    Path("in").mkdir()
+    Path("in/requests.v2.jsonl.gz").touch()
     spec, _ = load_job(Path("in/requests.v2.jsonl.gz"), ["model.path=m"], {})
     assert (spec.documents.path, spec.documents.format) == (["in/requests.v2.jsonl.gz"], "openai-batch")
     assert (spec.model.path, spec.output.path) == ("m", "runs/requests.v2")
