@@ -32,7 +32,8 @@ node_options = grouped(
     click.option(
         "--ntasks-per-node",
         type=click.IntRange(1),
-        help="Ranks on each node.  [default: at most the ranks of a host in the hardware profile, else at most 4]",
+        help="Ranks on each node.  [default: as many as divide --ranks, up to 4, or up to a host's in the hardware "
+        "profile]",
     ),
     click.option(
         "--gpus-per-node",

@@ -127,9 +127,8 @@ def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
     best = scores.sort(dim=-1, descending=True, stable=True).values[:, safe:]
     chosen = best.flatten().argsort(descending=True, stable=True)[: heads * (each - safe)]
     theirs = chosen // max(1, candidates - safe)
-    return theirs.new_full((heads,), safe).scatter_add_(
-        0, theirs, theirs.new_ones(theirs.shape)
-    )  # bincount synchronises
+    counts = theirs.new_full((heads,), safe)
+    return counts.scatter_add_(0, theirs, theirs.new_ones(theirs.shape))  # bincount would wait for a GPU
 
 
 # StreamingLLM (arXiv:2309.17453) keeps the first tokens and the most recent ones, SnapKV (arXiv:2404.14469) those that

@@ -116,14 +116,8 @@ def make_job(
         for item in error.errors():
             subject, message = _explain(path, sources, dict(item))
             findings.setdefault((item["loc"][:1], subject), []).append(message)
-        raise ConfigError(
-            problems(
-                [
-                    f"{what}: {', or '.join(found).replace(', or expected ', ', or ')}"
-                    for (_, what), found in findings.items()
-                ]
-            )
-        ) from error
+        lines = [f"{what}: {', or '.join(found)}" for (_, what), found in findings.items()]
+        raise ConfigError(problems([line.replace(", or expected ", ", or ") for line in lines])) from error
     check_combinations(spec)
     return spec, sources
 

@@ -34,7 +34,7 @@ class Share:
     """What one rank holds of a prompt, or of a stored document that prompts continue.
 
     start, stop : bounds of this rank's tokens.
-    tokens : on all ranks together. The rank with the last of them also holds the tokens that follow.
+    tokens : number of tokens on all ranks together. The rank that holds the last token also holds those that follow.
     longest : largest number of tokens on all ranks together, including those that follow.
     prefix : the stored document that this share holds, with `read`: each layer's rows are read when the layer is first
         used. The tokens after it are in the shares of prompts (`after`).
