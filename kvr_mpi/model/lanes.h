@@ -20,20 +20,19 @@ typedef int32_t Bits __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 static inline Lanes load(const float *from) { return *reinterpret_cast<const Lanes *>(from); }
 static inline void store(float *to, Lanes lanes) { *reinterpret_cast<Lanes *>(to) = lanes; }
 static inline Lanes fill(float value) { return value - Lanes{}; }
-static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }  // b, if one of them is NaN
 
 // 2^x for x <= 0, to 2e-7 of it: the nearest integer goes to the exponent, a polynomial takes the rest. NaN stays NaN.
-static inline Lanes power_of_two(Lanes x) {
+// Two at once, since each operation waits for the one before.
+static inline void powers_of_two(Lanes *x) {
     const Lanes rounds = fill(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to an integer
-    x = x < -126.0f ? fill(-126.0f) : x;
-    const Lanes shifted = x + rounds, rest = x - (shifted - rounds);
-    Lanes power = fill(1.3276471e-3f);
-    power = power * rest + 9.675541e-3f;
-    power = power * rest + 5.550713e-2f;
-    power = power * rest + 2.4022120e-1f;
-    power = power * rest + 6.9314694e-1f;
-    power = power * rest + 1.0000001f;
-    return (Lanes)((Bits)power + ((Bits)shifted << 23));
+    Lanes shifted[2], powers[2];
+    for (int i = 0; i < 2; ++i) x[i] = larger(fill(-126.0f), x[i]), shifted[i] = x[i] + rounds;
+    for (int i = 0; i < 2; ++i) x[i] -= shifted[i] - rounds, powers[i] = fill(1.3276471e-3f);
+#pragma GCC unroll 8
+    for (const float term : {9.675541e-3f, 5.550713e-2f, 2.4022120e-1f, 6.9314694e-1f, 1.0000001f})
+        for (int i = 0; i < 2; ++i) powers[i] = powers[i] * x[i] + term;
+    for (int i = 0; i < 2; ++i) x[i] = (Lanes)((Bits)powers[i] + ((Bits)shifted[i] << 23));
 }
 
 static inline float largest(Lanes lanes) {
@@ -119,12 +118,15 @@ static inline float weigh(float *scores, int64_t low, int64_t high, int64_t wide
         for (int half = 0; half < 2; ++half) tops[half] = larger(load(scores + c + half * LANES), tops[half]);
     const float before = most;
     most = std::max(most, largest(larger(tops[0], tops[1])));
-    for (int64_t c = 0; c < wide; c += WIDE)
+    const float top = most;
+    for (int64_t c = 0; c < wide; c += WIDE) {
+        Lanes weights[2] = {load(scores + c) - top, load(scores + c + LANES) - top};
+        powers_of_two(weights);
         for (int half = 0; half < 2; ++half) {
-            const Lanes weights = power_of_two(load(scores + c + half * LANES) - most);
-            store(scores + c + half * LANES, weights);
-            sums[half] += weights;
+            store(scores + c + half * LANES, weights[half]);
+            sums[half] += weights[half];
         }
+    }
     std::fill(scores, scores + low, 0.0f);
     std::fill(scores + high, scores + wide, 0.0f);
     const float rescale = std::exp2(before - most);

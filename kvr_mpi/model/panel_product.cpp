@@ -2,7 +2,8 @@
 //
 // A panel holds WIDE outputs, feature by feature. A tile of TILE rows and WIDE outputs stays in registers while a panel
 // and rows are read along their features, DEPTH of them at a time, so that the piece of the panel stays in the first
-// cache and ROWS rows in the second. The next panel is fetched while the first tile of this one is computed.
+// cache and ROWS rows in the second. All tiles of a panel fetch the next one, a line at a time: a processor can wait for
+// few lines at once.
 //
 // Compiled for one processor and called through ctypes: `cpu_attention.py` states the layouts and checks them.
 
@@ -14,16 +15,23 @@
 // Sums of a tile, a row of weights and a weight take the 16 registers of AVX2, or most of the 32 of AVX-512 and NEON.
 constexpr int TILE = LANES == 16 ? 12 : 6;
 constexpr int64_t DEPTH = 384, ROWS = 192;  // ROWS is a multiple of TILE
+constexpr int64_t ROOM = ROWS * DEPTH + LANES;  // for the turned rows of a thread
 constexpr int64_t LEAST_PANELS = 8;  // of a piece of work: fewer would not repay the copy of its rows
 constexpr int LINE = 16;  // floats
 
 static inline int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// Copy rows (COUNT, depth) to (depth, COUNT).
-template <int COUNT> static void turn_rows(const float *rows, int64_t features, int64_t depth, float *turned) {
-    for (int64_t f = 0; f < depth; ++f)
-#pragma GCC unroll 16
-        for (int r = 0; r < COUNT; ++r) turned[f * COUNT + r] = rows[r * features + f];
+// Copy rows (count, depth) to (depth, count). A square stores whole vectors, of which the next one overwrites the end.
+static void turn(int64_t count, const float *rows, int64_t features, int64_t depth, float *turned) {
+    int64_t f = 0;
+    for (; f + LANES <= depth; f += LANES) {
+        Lanes square[LANES] = {};
+        for (int64_t r = 0; r < count; ++r) square[r] = load(rows + r * features + f);
+        turn_square(square);
+        for (int64_t l = 0; l < LANES; ++l) store(turned + (f + l) * count, square[l]);
+    }
+    for (; f < depth; ++f)
+        for (int64_t r = 0; r < count; ++r) turned[f * count + r] = rows[r * features + f];
 }
 
 // Where a tile stores its results: rows of `row` floats, `outs` of which are left from `out` on. They are added to what
@@ -35,19 +43,22 @@ struct Target {
     const float *bias;
 };
 
-// Multiply rows (depth, COUNT) by a panel (depth, WIDE).
+// Multiply rows (depth, COUNT) by a panel (depth, WIDE), and fetch what is at `next`: WIDE floats in every `tiles` steps.
 template <int COUNT>
-static void multiply(const float *rows, const float *panel, const float *next, int64_t depth, const Target &target) {
+static void multiply(const float *rows, const float *panel, const float *next, int64_t tiles, int64_t depth,
+                     const Target &target) {
     for (int r = 0; r < COUNT; ++r)
         for (int l = 0; l < WIDE; l += LINE) __builtin_prefetch(target.out + r * target.row + l, 1);
     Lanes sums[COUNT][2] = {};
-    for (int64_t f = 0; f < depth; ++f) {
-        for (int l = 0; l < WIDE; l += LINE) __builtin_prefetch(next + f * WIDE + l, 0, 2);
-        const Lanes low = load(panel + f * WIDE), high = load(panel + f * WIDE + LANES);
+    for (int64_t f = 0; f < depth; next += WIDE) {
+        for (int l = 0; l < WIDE; l += LINE) __builtin_prefetch(next + l, 0, 2);
+        for (const int64_t end = std::min(f + tiles, depth); f < end; ++f) {
+            const Lanes low = load(panel + f * WIDE), high = load(panel + f * WIDE + LANES);
 #pragma GCC unroll 16
-        for (int r = 0; r < COUNT; ++r) {
-            const Lanes one = fill(rows[f * COUNT + r]);
-            sums[r][0] += one * low, sums[r][1] += one * high;
+            for (int r = 0; r < COUNT; ++r) {
+                const Lanes one = fill(rows[f * COUNT + r]);
+                sums[r][0] += one * low, sums[r][1] += one * high;
+            }
         }
     }
     for (int r = 0; r < COUNT; ++r) {
@@ -63,20 +74,16 @@ static void multiply(const float *rows, const float *panel, const float *next, i
 }
 
 // The same for any number of rows up to COUNT.
-template <int COUNT> static void turn(int64_t count, const float *rows, int64_t features, int64_t depth, float *turned) {
-    if (count == COUNT) return turn_rows<COUNT>(rows, features, depth, turned);
-    if constexpr (COUNT > 1) turn<COUNT - 1>(count, rows, features, depth, turned);
-}
 template <int COUNT>
-static void tile(int64_t count, const float *rows, const float *panel, const float *next, int64_t depth,
-                 const Target &target) {
-    if (count == COUNT) return multiply<COUNT>(rows, panel, next, depth, target);
-    if constexpr (COUNT > 1) tile<COUNT - 1>(count, rows, panel, next, depth, target);
+static void tile(int64_t count, const float *rows, const float *panel, const float *next, int64_t tiles,
+                 int64_t depth, const Target &target) {
+    if (count == COUNT) return multiply<COUNT>(rows, panel, next, tiles, depth, target);
+    if constexpr (COUNT > 1) tile<COUNT - 1>(count, rows, panel, next, tiles, depth, target);
 }
 
 extern "C" {
 int64_t kvr_panel_outs() { return WIDE; }
-int64_t kvr_panel_room(int64_t threads) { return threads * ROWS * DEPTH; }
+int64_t kvr_panel_room(int64_t threads) { return threads * ROOM; }
 
 // Copy weights (outs, features) to panels (outs / WIDE rounded up, features, WIDE); outputs that are not there are 0.
 void kvr_lay_panels(const float *weights, int64_t outs, int64_t features, float *panels, int64_t threads) {
@@ -111,23 +118,23 @@ void kvr_product_of_panels(const float *panels, const float *bias, int64_t outs,
     const int64_t group = std::max(pieces(panel_count, most), LEAST_PANELS), groups = pieces(panel_count, group);
     std::atomic<int64_t> next{0}, thread{0};
     in_threads(threads, [&] {
-        float *turned = room + thread++ * ROWS * DEPTH;
+        float *turned = room + thread++ * ROOM;
         for (int64_t piece; (piece = next++) < row_pieces * groups;) {
             const int64_t begin = piece / groups * ROWS, end = std::min(begin + ROWS, count);
             const int64_t first = piece % groups * group, last = std::min(first + group, panel_count);
             for (int64_t from = 0; from < features; from += depth) {
                 const int64_t taken = std::min(depth, features - from);
                 for (int64_t r = begin; r < end; r += TILE)
-                    turn<TILE>(std::min<int64_t>(TILE, end - r), rows + r * features + from, features, taken,
-                               turned + (r - begin) * taken);
+                    turn(std::min<int64_t>(TILE, end - r), rows + r * features + from, features, taken,
+                         turned + (r - begin) * taken);
+                const int64_t tiles = pieces(end - begin, TILE), fetched = pieces(taken, tiles);
                 for (int64_t p = first; p < last; ++p) {
                     const float *panel = panels + (p * features + from) * WIDE;
-                    const float *after = p + 1 < last ? panel + features * WIDE : panel;
-                    for (int64_t r = begin; r < end; r += TILE)
-                        tile<TILE>(std::min<int64_t>(TILE, end - r), turned + (r - begin) * taken, panel,
-                                   r == begin ? after : panel, taken,
-                                   {out + r * outs + p * WIDE, outs, outs - p * WIDE, from > 0,
-                                    bias ? bias + p * WIDE : nullptr});
+                    const float *next = p + 1 < last ? panel + features * WIDE : panel;
+                    for (int64_t r = begin; r < end; r += TILE, next += fetched * WIDE)
+                        tile<TILE>(std::min<int64_t>(TILE, end - r), turned + (r - begin) * taken, panel, next, tiles,
+                                   taken, {out + r * outs + p * WIDE, outs, outs - p * WIDE, from > 0,
+                                           bias ? bias + p * WIDE : nullptr});
                 }
             }
         }
