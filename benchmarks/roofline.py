@@ -34,8 +34,9 @@ from kvr_mpi.tuning.compiled_attention import NO_COMPILER, find_compiler, run_co
 from kvr_mpi.tuning.cores import pinned
 
 PRODUCTS, ATTENTION, REST = "products with weights", "attention", "everything else"
-# What a profile calls them; what compiled kernels do has no name there, and belongs to the rest.
+# What a profile calls them.
 WEIGHT_OPERATIONS = {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "mkldnn::_linear_pointwise"}
+WEIGHT_OPERATIONS |= {"panel product", "narrow product"}
 ATTENTION_OPERATIONS = {"aten::bmm", "aten::baddbmm"}
 # They read of their first tensor only what they return.
 GATHERS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}

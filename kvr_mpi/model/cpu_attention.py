@@ -196,7 +196,8 @@ class KernelLibrary:
         rows = _checked(rows, weights.features)
         out = torch.empty(*rows.shape[:-1], outs)
         sizes = outs, weights.features, rows.data_ptr(), _count(rows), out.data_ptr(), torch.get_num_threads()
-        self._multiply[weights.packed.dtype](weights.packed.data_ptr(), weights.scales.data_ptr(), *sizes)
+        with _named("narrow product"):
+            self._multiply[weights.packed.dtype](weights.packed.data_ptr(), weights.scales.data_ptr(), *sizes)
         return out
 
     def lay_panels(self, weight: torch.Tensor) -> torch.Tensor:
@@ -219,7 +220,8 @@ class KernelLibrary:
         rows, threads = _checked(rows, panels.shape[1]), torch.get_num_threads()
         out, room = torch.empty(*rows.shape[:-1], outs), torch.empty(self._panel_room(threads))
         weights = panels.data_ptr(), None if bias is None else bias.data_ptr(), outs, panels.shape[1]
-        self._multiply_panels(*weights, rows.data_ptr(), _count(rows), out.data_ptr(), room.data_ptr(), threads)
+        with _named("panel product"):
+            self._multiply_panels(*weights, rows.data_ptr(), _count(rows), out.data_ptr(), room.data_ptr(), threads)
         return out
 
     def narrow(self, weight: torch.Tensor) -> NarrowWeights | None:

@@ -11,13 +11,17 @@ from benchmarks.roofline import (
     measure_rooflines,
 )
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.cpu_attention import KernelLibrary
+from kvr_mpi.model.kernels import always
+from kvr_mpi.model.products import PANELS, find_products, give_products
 from kvr_mpi.transport.local import LocalTransport
 
 TOKENS = 96
 
 
-def test_every_product_is_counted_once() -> None:
-    loaded = tiny("llama-gqa")
+def test_every_product_is_counted_once(library: KernelLibrary) -> None:
+    loaded = tiny.__wrapped__("llama-gqa")
+    give_products(loaded.model, dict.fromkeys(find_products(loaded.model), always(PANELS)), library)
     prepare_model(loaded.model, chain=True)
     config = loaded.model.config
     (found,) = measure_rooflines(loaded, LocalTransport(), [TOKENS])
