@@ -282,10 +282,11 @@ def error_record(document: Document, reason: str) -> Record:
 
 
 def about_record(document: Document) -> dict[str, str]:
-    """Return the fields of a record that are known before the document runs: its metadata and hash."""
+    """Return the fields of a record that are known before the document runs: its metadata, its hash if it was read."""
     columns = json.dumps(dict(document.passed)) if document.passed else ""
     if document.asked is None:
-        return {"columns": columns, "document_sha256": hashlib.sha256(document.text.encode()).hexdigest()}
+        sha256 = hashlib.sha256(document.text.encode()).hexdigest() if document.error is None else ""
+        return {"columns": columns, "document_sha256": sha256}
     asked = document.asked
     return {
         "document": asked.document,

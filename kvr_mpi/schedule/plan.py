@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -86,9 +87,12 @@ def two_parts(
 
 def describe(plan: Schedule) -> list[str]:
     """Describe a schedule and its alternatives in a few lines."""
-    counts = {length: sum(place.ranks == length for place in plan.placements) for length in plan.chain_lengths}
-    shares = [f"{count} on chains of {length} ranks" for length, count in counts.items() if length > 1]
+    counts = Counter(place.ranks for place in plan.placements if place.tokens)
+    shares = [
+        f"{count} on chains of {length} ranks" for length, count in sorted(counts.items(), reverse=True) if length > 1
+    ]
     shares += [f"{counts[1]} on one rank each"] if 1 in counts else []
+    shares += [f"{errors} only with an error record"] if (errors := len(plan.placements) - counts.total()) else []
     lines = ["documents: " + (", ".join(shares) or "none")]
     if plan.does_not_fit:
         lines[0] += f"; {len(plan.does_not_fit)} do not fit into memory"
