@@ -45,7 +45,7 @@ def test_bad_documents_are_records_and_the_rest_is_done(job: Path, tmp_path: Pat
         "ids.jsonl:1": "id",
         "a\\u202eb": "",
     }
-    assert errors.keys() == expected.keys()
+    assert errors.keys() == expected.keys() and records["latin1.txt"].document_sha256 == ""  # not an empty text's
     assert all(words in errors[name] and errors[name].split()[0] in run.stderr for name, words in expected.items())
     assert "\u202e" not in run.stderr + run.stdout and "6 done, 9 failed" in run.stdout
     assert last_line(run.stderr) == "exit code 65: done; 9 of 15 documents failed (allowed: 0, output.max_failed)"
