@@ -79,7 +79,6 @@ def test_sums_and_a_chain_never_wait_for_each_other(
         assert [tokens for each in found for tokens in each] == [truth] * 6
         assert gpus.faults == [] and gpus.syncs_of_devices == []
         assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
-        assert sum(group.name.startswith("sum") for group in network.groups) == 4, "NCCL's own sums"
     assert words == [0] * len(words) and len(words) == 4 * 3 * len(seeds), "each rank once in each prompt"
 
 
