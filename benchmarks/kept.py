@@ -21,7 +21,8 @@ def choose_kept(compression: Compression, cache: SliceCache, text: Range) -> Ret
     retain = compression.retain(cache.length, text)
     if retain is None or retain.choose is None:
         return None
-    return [retain.choose(layer) for layer in cache.layers]
+    chosen = [retain.choose(layer) for layer in cache.layers]
+    return [None if kept is None else list(kept) for kept in chosen]
 
 
 def keep_only(cache: SliceCache, retained: Sequence[Sequence[torch.Tensor] | None], slack: int) -> None:

@@ -16,6 +16,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport
 
 
@@ -44,6 +45,12 @@ def ready(model: str | LoadedModel, *, chain: bool = True) -> LoadedModel:
 
 def alone(loaded: LoadedModel, ids: Sequence[int], reserve: int = 0) -> Prefill:
     return prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=reserve)
+
+
+def spread(loaded: LoadedModel, ids: Sequence[int], chain: Transport, home: int, reserve: int = 7) -> Prefill:
+    """A prompt whose keys and values stay where they were computed."""
+    partition = Partition.by_ratio(len(ids), [len(ids) % 3 + 1, 1, 5][: chain.size])
+    return prefill_kvr(loaded, ids, partition, chain, reserve_tokens=reserve, is_spread=True, last=home)
 
 
 def other_prompt(tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ after the window, in addition to the budget: after a document, these are the que
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,20 +97,21 @@ class Compression:
             beyond = None if self.profile is None else (self.profile.counts - self.settings.window).clip(0)
             weights *= rule.weigh(each, window[0], len(self.layers), beyond)
         shares = torch.from_numpy(share_budget(weights, each, window[0]))
-        return Retain(window if rule.observes else None, partial(self._choose, window, each, shares))
+        late_layers = rule.late_layers if self.loaded.device.type == "cuda" else 0
+        return Retain(window if rule.observes else None, partial(self._choose, window, each, shares), late_layers)
 
     def _choose(
         self, window: Range, each: int, shares: torch.Tensor, layer: SliceLayer
-    ) -> Sequence[torch.Tensor] | None:
+    ) -> Iterator[torch.Tensor] | None:
         """Choose the tokens that each KV head of a layer keeps: candidates, the window and what follows it."""
         if layer.layer_idx not in self.layers:
             return None
         scores = self._scores(layer, window)
         shares = shares[self.layers.index(layer.layer_idx)]
-        if self.settings.rule.compete is not None:  # then the host waits: it reserves each head's rows
+        if self.settings.rule.compete is not None:
             shares = self.settings.rule.compete(self._of_all_heads(scores), each)
         always = torch.arange(window[0], layer.length, device=scores.device)
-        return [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[slice(*self._own)])]
+        return (torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[slice(*self._own)]))
 
     @property
     def _own(self) -> tuple[int, int]:

@@ -13,6 +13,8 @@ from kvr_mpi.model import ModelShape
 
 # Bytes for each candidate of each KV head: scores, pooled scores, and two sorts with their indices.
 SORTED_BYTES = 96
+# The same for each layer whose tokens are dropped late: the order of its scores.
+ORDER_BYTES = 8
 # Copies of the window's products with all keys that are alive at once in `scores.window_scores`.
 PRODUCTS = 3
 
@@ -23,10 +25,12 @@ class PlannedDrop:
 
     kv_bytes : lower bound of the keys and values that are dropped.
     choosing_bytes : upper bound of the memory for choosing tokens in one layer, and for the retained positions.
+    late_layers : layers that a GPU holds in addition until their tokens are dropped.
     """
 
     kv_bytes: int
     choosing_bytes: int
+    late_layers: int = 0
 
 
 def compressed_layers(shape: ModelShape) -> tuple[int, ...]:
@@ -54,5 +58,7 @@ def planned_drop(
     head_dim, window = max(one.key_dim for one in layers), settings.observed_tokens
     products = 4 * -(-heads // min(one.num_kv_heads for one in layers)) * window * last
     scored = PRODUCTS * products + 4 * head_dim * (last + 4 * heads * window) if window else 0
-    ordered = SORTED_BYTES * max(one.num_kv_heads for one in layers) * group_ranks * last
-    return PlannedDrop(kv_bytes, scored + ordered + positions)
+    late_layers = settings.rule.late_layers
+    candidate_bytes = SORTED_BYTES + ORDER_BYTES * late_layers
+    ordered = candidate_bytes * max(one.num_kv_heads for one in layers) * group_ranks * last
+    return PlannedDrop(kv_bytes, scored + ordered + positions, late_layers)

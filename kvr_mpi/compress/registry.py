@@ -62,6 +62,11 @@ class Method:
         """Whether all heads of all layers keep the same number of tokens."""
         return self.compete is None and self.weigh is None
 
+    @property
+    def late_layers(self) -> int:
+        """Complete layers that a GPU holds whole until the host knows how many tokens each of their heads keeps."""
+        return int(self.compete is not None)
+
 
 def share_budget(weights: Weights, each: int, candidates: int) -> TokenCounts:
     """Divide a budget of `each` tokens per head, on average, over heads by their weights (layers, kv_heads).

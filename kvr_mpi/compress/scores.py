@@ -8,10 +8,13 @@ kvpress; SnapKV's own code repeats keys, and chooses for each query head).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kvr_mpi.compress.registry import SINKS
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.store.writer import copy_to_host, mark_copies
 
 # Neighbouring tokens whose scores are pooled, as in kvpress; odd.
 KERNEL = 5
@@ -53,10 +56,19 @@ def recency_scores(tokens: int, kv_heads: int, device: torch.device) -> torch.Te
     return scores.expand(kv_heads, tokens)
 
 
-def top_tokens(scores: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
+def top_tokens(scores: torch.Tensor, counts: torch.Tensor) -> Iterator[torch.Tensor]:
     """Choose the tokens with each head's highest scores (kv_heads, tokens), as many as its count (kv_heads,).
 
-    Returns each head's positions, ascending, int64.
+    Returns an iterator over each head's positions, ascending, int64. If the counts are on a GPU, its first step waits
+    for them; until then the host can launch other work.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)  # ties: the first token, on every rank
-    return [tokens[:count].sort().values for tokens, count in zip(order, counts.tolist(), strict=True)]
+    on_host, wait = copy_to_host(counts), mark_copies(counts.device)
+
+    def choose() -> Iterator[torch.Tensor]:
+        if wait is not None:
+            wait()
+        for tokens, count in zip(order, on_host.tolist(), strict=True):
+            yield tokens[:count].sort().values
+
+    return choose()

@@ -6,7 +6,7 @@ cache classes. No model code is changed, and the model is not aware of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class SliceCache(RowCache):
         self.dtype, self.device = loaded.dtype, loaded.device
         self.is_decode_rank = transfers is None or route.position == route.decode_position
         keep = retain if retain is not None and self.is_decode_rank else Retain(None)
-        self.window, self._choose = keep.window, keep.choose
+        self.window, self._choose, self._late_layers = keep.window, keep.choose, keep.late_layers
         if self.window is not None:
             _check_window(self.window, route.owned[-1])
         self._reserve_tokens = reserve_tokens
@@ -106,6 +106,7 @@ class SliceCache(RowCache):
         self.clock = Clock(self.device) if transfers is None else transfers.clock
         self._write_layer = write_layer
         self._held: list[Any] = []
+        self._chosen: list[tuple[SliceLayer, Iterable[torch.Tensor] | None]] = []  # complete layers, to be admitted
         self._begun, self._posted = -1, 0
         self.is_alone = transfers is None and not shape.has_states  # models read states before keys
         transport = None if transfers is None else transfers.forwarder.transport
@@ -170,11 +171,14 @@ class SliceCache(RowCache):
                 bounds = self.route.partition.bounds[self.route.position :][:2]
                 self._write_layer(layer.layout.rows_by_token(*bounds) if layer.shape.elements else None)
             if self._admits and layer.shape.elements:
-                kept = None if self._choose is None else self._choose(layer)
+                self._chosen.append((layer, None if self._choose is None else self._choose(layer)))
                 layer.observed = None
-                if kept is not None:
-                    check_retained(kept, layer.shape, layer.layer_idx)
-                self.admit(layer, kept, self._reserve_tokens)
+        while len(self._chosen) > (0 if is_end else self._late_layers):
+            layer, chosen = self._chosen.pop(0)
+            kept = None if chosen is None else list(chosen)
+            if kept is not None:
+                check_retained(kept, layer.shape, layer.layer_idx)
+            self.admit(layer, kept, self._reserve_tokens)
         if is_end:
             return
         for layer in self.layers[self._posted : layer_idx + 1 + self._layers_ahead]:

@@ -7,7 +7,7 @@ function (see ``attention_hook``). `SliceLayer.update` stores this rank's keys a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,12 +305,15 @@ class Retain:
 
     window : tokens that show what the answer will attend to (SnapKV, Li et al. 2024, section 4), in the decode rank's
         last range of tokens; its layers keep their queries (`SliceLayer.observed`). None: no queries are needed.
-    choose : takes a complete layer; returns the positions that each KV head keeps, (tokens,) int64, ascending, or None
-        if the layer keeps everything. None: all layers do.
+    choose : takes a complete layer; returns an iterator over the positions that each KV head keeps, (tokens,) int64,
+        ascending, or None if the layer keeps everything. None: all layers do.
+    late_layers : complete layers that stay whole until later layers are complete, since a GPU computes how many tokens
+        each head keeps, and `choose` waits for it before it yields.
     """
 
     window: Range | None
-    choose: Callable[[SliceLayer], Sequence[torch.Tensor] | None] | None = None
+    choose: Callable[[SliceLayer], Iterable[torch.Tensor] | None] | None = None
+    late_layers: int = 0
 
 
 def attend_ranges(

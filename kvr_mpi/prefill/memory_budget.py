@@ -123,10 +123,10 @@ class Footprint:
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
         if is_spread or not is_decode_rank or (drop is None and not self.admits):
             return needs
-        several = 1 + (LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD)
         is_alone = route.partition.size == 1 and not self.shape.has_states
-        count = 1 if is_alone else min(len(layers), several)
-        in_flight = count * layers[0] * tokens * self.shape.dtype_bytes
+        ahead = 0 if is_alone else LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD
+        late = drop.late_layers if drop is not None and self.admits else 0
+        in_flight = min(len(layers), 1 + ahead + late) * layers[0] * tokens * self.shape.dtype_bytes
         if drop is None:
             return needs + in_flight
         return needs - drop.kv_bytes + in_flight + int(self.heap_share * drop.choosing_bytes)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import prompt
-from rows import alone, batch_of, count_down, finish, ready, run_out_at
+from rows import alone, batch_of, count_down, finish, ready, run_out_at, spread
 from torch.overrides import TorchFunctionMode
 
 from kvr_mpi.compress.placement import place_in_proportion
@@ -19,8 +19,6 @@ from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.errors import AgreementError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
@@ -66,11 +64,6 @@ class Asking:
                 found |= {one.key: one for one in batch.take_finished()}
         prefilled()
         return found | finish(batch)
-
-
-def spread(loaded: LoadedModel, ids: Sequence[int], chain: Transport, home: int) -> Prefill:
-    partition = Partition.by_ratio(len(ids), [len(ids) % 3 + 1, 1, 5][: chain.size])
-    return prefill_kvr(loaded, ids, partition, chain, reserve_tokens=NEW_TOKENS, is_spread=True, last=home)
 
 
 def written(found: Answers) -> dict[int, list[tuple[int, ...]]]:

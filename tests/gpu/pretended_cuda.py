@@ -128,6 +128,7 @@ class Stream:
         gpus.streams[device.index] += 1
         self.after: list[Any] = []  # NCCL's transfers that whatever is launched here next waits for
         self.behind = 0  # kernels of its GPU that whatever is launched here next waits for
+        self.copies: list[list[torch.Tensor]] = []  # to host memory, and what will be there; empty once it is
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -145,6 +146,14 @@ class Stream:
         self.gpus.waits["stream"] += 1
 
 
+def land(copies: list[list[torch.Tensor]]) -> None:
+    """Let copies to host memory, which nobody may read before, be there."""
+    for one in copies:
+        if one:
+            one[0].copy_(one[1])
+            one.clear()
+
+
 class Event:
     """A mark in a stream; passed at once, since what is computed is computed at once."""
 
@@ -152,12 +161,14 @@ class Event:
         self.gpus, self.id, self.has_time = gpus, next(gpus.ids), enable_timing
         self.device: torch.device | None = None
         self.at_s, self.behind = 0.0, 0
+        self.copies: list[list[torch.Tensor]] = []
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.gpus.current_stream()
         if self.device not in (None, stream.device):
             raise RuntimeError(f"an event of {self.device} is recorded on a stream of {stream.device}")
         self.device, self.at_s, self.behind = stream.device, time.perf_counter(), stream.behind
+        self.stream, self.copies = stream, [each for each in stream.copies if each]
         self.gpus.handle(stream.device, "event_record", self.id, stream.id)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -165,15 +176,18 @@ class Event:
         assert self.device is not None, "waits for an event that nobody has recorded"
         self.gpus.handle(self.device, "event_wait", self.id, stream.id)
         stream.behind = max(stream.behind, self.behind)
+        stream.copies += self.copies
 
     def query(self) -> bool:
         if self.device is not None:
             self.gpus.handle(self.device, "event_synchronization", self.id)
+            land(self.copies)
         return True
 
     def synchronize(self) -> None:
+        """Counted as a wait if nothing has been launched since: then the GPU stands still, too."""
         self.query()
-        self.gpus.waits["event"] += 1
+        self.gpus.waits["event"] += self.device is None or self.stream.behind == self.behind
 
     def elapsed_time(self, later: Event) -> float:
         assert self.has_time and later.has_time, "an event without time is asked for it"
@@ -289,6 +303,7 @@ class PretendedCuda:
     def read(self, stream: Stream) -> None:
         """Let the host wait for a stream."""
         self.handle(stream.device, "stream_synchronization", stream.id)
+        land(stream.copies)
 
     # -- tensors
 
@@ -324,8 +339,12 @@ class PretendedCuda:
             self._tell(func, device, args, kwargs, found)
         if any(each.alias_info is None or each.alias_info.is_write for each in func._schema.returns):  # no view
             self.current_stream(device).behind += 1
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], GpuTensor) and args[2:] == (True,):
+            self.current_stream(device).copies.append([args[0], args[0].clone()])
+            args[0].view(torch.uint8).fill_(0xFF)
         is_copy = target.type == "cpu" and not func._schema.name.endswith("copy_")
-        if is_copy or not isinstance(found, (torch.Tensor, tuple, list, type(None))) or _is_sized(func, args):
+        is_read = is_copy and not func._schema.name.endswith("empty")
+        if is_read or not isinstance(found, (torch.Tensor, tuple, list, type(None))) or _is_sized(func, args):
             self.read(self.current_stream(device))  # the host has it
             self.waits[func._schema.name] += 1
         if is_copy:

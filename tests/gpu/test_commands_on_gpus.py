@@ -36,6 +36,7 @@ def launch(run_on_gpus_here: Any, gpus: PretendedCuda) -> Any:
     ("ranks", "settings"),
     [
         (6, ("parallel.ranks_per_chain=3", "output.trace=true")),
+        (4, ("parallel.tensor_parallel=2",)),
         (4, (TOGETHER,)),
         (4, (TOGETHER, "compress.method=snapkv", "compress.budget=16", "compress.window=4")),
     ],
@@ -43,7 +44,7 @@ def launch(run_on_gpus_here: Any, gpus: PretendedCuda) -> Any:
 def test_ranks_are_connected_before_the_first_prompt(
     ranks: int, settings: tuple[str, ...], job: Path, launch: Any
 ) -> None:
-    """The pair that closes a chain's ring, and those that decode together; the answers are one rank's."""
+    """The pair that closes a chain's ring, groups, and ranks that decode together; the answers are one rank's."""
     launch(ranks, job, settings=settings)
     alone = tuple(one for one in settings if one.startswith("compress"))
     launch(1, job, settings=(*alone, f"output.path={job.parent / 'alone'}"))

@@ -11,10 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+import gpu_ranks
 import gpu_steps
 import pytest
+import run_all
 import torch
-from gpu_steps import Given, Outcome, Step, run_all, run_step
+from gpu_steps import Given, Outcome, Step, run_step
 
 SCRIPT = Path(__file__).parent / "run_all.py"
 
@@ -108,9 +110,9 @@ def test_a_step_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(gpu_steps, "run_step", run)
     steps = [Step(name, "", "", limit_s) for name, limit_s in (("short", 40.0), ("long", 300.0))]
-    run_all(steps, Given(), SCRIPT, 100.0)
+    gpu_steps.run_all(steps, Given(), SCRIPT, 100.0)
     assert limits[0] == 40.0 and limits[1] <= 100.0 - gpu_steps.DUMP_S + 0.5
-    (late,) = run_all(steps[:1], Given(), SCRIPT, 0.0)
+    (late,) = gpu_steps.run_all(steps[:1], Given(), SCRIPT, 0.0)
     assert late.status == "absent" and "no time is left" in late.said
 
 
@@ -156,3 +158,22 @@ def work(given):
 run_inside(Step("it", "", "__main__:work"), Given())""",
     )
     assert outcome.figures == {"queries": 5, "attention": "CPU", "calls of attention": "blocks 1"}
+
+
+def test_ranks_over_nccl_are_verified_with_flash_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, with heads of 128, right after attention itself; then in float32."""
+    runs: list[str] = []
+
+    def launch(ranks: int, *words: str, timeout_s: float) -> str:
+        runs.append(" ".join(words))
+        return f"24 of 24 checks passed on {ranks} ranks"
+
+    monkeypatch.setattr(gpu_ranks, "launch", launch)
+    monkeypatch.setattr(gpu_ranks, "nccl_rank_count", lambda given: 2)
+    works = [step.work.partition(":")[2] for step in run_all.STEPS[:5]]
+    assert works == ["look_around", "attention_is_exact", "nccl_is_exact_on_2", "first_token", "decode_together"]
+    gpu_ranks.nccl_is_exact_on_2(Given("a model", str(tmp_path)))
+    half, wide = runs
+    assert "model.dtype=bfloat16" in half and "transport=nccl" in half and "model.dtype=float32" in wide
+    config = json.loads((tmp_path / "wide-heads" / "config.json").read_text())
+    assert config["hidden_size"] // config["num_attention_heads"] == 128

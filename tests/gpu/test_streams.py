@@ -12,12 +12,13 @@ from fake_nccl import Network, run_on_gpus
 from models import prompt, tiny
 from mpi4py import MPI
 from pretended_cuda import Event, OnDevices, PretendedCuda
-from rows import alone, batch_of
+from rows import alone, batch_of, spread
 from test_nccl import on_gpus
 from test_one_gpu import model_of
 
 from kvr_mpi.compress.placement import place_in_proportion
 from kvr_mpi.decode.head_parallel import HeadGroup
+from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.partition import Partition
@@ -50,7 +51,12 @@ class Blind(NcclTransport):
 
 
 def run_chain(
-    gpus: PretendedCuda, network: Network, layers: int, kind: type[NcclTransport] = NcclTransport
+    gpus: PretendedCuda,
+    network: Network,
+    layers: int,
+    kind: type[NcclTransport] = NcclTransport,
+    strategy: str = "kvr",
+    **how: Any,
 ) -> list[float]:
     """Run a prompt on three ranks, the second of which passes on; returns how many kernels a layer has on each."""
     models = on_gpus(gpus, model_of("llama-gqa", layers, torch.float32), 3)
@@ -62,7 +68,8 @@ def run_chain(
             group.forwards.clear()
         ranks.barrier()
         before, chain = stream.behind, kind(ranks._control, ranks._groups, ranks._members)
-        prefill_kvr(models[ranks.rank], prompt(48), Partition.even(48, 3), chain)
+        way = STRATEGIES[strategy]
+        prefill_kvr(models[ranks.rank], prompt(48), way.cut_evenly(48, 3), chain, way, **how)
         return float(stream.behind - before) / layers
 
     return run_on_gpus(3, network, work)
@@ -128,19 +135,23 @@ def test_a_receive_is_posted_a_layer_before_it_is_needed(
         assert (min(later) < kernels[rank]) == is_late
 
 
-def test_more_layers_take_no_more_waits_of_the_host_and_no_more_streams(gpus: PretendedCuda, network: Network) -> None:
+@pytest.mark.parametrize(("strategy", "how"), [("kvr", {}), ("ring", {}), ("kvr", {"is_spread": True})])
+def test_more_layers_take_no_more_waits_of_the_host_and_no_more_streams(
+    strategy: str, how: dict[str, Any], gpus: PretendedCuda, network: Network
+) -> None:
     """What lies in more streams than a GPU has hardware queues (8) may wait for what it does not depend on."""
     gpus.watches, waits = False, []
     for layers in (3, 6):
         gpus.waits.clear(), gpus.streams.clear()
-        run_chain(gpus, network, layers)
+        run_chain(gpus, network, layers, strategy=strategy, **how)
         waits.append(gpus.waits.total())
         assert max(gpus.streams.values()) <= 7
     assert waits[0] == waits[1]
 
 
-def test_a_step_of_shared_heads_waits_as_often_for_many_layers_as_for_few(
-    gpus: PretendedCuda, network: Network
+@pytest.mark.parametrize("by", ["heads", "tokens"])
+def test_a_step_of_ranks_together_waits_as_often_for_many_layers_as_for_few(
+    by: str, gpus: PretendedCuda, network: Network
 ) -> None:
     gpus.watches, waits = False, []
     for layers in (2, 4):
@@ -149,8 +160,12 @@ def test_a_step_of_shared_heads_waits_as_often_for_many_layers_as_for_few(
         def work(ranks: NcclTransport, models: Any = models) -> None:
             mine = models[ranks.rank]
             warm_up(ranks, mine.device, every_pair=True)
-            batch = batch_of(mine, 7, HeadGroup(mine, ranks, place_in_proportion))
-            batch.add(ranks.rank, alone(mine, prompt(20), 7), prompt(20), 0)
+            if by == "heads":
+                batch = batch_of(mine, 7, HeadGroup(mine, ranks, place_in_proportion))
+                batch.add(ranks.rank, alone(mine, prompt(20), 7), prompt(20), 0)
+            else:
+                batch = batch_of(mine, 7, TokenGroup(mine, ranks))
+                batch.add(0, spread(mine, prompt(20), ranks, 1), prompt(20), 0)
             for _ in range(2):  # the first step distributes heads
                 ranks.barrier()
                 gpus.waits.clear()

@@ -23,7 +23,7 @@ from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.setup.job_ranks import join_groups
+from kvr_mpi.setup.job_ranks import _Watch, join_groups
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
@@ -68,6 +68,8 @@ def test_sums_and_a_chain_never_wait_for_each_other(
     seeds: Any, folder: tuple[Path, list[int]], gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, truth = folder
+    words, tell = list[int](), _Watch.tell
+    monkeypatch.setattr(_Watch, "tell", lambda watch, word: (words.append(word), tell(watch, word))[1])
     for number, seed in enumerate(seeds):
         draw = random.Random(seed)
         network = installed(monkeypatch, Network(gpus, pauses=lambda draw=draw: draw.choice((0.0, 0.0, 4e-3))))
@@ -77,6 +79,7 @@ def test_sums_and_a_chain_never_wait_for_each_other(
         assert [tokens for each in found for tokens in each] == [truth] * 6
         assert gpus.faults == [] and gpus.syncs_of_devices == []
         assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
+    assert words == [0] * len(words) and len(words) == 4 * 3 * len(seeds), "each rank once in each prompt"
 
 
 def test_a_rank_that_fails_between_sums_ends_those_of_the_others(gpus: PretendedCuda, network: Network) -> None:

@@ -140,24 +140,36 @@ def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
         Planner(chain_of(1, footprint=footprint, free_bytes=[20]), print).plan(prompt_of(400), 0)
 
 
-def test_what_compression_drops_makes_room_and_is_not_kept() -> None:
+@pytest.mark.parametrize(("dropped", "free"), [(300, 104), (300, 103), (0, 104)])
+def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: int) -> None:
+    """Also for whole slices, where chunks and a ring would need less."""
+    fits = dropped == 300 and free == 104
+
+    def route_bytes(route: Any, drop: PlannedDrop | None = None, **given: Any) -> int:
+        is_whole_chain = len(route.chunks) == 1 and route.in_order
+        return (404 if is_whole_chain or not fits else 104) - (drop.kv_bytes if drop else 0)
+
     footprint = SimpleNamespace(
         activation_bytes=lambda tokens: 0,
-        route_bytes=lambda route, drop=None, **given: 404 - (drop.kv_bytes if drop else 0),
-        takes_chunks=False,
+        route_bytes=route_bytes,
+        takes_chunks=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
-    for drop, free in ((PlannedDrop(300, 0), 104), (PlannedDrop(300, 0), 103), (None, 104)):
-        compression = SimpleNamespace(planned_drop=lambda tokens, text, drop=drop: drop)
-        for size in (1, 2):
-            chain = chain_of(size, footprint=footprint, compression=compression, free_bytes=[free] * size)
-            if drop is not None and free == 104:
-                plan = Planner(chain, print).plan(prompt_of(400), 0)
-                assert plan.kept == {0: 104} and plan.needs is not None and max(plan.needs) == 104
-                assert plan.way is (Way.ALONE if size == 1 else Way.CHAIN)
-                continue
+    drop = PlannedDrop(dropped, 0) if dropped else None
+    compression = SimpleNamespace(planned_drop=lambda tokens, text: drop)
+    table = a_table(contexts=(128, 256, 512))  # by which a chain is faster
+    slow = table.model_copy(update={"rates": replace(COSTS, link_bytes_per_s=1e8)})
+    both = {"strategies": candidates("auto"), "table": slow, "chain_costs": lambda ranks: slow.rates}
+    for size, setup in ((1, {}), (2, {}), (2, both)):
+        chain = chain_of(size, footprint=footprint, compression=compression, free_bytes=[free] * size, **setup)
+        if not fits:
             with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
                 Planner(chain, print).plan(prompt_of(400), 0)
+            continue
+        plan = Planner(chain, print).plan(prompt_of(400), 0)
+        assert plan.kept == {0: 104} and plan.needs is not None and max(plan.needs) == 104
+        assert plan.way is (Way.ALONE if size == 1 else Way.CHAIN) and plan.chunk_tokens is None
+        assert plan.strategy is KVR
 
 
 def test_a_prompt_with_ids_that_the_model_lacks_is_refused() -> None:
