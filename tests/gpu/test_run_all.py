@@ -71,6 +71,7 @@ def test_nccls_recorders_are_asked_when_time_is_up(tmp_path: Path) -> None:
     """A rank that has ended leaves its pipe behind."""
     os.mkfifo(tmp_path / "nccl-1.pipe")
     code = """
+assert os.environ["NCCL_DEBUG"] == "WARN"
 name = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
 os.mkfifo(name)
 reader = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
@@ -110,7 +111,8 @@ def test_a_step_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(gpu_steps, "run_step", run)
     steps = [Step(name, "", "", limit_s) for name, limit_s in (("short", 40.0), ("long", 300.0))]
-    gpu_steps.run_all(steps, Given(), SCRIPT, 100.0)
+    monkeypatch.setattr(gpu_steps, "clocks", lambda: ["1980 MHz"])
+    assert gpu_steps.run_all(steps, Given(), SCRIPT, 100.0)[1].figures == {"gpu 0 after": "1980 MHz"}
     assert limits[0] == 40.0 and limits[1] <= 100.0 - gpu_steps.DUMP_S + 0.5
     (late,) = gpu_steps.run_all(steps[:1], Given(), SCRIPT, 0.0)
     assert late.status == "absent" and "no time is left" in late.said

@@ -71,4 +71,7 @@ def test_a_step_runs_through(step: Step, tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(Absent, match=ABSENT[step.name]):
             work(given)
     else:
-        assert work(given) and torch.get_default_dtype() == torch.float32
+        found = work(given)
+        assert found and torch.get_default_dtype() == torch.float32
+        if step.name == "profiler":
+            assert len(found) == 3 and all("Self CPU" in Path(file).read_text() for file in found.values())
