@@ -110,14 +110,8 @@ def tokenizer(smollm: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A folder with a tiny random Llama and a real tokenizer: starts in no time, answers nonsense."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"), tokenizer)
-
-
-@pytest.fixture(scope="session")
-def small_vocabulary_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """The same with a tokenizer of 4096 tokens, for tests of many jobs: reading a whole one is most of their start."""
-    return save_tiny_model(tmp_path_factory.mktemp("small-vocabulary"), first_tokens(tokenizer, 4096))
+    """A folder with a tiny random Llama and a tokenizer of 4096 tokens: reading a whole one is most of a job's start."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"), first_tokens(tokenizer, 4096))
 
 
 def save_tiny_model(folder: Path, tokenizer: Any) -> Path:
@@ -267,15 +261,10 @@ def run_kvr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A job over five good documents of 20 to 300 tokens, with a tiny model: it runs in seconds.
-
-    In modules with `SMALL_VOCABULARY` it starts twice as fast, and documents have a few tokens more.
-    """
+def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A job over five good documents of 20 to 400 tokens, with a tiny model: it runs in seconds."""
     from made_jobs import TEXT, toml_of
 
-    is_small = getattr(request.module, "SMALL_VOCABULARY", False)
-    model = request.getfixturevalue("small_vocabulary_dir" if is_small else "tiny_model_dir")
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number in range(5):
@@ -283,7 +272,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     (path := tmp_path / "job.toml").write_text(
         toml_of(
             {
-                "model.path": model,
+                "model.path": tiny_model_dir,
                 "model.dtype": "float32",
                 "documents.path": corpus,
                 "prompt.template": "Summarise: {text} Summary:",

@@ -11,7 +11,6 @@ from made_jobs import TEXT, last_line
 
 from kvr_mpi.store.results import open_results
 
-SMALL_VOCABULARY = True
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.status import read_status
 
-SMALL_VOCABULARY = True
 
 
 def test_another_job_is_not_resumed_and_says_so_before_the_model_is_loaded(run_job: Any) -> None:
