@@ -110,7 +110,7 @@ def tokenizer(smollm: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A folder with a tiny random Llama and a tokenizer of 4096 tokens: reading a whole one is most of a job's start."""
+    """A tiny random Llama with a tokenizer of 4096 tokens: reading a whole one is most of a job's start."""
     return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"), first_tokens(tokenizer, 4096))
 
 

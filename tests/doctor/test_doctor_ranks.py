@@ -11,8 +11,7 @@ from made_facts import GPU, MPI, VERSIONS, only, place, statuses
 from kvr_mpi.doctor import devices, folder, ranks
 from kvr_mpi.doctor.facts import DeviceFacts, RankFacts
 from kvr_mpi.doctor.findings import exit_code, fail, number_ranges, ok, to_lines, warn
-from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.mpi import connect, launched_rank
+from kvr_mpi.transport.mpi import connect
 from kvr_mpi.transport.mpi_query import cuda_support, describe_mpi, loaded_libraries
 
 
@@ -106,15 +105,6 @@ def test_versions() -> None:
     assert found.status == "warn" and "4.57.1 is outside <5.24,>=5.23" in found.found
     assert "pip install" in found.remedy
     assert "differs: 4.57.1 on rank 0, 5.23.0 on rank 1" in ranks.check_versions([old, place(1)], {})[1].found
-
-
-def test_a_launch_that_fails_says_what_happened_apart_from_what_to_do() -> None:
-    ranks_by_launcher = {(): 0, (("SLURM_PROCID", "3"),): 3, (("PMI_RANK", "1"), ("SLURM_PROCID", "0")): 1}
-    assert {given: launched_rank(dict(given)) for given in ranks_by_launcher} == ranks_by_launcher
-    with pytest.raises(TransportError) as caught:
-        connect({"SLURM_NTASKS": "8"})
-    assert "8 ranks were intended" in caught.value.found and "srun --mpi=pmi2" in caught.value.remedy
-    assert str(caught.value) == f"{caught.value.found}; {caught.value.remedy}"
 
 
 def test_findings_become_an_exit_code_lines_for_a_terminal_and_json() -> None:

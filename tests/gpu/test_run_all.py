@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import gpu_steps
 import pytest
 import torch
-from gpu_steps import Given, Outcome, Step, run_all, run_step
+from gpu_steps import Outcome, Step, run_step
 
 SCRIPT = Path(__file__).parent / "run_all.py"
 
@@ -40,44 +38,12 @@ def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0) -> Outcome:
     return run_step(Step("it", "", "", timeout_s), [sys.executable, str(program)], tmp_path)
 
 
-START = "subprocess.run([sys.executable, '-c', rank], start_new_session=True)"
-COMMAND = f"run_command([sys.executable, '-c', f'import subprocess, sys; rank = {{rank!r}}; ' + {START!r}], 6.0)"
-
-
-@pytest.mark.parametrize(("start", "limit_s", "status"), [(START, 6.0, "timeout"), (COMMAND, 60.0, "failed")])
-def test_ranks_that_a_step_has_started_show_where_they_stand(
-    start: str, limit_s: float, status: str, tmp_path: Path
-) -> None:
-    """Also if the command that has started them is ended within the step."""
-    lost, file = "def lost(): time.sleep(600)", tmp_path / "pid"
-    begin = f"faulthandler.register(signal.SIGUSR1)\nopen({str(file)!r}, 'w').write(str(os.getpid()))\nlost()"
-    rank = f"import faulthandler, os, signal, time\n{lost}\n{begin}"
-    outcome = _outcome(tmp_path, f"rank = {rank!r}\n{start}", limit_s)
-    assert outcome.status == status and "in lost" in outcome.said
-    wait_for_end_of(int(file.read_text()))
-
-
 def wait_for_end_of(pid: int) -> None:
     state, until = Path(f"/proc/{pid}/status"), time.monotonic() + 30
     with contextlib.suppress(OSError):  # a signal is on its way for a while; then it is gone, or nobody's to bury
         while "State:\tZ" not in state.read_text():
             assert time.monotonic() < until, "it is still running"
             time.sleep(0.05)
-
-
-def test_nccls_recorders_are_asked_when_time_is_up(tmp_path: Path) -> None:
-    """A rank that has ended leaves its pipe behind."""
-    os.mkfifo(tmp_path / "nccl-1.pipe")
-    code = """
-name = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
-os.mkfifo(name)
-reader = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
-while not os.read(reader, 1):
-    time.sleep(0.05)
-open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0", "w").write("the last messages")
-time.sleep(600)"""
-    assert _outcome(tmp_path, code, 12.0).status == "timeout"
-    assert (tmp_path / "nccl-messages-0").read_text() == "the last messages"
 
 
 @pytest.mark.parametrize(
@@ -96,22 +62,6 @@ def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str) ->
     outcome = _outcome(tmp_path, code, limit_s)
     assert outcome.status == status and said in outcome.said
     assert outcome.figures == ({"ms": 1.5, "attention": "CPU"} if status == "ok" else {})
-
-
-def test_a_step_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half an hour is half an hour."""
-    limits: list[float] = []
-
-    def run(step: Step, command: list[str], logs: Path) -> Outcome:
-        limits.append(float(command[command.index("--limit") + 1]))
-        return Outcome(step.name, "ok")
-
-    monkeypatch.setattr(gpu_steps, "run_step", run)
-    steps = [Step(name, "", "", limit_s) for name, limit_s in (("short", 40.0), ("long", 300.0))]
-    run_all(steps, Given(), SCRIPT, 100.0)
-    assert limits[0] == 40.0 and limits[1] <= 100.0 - gpu_steps.DUMP_S + 0.5
-    (late,) = run_all(steps[:1], Given(), SCRIPT, 0.0)
-    assert late.status == "absent" and "no time is left" in late.said
 
 
 def test_the_end_of_an_allocation_ends_a_step_and_leaves_the_report_of_those_before(tmp_path: Path) -> None:
@@ -140,19 +90,3 @@ sys.exit(run_all.main())""")
     steps = json.loads((tmp_path / "gpu-report.json").read_text())["steps"]
     assert [(step["name"], step["figures"]["ms"]) for step in steps] == [("quick", 1.5)]
     wait_for_end_of(int(pid.read_text()))
-
-
-def test_a_step_says_which_attention_it_has_called(tmp_path: Path) -> None:
-    outcome = _outcome(
-        tmp_path,
-        """
-import torch
-from kvr_mpi.kv.attention import AttentionParams, attend
-
-def work(given):
-    rows = torch.zeros(1, 2, 5, 8)
-    return {"queries": attend(rows, rows, rows, AttentionParams(1.0, softcap=2.0)).out.shape[2]}
-
-run_inside(Step("it", "", "__main__:work"), Given())""",
-    )
-    assert outcome.figures == {"queries": 5, "attention": "CPU", "calls of attention": "blocks 1"}

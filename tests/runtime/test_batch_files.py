@@ -12,7 +12,6 @@ from made_jobs import TEXT, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 
-
 GOOD: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "as-the-job": {},

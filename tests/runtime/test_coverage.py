@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-
 TEXT = "The ferry left at seven and the harbour was quiet. "
 
 

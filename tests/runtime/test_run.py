@@ -16,7 +16,6 @@ from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.status import read_status
 
 
-
 def test_another_job_is_not_resumed_and_says_so_before_the_model_is_loaded(run_job: Any) -> None:
     begun, again = ("documents.limit=2", "generation.max_new_tokens=1"), {"to": "out", "words": ["--resume"]}
     run_job(1, *begun, to="out")

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import pytest
 import torch
 from made_jobs import last_line
-from made_runs import new_writer, record
 
 from kvr_mpi import open_results
-from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.store.folder import survey
 from kvr_mpi.store.volumes import key_of
 
 LONGER = "prompt.max_tokens=400"
@@ -27,22 +23,6 @@ def truth(run_job: Any) -> Path:
     """The same job on one rank, which keeps everything."""
     folder: Path = run_job(1, "output.kv=true", LONGER, to="truth").folder
     return folder
-
-
-def test_a_rank_that_stores_its_shard_leaves_the_record_to_another(tmp_path: Path) -> None:
-    """A record of its own would be an error record, which a resumed job would keep if the answer is lost."""
-    rows = torch.ones(3, 1, 4)
-    share: Any = SimpleNamespace(start=1, held_until=4, layers=[None], own_kv=lambda layer: (rows, rows))
-    prompt: Any = SimpleNamespace(ids=(7, 8, 9, 5), text=(0, 4))
-    writer = new_writer(tmp_path)
-    nothing: Any = None
-    setup: Any = SimpleNamespace(
-        spec=SimpleNamespace(output=SimpleNamespace(kv="sharded")), loaded=SimpleNamespace(part=None)
-    )
-    ResultSink(setup, writer, nothing, nothing).write_share(record("a"), share, prompt)
-    writer.close()
-    found = survey(tmp_path)
-    assert not found.records and [list(pieces) for _, pieces in found.volumes.values()] != []
 
 
 def check_only_own(folder: Path) -> None:

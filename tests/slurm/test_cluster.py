@@ -79,6 +79,8 @@ def test_the_demo_on_two_nodes(cluster: Cluster, tmp_path: Path, mpi: str, reque
     settings = [
         f"documents.limit={limit}",
         "generation.max_new_tokens=8",
+        "prompt.max_tokens=400",
+        "prompt.too_long=keep-head",
         "parallel.partition=even",
         f"output.path={tmp_path / 'out'}",
     ]
