@@ -175,13 +175,6 @@ def test_what_a_gpu_cannot_do(second: DeviceFacts, words: str) -> None:
     assert found.status == "warn" and words in found.found and found.remedy
 
 
-def test_gpus_that_can_all_it_takes() -> None:
-    part = replace(ABLE, name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
-    assert "(MIG)" in only(devices.check_abilities([place(0, device=part), place(1, device=part)])).found
-    assert devices.check_abilities([place(0, device=ABLE), place(1, device=ABLE)]) == []
-    assert devices.check_abilities([place(0), place(1)]) == [], "no GPU is another check's"
-
-
 def test_cuda_support() -> None:
     assert cuda_support([], {})[0] is None
     assert cuda_support(["/x/libmpi_cray.so"], {"MPICH_GPU_SUPPORT_ENABLED": "1"})[0] is False

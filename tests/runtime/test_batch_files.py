@@ -107,17 +107,6 @@ def test_completions_are_prompts_as_they_are(batch_of: BatchOf, job: Path, run_j
     assert body["object"] == "text_completion" and body["choices"][0]["text"] == record.answer and body["model"]
 
 
-def test_conversations_and_the_same_words_in_a_template(batch_of: BatchOf, tmp_path: Path, run_job: Any) -> None:
-    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Sum up:\n{TEXT}"}]
-    rows = [{"id": "good", "messages": said}, {"id": "bad", "messages": [{"role": "bot", "content": "x"}]}]
-    found = run_job(2, "documents.format=messages", of=batch_of(*rows), code=EXIT_BAD_DATA).records
-    assert "messages[0].role is 'bot'" in found["bad"].error
-    (tmp_path / "a.txt").write_text(TEXT)
-    same = ("prompt.template=Sum up:\n{text}", "prompt.system=Be brief.", f"documents.path={tmp_path / 'a.txt'}")
-    (other,) = run_job(2, *same).records.values()
-    assert found["good"].token_ids == other.token_ids and found["good"].prompt_sha256 == other.prompt_sha256
-
-
 def test_requests_that_are_read_as_other_rows_are_refused(batch_of: BatchOf, run_job: Any) -> None:
     for kind, said in (
         ("messages", "no list of messages of that name"),

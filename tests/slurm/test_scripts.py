@@ -41,16 +41,6 @@ def test_bash_takes_them(path: Path) -> None:
         assert found.returncode == 0, found.stdout
 
 
-@pytest.mark.parametrize("path", SUBMITTED, ids=lambda path: path.name)
-def test_nothing_is_forced_that_sites_differ_in_and_long_jobs_may_be_queued_again(path: Path) -> None:
-    chosen = directives(path.read_text())
-    forced = {"partition", "account", "mem", "mem-per-cpu", "qos", "constraint", "reservation", "gpus-per-task", "gres"}
-    assert not forced & set(chosen) and chosen["open-mode"] == "append"
-    assert not re.search(r"^\s*module ", path.read_text(), re.MULTILINE)
-    if path.name in ("kvr_prefill.sh", "kvr_array.sh"):
-        assert re.fullmatch(r"B:USR2@\d+", chosen["signal"]) and "requeue" in chosen
-
-
 def test_fill_in_replaces_what_is_there_and_adds_the_rest(tmp_path: Path) -> None:
     before = (FOLDER / SCRIPT).read_text()
     arguments = ["jobs/a b.toml", "--set", "prompt.system=it's $HOME `ls`"]

@@ -235,12 +235,6 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
     assert kernels_of(loaded.model), "it is the wrong results that they were left out for"
 
 
-def test_measurements_that_cannot_be_kept(loaded: Any, gains: Any, tmp_path: Path) -> None:
-    (tmp_path / "kernels").write_text("")
-    said = choose(loaded, tmp_path)
-    assert "are not kept" in said[-1] and "cannot be written" in said[-1] and kernels_of(loaded.model)
-
-
 def test_ranks_of_a_host_take_the_same_ways(
     loaded: Any, chosen: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
