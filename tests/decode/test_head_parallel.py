@@ -19,7 +19,6 @@ from benchmarks.kept import keep_only
 from kvr_mpi.compress.placement import (
     LayerPlacement,
     Piece,
-    assign_rows,
     place_best_effort,
     place_in_proportion,
     place_statically,
@@ -27,7 +26,7 @@ from kvr_mpi.compress.placement import (
 )
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadGroup
-from kvr_mpi.decode.placing import HeadSharing, open_sharing
+from kvr_mpi.decode.placing import open_sharing
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job.spec import DecodeSection
 from kvr_mpi.model import LoadedModel
@@ -206,32 +205,3 @@ def test_ranks_hold_their_share_and_no_more() -> None:
     assert (first, second) == (needs, other_needs)
     loads = np.array([rows, other_rows])
     assert loads.max(0).sum() < 1.25 * loads.mean(0).sum(), "in proportion, and as evenly as documents allow"
-
-
-def test_rows_of_a_copied_head_come_near_its_pieces() -> None:
-    counts = np.random.default_rng(3).integers(1, 400, (12, 4))
-    placed = place_in_proportion([float(load) for load in counts.sum(0)], 3)
-    assert placed.copies
-    owners = assign_rows(placed, counts)
-    for head in range(4):
-        assert set(owners[:, head]) <= {piece.rank for piece in placed.pieces if piece.head == head}
-    found = np.bincount(owners.ravel(), counts.ravel(), 3)
-    assert found.sum() == counts.sum() and abs(found - placed.loads).max() <= 2 * counts.max()
-
-
-@pytest.mark.parametrize(
-    ("placement", "ranks", "efficiency"),
-    [
-        ("static", 2, 0.75),
-        ("static", 4, 0.75),
-        ("best-effort", 2, 0.75),
-        ("equal", 2, 1.0),
-        ("proportional", 4, 1.0),
-    ],
-)
-def test_three_equal_heads_on_ranks_that_do_not_divide_them(placement: Any, ranks: int, efficiency: float) -> None:
-    settings = DecodeSection(mode="head-parallel", placement=placement)
-    found = HeadSharing(settings, layers=2, kv_heads=3)
-    assert found.efficiency(ranks) == pytest.approx(efficiency, abs=1e-3)
-    assert found.placing(ranks)([1.0, 1.0, 1.0], ranks).copies <= ranks - 1
-    assert placement in found.describe(ranks)

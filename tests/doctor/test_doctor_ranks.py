@@ -141,20 +141,6 @@ def test_devices(second: RankFacts, status: str, words: str) -> None:
         assert statuses(devices.check_devices(facts, share_gpu=True)) == ["ok"]
 
 
-@pytest.mark.parametrize(
-    ("device", "status", "words"),
-    [
-        (DeviceFacts(), "ok", "no GPU"),
-        (DeviceFacts(driver=True), "warn", "built without CUDA"),
-        (DeviceFacts(driver=True, built="13.0", visible=""), "warn", "hides"),
-        (DeviceFacts(driver=True, built="13.0", unusable="the driver is too old"), "fail", "the driver is too old"),
-    ],
-)
-def test_no_gpu(device: DeviceFacts, status: str, words: str) -> None:
-    found = only(devices.check_devices([place(0, device=device)]))
-    assert found.status == status and words in found.found
-
-
 ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30)
 
 

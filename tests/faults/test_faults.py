@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import harness
 import pytest
 from harness import make_reference, run_case, write_job, write_questions
 from made_jobs import answers
-from warm import server
 
 # "1-1000" or "3,17".
 SEEDS = os.environ.get("KVR_TEST_SEEDS", "")
@@ -31,11 +29,9 @@ def seeds(text: str) -> list[int]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def start() -> Iterator[None]:
+def start(warm_start: list[str]) -> None:
     """Let ranks be forked from a process that has imported everything."""
-    with server() as starter:
-        harness.starter[:] = starter
-        yield
+    harness.starter[:] = warm_start
 
 
 class Jobs:
@@ -79,8 +75,8 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Jobs:
-    return Jobs(tmp_path_factory.mktemp("faults"), tiny_model_dir)
+def jobs(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("faults"), small_vocabulary_dir)
 
 
 def cases() -> list[Any]:

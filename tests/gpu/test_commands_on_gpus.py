@@ -14,6 +14,8 @@ from pretended_cuda import PretendedCuda
 
 from kvr_mpi.errors import EXIT_OK
 
+SMALL_VOCABULARY = True
+
 PLAIN = ("model.kernels=plain", "generation.max_new_tokens=3")
 TOGETHER = "decode.mode=head-parallel"
 
@@ -35,7 +37,6 @@ def launch(run_on_gpus_here: Any, gpus: PretendedCuda) -> Any:
     ("ranks", "settings"),
     [
         (6, ("parallel.ranks_per_chain=3", "output.trace=true")),
-        (4, (TOGETHER,)),
         (4, (TOGETHER, "compress.method=snapkv", "compress.budget=16", "compress.window=4")),
     ],
 )
@@ -43,14 +44,15 @@ def test_ranks_are_connected_before_the_first_prompt(
     ranks: int, settings: tuple[str, ...], job: Path, launch: Any
 ) -> None:
     """The pair that closes a chain's ring, and those that decode together; the answers are one rank's."""
+    settings = ("documents.limit=3", *settings)
     launch(ranks, job, settings=settings)
-    alone = tuple(one for one in settings if one.startswith("compress"))
+    alone = tuple(one for one in settings if one.startswith(("compress", "documents")))
     launch(1, job, settings=(*alone, f"output.path={job.parent / 'alone'}"))
     assert answers(job.parent / "out") == answers(job.parent / "alone") != {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", ["true", "sharded"])
+@pytest.mark.parametrize("kv", [pytest.param("true", marks=pytest.mark.long), "sharded"])
 def test_stored_documents_are_extended_and_asked(kv: str, job: Path, launch: Any) -> None:
     """Whole, or spread over the ranks."""
     out, keeps = job.parent / "out", f"output.kv={kv}"

@@ -11,6 +11,8 @@ from made_jobs import TEXT, last_line
 
 from kvr_mpi.store.results import open_results
 
+SMALL_VOCABULARY = True
+
 
 @pytest.mark.slow
 def test_bad_documents_are_records_and_the_rest_is_done(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:

@@ -93,13 +93,13 @@ def running(process: subprocess.Popen[str], what: str, timeout_s: float = 300) -
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["one", pytest.param("all", marks=pytest.mark.long)])
 def test_a_signal_to_any_rank_stops_all_in_time(
-    job: Path, of_sentences: Any, tmp_path: Path, mpirun: Any, kvr_run: Path, who: str
+    job: Path, of_sentences: Any, tmp_path: Path, mpirun: Any, warm_start: list[str], kvr_run: Path, who: str
 ) -> None:
     corpus = of_sentences([12] * 40).partition("=")[2]
     text = job.read_text().replace(str(tmp_path / "corpus"), corpus)
     job.write_text(text.replace("= 8", "= 0"))  # so that each is finished when it is prefilled
     launcher = str(Path(sys.executable).parent / "mpirun")
-    command = [launcher, "-n", "2", sys.executable, str(DISTURBED), "slow", str(job), str(tmp_path / "pids")]
+    command = [launcher, "-n", "2", *warm_start, str(DISTURBED), "slow", str(job), str(tmp_path / "pids")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         text = running(process, " d000: ")
         pids = [int(file.name) for file in (tmp_path / "pids").iterdir()]

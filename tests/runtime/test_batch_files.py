@@ -12,6 +12,8 @@ from made_jobs import TEXT, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 
+SMALL_VOCABULARY = True
+
 GOOD: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "as-the-job": {},
@@ -32,11 +34,11 @@ BatchOf = Callable[..., Path]
 
 
 def test_a_batch_file_is_a_job_and_its_responses_lie_beside_the_results(
-    batch_of: BatchOf, tmp_path: Path, tiny_model_dir: Path, run_here: Any, run_kvr: Kvr, monkeypatch: Any
+    batch_of: BatchOf, tmp_path: Path, small_vocabulary_dir: Path, run_here: Any, run_kvr: Kvr, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = batch_of(("b", {}), ("a", {}), ("b", {}), ("c", {"tools": [{}]}), name="asked").with_suffix(".jsonl")
-    words = [file, *with_settings(f"model.path={tiny_model_dir}", "generation.max_new_tokens=4")]
+    words = [file, *with_settings(f"model.path={small_vocabulary_dir}", "generation.max_new_tokens=4")]
     missing = run_here(1, [file])
     assert missing.returncode == EXIT_CONFIG and "model.path: is missing" in missing.stderr
     run = run_here(2, words)
@@ -105,6 +107,17 @@ def test_completions_are_prompts_as_they_are(batch_of: BatchOf, job: Path, run_j
     assert record.prompt_sha256 == other.prompt_sha256 and record.token_ids == other.token_ids[:4]
     body = json.loads(run_kvr("export", ran.folder, "--format", "openai-batch")[1])["response"]["body"]
     assert body["object"] == "text_completion" and body["choices"][0]["text"] == record.answer and body["model"]
+
+
+def test_conversations_and_the_same_words_in_a_template(batch_of: BatchOf, tmp_path: Path, run_job: Any) -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Sum up:\n{TEXT}"}]
+    rows = [{"id": "good", "messages": said}, {"id": "bad", "messages": [{"role": "bot", "content": "x"}]}]
+    found = run_job(2, "documents.format=messages", of=batch_of(*rows), code=EXIT_BAD_DATA).records
+    assert "messages[0].role is 'bot'" in found["bad"].error
+    (tmp_path / "a.txt").write_text(TEXT)
+    same = ("prompt.template=Sum up:\n{text}", "prompt.system=Be brief.", f"documents.path={tmp_path / 'a.txt'}")
+    (other,) = run_job(2, *same).records.values()
+    assert found["good"].token_ids == other.token_ids and found["good"].prompt_sha256 == other.prompt_sha256
 
 
 def test_requests_that_are_read_as_other_rows_are_refused(batch_of: BatchOf, run_job: Any) -> None:

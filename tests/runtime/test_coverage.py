@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+SMALL_VOCABULARY = True
+
 TEXT = "The ferry left at seven and the harbour was quiet. "
 
 

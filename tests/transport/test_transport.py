@@ -18,7 +18,6 @@ from kvr_mpi.transport.base import FixedTag, Request
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.mpi import connect, launched_size
-from kvr_mpi.transport.staging import Staging
 
 PROGRAMS = TESTS / "programs"
 
@@ -130,28 +129,3 @@ def test_memory_and_tags_are_used_again_only_after_what_used_them_is_over(by_nex
         forwarder.wait(passed, through=True)
     assert ended.is_set() and passed.through
     forwarder.close()
-
-
-def test_threads_start_each_staged_transfer_once_and_in_order() -> None:
-    """A second thread asks for progress while the first one is about to start a transfer."""
-    staging, started, inside = Staging(torch.device("cpu"), direct=True), list[int](), threading.Event()
-
-    class Mark:
-        threads = 0
-
-        def query(self) -> bool:
-            self.threads += 1
-            if self.threads == 2:  # unless it waits for the first thread
-                inside.set()
-            if self.threads == 1:
-                other.start()
-                inside.wait(0.5)
-            return True
-
-    def start(data: torch.Tensor) -> Any:
-        started.append(int(data))
-
-    other = threading.Thread(target=staging.progress)
-    staging.start_when(Mark(), start, torch.tensor(1))
-    other.join()
-    assert started == [1]
