@@ -44,9 +44,8 @@ def test_ranks_are_connected_before_the_first_prompt(
     ranks: int, settings: tuple[str, ...], job: Path, launch: Any
 ) -> None:
     """The pair that closes a chain's ring, and those that decode together; the answers are one rank's."""
-    settings = ("documents.limit=3", *settings)
     launch(ranks, job, settings=settings)
-    alone = tuple(one for one in settings if one.startswith(("compress", "documents")))
+    alone = tuple(one for one in settings if one.startswith("compress"))
     launch(1, job, settings=(*alone, f"output.path={job.parent / 'alone'}"))
     assert answers(job.parent / "out") == answers(job.parent / "alone") != {}
 
