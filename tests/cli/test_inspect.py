@@ -76,15 +76,6 @@ def test_inspect_shows_all_answers_and_all_scores(tmp_path: Path, run_kvr: Kvr) 
     assert run_kvr("inspect", path, "s")[1].endswith("\n\n' yes' -12.500, ' no' -11.000\n")
 
 
-def test_inspect_counts_the_answers_that_were_cut_off(tmp_path: Path, run_kvr: Kvr) -> None:
-    reasons = [("length", 8), ("length", 8), ("stop", 3), ("length", 0)]  # the last one was to have no answer
-    records = [Record(f"{n}", "done", finish_reason=why, new_tokens=new) for n, (why, new) in enumerate(reasons)]
-    path = write_run(tmp_path / "run", [*records, Record("e", "error")])
-    assert "2 of 4 answers cut off at generation.max_new_tokens" in run_kvr("inspect", path)[1]
-    whole = write_run(tmp_path / "whole", records[2:])
-    assert "cut off" not in run_kvr("inspect", whole)[1]
-
-
 def test_a_run_without_records_is_told_from_no_run(tmp_path: Path, run_kvr: Kvr) -> None:
     empty, begun, other = (tmp_path / name for name in ("empty", "begun", "other"))
     for folder in (empty, other):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from kvr_mpi.compress.head_profile import counts_from_gates, counts_from_scores, read_profile, similarities
+from kvr_mpi.compress.head_profile import counts_from_gates, counts_from_scores, read_profile
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, DataError
 
 
@@ -74,15 +74,3 @@ def test_a_profile_is_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "bad.tsv").write_text("a\tb\n")
     assert main(["fairkv-placement", str(tmp_path / "none.json")]) == EXIT_CONFIG
     assert main(["fairkv-placement", str(tmp_path / "bad.tsv")]) == EXIT_BAD_DATA
-
-
-def test_only_mean_centred_similarity_tells_whether_the_same_heads_keep_more() -> None:
-    chance = np.random.default_rng(0)
-    heads = 500 + chance.normal(size=(1, 8, 4)) * 50
-    alike = heads + chance.normal(size=(5, 8, 4)) * 5
-    strangers = 500 + chance.normal(size=(5, 8, 4)) * 50
-    for counts, is_alike in ((alike, True), (strangers, False)):
-        raw, centred = similarities(counts)
-        assert len(raw) == len(centred) == 5 and min(raw) > 0.98, "whatever they keep"
-        assert (min(centred) > 0.95) if is_alike else (max(centred) < 0.6)
-    assert similarities(np.full((2, 3, 4), 7.0))[1] == [0.0, 0.0], "no head keeps more than another"

@@ -157,17 +157,6 @@ def test_a_wrong_sum_fails_and_names_the_group() -> None:
     assert any("group 1 (ranks 2-3 on a): data are corrupted" in finding.found for finding in findings)
 
 
-def test_groups_are_compared_with_their_kind() -> None:
-    slow = {"value": {**GOOD["value"], "gigabytes_per_s": 0.5}}
-    found = links.check_sums([GOOD, GOOD, GOOD, slow, slow, slow], [*"aaaabc"], 2)
-    assert statuses(found) == ["ok", "warn", "warn"]
-    assert "group 1 (ranks 2-3 on a): 0.50 GB/s" in found[1].found, "a network is slower than memory"
-    assert "1 group on several hosts" in found[2].found and "group 2 (ranks 4-5 on b, c)" in found[2].found
-    assert "a multiple of 2 ranks on each host" in found[2].remedy
-    found = links.check_sums([GOOD, GOOD, {"error": "TimeoutError: no"}, GOOD], ["a"] * 4, 2)
-    assert statuses(found) == ["ok", "fail"] and "group 1 (ranks 2-3 on a): rank 2: TimeoutError: no" in found[1].found
-
-
 @pytest.mark.parametrize(("ranks", "size"), [(3, 2), (1, 2)])
 def test_ranks_that_groups_do_not_divide_fail(ranks: int, size: int) -> None:
     found = run_local(ranks, lambda world: examine(world, size, "a" * ranks))

@@ -11,8 +11,7 @@ from made_facts import GPU, MPI, VERSIONS, only, place, statuses
 from kvr_mpi.doctor import devices, folder, ranks
 from kvr_mpi.doctor.facts import DeviceFacts, RankFacts
 from kvr_mpi.doctor.findings import exit_code, fail, number_ranges, ok, to_lines, warn
-from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.mpi import connect, launched_rank
+from kvr_mpi.transport.mpi import connect
 from kvr_mpi.transport.mpi_query import cuda_support, describe_mpi, loaded_libraries
 
 
@@ -108,15 +107,6 @@ def test_versions() -> None:
     assert "differs: 4.57.1 on rank 0, 5.23.0 on rank 1" in ranks.check_versions([old, place(1)], {})[1].found
 
 
-def test_a_launch_that_fails_says_what_happened_apart_from_what_to_do() -> None:
-    ranks_by_launcher = {(): 0, (("SLURM_PROCID", "3"),): 3, (("PMI_RANK", "1"), ("SLURM_PROCID", "0")): 1}
-    assert {given: launched_rank(dict(given)) for given in ranks_by_launcher} == ranks_by_launcher
-    with pytest.raises(TransportError) as caught:
-        connect({"SLURM_NTASKS": "8"})
-    assert "8 ranks were intended" in caught.value.found and "srun --mpi=pmi2" in caught.value.remedy
-    assert str(caught.value) == f"{caught.value.found}; {caught.value.remedy}"
-
-
 def test_findings_become_an_exit_code_lines_for_a_terminal_and_json() -> None:
     assert exit_code([ok("links", ""), warn("links", "", "x")]) == 0
     assert exit_code([fail("folder", "", "x")]) == 78
@@ -183,13 +173,6 @@ ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30
 def test_what_a_gpu_cannot_do(second: DeviceFacts, words: str) -> None:
     found = only(devices.check_abilities([place(0, device=ABLE), place(1, device=second)]))
     assert found.status == "warn" and words in found.found and found.remedy
-
-
-def test_gpus_that_can_all_it_takes() -> None:
-    part = replace(ABLE, name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
-    assert "(MIG)" in only(devices.check_abilities([place(0, device=part), place(1, device=part)])).found
-    assert devices.check_abilities([place(0, device=ABLE), place(1, device=ABLE)]) == []
-    assert devices.check_abilities([place(0), place(1)]) == [], "no GPU is another check's"
 
 
 def test_cuda_support() -> None:

@@ -214,17 +214,6 @@ def test_what_fits_is_left_whole_and_what_does_not_is_cut_or_refused(
     assert (prompt.tokens == frame.max_tokens) == (excess >= 0)
 
 
-def test_the_limit_is_exact_with_a_real_tokenizer(tokenizer: Any) -> None:
-    ids = encode_text(tokenizer, long_text(50))
-    roomy = make_frame(tokenizer, "Sum up: {text}", max_prompt_tokens=ROOMY)
-    taken = len(roomy.head) + len(roomy.tail)
-    frame = make_frame(tokenizer, "Sum up: {text}", max_prompt_tokens=taken + len(ids))
-    assert fit_prompt(frame, ids, kept=None).tokens == taken + len(ids)
-    assert make_frame(tokenizer, "Sum up: {text}", max_prompt_tokens=taken + 1).text_budget == 1
-    with pytest.raises(ConfigError, match=f"template alone has {taken} tokens.*can have at most {taken} "):
-        make_frame(tokenizer, "Sum up: {text}", max_prompt_tokens=taken)
-
-
 @pytest.fixture(scope="module")
 def long_ids(tokenizer: Any) -> list[int]:
     return encode_text(tokenizer, long_text(1500))

@@ -15,6 +15,7 @@ from pretended_cuda import PretendedCuda
 from kvr_mpi.errors import EXIT_OK
 
 SMALL_VOCABULARY = True
+
 PLAIN = ("model.kernels=plain", "generation.max_new_tokens=3")
 TOGETHER = "decode.mode=head-parallel"
 
@@ -52,7 +53,7 @@ def test_ranks_are_connected_before_the_first_prompt(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", ["true", "sharded"])
+@pytest.mark.parametrize("kv", [pytest.param("true", marks=pytest.mark.long), "sharded"])
 def test_stored_documents_are_extended_and_asked(kv: str, job: Path, launch: Any) -> None:
     """Whole, or spread over the ranks."""
     out, keeps = job.parent / "out", f"output.kv={kv}"

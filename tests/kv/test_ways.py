@@ -24,7 +24,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, MaskRequest, Visibility
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_whole
+from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import run_local
 
@@ -128,27 +128,6 @@ def test_slices_are_embedded_as_parts_of_a_longer_prompt() -> None:
     loaded, ids = long_rope(), prompt(60)
     truth = single(loaded, ids).logits
     torch.testing.assert_close(chain(loaded, ids, (0, 20, 45, 60)).logits, truth, atol=1e-4, rtol=1e-4)
-
-
-def test_a_prompt_beside_one_without_memory_to_begin_anew_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, new_tokens, calls = replace(long_rope(), tokenizer=Numbers()), 12, 0
-
-    def answers() -> dict[int, tuple[int, ...]]:
-        batch = batch_of(loaded, new_tokens)
-        for tokens in (12, 24):
-            batch.add(tokens, chain(loaded, prompt(tokens), (0, tokens), new_tokens), prompt(tokens), 0)
-        return tokens_of(finish(batch))
-
-    def begin_anew(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise MemoryError("out of memory (on purpose)")
-        return prefill_whole(*args, **options)
-
-    truth = answers()
-    monkeypatch.setattr("kvr_mpi.decode.group.prefill_whole", begin_anew)
-    assert answers() == truth and calls == 2
 
 
 @pytest.mark.parametrize("tokens", [3, 4, 5])

@@ -61,14 +61,6 @@ def test_weights_come_back_to_the_bit_or_are_left_as_they_are(
     assert library.narrow(weight) is None
 
 
-@pytest.mark.parametrize("outs_features", [(16, 48), (15, 64)])
-def test_shapes_and_types_that_cannot_be_kept_in_fewer_bits(
-    library: KernelLibrary, outs_features: tuple[int, int]
-) -> None:
-    for weight in (halves(*outs_features), halves(16, 64).bfloat16(), halves(16, 64).to("meta")):
-        assert library.narrow(weight) is None
-
-
 @pytest.mark.parametrize("make", [halves, multiples, steps])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5])
 def test_signs_of_zero_and_blocks_of_one_number(library: KernelLibrary, make: Any, value: float) -> None:

@@ -85,18 +85,6 @@ def test_copies_are_made_and_read_where_it_is_said(monkeypatch: pytest.MonkeyPat
     assert kernel_bytes(model) == 0 and forwards(model) == 0
 
 
-def test_other_types_and_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.float16))
-    give_products(half, dict.fromkeys(find_products(half), ALWAYS))
-    assert not find_products(half) and kernel_bytes(half) == 0
-    plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    give_products(plain, dict.fromkeys(find_products(plain), ALWAYS))
-    assert kernel_bytes(plain) == 0 and use_kernels(plain, True)
-    rows = torch.randn(3, 8)
-    assert torch.equal(plain(rows), torch.nn.functional.linear(rows, plain[0].weight, plain[0].bias))
-
-
 # Norms that torch computes in one pass, in the place of those of models
 
 

@@ -88,16 +88,6 @@ def test_a_line_for_every_document_with_all_that_matters() -> None:
     assert fast[-1].endswith("done, wall time left 0 s\n")
 
 
-def test_answers_in_progress_have_a_number_and_a_time_and_the_reason_to_stop() -> None:
-    def report(progress: Progress, clock: Clock) -> None:
-        progress.decoding(7, 400, 0.25)
-        progress.decoding(1, 1, 0.25, "stopped by SIGTERM")
-
-    first, last = lines_of(8, 800, report)
-    assert "7 answers, at most 400 more tokens each: up to 1 min 40 s | elapsed" in first
-    assert "] stopped by SIGTERM; generating 1 answer, at most 1 more token each" in last
-
-
 def test_a_split_document_has_no_sum_of_times_that_ran_side_by_side() -> None:
     record = done("book", prompt_tokens=9000, ttft_s=46.0, decode_s=204.41, new_tokens=192, parts=8)
     (line,) = report_lines([(record, 5)], 57)
@@ -145,18 +135,6 @@ def test_no_time_left_is_made_up_from_short_documents_alone() -> None:
     lines = report_lines([(done(f"d{n}"), 1000) for n in range(20)], 1, 9800)
     assert all(line.endswith("left unknown\n") for line in lines[:19]), "many of them are evidence, too"
     assert lines[19].endswith("left 16 min 20 s\n")
-
-
-def test_prompts_that_wait_for_their_answers_are_told_of() -> None:
-    def report(progress: Progress, clock: Clock) -> None:
-        for number in range(8):
-            clock.now += 0.5
-            progress.prefilled(f"d{number}", 900, 1.5, known=745)
-
-    lines = lines_of(3, 3, report, deadline_s=START_S + 600)
-    told = r"prefilled d\d: 900 tokens after 745 known ones in 1\.50 s \| elapsed .* m?s, "
-    told += r"wall time left (9 min 5\d s|10 min)"
-    assert 3 <= len(lines) <= 5 and all(re.search(told, line) for line in lines)
 
 
 @pytest.mark.parametrize("name", ["plain", "[red]x[/red]", "[/b]", "[link=x]", "a\nb", "x" * 300, ":warning:"])
@@ -222,14 +200,6 @@ def test_the_table_shows_each_document_and_counts_them(columns: str | None, monk
     assert "3 done, 1 failed. Results: r.h5" in out
     assert "kvr inspect r.h5 minutes.md\n" in out, "a document with an answer"
     assert "kvr inspect r.h5 bad.txt\n" in show(Record("bad.txt", "error", error="not UTF-8")), "better than none"
-
-
-@pytest.mark.parametrize("count", [0, 1, MAX_ROWS, MAX_ROWS + 1, MAX_ROWS + 25])
-def test_the_table_is_cut_and_says_by_how_much(count: int) -> None:
-    out = show(*(done(f"doc-{n:03d}") for n in range(count)))
-    assert len(re.findall(r"doc-\d+", out.partition("See the results")[0])) == min(count, MAX_ROWS)
-    assert f"{count} done, 0 failed" in out
-    assert (f"... and {count - MAX_ROWS} more" in out) == (count > MAX_ROWS) == ("... and" in out)
 
 
 @pytest.mark.parametrize("name", ["[red]x[/red]", "[/b]", ":warning:", "[link=https://x.org]y", "\\[x]", "x" * 300])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-from benchmarks.plots import log_ticks, plot_bench, token_ticks
+from benchmarks.plots import log_ticks, token_ticks
 from kvr_mpi.report.style import bytes_text, even_token_ticks, nice_ticks, percent_text, plain_number, tokens_text
 
 
@@ -35,22 +32,3 @@ def test_ticks_are_few_round_and_within(high: float) -> None:
     assert [tokens_text(tick) for tick in token_ticks(900, 20_000)] == ["1k", "2k", "4k", "8k", "16k"]
     assert len(token_ticks(64, 1 << 24)) <= 9
     assert [tokens_text(tick) for tick in even_token_ticks(5900)] == ["0", "1k", "2k", "3k", "4k", "5k"]
-
-
-def test_a_plot_says_lengths_seconds_and_its_finding(tmp_path: Path) -> None:
-    rows = [
-        {"strategy": name, "size": 2, "context_tokens": tokens, "ttft_s": ttft, "ttft_min_s": ttft, "ttft_max_s": ttft}
-        for name, factor in (("kvr", 1.0), ("ring", 1.5))
-        for tokens, ttft in ((4096, 5 * factor), (8192, 15 * factor))
-    ]
-    plot_bench(rows, tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
-    plot_bench(rows, tmp_path / "plot.svg")
-    assert drawn == (tmp_path / "plot.svg").read_text()
-    (dark,) = re.findall(r"<style>@media \(prefers-color-scheme: dark\){(.*?)}</style>", drawn)
-    used = set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", drawn.replace(dark, "")))
-    left = [pair for pair in used if f'[style*="{pair[0]}: {pair[1]}"]' not in dark]
-    assert len(used) > 6 and not left, "in the dark, no colour stays as it is"
-    assert all(f">{label}<" in drawn for label in ("4k", "8k", "5", "10", "20"))
-    assert "kvr is fastest at 8k tokens on 2 ranks: 50 % ahead of ring" in drawn
-    assert drawn.index(">ring<") < drawn.index(">kvr<"), "ours in front, and last in the legend"

@@ -18,18 +18,6 @@ from kvr_mpi.errors import EXIT_USAGE
 from kvr_mpi.store.results import open_results
 
 
-def test_each_phase_has_its_line_before_it_begins(
-    tmp_path: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))  # in which nothing is known
-    template = "Here is what somebody wrote down. Read it to its end, and then write a summary of it. " * 3
-    run = run_job(2, "parallel.partition=equal_time", "model.device=cpu", f"prompt.template={template} {{text}}")
-    phases = ["is valid; starting 2 ranks", "loading ", "choosing CPU kernels", "computing the common prefix"]
-    phases += ["measuring the speed", "documents: 5", "exit code 0"]
-    places = [run.log.index(phase) for phase in phases]
-    assert places == sorted(places)
-
-
 def test_quiet_leaves_what_went_wrong_and_verbose_adds_what_was_chosen(
     job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr
 ) -> None:

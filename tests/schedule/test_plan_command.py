@@ -197,7 +197,7 @@ def test_the_second_job_is_forecast_by_the_first_and_a_part_of_one_says_nothing(
 ) -> None:
     monkeypatch.setattr(outcome, "LEAST_S", 0.0)  # these are too short
     monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))
-    for limit, option, jobs, is_forecast in ((9, "--overwrite", 1, False), (3, "--overwrite", 2, True)):
+    for limit, option, jobs, is_forecast in ((4, "--overwrite", 1, False), (3, "--overwrite", 2, True)):
         run = run_here(2, [job, *with_settings(f"documents.limit={limit}"), option])
         (history,) = (tmp_path / "cache" / "jobs").glob("*.json")
         assert run.returncode == 0 and len(json.loads(history.read_text())["jobs"]) == jobs, run.stderr

@@ -79,6 +79,8 @@ def test_the_demo_on_two_nodes(cluster: Cluster, tmp_path: Path, mpi: str, reque
     settings = [
         f"documents.limit={limit}",
         "generation.max_new_tokens=8",
+        "prompt.max_tokens=400",
+        "prompt.too_long=keep-head",
         "parallel.partition=even",
         f"output.path={tmp_path / 'out'}",
     ]
@@ -180,7 +182,7 @@ def test_an_array_is_gathered_when_it_is_over_and_a_cancelled_task_is_named(
 
 
 def test_the_time_limit(cluster: Cluster, long_job: tuple[str, Path]) -> None:
-    """A real one: the job stops in time, is queued again, and completes in as many lives as it takes."""
+    """A real one: the job stops in time, is queued again, and completes."""
     number, folder = long_job
     assert cluster.wait_ended(number, 600) == ("COMPLETED", 0), log_of(folder, number)
     assert int(cluster.show(number)["Restarts"]) >= 1

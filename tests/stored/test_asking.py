@@ -55,7 +55,6 @@ KEPT = ("output.kv=true", "generation.max_new_tokens=3")
 @pytest.mark.parametrize(
     ("name", "ranks", "more"),
     [
-        ("llama-gqa", 1, ()),
         ("llama-gqa", 3, ("parallel.partition=equal_time",)),
         ("mistral-window", 2, ()),
         pytest.param("qwen2-some-windows", 4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.long),
@@ -160,28 +159,26 @@ def test_keys_of_another_model_are_refused(run: Path, tmp_path: Path, ask: Ask, 
         assert not list(asked.folder.glob("*.h5"))
 
 
+REFUSED = {
+    "documents.path=nowhere": "nowhere",
+    "model.dtype=bfloat16": "dtype",
+    "parallel.partition=tables/": "only a question's own tokens are computed",
+    "questions.template=Why?": "{question} 0 times",
+    'questions.documents=["doc-9.txt"]': "'doc-9.txt' is not among the 5 documents",
+    'questions.ask={"a#b"="Why?"}': "named 'a#b'",
+    'questions.ask=[" "]': "expected non-empty text",
+    "questions.ask=[]": "no question",
+    'questions.ask=["Why?", "Who?", "Why? "]': "'q1' and 'q3' are the same question",
+    "questions.ask=/nowhere.txt": "cannot be read",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["documents.path=nowhere"], "nowhere"),
-        (["model.dtype=bfloat16"], "dtype"),
-        (["parallel.partition=tables/"], "only a question's own tokens are computed"),
-        (["questions.template=Why?"], "{question} 0 times"),
-        (['questions.documents=["doc-9.txt"]'], "'doc-9.txt' is not among the 5 documents"),
-        (['questions.ask={"a#b"="Why?"}'], "named 'a#b'"),
-        (['questions.ask=[" "]'], "expected non-empty text"),
-        (["questions.ask=[]"], "no question"),
-        (['questions.ask=["Why?", "Who?", "Why? "]'], "'q1' and 'q3' are the same question"),
-        (["questions.ask=/nowhere.txt"], "cannot be read"),
-    ],
-)
-def test_what_does_not_go_with_questions_is_refused_before_anything_is_loaded(
-    run: Path, ask: Ask, settings: list[str], words: str
-) -> None:
-    asked = ask(run, *settings, code=65 if words == "nowhere" else 78)
-    assert words in asked.log and not list(asked.folder.glob("*.h5"))
-    assert last_line(asked.log).startswith("exit code")
+def test_what_does_not_go_with_questions_is_refused_before_anything_is_loaded(run: Path, ask: Ask) -> None:
+    for setting, words in REFUSED.items():
+        asked = ask(run, setting, code=65 if words == "nowhere" else 78)
+        assert words in asked.log and not list(asked.folder.glob("*.h5")), setting
+        assert last_line(asked.log).startswith("exit code"), setting
 
 
 def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(run: Path, tmp_path: Path, ask: Ask) -> None:

@@ -16,9 +16,7 @@ MORE = "And then the harbour master wrote a second letter, which nobody answered
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "more"), [(1, ()), (3, ("parallel.partition=equal_time",)), (2, ("parallel.strategy=ring",))]
-)
+@pytest.mark.parametrize(("ranks", "more"), [(3, ("parallel.partition=equal_time",)), (2, ("parallel.strategy=ring",))])
 def test_answers_are_the_same_and_only_the_rest_is_computed(
     tmp_path: Path, run_job: Any, ranks: int, more: tuple[str, ...]
 ) -> None:

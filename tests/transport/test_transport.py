@@ -12,6 +12,7 @@ from models import prompt, tiny
 from promises import keep_counts, keep_promises
 
 from kvr_mpi.errors import TransportError
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport.base import FixedTag, Request
@@ -80,7 +81,7 @@ def test_ranks_whose_mpi_allows_no_threads_are_refused(mpirun: Any) -> None:
 @pytest.mark.parametrize("most", [407, 200])
 def test_tags_are_those_of_no_other_message_or_refused(most: int) -> None:
     """Three layers in 48 segments of a token each."""
-    used: set[int] = set()
+    used, loaded = set[int](), tiny("llama-gqa")
 
     class FewTags(LocalTransport):
         tag_ub = most
@@ -91,8 +92,9 @@ def test_tags_are_those_of_no_other_message_or_refused(most: int) -> None:
 
     def work(rank: LocalTransport) -> None:
         chain = FewTags(rank._hub, rank.rank)
-        prefill_kvr(tiny("llama-gqa"), prompt(48), Partition.even(48, 2), chain, chunk_tokens=1)
+        prefill_kvr(loaded, prompt(48), Partition.even(48, 2), chain, chunk_tokens=1)
 
+    prepare_model(loaded.model, chain=True)
     if most == 200:
         with pytest.raises(TransportError, match="3 layers in 48 segments need message tags up to .*allows 200"):
             run_local(2, work)

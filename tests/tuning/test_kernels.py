@@ -13,12 +13,11 @@ import torch
 from chains import chain, single
 from models import prompt, tiny
 
-from kvr_mpi.model.kernels import BOUNDS, PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of, way_for
+from kvr_mpi.model.kernels import PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of
 from kvr_mpi.model.narrow_product import NARROW
 from kvr_mpi.model.products import MULTIPLY, PANELS, PREPACKED, Product, find_products, give_products
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Detail
-from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import kernels
 from kvr_mpi.tuning.kernels import choose_kernels, choose_ways
@@ -235,12 +234,6 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
     assert kernels_of(loaded.model), "it is the wrong results that they were left out for"
 
 
-def test_measurements_that_cannot_be_kept(loaded: Any, gains: Any, tmp_path: Path) -> None:
-    (tmp_path / "kernels").write_text("")
-    said = choose(loaded, tmp_path)
-    assert "are not kept" in said[-1] and "cannot be written" in said[-1] and kernels_of(loaded.model)
-
-
 def test_ranks_of_a_host_take_the_same_ways(
     loaded: Any, chosen: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,20 +253,3 @@ def test_ranks_of_a_host_take_the_same_ways(
     monkeypatch.setattr(kernels, "_read", lambda *where: read(*where) if next(seen) else None)
     run_local(2, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
     assert len(chosen) == 5 and chosen[-1] == chosen[-2]
-
-
-@pytest.mark.parametrize(("word", "is_used"), [("measured", True), ("plain", False)])
-def test_a_job_says_whether_they_are_used(
-    loaded: Any, tiny_model_dir: Path, gains: Any, tmp_path: Path, word: str, is_used: bool
-) -> None:
-    options = {"dtype": "float32", "device": "cpu", "offline": True, "cache_dir": tmp_path}
-    found = load_on_all(LocalTransport(), str(tiny_model_dir), kernels=word, say=print, **options)
-    assert bool(kernels_of(found.model)) == is_used
-
-
-def test_rows_between_those_measured_go_the_nearer_way() -> None:
-    ways = tuple(str(count) for count in ROWS)
-    assert [way_for(ways, count) for count in ROWS] == list(ways)
-    for bound, few, many in zip(BOUNDS, ways, ways[1:], strict=False):
-        assert (way_for(ways, bound - 1), way_for(ways, bound)) == (few, many)
-    assert way_for(ways, 100_000) == ways[-1]
