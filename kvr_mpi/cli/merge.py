@@ -30,7 +30,7 @@ def merge(folders: tuple[Path, ...], output: Path | None, overwrite: bool, share
 
     Every record, and all keys and values, are read and verified. Not possible while a job is writing to DIR. Several
     DIRs, or a folder of such folders (the shares of an array), need -o. If shares or documents are missing, they are
-    listed, and the exit code is 65; without -o nothing is merged then.
+    listed, the exit code is 65, and without -o nothing is merged.
     """
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError

@@ -70,7 +70,7 @@ ENOUGH = 1.2
     "with its results in OUTPUT/share-I-of-N. A last job merges all results into OUTPUT/all.h5, even if some "
     "shares fail, verifies every checksum, and reports what is missing.",
 )
-@click.option("--print", "show", is_flag=True, help="Print the script and exit; sbatch --test-only accepts it as well.")
+@click.option("--print", "show", is_flag=True, help="Print the script and exit; sbatch --test-only can check it.")
 def sbatch(
     words: tuple[str, ...],
     settings: tuple[str, ...],

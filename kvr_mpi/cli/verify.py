@@ -34,7 +34,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     mpirun -n 4 kvr verify --set model.path=/models/mine --set model.dtype=bfloat16
 
     JOB names the model and the transport; without it, a small model in float32 is used.
-    The exit code is 0 only if all of them agree.
+    The exit code is 0 only if all strategies agree.
     """  # noqa: D301
     from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.cli.launch import guarded

@@ -43,14 +43,14 @@ class GenerationSection(Strict):
     max_new_tokens: Annotated[int, Field(ge=0), AS_TOKENS] = Field(
         128, description="maximum length of an answer; 0: prefill only"
     )
-    stop: list[NonEmpty] = Field([], description="the answer ends before the first of these strings")
+    stop: list[NonEmpty] = Field([], description="end the answer before the first of these strings")
     seed: int = Field(0, ge=0, description="seed for sampling; each document has its own random numbers")
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="number of answers to each prompt, sampled from one prefill")
     logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_TOP_LOGPROBS,
-        description="store the log-probability of every answer token, and of this many most likely ones at its "
+        description="store the log-probability of every answer token, and of this many most likely tokens at each "
         "position",
     )
     json_schema: str | None = Field(

@@ -54,7 +54,7 @@ class DocumentsSection(Strict):
     encoding: str = Field(
         "utf-8", description="encoding of text files, such as latin-1 (any that Python knows); rows are always UTF-8"
     )
-    limit: int | None = Field(None, ge=1, description="process only this many documents, the first ones")
+    limit: int | None = Field(None, ge=1, description="process only this many documents, from the first")
     order: Literal["longest", "shortest", "given"] = Field(
         "longest",
         description="which documents come first: longest, so that the job ends soonest; shortest, so that answers "
@@ -119,7 +119,7 @@ class PromptSection(Strict):
     )
     min_coverage: Annotated[float, Field(ge=0, le=1), AS_SHARE] = Field(
         0.0,
-        description="minimum fraction of a document that its answer must have seen; below, it becomes an error",
+        description="minimum fraction of a document that must be read; an answer from less becomes an error record",
     )
     overlap_tokens: Annotated[int, Field(ge=0), AS_TOKENS] = Field(
         0, description="split: tokens of text that each part repeats from the previous one"
@@ -161,7 +161,8 @@ class ParallelSection(Strict):
     partition: str = Field(
         EQUAL_TIME,
         min_length=1,
-        description="slices of equal_time or even length, or from a table that kvr search wrote, or a folder of tables",
+        description="equal_time: slices that take the same time; even: slices of the same length; PATH: a table from "
+        "kvr search, or a folder of tables",
     )
     chunk_tokens: ChunkTokens = Field(
         "auto",
@@ -204,8 +205,8 @@ class CacheSection(Strict):
 
     kind: Literal["whole", "rolling", "streaming-llm"] = Field(
         "whole",
-        description="whole: all tokens; rolling: the last ones, exact with windows; streaming-llm: and the first four, "
-        "inexact",
+        description="whole: all tokens; rolling: the last ones, exact if the model has windows; streaming-llm: the "
+        "first four and the last ones, inexact",
     )
     tokens: Annotated[int, Field(ge=5), AS_TOKENS] = Field(
         448, description="rolling: number of earlier tokens that the first token of a step can attend to"
@@ -233,7 +234,8 @@ class DecodeSection(Strict):
     )
     placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
         "proportional",
-        description="how heads are assigned to ranks: in order; by the number of tokens they keep; also with copies",
+        description="how heads are assigned to ranks; static: in order; best-effort: by the tokens they keep; equal, "
+        "proportional: also with copies",
     )
 
     @model_validator(mode="after")

@@ -10,18 +10,17 @@
                      split text, of the prompt that combines its parts
     document_sha256, prompt_sha256
     prompt_tokens    length of the prompt
-    computed_tokens  of them, those that were computed; the keys and values of
-                     the others existed already
-    text_tokens      of the document's text in the prompt
-    dropped_tokens   of the text, cut off from a prompt that was too long
+    computed_tokens  tokens of the prompt that were computed; the keys and values
+                     of the others existed already
+    text_tokens      tokens of the document's text in the prompt
+    dropped_tokens   tokens of the text that were cut, since the prompt was too long
     new_tokens, finish_reason, strategy, parts, finished_at
     ttft_s, prefill_tokens_per_s, wait_s, decode_s
-    rank_s           seconds of all ranks: its prefill, and its share of the
-                     steps it was decoded in
-    joules           its share of the run's energy, by rank_s; only where that
-                     could be read
+    rank_s           seconds of all ranks: its prefill, and its share of its
+                     decode steps
+    joules           its share of the run's energy, by rank_s; only if measured
     compression      method and settings; empty: nothing was dropped
-    retained_tokens, retained_bytes    what compression has kept
+    retained_tokens, retained_bytes    what compression kept
     cache            of a rolling cache: what it held, and whether that is
                      exact
     kernels          hardware, dtype and kernels that the answer may depend
