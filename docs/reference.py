@@ -44,7 +44,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "
         "or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores",
-        "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM; 0: ask the hub",
+        "HF_HUB_OFFLINE": "1: use only local files of models, the default under SLURM; 0: ask the hub",
         "SLURM_JOB_END_TIME": "time when the job must end (Unix time), unless `--time-limit` is given; set by "
         "SLURM or the job script",
         "CUDA_MODULE_LOADING": "`EAGER` unless set otherwise, so that no kernel is loaded while a transfer waits",
@@ -63,7 +63,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_MAX_REQUEUES": "how often a job that was stopped early is requeued; default: 20",
         "KVR_LOCAL": "local folder on each node for what ranks compile and convert; default: `SLURM_TMPDIR`, `TMPDIR` "
         "or `/tmp`",
-        "KVR_SLURM_DIR": "folder of the scripts; default: from SLURM",
+        "KVR_SLURM_DIR": "folder of the scripts; default: that of the script submitted to SLURM",
     },
     "libraries": {
         "HF_HOME": "cache for models from the hub; download them on a login node",
