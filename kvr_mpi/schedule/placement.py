@@ -105,7 +105,7 @@ def schedule(
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
     A chain longer than a document's memory requires must have a parallel efficiency of at least `min_efficiency`,
-    unless the batch would then end more than 2 % later, or later than with chains of one fixed length.
+    unless the batch would end more than 2 % later without it, or later than with chains of one fixed length.
 
     documents : unique ids and tokens, in the order in which a chain takes them; a document of 0 tokens is only an error
         record and takes no time.
