@@ -25,7 +25,7 @@ LOG_NAME = re.compile(r"log-([0-9]{4,})(?:-([0-9]{4,}))?\.jsonl", re.ASCII)
 VOLUME_NAME = re.compile(r"kv-([0-9]{4,})-([0-9]{4,})-([0-9]{5,})\.h5", re.ASCII)
 LOCK_NAME = re.compile(r"\.lock-([0-9]{6,})", re.ASCII)
 RANK_FILE_NAME = re.compile(r"([0-9]{4,})-([0-9]{4,})\.json", re.ASCII)
-# Descriptions of what is not a regular file.
+# Names of file types that are not regular files.
 KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",
@@ -67,13 +67,13 @@ def rank_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; an `OSError` unless it is regular: pipes could block, and devices could be endless."""
+    """Open a regular file for reading; raise `OSError` for others: pipes could block, devices could be endless."""
     _check_regular(os.stat(path).st_mode, path)  # opening a device may already have effects
     return os.fdopen(_checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), path), "rb")
 
 
 def read_regular(path: Path, limit_bytes: int) -> bytes:
-    """Read a regular file; an `OSError` also if it is larger than the limit."""
+    """Read a regular file; raise `OSError` if it is another kind of file, or larger than the limit."""
     with open_regular(path) as stream:
         data = stream.read(limit_bytes + 1)
     if len(data) > limit_bytes:

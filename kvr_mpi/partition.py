@@ -78,8 +78,8 @@ class Partition:
     def with_last_from(self, token: int, known: int = 0) -> Partition:
         """Move the start of the last slice back to `token` if it is later; others shrink as little as possible.
 
-        The first `known` tokens are not computed; the first slice ends after them. A `PartitionError` if the tokens
-        before `token` do not suffice for the other slices.
+        The first `known` tokens are not computed; the first slice ends after them. Raises `PartitionError` if
+        there are too few tokens before `token` for the other slices.
         """
         if token - known < self.size - 1:
             raise PartitionError(

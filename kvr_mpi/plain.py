@@ -64,9 +64,9 @@ class Strict(BaseModel):
 
 
 def read_plain(kind: type[T], given: bytes | Mapping[str, Any]) -> T:
-    """Read an object from JSON, parsed or not; no value is converted, and unknown keys are ignored.
+    """Read an object from JSON text or a mapping; values are not converted, and unknown keys are ignored.
 
-    A `ValueError` names what is not JSON, is missing, has the wrong type, or is out of range.
+    Raises `ValueError`, which names the value that is not JSON, is missing, has the wrong type, or is out of range.
     """
     text = given if isinstance(given, bytes) else json.dumps(given).encode()
     try:

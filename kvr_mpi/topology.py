@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A job's ranks as chains of equal length; a `ConfigError` if such a layout is impossible.
+    """A job's ranks as chains of equal length; raises `ConfigError` if such a layout is impossible.
 
     ranks : of the job.
     ranks_per_chain : if it does not divide the ranks, the last ranks are in no chain.

@@ -19,7 +19,7 @@ ASK = "Summarise this document in one paragraph. Keep names, dates and numbers."
 TEXT = "{text}"
 # Number of documents to read, to list those that cannot be processed.
 LOOKED_AT = 200
-# Number of documents of the proposed trial, apart from those that cannot be read.
+# Number of readable documents in the proposed trial.
 TRIED = 2
 
 JOB = """\

@@ -83,7 +83,7 @@ def plan(
     kvr plan jobs/summarize.toml --ranks 64 --hardware h200
     kvr plan --tokens 64k --model "Llama 3.1 8B" --hardware h200 --ranks 8
 
-    With --tokens, it shows the seconds to the first token on up to that many ranks.
+    With --tokens, it shows the seconds to the first token on 1 to --ranks ranks.
 
     With parallel.ranks_per_chain = "auto", a job follows such a plan, with costs measured on its own ranks. With
     parallel.tensor_parallel = n, the plan is for groups of n ranks, and all chains have the same length.

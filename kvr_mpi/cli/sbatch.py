@@ -217,7 +217,7 @@ def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
 
 
 def _read_defaults(given: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """Read what a site and a user set for all jobs, and print what is used.
+    """Read the defaults of the site and the user, and print those that are used.
 
     Parameters
     ----------

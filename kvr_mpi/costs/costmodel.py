@@ -97,7 +97,7 @@ def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: b
 
 
 def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: float = 1.0) -> list[float]:
-    """Slice lengths for which all ranks compute equally long, without transfers (`equal_time`).
+    """Slice lengths for which all ranks compute for the same time, without transfers (`equal_time`).
 
     A `token_weight` below 1 makes later slices shorter than with equal time; above 1, longer.
     """
@@ -178,7 +178,7 @@ def ttft_star(single_s: float, ranks: int) -> float:
 
 
 def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
-    """Lower bound for any split: computation divided equally, and no waiting.
+    """Lower bound for any split: computation is divided equally, and no rank waits.
 
     The paper's TTFT(p) (section 5, Fig. 8 d): KV-Runahead without any communication. In a chain the last layer does not
     count, since ranks before the last compute only keys and values there.

@@ -19,7 +19,7 @@ from kvr_mpi.plain import Strict, explain
 
 MAX_FILE_BYTES = 1 << 20
 
-# Limits that include every machine, and prevent overflows in forecasts.
+# Limits within which every machine lies; they prevent overflows in forecasts.
 Positive = Annotated[float, Field(ge=1, le=1e24)]
 NotNegative = Annotated[float, Field(ge=0, le=1e6)]
 

@@ -34,7 +34,7 @@ class Rates:
 
 
 def equal_time(tokens: float, rates: Sequence[Rates], share: float = 0.5) -> list[float]:
-    """Return slice lengths for which every rank computes equally long; fast for a thousand ranks.
+    """Return slice lengths for which all ranks compute for the same time; fast for a thousand ranks.
 
     Solves c_i (a_i + b_i (P_i + share c_i)) = t for slice lengths c_i that add up to the prompt, with P_i tokens before
     slice i: later ranks attend to a longer prefix and get shorter slices. The sum of the lengths grows with t by a

@@ -41,7 +41,7 @@ class Entry:
 
     sha256 : hash of its text and of the other used fields of its row (`Document.sha256`).
     file, place : number of its file, and its position there (see ``files.stream_rows``).
-    error : why it cannot be processed; then its text is empty.
+    error : why it cannot be processed; its text is empty if there is one.
     """
 
     id: str

@@ -166,7 +166,7 @@ def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, row) from row `start` on, unused fields as None; `ValueError` if it is no Parquet file."""
+    """Yield (number, row) from row `start` on, unused fields as None; raise `ValueError` for other files."""
     try:
         import pyarrow.lib
         import pyarrow.parquet

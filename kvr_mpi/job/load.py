@@ -155,7 +155,7 @@ def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, t
 
 
 def break_lines(text: str) -> str:
-    r"""Replace ``\n`` by a line break, which is what it means to somebody who types it in a shell."""
+    r"""Replace ``\n`` by a line break, as a user who types it in a shell expects."""
     return text.replace(r"\n", "\n")
 
 

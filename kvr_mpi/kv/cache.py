@@ -154,7 +154,7 @@ class SliceCache(RowCache):
     def advance(self, layer_idx: int) -> None:
         """Begin a layer: finish those before it, release the ones that are sent, and post receives.
 
-        To begin the layer after the last one is to finish all.
+        Beginning the layer after the last one finishes all layers.
         """
         if layer_idx <= self._begun:
             return

@@ -62,7 +62,7 @@ class FusedFunction:
 
 
 class FusedForward:
-    """The forward of a module with a fused function in it; a `Kernel`."""
+    """A `Kernel` that runs a module's forward with a fused function in it."""
 
     slot, nbytes, ways = FORWARD_SLOT, 0, (*always(PLAIN)[1:], "fused")
 

@@ -180,7 +180,7 @@ def load_outline(
 ) -> LoadedModel:
     """Load configuration and tokenizer, and make the model on ``meta``; parameters and errors as for `load_model`.
 
-    The model has no weights, is in bfloat16, and is only planned with. `dtype` and `fingerprint` are those of the model
+    The model has no weights, is in bfloat16, and only serves to plan. `dtype` and `fingerprint` are those of the model
     that `load_model` returns.
     """
     source, options = locate(path, offline, trust_remote_code, cache_dir)

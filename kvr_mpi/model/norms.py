@@ -16,7 +16,7 @@ TRIAL_ROWS = 16
 
 
 class FusedNorm:
-    """torch's fused norm with a module's weight; a `Kernel`."""
+    """A `Kernel` that runs torch's fused norm with a module's weight."""
 
     slot, nbytes, ways = FORWARD_SLOT, 0, always("fused")
 

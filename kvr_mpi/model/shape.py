@@ -170,7 +170,7 @@ def on_meta() -> Iterator[None]:
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of a model's cache argument; a `ModelError` if it does not support transformers' caches."""
+    """Return the name of a model's cache argument; raise `ModelError` if it does not support transformers' caches."""
     parameters = inspect.signature(model.forward).parameters
     for name in CACHE_ARGUMENTS:
         if name in parameters:

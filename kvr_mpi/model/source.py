@@ -59,8 +59,8 @@ class ModelSource:
 def find_model(path: str) -> ModelSource:
     """Interpret a job's ``model.path``, without reading or downloading anything.
 
-    It is a folder, a ``.gguf`` file, ``package:NAME/FILE`` (a file inside an installed Python package, which is located
-    but not imported), or an id on the Hugging Face hub; otherwise a `ModelError`.
+    A path is a folder, a ``.gguf`` file, ``package:NAME/FILE`` (a file inside an installed Python package, which is
+    located but not imported), or an id on the Hugging Face hub. Raises `ModelError` for others.
     """
     text = path
     if path.startswith(PACKAGE):

@@ -67,7 +67,7 @@ def ring(
 ) -> Route:
     """Pass segments around a zigzag ring: rank r owns the r-th stretch from the front and the r-th from the back.
 
-    All ranks compute equally much in every step, without tuning; every segment crosses all links but one. Segments are
+    Ranks compute the same amount in every step, without tuning; every segment crosses all links but one. Segments are
     forwarded as they arrive. A rank attends to both stretches of another rank in one step, in the order of arrival: for
     an earlier rank, all queries attend to its near stretch; for a later rank, the far stretch's queries attend to both.
 

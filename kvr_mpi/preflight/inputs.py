@@ -60,7 +60,7 @@ def check_prompts(spec: JobSpec) -> None:
 
 
 def identity_of(spec: JobSpec) -> dict[str, Any]:
-    """Return the settings on which answers depend, apart from the model."""
+    """Return the settings on which answers depend, without the model's."""
     identity: dict[str, Any] = {
         "prompt": spec.prompt.model_dump(),
         "generation": spec.generation.model_dump(),

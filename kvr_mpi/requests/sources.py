@@ -45,7 +45,7 @@ class PromptConfig:
     frame, reduce_frame : the prompt around a document's text, and around the answers about its parts.
     max_new_tokens : maximum tokens of an answer.
     questions : frames by prompt name, if there are several prompts about each document.
-    shares_beginning : whether prompts about a document may share the prefill of what they have in common.
+    shares_beginning : whether prompts about a document may share the prefill of their common beginning.
     generation : settings that apply only to final answers.
     score_column : field of a document's row with the continuations to score, if there is one.
     seed : the job's seed for sampling.

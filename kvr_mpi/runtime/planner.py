@@ -277,7 +277,7 @@ class Planner:
         return self._chosen[key]
 
     def _forecast(self, tokens: int, known: int) -> list[float]:
-        """Predict each strategy's seconds for a prompt of about `tokens` tokens, the first `known` of which exist.
+        """Predict each strategy's seconds for a prompt of about `tokens` tokens; the first `known` are not computed.
 
         The length is limited to the range of the lookup table, if there is one.
         """

@@ -37,7 +37,7 @@ class StoredDocument:
 
     bytes : size of all keys and values.
     compression : method and settings of its compression; empty: all tokens are stored.
-    is_askable : False if the run did not store what questions need; `error` names what is missing.
+    is_askable : False if the run lacks the keys and values that questions need; `error` names what is missing.
     """
 
     id: str

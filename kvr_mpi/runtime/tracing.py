@@ -89,7 +89,7 @@ class Trace:
         self._record(prefill)
 
     def end_row(self, prefills: Sequence[Prefill], began_s: float) -> None:
-        """Record the times of packed prompts, once for each forward pass; `began_s` is of `time.perf_counter`."""
+        """Record the times of packed prompts, once per forward pass; `began_s` is a value of `time.perf_counter`."""
         # Not the sum of `Prefill.seconds`: the first prompt's includes the shared prefix, which is counted already.
         self.tally.busy_s += time.perf_counter() - began_s
         for _, same_pass in itertools.groupby(prefills, lambda prefill: prefill.began_s):

@@ -89,7 +89,7 @@ class Forecast:
     chunks : maps (tokens, ranks) to the chunk size that fits, None for whole slices; None if memory is unknown.
     rolling : the rolling cache of prompts, each on one rank; None: whole caches.
     more : tokens after the text in further prompts that continue the document's keys and values.
-    apart : number of further prompts that begin differently, and so prefill the document again.
+    apart : number of further prompts that begin differently, so the document is prefilled again for each.
     """
 
     source: str

@@ -165,7 +165,7 @@ def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks:
 
 
 def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
-    """Explain what a document needs that fits on no chain."""
+    """Explain what a document that fits on no chain would need."""
     enough = next((more for more in (ranks << power for power in range(1, 11)) if fits(tokens, more)), None)
     advice = f"start {enough} ranks" if enough else "more ranks do not help: it needs more memory on each rank"
     return f"{tokens} tokens do not fit into the memory of a chain of up to {counted(ranks, 'rank')}; {advice}"

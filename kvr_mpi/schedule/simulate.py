@@ -102,7 +102,7 @@ def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
     Raises
     ------
     ConfigError
-        If `model` is neither; lists the shapes.
+        If `model` is neither; the message lists the shapes.
     """
     try:
         return named_workload(model)

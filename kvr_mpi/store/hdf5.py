@@ -31,7 +31,7 @@ CLASSES: dict[type, tuple[int, Any]] = {str: (h5py.h5t.STRING, None), int: (h5py
 # Maximum size of a chunk or attribute, so that a hostile file cannot exhaust the memory.
 LARGEST_BYTES = 64 << 20
 Bits = np.ndarray[Any, Any]
-# Types that keys and values have.
+# Types of keys and values.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

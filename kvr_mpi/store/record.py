@@ -242,7 +242,7 @@ def read_head(line: bytes) -> RecordHead:
 
 
 Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
-# What a line may have in a field of each type; null stands for minus infinity in an array, else for NaN.
+# Values that a line may have in a field of each type; null stands for minus infinity in an array, else for NaN.
 STORED: dict[str, Any] = {
     "str": str,
     "int": Whole,

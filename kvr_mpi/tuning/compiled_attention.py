@@ -120,7 +120,7 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def run_compiler(compiler: str, sources: Sequence[Path], made: Path, limit_s: float = LIMIT_S) -> str:
-    """Run a compiler in its own session; return its error, or an empty string; `TimeoutError` after `limit_s`."""
+    """Run a compiler in its own session; return its error, or an empty string; raise `TimeoutError` after `limit_s`."""
     words = compiler.split()  # CXX may contain options, such as another -march
     names_march = any(word.startswith("-march=") for word in words)
     options = [each for each in OPTIONS if not (names_march and each.startswith("-march="))]
@@ -201,7 +201,7 @@ def _try(library: KernelLibrary) -> None:
 
 @torch.inference_mode()
 def _try_products(library: KernelLibrary) -> None:
-    """Compare products with float64, and narrowed weights with what they were made of, as in `_try`."""
+    """Compare products with float64, and narrowed weights with their originals, as in `_try`."""
     draw = torch.Generator().manual_seed(0)
     scales = torch.randn(TRIED_OUTS, 3, 2, generator=draw)
     scales[..., 0] = scales[..., 0].abs().half().float()

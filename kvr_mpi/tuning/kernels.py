@@ -263,7 +263,7 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
 
 
 def _with_one_layout(gains: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-    """Omit all `LAYOUTS` of weights but the one that is faster with the most rows that were measured."""
+    """Keep only one of the `LAYOUTS` of weights: the one that is faster at the largest measured number of rows."""
     layouts = [way for way in LAYOUTS if way in gains]
     best = max(layouts, key=lambda way: [gains[way][at] for at in reversed(range(len(ROWS)))], default=None)
     return {way: row for way, row in gains.items() if way == best or way not in layouts}

@@ -54,7 +54,7 @@ def describe_range(table: Table) -> str:
 
 
 def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) -> dict[Path, Table]:
-    """Load the tables that fit what is known about these ranks, from a table or a folder of tables.
+    """Load the tables that fit these ranks, as far as they are known, from a table or a folder of tables.
 
     A `ConfigError` lists the differences if no table fits.
 
@@ -71,7 +71,7 @@ def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) ->
 
 
 def find_table(path: Path, here: Key) -> Table:
-    """Load the only table that fits these ranks; a `ConfigError` if none fits, or several do."""
+    """Load the only table that fits these ranks; raise `ConfigError` if none fits, or several do."""
     fitting = find_tables(path, {name: getattr(here, name) for name in ("model", "dtype", "device", "ranks")})
     if len(fitting) > 1:
         names = ", ".join(file.name for file in fitting)

@@ -70,7 +70,7 @@ def undisturbed_seconds(busy_s: float, layer_times_s: Sequence[float], kinds: Se
 
     busy_s : time without waiting.
     layer_times_s : when each layer's keys were computed, on a clock that stops while the rank waits.
-    kinds : kind of each layer; layers of a kind take equally long. Empty: all layers are alike.
+    kinds : kind of each layer; layers of a kind take the same time. Empty: all layers are alike.
     """
     steps: dict[str, list[float]] = defaultdict(list)
     for layer, (before, after) in enumerate(pairwise(layer_times_s)):

@@ -141,7 +141,7 @@ def _in_deviations(busy: Array, chains: Array) -> Array:
 
 
 def _misses(start: Costs, observations: Sequence[Observation], theta: Array) -> Array:
-    """Residuals in standard deviations: runs x (ranks, and the chain)."""
+    """Residuals in standard deviations, for each run: one per rank, and one for the chain."""
     rates, drifts = np.split(theta, [RATES + observations[0].partition.size])
     busy, chains = _logs(_scaled(start, rates), observations)
     seen_busy = np.log([np.maximum(seen.busy_s, 1e-9) for seen in observations])

@@ -136,7 +136,7 @@ def file_name(key: Key) -> str:
 
 
 def load_table(path: Path) -> Table:
-    """Read a table; a `ConfigError` if there is none, a `DataError` if it is damaged, too large or something else."""
+    """Read a table; raise `ConfigError` if there is none, `DataError` if it is damaged, too large or not a table."""
     hint = "create it again with kvr search"
     if not path.is_file():
         raise ConfigError(f"table {str(path)!r}: no such file (looked for {path.absolute()}); {hint}")
@@ -151,7 +151,7 @@ def load_table(path: Path) -> Table:
 
 
 def save_table(table: Table, path: Path) -> None:
-    """Write a table atomically; an `OutputError` if it cannot be written."""
+    """Write a table atomically; raise `OutputError` if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as stream:
@@ -171,7 +171,7 @@ def holds_tables(path: Path) -> bool:
 
 
 def load_tables(path: Path) -> dict[Path, Table]:
-    """Read one table, or all tables in a folder, by file; a `ConfigError` if there is none."""
+    """Read one table, or all tables in a folder, by file; raise `ConfigError` if there is none."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files or not files[0].exists():
         what = "no *.json in this folder" if path.is_dir() else "no such file or folder"
