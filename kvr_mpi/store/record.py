@@ -10,10 +10,10 @@
                      split text, of the prompt that combines its parts
     document_sha256, prompt_sha256
     prompt_tokens    length of the prompt
-    computed_tokens  tokens of the prompt that were computed; the keys and values
-                     of the others existed already
+    computed_tokens  tokens of the prompt that were computed; the others' keys
+                     and values existed already
     text_tokens      tokens of the document's text in the prompt
-    dropped_tokens   tokens of the text that were cut, since the prompt was too long
+    dropped_tokens   tokens of the text cut from a prompt that was too long
     new_tokens, finish_reason, strategy, parts, finished_at
     ttft_s, prefill_tokens_per_s, wait_s, decode_s
     rank_s           seconds of all ranks: its prefill, and its share of its
