@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def find_shipped(folder: str, name: str) -> Path:
-    """Find a shipped file, in a checkout or where pip installed it; `ConfigError` if it is not there."""
+    """Find a shipped file, in a checkout or where pip installed it; raise `ConfigError` if it is not there."""
     from importlib import metadata
 
     import kvr_mpi

@@ -184,7 +184,7 @@ def sbatch(
 
 
 def scripts_folder() -> Path:
-    """Find the folder of the job scripts; `ConfigError` if they cannot be found."""
+    """Find the folder of the job scripts; raise `ConfigError` if they cannot be found."""
     from kvr_mpi.cli.files import find_shipped
 
     return find_shipped("slurm", SCRIPT).parent

@@ -102,7 +102,7 @@ def read_profile(
 
 
 def similarities(counts: Counts) -> tuple[list[float], list[float]]:
-    """Compare counts (documents, layers, kv_heads) with the mean of the others: raw and mean-centred cosines.
+    """Return cosines of each document's counts (layers, kv_heads) with the others' mean, raw and mean-centred.
 
     FairKV's Table 1 has raw cosines. These are always near 1, since all counts are positive; mean-centred cosines show
     whether the same heads keep more. There must be two documents or more.

@@ -95,8 +95,8 @@ def profiles() -> list[str]:
 def load_hardware(name_or_path: str) -> Hardware:
     """Read a shipped profile or a file.
 
-    A `ConfigError`, which lists the profiles, if there is neither; a `DataError` if the file is damaged, or a rate is
-    missing, negative or not finite.
+    Raises `ConfigError`, which lists the profiles, if there is neither, and `DataError` if the file is damaged, or a
+    rate is missing, negative or not finite.
     """
     path = find_hardware(name_or_path)
     if path is None:
@@ -113,7 +113,7 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 
 def find_hardware(name_or_path: str) -> Path | None:
-    """Return the path of a file or folder, None for a shipped profile; `ConfigError` if there is neither."""
+    """Return the path of a file or folder, None for a shipped profile; raise `ConfigError` if there is neither."""
     path, shipped = Path(name_or_path), profiles()
     if name_or_path.lower() in shipped:
         return None

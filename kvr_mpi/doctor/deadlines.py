@@ -31,7 +31,7 @@ class SilentError(TransportError):
 
 
 def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep: bool = False) -> None:
-    """Wait for a transfer, spinning (exact to the microsecond) or sleeping; `SilentError` if it takes too long."""
+    """Wait for a transfer, spinning (to the microsecond) or sleeping; raise `SilentError` if it takes too long."""
     began = time.monotonic()
     while not request.test():
         waited_s = time.monotonic() - began
@@ -79,7 +79,7 @@ def gather_tried(transport: Transport, work: Callable[[], Any], timeout_s: float
 
 
 def within(timeout_s: float, work: Callable[[], T], what: str) -> T:
-    """Call a function that may never return, such as access to a dead file system; `TimeoutError` after a while."""
+    """Call a function that may never return, such as on a dead file system; raise `TimeoutError` after a while."""
     results: list[T] = []
     errors: list[BaseException] = []
 

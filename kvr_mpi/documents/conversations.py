@@ -1,4 +1,4 @@
-"""Conversations to token ids: the model's chat template, with messages tokenised separately.
+"""Converts conversations to token ids by the model's chat template; messages are tokenised separately.
 
 Messages cannot inject the model's control tokens, as for a document's text (``prompts``): the template is rendered with
 placeholders, and each message is tokenised as plain text. Some templates depend on the content, so the result is

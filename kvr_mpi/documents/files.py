@@ -156,7 +156,7 @@ def is_table(file: Path) -> bool:
 
 
 def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the first rows of a table that are readable; `CorpusError` if the package for its format is missing."""
+    """Read a table's first readable rows; raise `CorpusError` if the package for its format is missing."""
     found: list[Any] = []
     with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):
         for _, row in islice(read_rows(file, RowFormat(columns=tuple(fields))), SAMPLE_ROWS):

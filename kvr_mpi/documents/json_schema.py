@@ -25,7 +25,7 @@ MISSING = "answers by a JSON schema need llguidance; `pip install llguidance`"
 
 
 def read_schema(value: str) -> str:
-    """Return a schema as one line of text, given the schema or the name of its file; `ValueError` if it is not one."""
+    """Return a schema, or the one in a file of this name, as one line of text; raise `ValueError` if it is none."""
     where, text = "the schema", value
     if not value.lstrip().startswith("{"):
         where = repr(value)
@@ -44,7 +44,7 @@ def read_schema(value: str) -> str:
 
 
 def one_line(schema: Any, where: str) -> str:
-    """Return a schema as one line of text; `ValueError` if it is recognisably none (`grammar_of` checks it fully)."""
+    """Return a schema as one line of text; raise `ValueError` if it clearly is none (`grammar_of` checks fully)."""
     if not isinstance(schema, dict) or KEYWORDS.isdisjoint(schema):
         raise ValueError(
             f"{where} is not a JSON schema: {json.dumps(schema)[:60]}; expected an object with at least one of "

@@ -77,7 +77,7 @@ class Frame:
         return (self.head, self.head_gaps) == (other.head, other.head_gaps)
 
     def filled(self, tokenizer: Any, columns: Mapping[str, str]) -> Frame:
-        """Insert the fields of a document's row, tokenised one by one; `DocumentError` if no text would fit."""
+        """Insert the fields of a document's row, tokenised one by one; raise `DocumentError` if no text would fit."""
         if not self.head_gaps and not self.tail_gaps:
             return self
         head, tail = (
@@ -196,7 +196,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> PromptText:
-    """Make a document's prompt, cut to the part `kept`; `DocumentError` if it is too long and `kept` is None."""
+    """Make a document's prompt, cut to the part `kept`; raise `DocumentError` if it is too long and `kept` is None."""
     excess = len(text_ids) - frame.text_budget
     if excess <= 0:
         return frame.around(text_ids)
@@ -275,7 +275,7 @@ def _fill(ids: Sequence[int], fields: Sequence[tuple[int, Sequence[int]]]) -> tu
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """Render the model's chat template up to the start of its next message; `ValueError` if it rejects the messages."""
+    """Render the chat template up to the model's next message; raise `ValueError` if it rejects the messages."""
     from jinja2 import TemplateError
 
     try:

@@ -101,7 +101,7 @@ def parse_answer_id(answer: str) -> tuple[str, str]:
 
 
 def words_after(template: str, question: str) -> str:
-    """Insert a question into the text after the document; `ConfigError` if it lacks ``{question}`` or has it twice."""
+    """Insert a question into the text after the document; raise `ConfigError` unless it has ``{question}`` once."""
     if template.count(QUESTION) != 1:
         raise ConfigError(
             f"questions.template {template[:60]!r} contains {QUESTION} {template.count(QUESTION)} times; expected "

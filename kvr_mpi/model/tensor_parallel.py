@@ -167,7 +167,7 @@ def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
 def part_of(config: Any, rank: int, size: int) -> Part:
     """Return a rank's part of a model.
 
-    A `ConfigError` if the heads cannot be divided over so many ranks, a `ModelError` if the architecture cannot be.
+    Raises `ConfigError` if the heads cannot be divided over so many ranks, `ModelError` if the architecture cannot be.
     """
     name = type(config).__name__.removesuffix("Config")
     if why := why_no_plan(config):

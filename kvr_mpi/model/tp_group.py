@@ -129,7 +129,7 @@ class TensorParallelGroup:
         return BAD_DATA if isinstance(error, DataError) else FAILED
 
     def _meet(self, word: int) -> None:
-        """Exchange status words with the other ranks; raise an error if another failed in another way than this one."""
+        """Exchange status words with the other ranks; raise an error if another rank failed differently."""
         words = list(self._tell(word))
         self._all_know = {*words} != {GOES_ON}
         failures = {*words} - {GOES_ON, word}
@@ -155,7 +155,7 @@ def guarded(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]
 
 @contextmanager
 def alone(tp_group: TensorParallelGroup | None) -> Iterator[None]:
-    """Use this rank's part, if it is in a group, as a separate model within the block, without all-reduces."""
+    """Within the block, use this rank's part, if it is in a group, as a separate model without all-reduces."""
     if tp_group is not None:
         tp_group.is_alone = True
     try:

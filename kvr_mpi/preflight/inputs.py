@@ -23,7 +23,7 @@ def templates_of(spec: JobSpec) -> dict[str, str]:
 
 
 def parse_templates(spec: JobSpec) -> list[Template]:
-    """Parse all templates of a job; `ConfigError` if one of them is invalid."""
+    """Parse all templates of a job; raise `ConfigError` if one of them is invalid."""
     return [parse_template(template, key) for key, template in templates_of(spec).items()]
 
 

@@ -195,7 +195,7 @@ def find_history(cache_dir: Path, fingerprint: str, dtype: str, ranks: int) -> H
 
 
 def keep(file: Path, history: History) -> None:
-    """Write a history; `OSError` if that fails."""
+    """Write a history; raise `OSError` if that fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as stream:
         stream.write(history.model_dump_json().encode())

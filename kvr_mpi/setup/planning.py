@@ -149,7 +149,7 @@ class PlannedJob:
 
 
 def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) -> PlannedJob:
-    """Read a job's corpus, and plan the job for a number of ranks; `ConfigError` if the speed of a rank is unknown."""
+    """Read a job's corpus, and plan the job for some ranks; raise `ConfigError` if the speed of a rank is unknown."""
     parse_templates(spec)
     check_tensor_parallel(spec)
     check_system(spec.prompt.system)
@@ -190,7 +190,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
 
 
 def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
-    """Plan each share of a job's corpus for the same number of ranks; `ConfigError` if a share would be empty."""
+    """Plan each share of a job's corpus for the same number of ranks; raise `ConfigError` if a share would be empty."""
     if len(made.texts) < count:
         raise ConfigError(
             f"{count} shares of {counted(len(made.texts), 'document')}: some shares would be empty; choose "

@@ -80,7 +80,7 @@ def prepare(
     *,
     loaded: LoadedModel | None = None,
 ) -> JobSetup:
-    """Prepare a job's model; every rank calls this. `ConfigError` if model and settings are incompatible.
+    """Prepare a job's model; every rank calls this. Raises `ConfigError` if the settings do not suit the model.
 
     chain : the ranks that share this chain's prompts, one from each tensor-parallel group.
     say : logs a line; called only on rank 0 of the job.

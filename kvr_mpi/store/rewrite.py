@@ -125,7 +125,7 @@ def merge_runs(paths: Sequence[Path], target: Path) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def rewriting(result: Path) -> Iterator[Path]:
-    """Yield the name of a file that will replace `result` (`replaced`); `OutputError` if it cannot be written."""
+    """Yield the name of a file that will replace `result` (`replaced`); raise `OutputError` if it cannot be written."""
     try:
         with replaced(result) as part:
             try:

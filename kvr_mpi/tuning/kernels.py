@@ -119,7 +119,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
 
 
 def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
-    """Fuse functions and norms of models on GPUs, a function on all ranks or on none; every rank calls this."""
+    """On GPUs, fuse a model's functions and norms, each on all ranks or on none; every rank calls this."""
     fused: dict[torch.nn.Module, FusedForward] = {}
     if loaded.device.type == "cuda":
         ids = loaded.shape.sample_ids(min(TRIAL_TOKENS, loaded.shape.max_tokens or TRIAL_TOKENS))
