@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     type=click.Choice(["jsonl", "csv", "parquet", "openai-batch"]),
     default="jsonl",
     show_default=True,
-    help="Output format; csv: answers, errors, finish_reason and the fields that the job requested; other formats: "
-    "all fields; openai-batch: responses to the requests of a job with documents.format = 'openai-batch'.",
+    help="Output format; csv: answers, errors, finish_reason, coverage and the fields that the job requested; other "
+    "formats: all fields; openai-batch: responses to the requests of a job with documents.format = 'openai-batch'.",
 )
 @click.option(
     "-o",

@@ -51,7 +51,7 @@ class Scene:
     gpus: Sequence[int | None]
 
     def measure(self, work: Callable[[torch.device], object]) -> list[dict[str, Any]]:
-        """Measure something on every rank; return every rank's result on rank 0."""
+        """Run a measurement on every rank; return all results on rank 0."""
         meet(self.transport, self.request.patience_s)
         gpu = self.gpus[self.transport.rank]
         device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)

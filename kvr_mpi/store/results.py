@@ -417,7 +417,7 @@ def _look(path: Path, verify: bool) -> Survey:
 
 
 def _add(joined: Results, share: Results) -> None:
-    """Add a share's documents to the others'; none may be in two shares."""
+    """Add the documents of a share; no document may be in two shares."""
     check_same_job(joined.paths[0], joined.header, share.paths[0], share.header)
     if twice := share.places.keys() & joined.places.keys():
         name = min(twice)
