@@ -29,6 +29,8 @@ CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size")
 # Names of the longest context in configurations: most models, MPT, Whisper.
 LONGEST = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+# Shapes found before, by class and configuration: a plan asks for the same one several times.
+_SHAPES: dict[tuple[type, str], ModelShape] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,14 @@ def shape_of(model: Any, dtype: torch.dtype) -> ModelShape:
     model : on ``meta`` in bfloat16, the only dtype in which all operations (also grouped experts) have a meta kernel.
     dtype : of keys and values.
     """
+    key = type(model), model.config.to_json_string(use_diff=False)
+    if key not in _SHAPES:
+        _SHAPES[key] = _find_shape(model)
+    return replace(_SHAPES[key], dtype_bytes=dtype.itemsize)
+
+
+def _find_shape(model: Any) -> ModelShape:
+    """Find a model's shape with one byte for each key and value."""
     architecture, text = type(model).__name__, model.config.get_text_config()
     cache, seen, why_whole = _probe(model)
     layers = [_layer_shape(layer, architecture) for layer in cache.layers]
@@ -215,7 +225,7 @@ def shape_of(model: Any, dtype: torch.dtype) -> ModelShape:
         hidden_size=text.hidden_size,
         vocab_size=min(size for name in VOCABULARIES if (size := getattr(text, name, None))),
         max_tokens=longest if longest is None or padding_id is None else longest - padding_id - 1,
-        dtype_bytes=dtype.itemsize,
+        dtype_bytes=1,
         why_single=_why_single(model, cache.layers, seen),
         why_whole=why_whole,
         padding_id=padding_id,

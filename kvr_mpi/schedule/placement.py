@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,8 @@ Order = Literal["longest", "shortest", "given"]
 
 # Factor by which a batch may end later than possible, in exchange for efficient chains.
 LATER = 1.02
+# Ranks that a document which fits on none would need are looked for up to this power of two times those of the job.
+MOST_DOUBLINGS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,8 @@ def schedule(
     by_id = sorted(documents)
     times = tabulate_times([tokens for _, tokens in by_id], lengths, seconds, fits)
     possible = [row < NEVER for row in times.min(axis=1, initial=NEVER).tolist()]
-    does_not_fit = tuple(
-        (name, tokens, _misfit(tokens, ranks, fits))
-        for (name, tokens), fine in zip(by_id, possible, strict=True)
-        if not fine
-    )
+    reasons = _explain_misfits({by_id[row][1] for row, fine in enumerate(possible) if not fine}, ranks, fits)
+    does_not_fit = tuple((name, tokens, reasons[tokens]) for name, tokens in by_id if tokens in reasons)
     by_id = [document for document, fine in zip(by_id, possible, strict=True) if fine]
     times = times[possible]
     fixed = fixed_plans(by_id, times, lengths, ranks)
@@ -164,11 +163,19 @@ def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks:
     return _Choice(soonest, times, shares, min_efficiency, later=thrifty.makespan / soonest.makespan)
 
 
-def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
-    """Explain what a document that fits on no chain would need."""
-    enough = next((more for more in (ranks << power for power in range(1, 11)) if fits(tokens, more)), None)
-    advice = f"start {enough} ranks" if enough else "more ranks do not help: it needs more memory on each rank"
-    return f"{tokens} tokens do not fit into the memory of a chain of up to {counted(ranks, 'rank')}; {advice}"
+def _explain_misfits(lengths: Iterable[int], ranks: int, fits: Fits) -> dict[int, str]:
+    """Explain what documents of these lengths, which fit on no chain, would need."""
+    reasons, power = dict[int, str](), 1
+    for tokens in sorted(lengths):  # a longer document needs at least as many ranks
+        while power <= MOST_DOUBLINGS and not fits(tokens, ranks << power):
+            power += 1
+        helps = power <= MOST_DOUBLINGS
+        advice = (
+            f"start {ranks << power} ranks" if helps else "more ranks do not help: it needs more memory on each rank"
+        )
+        chain = f"a chain of up to {counted(ranks, 'rank')}"
+        reasons[tokens] = f"{tokens} tokens do not fit into the memory of {chain}; {advice}"
+    return reasons
 
 
 def _lay_out(
