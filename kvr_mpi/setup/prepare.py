@@ -232,7 +232,9 @@ def _conversion(path: str, cache_dir: Path) -> str:
     source = find_model(path)
     if source.gguf_file is None or converted_folder(source, cache_dir).is_dir():
         return ""
-    return f", which is converted to safetensors first, once: a few seconds for small models (kept in {cache_dir})"
+    return (
+        f", which is converted to safetensors first, once: up to half a minute for small models (kept in {cache_dir})"
+    )
 
 
 def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:

@@ -283,9 +283,11 @@ def _check_job(
             _check_corpus(folder, stored.corpus, corpus)
         else:
             changes = changes_of(stored.corpus, corpus)
+            changes["repaired"] = repaired_of(stored.corpus, corpus)
             if told := _describe(changes):
                 say(f"{folder} is extended: {told}; results of documents that are gone are kept")
-            stale = (changes["changed"] | changes["new"]) & recorded  # new: a document that is there again
+            # New: a document that is there again.
+            stale = (changes["changed"] | changes["repaired"] | changes["new"]) & recorded
             gone = (gone | changes["gone"]) & recorded - wanted
             if stale:
                 _drop(log, stale)
@@ -380,6 +382,12 @@ def changes_of(before: Corpus, now: Corpus) -> dict[str, set[str]]:
         "gone": old.keys() - new.keys(),
         "new": new.keys() - old.keys(),
     }
+
+
+def repaired_of(before: Corpus, now: Corpus) -> set[str]:
+    """Return the ids of documents that could not be read before, and can be now."""
+    unread = {entry.id for entry in before.entries if entry.error is not None}
+    return {entry.id for entry in now.entries if entry.error is None and entry.id in unread}
 
 
 def _describe(changes: dict[str, set[str]]) -> str:

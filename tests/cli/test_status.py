@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from made_runs import HEADER, NAMES, record, take, write
 
 from kvr_mpi.cli import group
-from kvr_mpi.errors import DataError, OutputError
+from kvr_mpi.errors import EXIT_BAD_DATA, DataError, OutputError
 from kvr_mpi.store.lock import read_lock
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.status import read_status
@@ -66,4 +66,5 @@ def test_damage_is_seen_and_left(tmp_path: Path) -> None:
     found = read_status(tmp_path)
     assert (found.done, found.damaged, found.missing) == (1, (files[0].name,), (files[1].name,))
     assert files[0].read_bytes() == b"short"
-    assert "needs --resume" in CliRunner().invoke(group, ["status", str(tmp_path)]).output
+    shown = CliRunner().invoke(group, ["status", str(tmp_path)], standalone_mode=False)
+    assert "needs --resume" in shown.output and shown.return_value == EXIT_BAD_DATA

@@ -101,7 +101,7 @@ def _worst_errors(given: Given) -> Figures:
 def pretrained_is_exact(given: Given) -> Figures:
     """The demo's model, in float32 and bfloat16, by verify's rule; the truth is transformers' on the CPU."""
     load = partial(load_model, model_of(replace(given, model="")), offline=True)
-    load = partial(load, cache_dir=read_environment().machine.cache_dir)
+    load = partial(load, cache_dir=read_environment().cache_dir)
     exact, found = load(dtype="float32", device="cpu"), dict[str, Any]()
     for dtype in ("float32", "bfloat16"):
         loaded = load(dtype=dtype, device=given.kind)

@@ -161,6 +161,7 @@ REFUSED = [
     (H200, "--ranks 8"),
     (["--ranks", "4"], "the speed of a rank is unknown: .*h100-80gb.*kvr search"),
     (["--ranks", "4", "--hardware", "abacus"], "'abacus'.*h200"),
+    (["--ranks", "4", "--hardware", "H100"], "did you mean 'h100-80gb'"),
     (["--ranks", "2", "--set", "documents.shard=20/30", *H200], "no documents of the share 20/30"),
     (["--ranks", "2", "--set", "prompt.template=x"], "prompt.template.*{text}"),
     (["--ranks", "2", "--set", "prompt.overlap_tokens=99999", *H200], "prompt.overlap_tokens = 99999: .* half"),
