@@ -130,9 +130,9 @@ void kvr_product_of_panels(const float *panels, const float *bias, int64_t outs,
                 const int64_t tiles = pieces(end - begin, TILE), fetched = pieces(taken, tiles);
                 for (int64_t p = first; p < last; ++p) {
                     const float *panel = panels + (p * features + from) * WIDE;
-                    const float *next = p + 1 < last ? panel + features * WIDE : panel;
-                    for (int64_t r = begin; r < end; r += TILE, next += fetched * WIDE)
-                        tile<TILE>(std::min<int64_t>(TILE, end - r), turned + (r - begin) * taken, panel, next, tiles,
+                    const float *ahead = p + 1 < last ? panel + features * WIDE : panel;
+                    for (int64_t r = begin; r < end; r += TILE, ahead += fetched * WIDE)
+                        tile<TILE>(std::min<int64_t>(TILE, end - r), turned + (r - begin) * taken, panel, ahead, tiles,
                                    taken, {out + r * outs + p * WIDE, outs, outs - p * WIDE, from > 0,
                                            bias ? bias + p * WIDE : nullptr});
                 }

@@ -271,7 +271,8 @@ def _check_job(
     """Refuse a job with other settings or documents than the run's, and write ``run.json``.
 
     `documents` are those with records, and those that the job has to process. Returns the ids of documents whose
-    records are no longer valid because their text has changed, which is allowed if the job `extends` the run.
+    records are no longer valid: they could not be read before, or their text has changed, which is allowed if the job
+    `extends` the run.
     """
     recorded, wanted = documents
     stored, stale, gone = read_run_file(folder), set[str](), set[str]()
@@ -279,18 +280,19 @@ def _check_job(
         gone = {*stored.gone}
     if stored is not None and recorded:
         _check_identity(folder, stored.identity, header.identity)
+        stale = _repaired(stored.corpus, corpus) & recorded
+        if stale:
+            say(f"can be read now, and will be processed: {_describe({'repaired': stale})}")
         if not extends:
             _check_corpus(folder, stored.corpus, corpus)
         else:
             changes = changes_of(stored.corpus, corpus)
-            changes["repaired"] = repaired_of(stored.corpus, corpus)
             if told := _describe(changes):
                 say(f"{folder} is extended: {told}; results of documents that are gone are kept")
-            # New: a document that is there again.
-            stale = (changes["changed"] | changes["repaired"] | changes["new"]) & recorded
+            stale |= (changes["changed"] | changes["new"]) & recorded  # new: a document that is there again
             gone = (gone | changes["gone"]) & recorded - wanted
-            if stale:
-                _drop(log, stale)
+        if stale:
+            _drop(log, stale)
     elif recorded and extends:
         raise OutputError(
             f"cannot extend {folder}: {RUN_FILE} is missing or damaged, so it is unknown which documents have changed; "
@@ -384,7 +386,7 @@ def changes_of(before: Corpus, now: Corpus) -> dict[str, set[str]]:
     }
 
 
-def repaired_of(before: Corpus, now: Corpus) -> set[str]:
+def _repaired(before: Corpus, now: Corpus) -> set[str]:
     """Return the ids of documents that could not be read before, and can be now."""
     unread = {entry.id for entry in before.entries if entry.error is not None}
     return {entry.id for entry in now.entries if entry.error is None and entry.id in unread}

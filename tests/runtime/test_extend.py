@@ -93,7 +93,7 @@ def test_a_document_that_comes_back_is_answered_as_it_is_now(launch: Any, tmp_pa
     file.write_bytes(b"\xff is not UTF-8")
     assert launch("--extend", code=65).records["doc-4.txt"].status == "error"
     file.write_text(TEXT)
-    assert launch("--extend").records["doc-4.txt"].status == "done", "it has been repaired"
+    assert launch("--resume").records["doc-4.txt"].status == "done", "it has been repaired"
 
 
 def test_what_cannot_be_extended_is_refused(launch: Any, tmp_path: Path) -> None:
