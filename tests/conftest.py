@@ -108,15 +108,15 @@ def tokenizer(smollm: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A folder with a tiny random Llama and a real tokenizer: starts in no time, answers nonsense."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"), tokenizer)
+def small_tokenizer(tokenizer: Any) -> Any:
+    """Its first 12288 tokens: reading all is most of a tiny job's start."""
+    return first_tokens(tokenizer, 12288)
 
 
 @pytest.fixture(scope="session")
-def small_vocabulary_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """The same with a tokenizer of 4096 tokens, for tests of many jobs: reading a whole one is most of their start."""
-    return save_tiny_model(tmp_path_factory.mktemp("small-vocabulary"), first_tokens(tokenizer, 4096))
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Any) -> Path:
+    """A folder with a tiny random Llama and a real tokenizer: starts in no time, answers nonsense."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"), small_tokenizer)
 
 
 def save_tiny_model(folder: Path, tokenizer: Any) -> Path:
@@ -269,15 +269,10 @@ def run_kvr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A job over five good documents of 20 to 300 tokens, with a tiny model: it runs in seconds.
-
-    In modules with `SMALL_VOCABULARY` it starts twice as fast, and documents have a few tokens more.
-    """
+def job(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A job over five good documents of 20 to 400 tokens, with a tiny model: it runs in seconds."""
     from made_jobs import TEXT, toml_of
 
-    is_small = getattr(request.module, "SMALL_VOCABULARY", False)
-    model = request.getfixturevalue("small_vocabulary_dir" if is_small else "tiny_model_dir")
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number in range(5):
@@ -285,7 +280,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     (path := tmp_path / "job.toml").write_text(
         toml_of(
             {
-                "model.path": model,
+                "model.path": tiny_model_dir,
                 "model.dtype": "float32",
                 "documents.path": corpus,
                 "prompt.template": "Summarise: {text} Summary:",
@@ -335,7 +330,7 @@ def ask_about(job: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callable[[str], Path]:
+def model_of(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Any) -> Callable[[str], Path]:
     """A folder with a tiny random model of a kind, and a real tokenizer."""
     import torch
     import transformers as tf
@@ -344,11 +339,11 @@ def model_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callab
     def make(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
         config = {**CONFIGS, **WHOLE}[name]()
-        config.vocab_size = len(tokenizer)
-        config.eos_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        config.vocab_size = len(small_tokenizer)
+        config.eos_token_id, config.bos_token_id = small_tokenizer.eos_token_id, small_tokenizer.bos_token_id
         torch.manual_seed(0)
         tf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        small_tokenizer.save_pretrained(folder)
         return folder
 
     return make

@@ -130,6 +130,7 @@ class TensorParallelGroup:
 
     def _meet(self, word: int) -> None:
         """Exchange status words with the other ranks; raise an error if another rank failed differently."""
+        self._all_know = True  # if the exchange itself fails, nobody would answer another one
         words = list(self._tell(word))
         self._all_know = {*words} != {GOES_ON}
         failures = {*words} - {GOES_ON, word}

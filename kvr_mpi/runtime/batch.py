@@ -295,6 +295,7 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     if summary.failed:
         of = counted(documents, _noun(spec))
         meaning = f"done; {summary.failed} of {of} failed (allowed: {allowed}, output.max_failed)"
+        meaning += "; to process these again: --resume --retry-failed"
     log.line(exit_line(code, meaning=meaning))
     return code
 

@@ -99,7 +99,7 @@ class _Watch:
     def look(self) -> None:
         """Abort the all-reduces if another rank has failed; `hears` raises an error of this thread."""
         try:
-            with self._lock, torch.inference_mode():  # the words are inference tensors
+            with self._lock:
                 if not self._has_heard and any(request.test() and int(word) for word, request in self._coming.values()):
                     self._has_heard = True
                     self._sums.abort_sums()
@@ -127,7 +127,8 @@ class _Watch:
         """Post the receives of the other ranks' next words."""
         if not self._coming:
             for source in others_before(self._words.rank, self._words.size):
-                word = torch.zeros(1, dtype=torch.int64)
+                with torch.inference_mode(False):  # it is received and read in the thread and in `tell`, too
+                    word = torch.zeros(1, dtype=torch.int64)
                 self._coming[source] = word, self._words.irecv(word, source, FixedTag.GATHER)
 
 

@@ -75,8 +75,8 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Jobs:
-    return Jobs(tmp_path_factory.mktemp("faults"), small_vocabulary_dir)
+def jobs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("faults"), tiny_model_dir)
 
 
 def cases() -> list[Any]:

@@ -57,12 +57,12 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Place:
+def place(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Place:
     folder, right = tmp_path_factory.mktemp("views"), Answers()
     for name, text in (("other", OTHER), ("corpus", TEXT)):
-        job = write_job(folder / name, small_vocabulary_dir, text=text)
+        job = write_job(folder / name, tiny_model_dir, text=text)
         right |= answers(make_reference(job, folder / name / "run"))
-    questions = write_questions(folder, small_vocabulary_dir, folder / "corpus" / "run")
+    questions = write_questions(folder, tiny_model_dir, folder / "corpus" / "run")
     found = answers(make_reference(questions, folder / "answers", well=0))
     return Place(folder / "corpus", folder / "other", job, questions, right, found)
 

@@ -14,8 +14,6 @@ from pretended_cuda import PretendedCuda
 
 from kvr_mpi.errors import EXIT_OK
 
-SMALL_VOCABULARY = True
-
 PLAIN = ("model.kernels=plain", "generation.max_new_tokens=3")
 TOGETHER = "decode.mode=head-parallel"
 

@@ -14,8 +14,8 @@ from pretended_cuda import PretendedCuda
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Any:
-    return prepare_places(tmp_path_factory.mktemp("together"), small_vocabulary_dir)
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Any:
+    return prepare_places(tmp_path_factory.mktemp("together"), tiny_model_dir)
 
 
 # The jobs that show all pairs take minutes; two of them are run where tests may not take hours.

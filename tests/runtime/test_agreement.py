@@ -23,8 +23,6 @@ from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.transport import FailedTogetherError, Transport, check_alike
 from kvr_mpi.transport.local import run_local
 
-SMALL_VOCABULARY = True
-
 TOKENS = 48
 
 

@@ -16,8 +16,6 @@ from made_jobs import TEXT, load
 from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 
-SMALL_VOCABULARY = True
-
 CLOSE = 2e-4  # float32, of slices that are cut elsewhere
 TOP = "generation.logprobs=3"
 THREE = ("generation.temperature=1.6", "generation.n=3")

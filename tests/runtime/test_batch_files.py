@@ -12,8 +12,6 @@ from made_jobs import TEXT, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 
-SMALL_VOCABULARY = True
-
 GOOD: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "as-the-job": {},
@@ -34,11 +32,11 @@ BatchOf = Callable[..., Path]
 
 
 def test_a_batch_file_is_a_job_and_its_responses_lie_beside_the_results(
-    batch_of: BatchOf, tmp_path: Path, small_vocabulary_dir: Path, run_here: Any, run_kvr: Kvr, monkeypatch: Any
+    batch_of: BatchOf, tmp_path: Path, tiny_model_dir: Path, run_here: Any, run_kvr: Kvr, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = batch_of(("b", {}), ("a", {}), ("b", {}), ("c", {"tools": [{}]}), name="asked").with_suffix(".jsonl")
-    words = [file, *with_settings(f"model.path={small_vocabulary_dir}", "generation.max_new_tokens=4")]
+    words = [file, *with_settings(f"model.path={tiny_model_dir}", "generation.max_new_tokens=4")]
     missing = run_here(1, [file])
     assert missing.returncode == EXIT_CONFIG and "model.path: is missing" in missing.stderr
     run = run_here(2, words)

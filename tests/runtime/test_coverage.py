@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-SMALL_VOCABULARY = True
-
 TEXT = "The ferry left at seven and the harbour was quiet. "
 
 

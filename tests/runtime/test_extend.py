@@ -15,8 +15,6 @@ from kvr_mpi.store import run as store_run
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
-SMALL_VOCABULARY = True
-
 
 def change(folder: Path) -> None:
     """Two new documents, two others, and one less."""

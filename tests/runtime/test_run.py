@@ -15,8 +15,6 @@ from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.status import read_status
 
-SMALL_VOCABULARY = True
-
 
 def test_another_job_is_not_resumed_and_says_so_before_the_model_is_loaded(run_job: Any) -> None:
     begun, again = ("documents.limit=2", "generation.max_new_tokens=1"), {"to": "out", "words": ["--resume"]}

@@ -15,8 +15,8 @@ from jobs_together import REFUSED, TOGETHER, Bench, check, prepare_places
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Any:
-    return prepare_places(tmp_path_factory.mktemp("together"), small_vocabulary_dir)
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Any:
+    return prepare_places(tmp_path_factory.mktemp("together"), tiny_model_dir)
 
 
 @pytest.fixture

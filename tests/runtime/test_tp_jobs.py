@@ -30,8 +30,6 @@ from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.traces import read_traces, trace_files
 from kvr_mpi.store.writer import ResultWriter
 
-SMALL_VOCABULARY = True
-
 GROUPS = "parallel.tensor_parallel=2"
 KV = "output.kv=true"
 

@@ -6,11 +6,13 @@ import math
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.schedule.moldable import bounds
 from kvr_mpi.schedule.placement import Schedule, deal, sampled, schedule
 
 
@@ -64,6 +66,11 @@ abilities = st.sampled_from([anything_fits, only_short_ones_fit])
 
 def chains_of(plan: Schedule) -> dict[str, tuple[int, int]]:
     return {place.id: (place.first_rank, place.ranks) for place in plan.placements}
+
+
+def test_the_bound_counts_the_work_of_the_chains_that_a_deadline_needs() -> None:
+    """Within 6 s, the first document needs both ranks, for 12 of their 12 rank-seconds: none are left for the other."""
+    assert bounds(np.array([[10, 6], [1, 1]]), np.array([1, 2]), 2) == (6, 6, 7)
 
 
 @pytest.mark.quick

@@ -12,7 +12,6 @@ from made_runs import record, take, write
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 
-SMALL_VOCABULARY = True
 PRECIOUS = "somebody else's, and not to be changed"
 
 
