@@ -42,20 +42,9 @@ class DecodeBatch:
     All ranks of a group call `begin` and `step` together, and also `add` unless prompts wait for `begin`
     (`Group.waits`). Each rank returns the answers to the prompts whose home it is.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    config : GenerationConfig
-    stop : sequence of str
-        Stop strings.
-    max_new_tokens : int
-    group : Group, optional
-        The ranks that decode; by default this rank alone, with packed rows.
-
-    Attributes
-    ----------
-    most_rows : int or None
-        Largest number of prompts in a row; None until memory was too short for all of them.
+    stop : stop strings.
+    group : the ranks that decode; by default this rank alone, with packed rows.
+    most_rows : largest number of prompts in a row; None until memory was too short for all of them.
     """
 
     def __init__(
@@ -106,23 +95,13 @@ class DecodeBatch:
     ) -> bool:
         """Add a prompt after its prefill, which determines its first token.
 
-        Parameters
-        ----------
-        key : object
-            Returned with the answer.
-        prefill : Prefill
-            With logits at the prompt's home, and room for its ``max_new_tokens``.
-        prompt_ids : sequence of int
-            The whole prompt, for logits processors that look back.
-        seed : int
-            For sampling: the same seed, prompt and settings give the same answer.
-        own : OwnGeneration
-            Settings of the prompt that replace the job's.
+        key : returned with the answer.
+        prefill : with logits at the prompt's home, and room for its ``max_new_tokens``.
+        prompt_ids : the whole prompt, for logits processors that look back.
+        seed : for sampling: the same seed, prompt and settings give the same answer.
+        own : settings of the prompt that replace the job's.
 
-        Returns
-        -------
-        bool
-            Whether its prefill succeeded, according to its home rank.
+        Returns whether its prefill succeeded, according to its home rank.
         """
         document = self._begin(key, prefill, prompt_ids, seed, own)
         if self.group.waits:
@@ -259,11 +238,8 @@ class DecodeBatch:
     def _word_of(self, document: Entry) -> tuple[int, int]:
         """Return the next token of a prompt on its home rank; finish the prompt if that is its end.
 
-        Returns
-        -------
-        token, tokens : int
-            The token to run next, `ENDED` or `FAILED`; and the length to truncate the cache to if another answer begins
-            with this token, else 0. (0, 0) for a prompt whose home is another rank.
+        Returns the token to run next, `ENDED` or `FAILED`; and the length to truncate the cache to if another answer
+        begins with this token, else 0. (0, 0) for a prompt whose home is another rank.
         """
         writing, prefill, tokens = document.writing, document.prefill, 0
         if writing is None:

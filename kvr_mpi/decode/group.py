@@ -62,14 +62,9 @@ class Group:
 
     Base of the groups of ranks that decode together.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Prepared for chains, unless all prompts have plain caches; these step one by one.
-    ranks : Transport or None
-        All ranks of the group; None: this rank alone.
-    why_alone : str or None
-        Why prompts step one by one (`why_not_packed`); None if this model runs packed.
+    loaded : prepared for chains, unless all prompts have plain caches; these step one by one.
+    ranks : all ranks of the group; None: this rank alone.
+    why_alone : why prompts step one by one (`why_not_packed`); None if this model runs packed.
     """
 
     # Whether prompts wait for `DecodeBatch.begin`, which all ranks call together; otherwise `add` takes them in one by
@@ -107,10 +102,8 @@ class Group:
     def run(self, documents: Sequence[Entry]) -> torch.Tensor:
         """Run the last token of each prompt; return the input of `choose`.
 
-        Raises
-        ------
-        MemoryError, RuntimeError
-            On all ranks, if memory ran out on any of them; the prompts are unchanged.
+        Raises `MemoryError` or `RuntimeError` on all ranks, if memory ran out on any of them; the prompts are
+        unchanged.
         """
         caches = [each.prefill.cache for each in documents if not each.prefill.is_plain]
         lengths = [cache.length for cache in caches]

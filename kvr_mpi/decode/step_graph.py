@@ -47,12 +47,8 @@ class StepGraph:
 
     checks_left : replays that are still to be compared with steps that run without it.
 
-    Raises
-    ------
-    ModelError
-        If a layer cannot use paged attention.
-    RuntimeError
-        If the step cannot be recorded, or memory runs out.
+    Raises `ModelError` if a layer cannot use paged attention; `RuntimeError` if the step cannot be recorded, or memory
+    runs out.
     """
 
     def __init__(self, recorder: Recorder, layout: PageLayout, cache: DecodeCache) -> None:
@@ -85,10 +81,7 @@ class StepGraph:
 class Recorder:
     """The graphs of a rank.
 
-    Attributes
-    ----------
-    why_not : str or None
-        Why no step is recorded; None if steps are.
+    why_not : why no step is recorded; None if steps are.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:

@@ -21,11 +21,7 @@ from kvr_mpi.transport import Transport
 class TokenGroup(Group):
     """The ranks of a chain, each with a shard of every prompt.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    ranks : Transport
-        The chain.
+    ranks : the chain.
     """
 
     ranks: Transport

@@ -344,10 +344,7 @@ def why_no_flex(
 ) -> str | None:
     """Compare FlexAttention with the portable code for such a layer; return why it is not used, or None if it is.
 
-    Parameters
-    ----------
-    dims : (int, int)
-        Head dimensions of keys and of values.
+    dims : head dimensions of keys and of values.
     """
     draw = torch.Generator(device).manual_seed(0)
     shapes = (heads, TRIAL[0], dims[0]), (kv_heads, TRIAL[1], dims[0]), (kv_heads, TRIAL[1], dims[1])
@@ -376,14 +373,9 @@ def _attend_blocks(
 ) -> PartialAttention:
     """Attend on any device, in blocks of queries to keep the scores small.
 
-    Parameters
-    ----------
-    offset : int or None
-        Query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
-    window : int or None
-        With an offset: see only the last `window` keys.
-    dense : bool
-        Also compute the scores of keys that no query of a block sees.
+    offset : query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
+    window : with an offset: see only the last `window` keys.
+    dense : also compute the scores of keys that no query of a block sees.
     """
     _, heads, queries, _ = query.shape
     kv_heads, length = keys.shape[1], keys.shape[2]

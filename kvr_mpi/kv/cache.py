@@ -36,41 +36,23 @@ COMPRESSED_AHEAD = 1
 class SliceCache(RowCache):
     """The cache of one rank's slice; on the decode rank, of the whole prompt and then the answer.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    route : Route
-        What the strategy does on this rank.
-    transfers : PromptTransfers or None
-        The prompt's transfers on this rank; None if the chain has only this rank.
-    prefix : SharedPrefix or None
-        Keys and values of the first tokens, if they have been computed already.
-    reserve_tokens : int
-        Room for decoded tokens on the decode rank.
-    stop_after : int or None
-        Leave the model after this many layers (for timing a few of them).
-    is_spread : bool
-        Sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
-    retain : Retain or None
-        What compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped, so
-        this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
-    arena : Arena or None
-        Page pool, to which the rank that ends with all keys and values moves each complete layer, reordered by heads.
-    write_layer : callable or None
-        Called for each complete layer with the keys and values of this rank's own tokens.
-
-    Attributes
-    ----------
-    cuts_last_layer : bool
-        The last layer processes the last token as a separate chunk, the only one that attends (``layer_chunks``).
-    is_alone : bool
-        No other rank takes part. A layer's buffer is allocated only after the layer before it is complete.
-    shared_tokens : int
-        Tokens of the prefix whose keys and values this cache references instead of copying.
-    last : int
-        The last layer that keeps anything; later layers work token by token.
-    left_after : int or None
-        The layer after whose keys and values this rank leaves the model.
+    route : what the strategy does on this rank.
+    transfers : the prompt's transfers on this rank; None if the chain has only this rank.
+    prefix : keys and values of the first tokens, if they have been computed already.
+    reserve_tokens : room for decoded tokens on the decode rank.
+    stop_after : leave the model after this many layers (for timing a few of them).
+    is_spread : sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
+    retain : what compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped,
+        so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
+    arena : page pool, to which the rank that ends with all keys and values moves each complete layer, reordered by
+        heads.
+    write_layer : called for each complete layer with the keys and values of this rank's own tokens.
+    cuts_last_layer : the last layer processes the last token as a separate chunk, the only one that attends
+        (``layer_chunks``).
+    is_alone : no other rank takes part. A layer's buffer is allocated only after the layer before it is complete.
+    shared_tokens : tokens of the prefix whose keys and values this cache references instead of copying.
+    last : the last layer that keeps anything; later layers work token by token.
+    left_after : the layer after whose keys and values this rank leaves the model.
     """
 
     prefilling = True

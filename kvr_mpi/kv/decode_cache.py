@@ -29,24 +29,13 @@ Merge = Callable[[PartialAttention], PartialAttention]
 class DecodeCache(RowCache):
     """The caches of several documents as one cache.
 
-    Parameters
-    ----------
-    documents : sequence of SliceCache
-        The decode rank's cache of each document, after its prefill.
-    merge : callable, optional
-        Merges this rank's attention with that of other ranks, for one document whose tokens are sharded.
-    recorded : PageTables, optional
-        To record a step in a CUDA graph: the only tables that are read, filled with these documents. They may have more
-        slots than there are documents.
-
-    Attributes
-    ----------
-    stores : list of list of HeadStore
-        For each layer, the documents' keys and values.
-    lengths : list of int
-        Tokens of each document before the one being decoded.
-    on_device : Tensor
-        The same (documents,), int64, for a step that has begun.
+    documents : the decode rank's cache of each document, after its prefill.
+    merge : merges this rank's attention with that of other ranks, for one document whose tokens are sharded.
+    recorded : to record a step in a CUDA graph: the only tables that are read, filled with these documents. They may
+        have more slots than there are documents.
+    stores : for each layer, the documents' keys and values.
+    lengths : tokens of each document before the one being decoded.
+    on_device : the same (documents,), int64, for a step that has begun.
     """
 
     prefilling = False
@@ -125,10 +114,7 @@ class DecodeCache(RowCache):
 
         For one document, heads may be folded into the query length.
 
-        Raises
-        ------
-        ModelError
-            If a step is recorded, and the layer cannot use paged attention.
+        Raises `ModelError` if a step is recorded, and the layer cannot use paged attention.
         """
         shape, seen, dim = query.shape, layer.shape.visibility, layer.shape.value_dim
         if len(self.documents) == 1:

@@ -79,10 +79,7 @@ class SliceLayer(RowLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append new tokens (1, kv_heads, tokens, head_dim) of the slice or its next chunk, and send them.
 
-        Returns
-        -------
-        tuple of torch.Tensor
-            The same tensors; for the model's own attention, those of all tokens up to the last new one.
+        Returns the same tensors; for the model's own attention, those of all tokens up to the last new one.
         """
         cache = self.cache
         cache.enter(self)
@@ -112,10 +109,7 @@ class SliceLayer(RowLayer):
     def leave_if_done(self) -> None:
         """Leave the model if the rest of its output is not used.
 
-        Raises
-        ------
-        UnreadError
-            To leave this layer for the current chunk, or the model.
+        Raises `UnreadError` to leave this layer for the current chunk, or the model.
         """
         if self.layer_idx != self.cache.left_after:
             return
@@ -137,15 +131,8 @@ class SliceLayer(RowLayer):
     ) -> torch.Tensor:
         """Attend from the tokens last appended to all tokens that each of them sees.
 
-        Returns
-        -------
-        torch.Tensor
-            (1, heads, tokens, value_dim) in the query's dtype.
-
-        Raises
-        ------
-        UnreadError
-            To skip the last layer's attention for a chunk without the last token.
+        Returns (1, heads, tokens, value_dim) in the query's dtype. Raises `UnreadError` to skip the last layer's
+        attention for a chunk without the last token.
         """
         self.cache.current, shape = None, query.shape
         if self.fresh == 1:  # the token's heads may come folded into the query length (1, kv_heads, group, head_dim)
@@ -278,10 +265,7 @@ class SliceLayer(RowLayer):
     def _take_chunk(self, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Range]:
         """Return the ranges of the new tokens: the slice's next chunk, or after the prefill the tokens that follow.
 
-        Raises
-        ------
-        ModelError
-            If the model passes other heads or other tokens than the next chunk's.
+        Raises `ModelError` if the model passes other heads or other tokens than the next chunk's.
         """
         heads, self.fresh = self.shape.num_kv_heads, keys.shape[2]
         ranges: Sequence[Range] = [(self.length, self.length + self.fresh)]
@@ -325,12 +309,8 @@ def attend_ranges(
 ) -> PartialAttention:
     """Attend from ranges of tokens to those they see, all of which this rank holds.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        Queries of the ranges' tokens, concatenated (1, heads, tokens, head_dim).
-    rows : callable
-        Returns keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
+    query : queries of the ranges' tokens, concatenated (1, heads, tokens, head_dim).
+    rows : returns keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
     """
     pieces = [piece for bounds in ranges for piece in cut_range(*bounds, seen.chunk)]
     part, at = None, 0

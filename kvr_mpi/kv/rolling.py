@@ -68,15 +68,10 @@ class Rolling:
 class RollingCache(RowCache):
     """The rolling cache of a whole model: of each layer the sink tokens, if any, and a ring of the last tokens.
 
-    Raises
-    ------
-    ModelError
-        If a layer sees more than the cache holds and there are no sinks, or if the model does not support this cache.
+    length : tokens processed before the current step.
 
-    Attributes
-    ----------
-    length : int
-        Tokens processed before the current step.
+    Raises `ModelError` if a layer sees more than the cache holds and there are no sinks, or if the model does not
+    support this cache.
     """
 
     is_ragged = False
@@ -169,10 +164,7 @@ class RollingCache(RowCache):
     def step_back(self, length: int) -> None:
         """Truncate to the first `length` tokens, at most one step back, even if a step failed between layers.
 
-        Raises
-        ------
-        ModelError
-            If dropped tokens have overwritten some that the next token would see.
+        Raises `ModelError` if dropped tokens have overwritten some that the next token would see.
         """
         self.current = None
         for at, sinks in enumerate(self._sinks):
@@ -220,10 +212,7 @@ def rolling_of(kind: str, cache_tokens: int, chunk_tokens: int | Literal["auto"]
 def check_rolling(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
     """Check that a model can run with a rolling cache.
 
-    Raises
-    ------
-    ModelError
-        If it cannot, with the layer that sees too much and the setting to change.
+    Raises `ModelError` if it cannot, with the layer that sees too much and the setting to change.
     """
     if shape.has_states or not in_parts or any(not layer.elements for layer in shape.layers):
         raise ModelError(

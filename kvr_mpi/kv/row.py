@@ -66,10 +66,7 @@ class RowLayer(CacheLayerMixin):
 class RowCache(Cache):
     """All layers of a row; with `prefilling` and `whole_lengths`, each is a ``model.attention_hook.HookedCache``.
 
-    Attributes
-    ----------
-    current : RowLayer or None
-        The layer that was updated and has not attended yet.
+    current : the layer that was updated and has not attended yet.
     """
 
     in_parts = True
@@ -83,10 +80,7 @@ class RowCache(Cache):
     def enter(self, layer: RowLayer) -> None:
         """Make a layer the one that attends next.
 
-        Raises
-        ------
-        ModelError
-            If the layer before it has not attended.
+        Raises `ModelError` if the layer before it has not attended.
         """
         if self.current is not None:
             raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
@@ -103,10 +97,7 @@ class RowCache(Cache):
 
         For a single token, heads may be folded into the query length.
 
-        Returns
-        -------
-        torch.Tensor
-            (1, heads, tokens, value_dim), or folded into the query length (1, kv_heads, group, value_dim), in the
-            query's dtype.
+        Returns (1, heads, tokens, value_dim), or folded into the query length (1, kv_heads, group, value_dim), in the
+        query's dtype.
         """
         raise NotImplementedError

@@ -102,10 +102,7 @@ class Share:
     def prepare(self, layer_idx: int) -> None:
         """Load a layer of a document if need be, prefetch the next ones, and allocate room for new tokens.
 
-        Raises
-        ------
-        DataError
-            If it cannot be read.
+        Raises `DataError` if it cannot be read.
         """
         shape = self._shape.layers[layer_idx]
         if self.document is not None:
@@ -166,15 +163,9 @@ class Share:
 class SharesCache(RowCache):
     """The sharded caches of several prompts as one cache; every rank creates the same one.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    shares : sequence of Share
-        This rank's share of each prompt.
-    tokens : sequence of int
-        New tokens of each prompt in the row.
-    chain : Transport
-        The ranks that have the other shares.
+    shares : this rank's share of each prompt.
+    tokens : new tokens of each prompt in the row.
+    chain : the ranks that have the other shares.
     """
 
     def __init__(self, loaded: LoadedModel, shares: Sequence[Share], tokens: Sequence[int], chain: Transport) -> None:

@@ -42,23 +42,13 @@ def prefill_packed(
 
     If memory runs out, the prompts are split into halves; one that does not fit alone gets a `Prefill.error`.
 
-    Parameters
-    ----------
-    prompts : sequence of sequences of int
-        At least one, none of them empty.
-    reserve_tokens : int or sequence of int
-        Room for decoded tokens, the same for all prompts or for each.
-    prefix : SharedPrefix or None
-        Prefix of all prompts, if it has been computed; the prompts still contain it.
-    retain : Retain or None
-        For a single prompt: what its heads keep.
-    arena : Arena or None
-        See `SliceCache`.
+    prompts : at least one, none of them empty.
+    reserve_tokens : room for decoded tokens, the same for all prompts or for each.
+    prefix : prefix of all prompts, if it has been computed; the prompts still contain it.
+    retain : for a single prompt: what its heads keep.
+    arena : see `SliceCache`.
 
-    Returns
-    -------
-    list of Prefill
-        In the prompts' order, each with its own cache. `seconds` covers the whole forward pass.
+    Returns in the prompts' order, each with its own cache. `seconds` covers the whole forward pass.
     """
     assert retain is None or len(prompts) == 1, "prompts that are compressed run one by one"
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
@@ -126,10 +116,7 @@ def _prefill_after_compressed(
 
     The new tokens attend to the tokens that each head has kept, as decoded tokens do; all heads keep all new tokens.
 
-    Raises
-    ------
-    DataError
-        If the stored keys and values cannot be read.
+    Raises `DataError` if the stored keys and values cannot be read.
     """
     prefix.check(ids)
     fresh = ids[prefix.tokens :]
@@ -176,15 +163,9 @@ def decode_packed(
 
     If the model raises an error, `DecodeCache.take_back` restores the documents.
 
-    Parameters
-    ----------
-    run : callable, optional
-        Called instead of `run_step`.
+    run : called instead of `run_step`.
 
-    Returns
-    -------
-    torch.Tensor
-        Logits after them (documents, vocab_size), float32.
+    Returns logits after them (documents, vocab_size), float32.
     """
     lengths = cache.take_up()
     full = [length for length, document in zip(lengths, cache.documents, strict=True) if length >= document.capacity]
@@ -197,15 +178,9 @@ def decode_packed(
 def run_step(loaded: LoadedModel, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:
     """Run the model on one token of each document, after `DecodeCache.take_up`.
 
-    Parameters
-    ----------
-    inputs : Tensor
-        The tokens, and the documents' lengths before them (2, documents), int64 on the device.
+    inputs : the tokens, and the documents' lengths before them (2, documents), int64 on the device.
 
-    Returns
-    -------
-    torch.Tensor
-        Logits (documents, vocab_size), float32.
+    Returns logits (documents, vocab_size), float32.
     """
     cache.on_device = inputs[1]
     keep = torch.arange(inputs.shape[1], device=inputs.device)
