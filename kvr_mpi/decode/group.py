@@ -85,10 +85,9 @@ class Group:
 
         A rank alone reorders keys and values by head, which CPUs read faster.
         """
-        if self.loaded.device.type == "cpu":
-            for cache in (each.prefill.cache for each in documents if not each.prefill.is_plain):
-                for layer in [] if cache is None else cache.layers:
-                    layer.lay_by_heads()
+        for each in documents if self.loaded.device.type == "cpu" else ():
+            if each.prefill.cache is not None and not each.prefill.is_plain:
+                each.prefill.cache.lay_by_heads()
         return documents
 
     def rows(self, documents: Sequence[Entry], most: int | None) -> list[list[Entry]]:

@@ -51,8 +51,8 @@ def score_continuations(
     look_ahead : computes logits (tokens, vocab_size) after each of some tokens that follow the prompt, without changing
         it.
 
-    Returns empty on ranks that take part in computing them, but do not have the prompt's logits. Raises `DocumentError`
-    if a continuation has no tokens, or does not fit after the prompt.
+    The result is empty on ranks that take part in computing them, but do not have the prompt's logits. Raises
+    `DocumentError` if a continuation has no tokens, or does not fit after the prompt.
     """
     tokens, most, anew_at = prefill.partition.tokens, loaded.shape.max_tokens, begins_anew_at(loaded.model)
     scores = []

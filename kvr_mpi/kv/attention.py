@@ -55,24 +55,23 @@ class PartialAttention:
         out = torch.zeros(*sizes, device=device)
         return cls(out, torch.full_like(out[..., 0], float("-inf")))
 
-    def merge(self, other: PartialAttention) -> PartialAttention:
-        """Merge with attention over other keys, in float32."""
-        weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
-        out = torch.lerp(self.out.float(), other.out.float(), weight)
-        return PartialAttention(out, torch.logaddexp(self.lse, other.lse))
-
-    def join(self, after: PartialAttention) -> PartialAttention:
-        """Append the queries of another part."""
-        return PartialAttention(torch.cat([self.out, after.out], dim=2), torch.cat([self.lse, after.lse], dim=2))
+    @staticmethod
+    def join(parts: Sequence[PartialAttention]) -> PartialAttention:
+        """Concatenate the queries of several parts."""
+        if len(parts) == 1:
+            return parts[0]
+        return PartialAttention(torch.cat([each.out for each in parts], 2), torch.cat([each.lse for each in parts], 2))
 
     def cut(self, first: int, last: int) -> PartialAttention:
         """Return some of the queries, as views."""
         return PartialAttention(self.out[:, :, first:last], self.lse[:, :, first:last])
 
-    def merge_after(self, at: int, other: PartialAttention) -> PartialAttention:
+    def merge(self, other: PartialAttention, at: int = 0) -> PartialAttention:
         """Merge the queries from `at` on with attention over other keys, in float32; in place unless `at` is 0."""
         if not at:
-            return self.merge(other)
+            weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
+            out = torch.lerp(self.out.float(), other.out.float(), weight)
+            return PartialAttention(out, torch.logaddexp(self.lse, other.lse))
         whole = PartialAttention(self.out.float(), self.lse)
         after = whole.cut(at, self.out.shape[2])
         after.out.lerp_(other.out.float(), torch.sigmoid(other.lse - after.lse).unsqueeze(-1))

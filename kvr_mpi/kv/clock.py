@@ -22,7 +22,7 @@ class Clock:
     On a GPU a wait begins when all work queued before it is done, and ends when the rank continues: time in which the
     GPU still computes does not count.
 
-    device : None: host memory.
+    device : of the work; None: host memory.
     """
 
     device: torch.device | None

@@ -65,7 +65,8 @@ def attend_flex(
     offset : query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
     window : with an offset: see only the last `window` keys.
 
-    Returns output (1, heads, queries, value_dim) in the query's dtype, log-sum-exp (1, heads, queries) in float32.
+    Returns the output (1, heads, queries, value_dim) in the query's dtype, and the log-sum-exp (1, heads, queries),
+    float32.
     Raises `NotCompiledError` if torch fails to compile this variant, or has reached its limit of variants.
     """
     from torch.nn.attention.flex_attention import AuxRequest
@@ -144,7 +145,7 @@ def _bend(softcap: float, device: torch.device) -> Bend:
 def visible_blocks(queries: int, keys: int, offset: int, window: int | None, device: torch.device) -> Any:
     """Return which blocks of keys each block of queries sees, fully or partly, without a mask of queries x keys.
 
-    Returns for one batch and head. All layers of a prompt use the same mask, so the last few are cached.
+    The `BlockMask` is for one batch and head. All layers of a prompt use the same one, so the last few are cached.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -128,7 +128,9 @@ class HeadStore:
 
         start : position of the buffer's first row.
         """
-        run = Run(0, start, 0, *_by_head(buffer, shape))
+        heads, cut = shape.num_kv_heads, shape.num_kv_heads * shape.key_dim
+        keys, values = buffer[:, :cut].view(-1, heads, shape.key_dim), buffer[:, cut:].view(-1, heads, shape.value_dim)
+        run = Run(0, start, 0, keys.transpose(0, 1), values.transpose(0, 1))
         return cls([run], shape, len(buffer), start, is_whole=True, buffer=buffer)
 
     @classmethod
@@ -143,17 +145,17 @@ class HeadStore:
         return store
 
     def laid_by_heads(self, length: int) -> HeadStore:
-        """Reorder the buffer in place so that each head's tokens are contiguous: CPU attention is then twice as fast.
+        """Reorder the buffer of a document of `length` tokens in place so that each head's tokens are contiguous.
 
-        length : tokens of the document.
+        Attention on CPUs is then twice as fast.
         """
         assert self.buffer is not None, "rows are by token"
-        tokens, capacity, shape = length - self.start, len(self.buffer), self.shape
-        old = [rows.clone(memory_format=torch.contiguous_format) for rows in _by_head(self.buffer[:tokens], shape)]
-        run = Run(0, self.start, tokens, *in_flat(self.buffer.view(-1), shape.num_kv_heads, capacity, shape))
+        tokens, capacity, heads = length - self.start, len(self.buffer), self.shape.num_kv_heads
+        old = [rows[0].clone(memory_format=torch.contiguous_format) for rows in self.runs[0].cut(self.start, length)]
+        run = Run(0, self.start, tokens, *in_flat(self.buffer.view(-1), heads, capacity, self.shape))
         for place, rows in zip((run.keys, run.values), old, strict=True):
             place[:, :tokens] = rows
-        return HeadStore([run], shape, capacity - tokens, length, is_whole=True, shared=self.shared)
+        return HeadStore([run], self.shape, capacity - tokens, length, is_whole=True, shared=self.shared)
 
     @functools.cached_property
     def lines(self) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
@@ -189,11 +191,17 @@ class HeadStore:
         rows = slice(count + self.appended(length))
         return keys[rows], values[rows]
 
-    def fill(self, heads: Iterable[Pair]) -> None:
-        """Copy keys and values (rows, dim) of each held head to its own rows, before any token is appended."""
+    def fill(self, heads: Iterable[Pair], kept: Sequence[torch.Tensor] | None = None) -> None:
+        """Copy keys and values (rows, dim) of each held head, or only the `kept` rows of each, to its own rows.
+
+        Nothing has been appended yet.
+        """
         for at, pair in enumerate(heads):
             for place, rows in zip(self.own_rows(at, self.origin), pair, strict=True):
-                place.copy_(rows)
+                if kept is None:
+                    place.copy_(rows)
+                else:
+                    torch.index_select(rows, 0, kept[at].to(rows.device), out=place)
 
     def head_rows(self, at: int, length: int) -> Pair:
         """Keys and values of one held head (rows, dim), for a document of `length` tokens.
@@ -284,7 +292,7 @@ class HeadStore:
         length : tokens of the document, including the queries'.
         first : first position that the queries see, the same for all of them.
 
-        Returns of (1, heads, tokens, value_dim); heads without rows have a log-sum-exp of -inf.
+        Returns attention (1, heads, tokens, value_dim); heads without rows have a log-sum-exp of -inf.
         """
         group, causal = query.shape[1] // self.shape.num_kv_heads, query.shape[2] > 1
         own_first, appended = max(0, first - self.start), self.appended(length)
@@ -305,13 +313,6 @@ class HeadStore:
             if first < rows.stop:
                 part = part.merge(attend(query, *rows.cut(max(first, rows.first), rows.stop), params))
         return part
-
-
-def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:
-    """Keys and values (kv_heads, tokens, dim) of token-major rows (tokens, elements), as views."""
-    heads, cut = shape.num_kv_heads, shape.num_kv_heads * shape.key_dim
-    keys, values = rows[:, :cut].view(-1, heads, shape.key_dim), rows[:, cut:].view(-1, heads, shape.value_dim)
-    return keys.transpose(0, 1), values.transpose(0, 1)
 
 
 def held_bytes(stores: Iterable[HeadStore]) -> int:

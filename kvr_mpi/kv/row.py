@@ -51,9 +51,6 @@ class RowLayer(CacheLayerMixin):
         """Length and offset of the keys that a query sees; no mask is built from them."""
         return self.get_seq_length() + query_length, 0
 
-    def lay_by_heads(self) -> None:
-        """Prepare for decoding."""
-
     def get_seq_length(self) -> int:
         """Return the number of tokens before the row, from which models count positions that they are not given."""
         return self.cache.length
@@ -76,6 +73,9 @@ class RowCache(Cache):
     def length(self) -> int:
         """Tokens before the row; 0 for several prompts, since models then get explicit positions."""
         return 0
+
+    def lay_by_heads(self) -> None:
+        """Prepare for decoding."""
 
     def enter(self, layer: RowLayer) -> None:
         """Make a layer the one that attends next.

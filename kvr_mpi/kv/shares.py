@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 
@@ -199,7 +198,7 @@ class SharesCache(RowCache):
         # With a window or chunks, each prompt sees other tokens of the document.
         groups = self.groups if layer.shape.visibility.size is None else self.apart
         found = [part for some in groups for part in self._attend(layer, some, query, params)]
-        gathered = gather_parts(reduce(PartialAttention.join, found), self.chain)
+        gathered = gather_parts(PartialAttention.join(found), self.chain)
         self._gathered.add(layer.layer_idx)
         out = merge_gathered(gathered).finish(params).to(query.dtype)
         return out.reshape(*shape[:-1], layer.shape.value_dim)

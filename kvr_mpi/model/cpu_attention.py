@@ -126,7 +126,7 @@ class KernelLibrary:
         keys, values : (1, kv_heads, keys, head_dim).
         window : if `causal`, attend only to the last `window` keys up to each query.
 
-        Returns output (1, heads, queries, head_dim) in the query's dtype, whose memory is ordered by query, and
+        Returns the output (1, heads, queries, head_dim) in the query's dtype, whose memory is ordered by query, and
         log-sum-exp (1, heads, queries) in float32.
         """
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
@@ -160,8 +160,8 @@ class KernelLibrary:
         lengths : of the documents (documents,), which determine the units' rows.
         firsts : first position of each document to attend to (documents,); None: all positions.
 
-        Returns output (documents, heads, head_dim) and log-sum-exp (documents, heads), float32; zero and minus infinity
-        for heads without a unit.
+        Returns the output (documents, heads, head_dim) and log-sum-exp (documents, heads), float32; zero and minus
+        infinity for heads without a unit.
         """
         (_, heads, documents, dim), group = query.shape, query.shape[1] // table.kv_heads
         out = (torch.empty if table.is_complete else torch.zeros)(documents, heads, dim)

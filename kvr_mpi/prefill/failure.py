@@ -120,9 +120,8 @@ def agree(
     place, decode_place : places of this rank's slice and of the decode rank's slice.
     digest : result of `digest_of`; None if this rank has failed.
 
-    Returns on the decode rank, the places of all ranks that failed, first slice first; on the others, only their own
-    place if they failed. Raises `AgreementError` on the decode rank, if another rank has computed another prompt or
-    plan.
+    Returns the places of the ranks that failed: on the decode rank of all, first slice first; on the others only their
+    own. Raises `AgreementError` on the decode rank, if another rank has computed another prompt or plan.
     """
     failed = [place] if digest is None else []
     if transfers is None:

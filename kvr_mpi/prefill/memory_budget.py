@@ -65,17 +65,13 @@ class _Ledger(TorchDispatchMode):
         self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
         if func is not torch.ops.aten.empty.memory_format:
             for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    self._note(tensor.untyped_storage())
+                storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+                if storage is not None and storage._cdata not in self._known:
+                    self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         else:
             self._known.add(out.untyped_storage()._cdata)
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
         return out
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known and key not in self._alive:
-            self._alive[key] = StorageWeakRef(storage), storage.nbytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
@@ -48,7 +48,7 @@ def prefill_packed(
     retain : for a single prompt: what its heads keep.
     arena : see `SliceCache`.
 
-    Returns in the prompts' order, each with its own cache. `seconds` covers the whole forward pass.
+    Returns a prefill for each prompt, with its own cache; `seconds` covers the whole forward pass.
     """
     assert retain is None or len(prompts) == 1, "prompts that are compressed run one by one"
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
@@ -123,8 +123,15 @@ def _prefill_after_compressed(
     slack = len(fresh) + reserve_tokens
 
     def run() -> tuple[SliceCache, torch.Tensor]:
-        layers = enumerate(loaded.shape.layers)
-        stores = [_load_layer(loaded, idx, shape, prefix, slack, arena) for idx, shape in layers]
+        stores, memory = list[HeadStore](), (loaded.dtype, loaded.device, arena)
+        for layer_idx, shape in enumerate(loaded.shape.layers):
+            assert prefix.heads is not None, "it is compressed"
+            heads = prefix.heads(layer_idx)
+            assert heads is not None, "models that are compressed keep keys and values in every layer"
+            is_whole = shape.visibility.size is not None  # a layer with a window or chunks is not compressed
+            counts = [len(keys) for keys, _ in heads]
+            stores.append(HeadStore.reserve(shape, counts, slack, prefix.tokens, *memory, is_whole=is_whole))
+            stores[-1].fill(heads)
         cache = make_decode_cache(loaded, stores, prefix.tokens, slack)
         return cache, run_model(loaded.model, torch.tensor([list(fresh)], device=loaded.device), cache)[0]
 
@@ -135,21 +142,6 @@ def _prefill_after_compressed(
         stored = f"its {prefix.tokens} stored tokens and {len(fresh)} more"
         found.error = f"not enough memory for {stored}: {found.error}"
     return found
-
-
-def _load_layer(
-    loaded: LoadedModel, layer_idx: int, shape: LayerShape, prefix: SharedPrefix, slack: int, arena: Arena | None
-) -> HeadStore:
-    """Load the rows of a layer."""
-    assert prefix.heads is not None, "it is compressed"
-    heads = prefix.heads(layer_idx)
-    assert heads is not None, "models that are compressed keep keys and values in every layer"
-    counts = [len(keys) for keys, _ in heads]
-    # A layer with a window or chunks is not compressed.
-    is_whole, own = shape.visibility.size is not None, (loaded.dtype, loaded.device, arena)
-    store = HeadStore.reserve(shape, counts, slack, prefix.tokens, *own, is_whole=is_whole)
-    store.fill(heads)
-    return store
 
 
 @torch.inference_mode()

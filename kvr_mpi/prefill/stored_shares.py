@@ -47,9 +47,9 @@ def run_shares(
     tokens : new tokens of each prompt.
     only_last : compute logits only after each prompt's last token.
 
-    Returns logits (tokens, vocab_size), the same on every rank. Raises `MemoryError` on all ranks, if any ran out of
-    memory; says which ranks, and on those ranks why; `DataError` on all ranks, if any could not read its rows of a
-    stored document; `AgreementError` if ranks have run different tokens.
+    Returns logits (tokens, vocab_size), the same on every rank. Raises on all ranks: `MemoryError` if
+    any ran out of memory, with those ranks; `DataError` if any could not read its rows of a stored document;
+    `AgreementError` if ranks have run different tokens.
     """
     cache = SharesCache(loaded, shares, [len(each) for each in tokens], chain)
     row = torch.tensor([[token for each in tokens for token in each]], device=loaded.device)
@@ -102,8 +102,8 @@ def prefill_stored(
     reserve_tokens : room for decoded tokens of each prompt, in the last share.
     last : the rank that has the last share, and computes the logits.
 
-    Returns with this rank's share of each prompt; on all ranks with `error` instead, if any rank could not read its
-    part of the document, or had no memory for a single prompt. `seconds` covers the whole row.
+    Returns a prefill for each prompt, with this rank's share; on all ranks with `error` instead, if any rank could not
+    read its part of the document, or had no memory for a single prompt. `seconds` covers the whole row.
     """
     began, known = time.perf_counter(), document.length
     assert document.prefix is not None, "it is stored"

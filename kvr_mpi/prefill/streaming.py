@@ -48,7 +48,7 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
 def _run_steps(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> tuple[RollingCache, torch.Tensor]:
     cache, logits = RollingCache(loaded, rolling, len(ids)), torch.empty(0)
     for first, last in cut_range(0, len(ids), rolling.step_tokens):
-        cache.begin_step(is_read=last == len(ids))
+        cache.is_read = last == len(ids)
         with contextlib.suppress(UnreadError):
             logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache)[0]
     return cache, logits

@@ -166,7 +166,7 @@ def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.devi
 
     device : device of their tensors; PyTorch's current GPU is per thread, and is set to it.
 
-    Raises `Exception` the first error of a rank; the other ranks are woken, so that they do not hang.
+    Raises the first error of a rank; the other ranks are woken, so that they do not hang.
     """
     hub = _Hub(size)
     results: dict[int, T] = {}
