@@ -35,7 +35,7 @@ from benchmarks.options import make_parser
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.decode.group import held_bytes as tensor_bytes
 from kvr_mpi.documents import read_corpus
-from kvr_mpi.kv.contents import layer_kv
+from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import ReadRows, SharedPrefix
 from kvr_mpi.kv.shares import Share

@@ -186,7 +186,7 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
             f"the budget is distributed over heads of one size; choose method = 'snapkv' or leave [compress] out"
         )
     part = loaded.part
-    if part is not None and not part.is_alone_with_heads:
+    if part is not None and part.kv_heads % part.size:
         raise ConfigError(
             f"{name} has {part.kv_heads} KV heads, so the {part.size} ranks of a tensor-parallel group share heads, "
             f"each with only some of the queries needed; choose parallel.tensor_parallel <= {part.kv_heads}, or leave "

@@ -47,10 +47,8 @@ def counts_from_scores(scores: Counts, kv_heads: int, budget: int, window: int =
     scores : (layers, query heads), not negative.
     budget : mean count of a KV head, including the window.
 
-    Raises
-    ------
-    DataError
-        If the query heads are not a multiple of the KV heads, or the budget is no larger than the window.
+    Raises `DataError` if the query heads are not a multiple of the KV heads, or the budget is no larger than the
+    window.
     """
     layers, heads = scores.shape
     if kv_heads < 1 or heads % kv_heads:

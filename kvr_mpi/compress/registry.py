@@ -58,11 +58,6 @@ class Method:
         return "profile" in self.reads
 
     @property
-    def is_even(self) -> bool:
-        """Whether all heads of all layers keep the same number of tokens."""
-        return self.compete is None and self.weigh is None
-
-    @property
     def late_layers(self) -> int:
         """Complete layers that a GPU holds whole until the host knows how many tokens each of their heads keeps."""
         return int(self.compete is not None)

@@ -22,7 +22,7 @@ from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
-from kvr_mpi.errors import DocumentError
+from kvr_mpi.errors import DocumentError, counted
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.failure import Failure, attempt
@@ -42,20 +42,9 @@ class DecodeBatch:
     All ranks of a group call `begin` and `step` together, and also `add` unless prompts wait for `begin`
     (`Group.waits`). Each rank returns the answers to the prompts whose home it is.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    config : GenerationConfig
-    stop : sequence of str
-        Stop strings.
-    max_new_tokens : int
-    group : Group, optional
-        The ranks that decode; by default this rank alone, with packed rows.
-
-    Attributes
-    ----------
-    most_rows : int or None
-        Largest number of prompts in a row; None until memory was too short for all of them.
+    stop : stop strings.
+    group : the ranks that decode; by default this rank alone, with packed rows.
+    most_rows : largest number of prompts in a row; None until memory was too short for all of them.
     """
 
     def __init__(
@@ -106,23 +95,13 @@ class DecodeBatch:
     ) -> bool:
         """Add a prompt after its prefill, which determines its first token.
 
-        Parameters
-        ----------
-        key : object
-            Returned with the answer.
-        prefill : Prefill
-            With logits at the prompt's home, and room for its ``max_new_tokens``.
-        prompt_ids : sequence of int
-            The whole prompt, for logits processors that look back.
-        seed : int
-            For sampling: the same seed, prompt and settings give the same answer.
-        own : OwnGeneration
-            Settings of the prompt that replace the job's.
+        key : returned with the answer.
+        prefill : with logits at the prompt's home, and room for its ``max_new_tokens``.
+        prompt_ids : the whole prompt, for logits processors that look back.
+        seed : for sampling: the same seed, prompt and settings give the same answer.
+        own : settings of the prompt that replace the job's.
 
-        Returns
-        -------
-        bool
-            Whether its prefill succeeded, according to its home rank.
+        Returns whether its prefill succeeded, according to its home rank.
         """
         document = self._begin(key, prefill, prompt_ids, seed, own)
         if self.group.waits:
@@ -161,8 +140,7 @@ class DecodeBatch:
     def _begin(self, key: Any, prefill: Prefill, ids: Sequence[int], seed: int, own: OwnGeneration) -> Entry:
         """Score continuations if asked for, and choose a prompt's first token, on its home rank."""
         rules = self._rules_of(own)
-        why = prefill.error or self._why_not_compressed(prefill, len(ids), rules.max_new_tokens)
-        why = why or self._why_not_as_asked(own.n, rules, ids)
+        why = prefill.error or self._why_not_as_asked(prefill, own.n, rules, len(ids))
         scores: tuple[Score, ...] = ()
         if (texts := own.score) and why is None:
             try:
@@ -194,37 +172,27 @@ class DecodeBatch:
         own = replace(own, seed=None, n=None, score=None)
         return self._rules if own == AS_THE_JOB else self._adapted(own)
 
-    def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:
-        """Return why an answer cannot continue from a compressed cache; None if it can."""
-        if prefill.cache is None or prefill.is_plain or not prefill.cache.is_ragged:
-            return None
-        if self._anew_at is None or not tokens < self._anew_at <= tokens + new_tokens:
-            return None
-        return (
-            f"a prompt of {tokens} tokens and an answer of up to {new_tokens}: from {self._anew_at} tokens on, this "
-            f"model's rotary embedding changes and all keys have to be computed again, but some were dropped by "
-            f"compression; leave [compress] out, or lower generation.max_new_tokens"
-        )
-
-    def _why_not_as_asked(self, count: int | None, rules: SamplingParams, prompt_ids: Sequence[int]) -> str | None:
-        """Return why a prompt's schema or number of samples is not possible here; None if it is."""
-        if count is None or count == 1 or rules.why_no_schema is not None:
+    def _why_not_as_asked(self, prefill: Prefill, n: int | None, rules: SamplingParams, tokens: int) -> str | None:
+        """Return why a prompt's schema, number of answers or length of an answer is not possible; None if it is."""
+        count, most = n or 1, rules.max_new_tokens
+        if rules.why_no_schema is not None:
             return rules.why_no_schema
-        tokens, most = len(prompt_ids), len(prompt_ids) + rules.max_new_tokens
-        if not rules.config.do_sample:
+        if count > 1 and not rules.config.do_sample:
             return f"{count} answers without sampling would all be the same; set a temperature, or request one answer"
-        if self._loaded.shape.has_states:
+        if count > 1 and self._loaded.shape.has_states:
             return (
                 f"{count} answers: {self._loaded.shape.architecture} keeps states, with only one copy per prompt; "
                 f"request one answer"
             )
-        if self._anew_at is not None and tokens < self._anew_at <= most:
-            return (
-                f"{count} answers of up to {rules.max_new_tokens} tokens to a prompt of {tokens}: from {self._anew_at} "
-                f"tokens on, this model's rotary embedding changes, and the keys of the prompt can no longer be used; "
-                f"request shorter answers"
-            )
-        return None
+        is_compressed = prefill.cache is not None and not prefill.is_plain and prefill.cache.is_ragged
+        if (count == 1 and not is_compressed) or self._anew_at is None or not tokens < self._anew_at <= tokens + most:
+            return None
+        return (
+            f"{counted(count, 'answer')} of up to {most} tokens to a prompt of {tokens}: from {self._anew_at} tokens "
+            f"on, this model's rotary embedding changes, and all keys have to be computed again, which is not possible "
+            f"{'after compression: leave [compress] out' if is_compressed else 'for several answers: request one'}, or "
+            f"lower generation.max_new_tokens"
+        )
 
     def _step(self, row: Sequence[Entry]) -> None:
         """Generate one token for each prompt of a row; if memory is short, split the row from now on."""
@@ -259,11 +227,8 @@ class DecodeBatch:
     def _word_of(self, document: Entry) -> tuple[int, int]:
         """Return the next token of a prompt on its home rank; finish the prompt if that is its end.
 
-        Returns
-        -------
-        token, tokens : int
-            The token to run next, `ENDED` or `FAILED`; and the length to truncate the cache to if another answer begins
-            with this token, else 0. (0, 0) for a prompt whose home is another rank.
+        Returns the token to run next, `ENDED` or `FAILED`; and the length to truncate the cache to if another answer
+        begins with this token, else 0. (0, 0) for a prompt whose home is another rank.
         """
         writing, prefill, tokens = document.writing, document.prefill, 0
         if writing is None:

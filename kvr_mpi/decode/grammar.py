@@ -20,12 +20,8 @@ from kvr_mpi.errors import ConfigError, DocumentError
 class Grammars:
     """Compiles grammars for one model's tokenizer.
 
-    Parameters
-    ----------
-    tokenizer
-        Of transformers.
-    ends : iterable of int
-        Tokens that end an answer.
+    tokenizer : of transformers.
+    ends : tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Any, ends: Iterable[int]) -> None:
@@ -35,10 +31,7 @@ class Grammars:
     def matcher(self, schema: str, vocab_size: int | None = None) -> Any:
         """Make the matcher of one answer; the number of logits defaults to the size of the tokenizer's vocabulary.
 
-        Raises
-        ------
-        ConfigError
-            If llguidance is missing, or does not support this schema or tokenizer.
+        Raises `ConfigError` if llguidance is missing, or does not support this schema or tokenizer.
         """
         try:
             from llguidance import LLMatcher
@@ -63,12 +56,7 @@ class Grammars:
 class SchemaProcessor:
     """Logits processor for one answer that masks tokens the schema does not allow.
 
-    Parameters
-    ----------
-    grammars : Grammars
-    schema : str
-    prompt_tokens : int
-        Length of the prompt, to which the schema does not apply.
+    prompt_tokens : length of the prompt, to which the schema does not apply.
     """
 
     def __init__(self, grammars: Grammars, schema: str, prompt_tokens: int) -> None:
@@ -78,10 +66,7 @@ class SchemaProcessor:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask scores (1, vocab_size) of tokens that cannot follow the tokens (1, tokens) so far.
 
-        Raises
-        ------
-        DocumentError
-            If llguidance cannot compute the mask, so that the answer cannot continue.
+        Raises `DocumentError` if llguidance cannot compute the mask, so that the answer cannot continue.
         """
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 

@@ -62,14 +62,9 @@ class Group:
 
     Base of the groups of ranks that decode together.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Prepared for chains, unless all prompts have plain caches; these step one by one.
-    ranks : Transport or None
-        All ranks of the group; None: this rank alone.
-    why_alone : str or None
-        Why prompts step one by one (`why_not_packed`); None if this model runs packed.
+    loaded : prepared for chains, unless all prompts have plain caches; these step one by one.
+    ranks : all ranks of the group; None: this rank alone.
+    why_alone : why prompts step one by one (`why_not_packed`); None if this model runs packed.
     """
 
     # Whether prompts wait for `DecodeBatch.begin`, which all ranks call together; otherwise `add` takes them in one by
@@ -90,10 +85,9 @@ class Group:
 
         A rank alone reorders keys and values by head, which CPUs read faster.
         """
-        if self.loaded.device.type == "cpu":
-            for cache in (each.prefill.cache for each in documents if not each.prefill.is_plain):
-                for layer in [] if cache is None else cache.layers:
-                    layer.lay_by_heads()
+        for each in documents if self.loaded.device.type == "cpu" else ():
+            if each.prefill.cache is not None and not each.prefill.is_plain:
+                each.prefill.cache.lay_by_heads()
         return documents
 
     def rows(self, documents: Sequence[Entry], most: int | None) -> list[list[Entry]]:
@@ -107,10 +101,8 @@ class Group:
     def run(self, documents: Sequence[Entry]) -> torch.Tensor:
         """Run the last token of each prompt; return the input of `choose`.
 
-        Raises
-        ------
-        MemoryError, RuntimeError
-            On all ranks, if memory ran out on any of them; the prompts are unchanged.
+        Raises `MemoryError` or `RuntimeError` on all ranks, if memory ran out on any of them; the prompts are
+        unchanged.
         """
         caches = [each.prefill.cache for each in documents if not each.prefill.is_plain]
         lengths = [cache.length for cache in caches]

@@ -69,28 +69,14 @@ class HeadGroup(Group):
 
     Answers do not depend on the placement or on the number of ranks, except for the order of sums.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Prepared for chains.
-    ranks : Transport
-        The ranks that share the heads.
-    place : callable
-        Places one layer's heads by the tokens that they keep, such as `placement.place_in_proportion`.
-    arena : Arena, optional
-        Page pool for the rows of this rank's heads.
+    loaded : prepared for chains.
+    ranks : the ranks that share the heads.
+    place : places one layer's heads by the tokens that they keep, such as `placement.place_in_proportion`.
+    arena : page pool for the rows of this rank's heads.
+    counts : number of keys of the prompts taken in last, (layers, prompts, kv_heads).
+    owners : for each layer the rank of each (prompt, KV head).
 
-    Attributes
-    ----------
-    counts : array
-        Number of keys of the prompts taken in last, (layers, prompts, kv_heads).
-    owners : list of array
-        For each layer the rank of each (prompt, KV head).
-
-    Raises
-    ------
-    ModelError
-        If the model's heads cannot be distributed.
+    Raises `ModelError` if the model's heads cannot be distributed.
     """
 
     waits = True
@@ -231,10 +217,7 @@ class HeadGroup(Group):
     def run(self, documents: Sequence[Entry]) -> torch.Tensor:
         """Run this rank's heads of each prompt.
 
-        Returns
-        -------
-        Tensor
-            Logits (prompts, vocab_size); if all prompts are greedy, the next token of each (prompts,).
+        Returns logits (prompts, vocab_size); if all prompts are greedy, the next token of each (prompts,).
         """
         self._meetings = 0
         found = attempt(lambda: self._run(documents))
@@ -290,10 +273,7 @@ class HeadGroup(Group):
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the most likely tokens of this rank's share (prompts, share) of the vocabulary; the first of equals.
 
-        Returns
-        -------
-        Tensor
-            (ranks, prompts, 2), float64: their logits and token ids at this rank's index, else zeros.
+        Returns (ranks, prompts, 2), float64: their logits and token ids at this rank's index, else zeros.
         """
         found = torch.zeros(self.ranks.size, len(logits), 2, dtype=torch.float64, device=logits.device)
         values, places = logits.max(-1)

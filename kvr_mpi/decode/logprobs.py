@@ -32,10 +32,7 @@ class TokenLogprobs:
 class LogprobTrace:
     """Collects log-probabilities during decoding; values stay on the device until the end.
 
-    Parameters
-    ----------
-    top : int
-        Number of likeliest tokens to keep at each position.
+    top : number of likeliest tokens to keep at each position.
     """
 
     def __init__(self, top: int) -> None:

@@ -59,15 +59,9 @@ class HeadSharing:
 def open_sharing(settings: DecodeSection, loaded: LoadedModel, why_not: str | None) -> HeadSharing | str | None:
     """Prepare a placement for a model, or return why that is not possible; None if the job does not ask for it.
 
-    Parameters
-    ----------
-    why_not : str or None
-        A reason that is known already: another setting of the job, or why this model does not run packed.
+    why_not : a reason that is known already: another setting of the job, or why this model does not run packed.
 
-    Raises
-    ------
-    ConfigError
-        If the job requires a placement that is not possible.
+    Raises `ConfigError` if the job requires a placement that is not possible.
     """
     if settings.mode == "data-parallel":
         return None

@@ -44,10 +44,7 @@ class Answer:
 def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationConfig:
     """Apply a job's settings to the model's generation defaults.
 
-    Raises
-    ------
-    ConfigError
-        If transformers refuses a value.
+    Raises `ConfigError` if transformers refuses a value.
     """
     try:
         config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **settings})

@@ -46,24 +46,13 @@ def score_continuations(
 ) -> tuple[Score, ...]:
     """Score continuations of a prompt.
 
-    Parameters
-    ----------
-    prefill : Prefill
-        With room for the longest continuation.
-    texts : sequence of str
-        Each is tokenised by itself, after the prompt's last token; control tokens in it are plain text.
-    look_ahead : callable
-        Computes logits (tokens, vocab_size) after each of some tokens that follow the prompt, without changing it.
+    prefill : with room for the longest continuation.
+    texts : each is tokenised by itself, after the prompt's last token; control tokens in it are plain text.
+    look_ahead : computes logits (tokens, vocab_size) after each of some tokens that follow the prompt, without changing
+        it.
 
-    Returns
-    -------
-    tuple of Score
-        Empty on ranks that take part in computing them, but do not have the prompt's logits.
-
-    Raises
-    ------
-    DocumentError
-        If a continuation has no tokens, or does not fit after the prompt.
+    The result is empty on ranks that take part in computing them, but do not have the prompt's logits. Raises
+    `DocumentError` if a continuation has no tokens, or does not fit after the prompt.
     """
     tokens, most, anew_at = prefill.partition.tokens, loaded.shape.max_tokens, begins_anew_at(loaded.model)
     scores = []

@@ -36,23 +36,13 @@ FEW_SLOTS, SLOTS, PAGES = (1, 2, 4), 8, 8
 MOST_GRAPHS = 8
 
 
-def widened(layout: PageLayout) -> PageLayout:
-    """Round slots and pages up, so that few graphs serve all steps."""
-    slots = next((few for few in FEW_SLOTS if few >= layout.slots), -(-layout.slots // SLOTS) * SLOTS)
-    return replace(layout, slots=slots, width=max(PAGES, 1 << (layout.width - 1).bit_length()))
-
-
 class StepGraph:
     """The recorded graph of a step, made with prompts of this layout or a narrower one, between two steps.
 
     checks_left : replays that are still to be compared with steps that run without it.
 
-    Raises
-    ------
-    ModelError
-        If a layer cannot use paged attention.
-    RuntimeError
-        If the step cannot be recorded, or memory runs out.
+    Raises `ModelError` if a layer cannot use paged attention; `RuntimeError` if the step cannot be recorded, or memory
+    runs out.
     """
 
     def __init__(self, recorder: Recorder, layout: PageLayout, cache: DecodeCache) -> None:
@@ -85,10 +75,7 @@ class StepGraph:
 class Recorder:
     """The graphs of a rank.
 
-    Attributes
-    ----------
-    why_not : str or None
-        Why no step is recorded; None if steps are.
+    why_not : why no step is recorded; None if steps are.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -137,7 +124,9 @@ class Recorder:
         """Return the graph of a step; record it after some steps of the same layout."""
         if self.why_not is not None or cache.layout is None:
             return None
-        layout = widened(cache.layout)
+        slots, pages = cache.layout.slots, cache.layout.width
+        slots = next((few for few in FEW_SLOTS if few >= slots), -(-slots // SLOTS) * SLOTS)
+        layout = replace(cache.layout, slots=slots, width=max(PAGES, 1 << (pages - 1).bit_length()))
         graph = self._graphs.pop(layout, None)
         if graph is None:
             self._taken[layout] = self._taken.get(layout, 0) + 1

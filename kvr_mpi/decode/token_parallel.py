@@ -21,11 +21,7 @@ from kvr_mpi.transport import Transport
 class TokenGroup(Group):
     """The ranks of a chain, each with a shard of every prompt.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    ranks : Transport
-        The chain.
+    ranks : the chain.
     """
 
     ranks: Transport
@@ -41,18 +37,15 @@ class TokenGroup(Group):
 
     def run(self, documents: Sequence[Entry]) -> torch.Tensor:
         """Run the model on all ranks; return logits (prompts, vocab_size), the same on all of them."""
-        logits = self._run([document.prefill for document in documents], [[each.last_token] for each in documents])
-        for document in documents:
-            _share_of(document.prefill).length += 1
+        shares = [_share_of(each.prefill) for each in documents]
+        logits = run_shares(self.loaded, shares, [[each.last_token] for each in documents], self.ranks)
+        for share in shares:
+            share.length += 1
         return logits
 
     def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
         """Compute logits (tokens, vocab_size) after each of some tokens that follow a prompt, without changing it."""
-        return self._run([prefill], [ids])
-
-    def _run(self, prefills: Sequence[Prefill], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Run some tokens after each prompt; return logits (tokens, vocab_size)."""
-        return run_shares(self.loaded, [_share_of(prefill) for prefill in prefills], tokens, self.ranks)
+        return run_shares(self.loaded, [_share_of(prefill)], [ids], self.ranks)
 
 
 def _share_of(prefill: Prefill) -> Share:

@@ -79,16 +79,9 @@ def in_flat(flat: torch.Tensor, heads: int, rows: int, shape: LayerShape) -> tup
 class Extent:
     """A block of pages for heads of one size, allocated at once.
 
-    Parameters
-    ----------
-    shape : LayerShape
-        A layer with heads of that size.
-    pages : int
+    shape : a layer with heads of that size.
 
-    Raises
-    ------
-    MemoryError, torch.OutOfMemoryError
-        If there is no memory for it.
+    Raises `MemoryError` or `torch.OutOfMemoryError` if there is no memory for it.
     """
 
     def __init__(self, shape: LayerShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -133,12 +126,8 @@ def share_memory(tensor: torch.Tensor) -> torch.Tensor:
 class Arena:
     """The page pool of a rank.
 
-    Parameters
-    ----------
-    layers : sequence of LayerShape
-        Of the model.
-    extent_bytes : int
-        Memory of an extent that several documents share; at least a page for each head of the model.
+    layers : of the model.
+    extent_bytes : memory of an extent that several documents share; at least a page for each head of the model.
     """
 
     def __init__(
@@ -156,10 +145,7 @@ class Arena:
     def take(self, shape: LayerShape, pages: int, beside: Extent | None = None) -> Run:
         """Allocate uninitialised pages for a layer of a document, preferably in the extent `beside`.
 
-        Raises
-        ------
-        MemoryError, torch.OutOfMemoryError
-            If there is no memory for them.
+        Raises `MemoryError` or `torch.OutOfMemoryError` if there is no memory for them.
         """
         found = self._find(shape, pages, beside)
         if found is None or found.extent is not (beside or found.extent):

@@ -55,24 +55,23 @@ class PartialAttention:
         out = torch.zeros(*sizes, device=device)
         return cls(out, torch.full_like(out[..., 0], float("-inf")))
 
-    def merge(self, other: PartialAttention) -> PartialAttention:
-        """Merge with attention over other keys, in float32."""
-        weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
-        out = torch.lerp(self.out.float(), other.out.float(), weight)
-        return PartialAttention(out, torch.logaddexp(self.lse, other.lse))
-
-    def join(self, after: PartialAttention) -> PartialAttention:
-        """Append the queries of another part."""
-        return PartialAttention(torch.cat([self.out, after.out], dim=2), torch.cat([self.lse, after.lse], dim=2))
+    @staticmethod
+    def join(parts: Sequence[PartialAttention]) -> PartialAttention:
+        """Concatenate the queries of several parts."""
+        if len(parts) == 1:
+            return parts[0]
+        return PartialAttention(torch.cat([each.out for each in parts], 2), torch.cat([each.lse for each in parts], 2))
 
     def cut(self, first: int, last: int) -> PartialAttention:
         """Return some of the queries, as views."""
         return PartialAttention(self.out[:, :, first:last], self.lse[:, :, first:last])
 
-    def merge_after(self, at: int, other: PartialAttention) -> PartialAttention:
+    def merge(self, other: PartialAttention, at: int = 0) -> PartialAttention:
         """Merge the queries from `at` on with attention over other keys, in float32; in place unless `at` is 0."""
         if not at:
-            return self.merge(other)
+            weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
+            out = torch.lerp(self.out.float(), other.out.float(), weight)
+            return PartialAttention(out, torch.logaddexp(self.lse, other.lse))
         whole = PartialAttention(self.out.float(), self.lse)
         after = whole.cut(at, self.out.shape[2])
         after.out.lerp_(other.out.float(), torch.sigmoid(other.lse - after.lse).unsqueeze(-1))
@@ -344,10 +343,7 @@ def why_no_flex(
 ) -> str | None:
     """Compare FlexAttention with the portable code for such a layer; return why it is not used, or None if it is.
 
-    Parameters
-    ----------
-    dims : (int, int)
-        Head dimensions of keys and of values.
+    dims : head dimensions of keys and of values.
     """
     draw = torch.Generator(device).manual_seed(0)
     shapes = (heads, TRIAL[0], dims[0]), (kv_heads, TRIAL[1], dims[0]), (kv_heads, TRIAL[1], dims[1])
@@ -376,14 +372,9 @@ def _attend_blocks(
 ) -> PartialAttention:
     """Attend on any device, in blocks of queries to keep the scores small.
 
-    Parameters
-    ----------
-    offset : int or None
-        Query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
-    window : int or None
-        With an offset: see only the last `window` keys.
-    dense : bool
-        Also compute the scores of keys that no query of a block sees.
+    offset : query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
+    window : with an offset: see only the last `window` keys.
+    dense : also compute the scores of keys that no query of a block sees.
     """
     _, heads, queries, _ = query.shape
     kv_heads, length = keys.shape[1], keys.shape[2]

@@ -22,14 +22,9 @@ from kvr_mpi.model import LayerShape
 class LayerBuffers:
     """Buffers (capacity, elements of K and V of all heads) for the layers of one prompt on one rank.
 
-    Parameters
-    ----------
-    shapes : sequence of LayerShape
-        Of the layers that will be filled.
-    capacity : int
-        Tokens a buffer holds.
-    keeps : bool
-        Whether this rank keeps all layers.
+    shapes : of the layers that will be filled.
+    capacity : tokens a buffer holds.
+    keeps : whether this rank keeps all layers.
     """
 
     shapes: Sequence[LayerShape]
@@ -88,10 +83,7 @@ def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> tuple[tor
 
     On a CPU, also return the memory map that holds it.
 
-    Raises
-    ------
-    MemoryError, torch.OutOfMemoryError
-        If there is no memory for it.
+    Raises `MemoryError` or `torch.OutOfMemoryError` if there is no memory for it.
     """
     if device.type != "cpu" or not count:
         return torch.empty(count, dtype=dtype, device=device), None

@@ -14,10 +14,10 @@ import torch
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
-from kvr_mpi.kv.head_store import HeadStore, check_retained
+from kvr_mpi.kv.head_store import HeadStore, Pair, check_retained
 from kvr_mpi.kv.layer import Retain, SliceLayer
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.route import Range, Route
+from kvr_mpi.kv.route import Route
 from kvr_mpi.kv.row import RowCache
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import StateLayer
@@ -36,41 +36,23 @@ COMPRESSED_AHEAD = 1
 class SliceCache(RowCache):
     """The cache of one rank's slice; on the decode rank, of the whole prompt and then the answer.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    route : Route
-        What the strategy does on this rank.
-    transfers : PromptTransfers or None
-        The prompt's transfers on this rank; None if the chain has only this rank.
-    prefix : SharedPrefix or None
-        Keys and values of the first tokens, if they have been computed already.
-    reserve_tokens : int
-        Room for decoded tokens on the decode rank.
-    stop_after : int or None
-        Leave the model after this many layers (for timing a few of them).
-    is_spread : bool
-        Sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
-    retain : Retain or None
-        What compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped, so
-        this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
-    arena : Arena or None
-        Page pool, to which the rank that ends with all keys and values moves each complete layer, reordered by heads.
-    write_layer : callable or None
-        Called for each complete layer with the keys and values of this rank's own tokens.
-
-    Attributes
-    ----------
-    cuts_last_layer : bool
-        The last layer processes the last token as a separate chunk, the only one that attends (``layer_chunks``).
-    is_alone : bool
-        No other rank takes part. A layer's buffer is allocated only after the layer before it is complete.
-    shared_tokens : int
-        Tokens of the prefix whose keys and values this cache references instead of copying.
-    last : int
-        The last layer that keeps anything; later layers work token by token.
-    left_after : int or None
-        The layer after whose keys and values this rank leaves the model.
+    route : what the strategy does on this rank.
+    transfers : the prompt's transfers on this rank; None if the chain has only this rank.
+    prefix : keys and values of the first tokens, if they have been computed already.
+    reserve_tokens : room for decoded tokens on the decode rank.
+    stop_after : leave the model after this many layers (for timing a few of them).
+    is_spread : sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
+    retain : what compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped,
+        so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
+    arena : page pool, to which the rank that ends with all keys and values moves each complete layer, reordered by
+        heads.
+    write_layer : called for each complete layer with the keys and values of this rank's own tokens.
+    cuts_last_layer : the last layer processes the last token as a separate chunk, the only one that attends
+        (``layer_chunks``).
+    is_alone : no other rank takes part. A layer's buffer is allocated only after the layer before it is complete.
+    shared_tokens : tokens of the prefix whose keys and values this cache references instead of copying.
+    last : the last layer that keeps anything; later layers work token by token.
+    left_after : the layer after whose keys and values this rank leaves the model.
     """
 
     prefilling = True
@@ -95,11 +77,16 @@ class SliceCache(RowCache):
         self.is_decode_rank = transfers is None or route.position == route.decode_position
         keep = retain if retain is not None and self.is_decode_rank else Retain(None)
         self.window, self._choose, self._late_layers = keep.window, keep.choose, keep.late_layers
-        if self.window is not None:
-            _check_window(self.window, route.owned[-1])
+        if self.window is not None:  # otherwise what compression keeps would depend on the partition
+            (first, last), window = route.owned[-1], self.window
+            if not first <= window[0] < window[1] <= last:
+                raise ValueError(f"the observation window, tokens {window}, is not in the last slice, {first, last}")
         self._reserve_tokens = reserve_tokens
-        self.start, self.prompt_tokens = route.owned[0][0], route.partition.tokens
-        self.share = _make_share(loaded, route, prefix, reserve_tokens) if is_spread else None
+        (self.start, end), self.prompt_tokens = route.owned[0], route.partition.tokens
+        self.share: Share | None = None
+        if is_spread:
+            first = 0 if prefix is not None and self.start == prefix.tokens else self.start  # with those of the prefix
+            self.share = Share(loaded, first, end, self.prompt_tokens, self.prompt_tokens + reserve_tokens)
         self.keeps_all = self.is_decode_rank and self.share is None
         self.capacity = route.capacity + (reserve_tokens if self.keeps_all else 0)
         self.in_parts = loaded.attends_in_parts
@@ -234,15 +221,18 @@ class SliceCache(RowCache):
         if layer.segments is not None:
             layer.segments.is_through(wait=True)
         keys, values = (each[0].unbind(0) for each in before.rows(store.start, length))
-        if kept is None:
-            store.fill(zip(keys, values, strict=True))
-        else:
-            for head, positions in enumerate(kept):
-                for place, rows in zip(store.own_rows(head, length), (keys[head], values[head]), strict=True):
-                    torch.index_select(rows, 0, positions.to(rows.device), out=place)
+        store.fill(zip(keys, values, strict=True), kept)
         layer.layout, layer.segments = store, None  # the segments reference the buffer, too
         if before.buffer is not None:
             self.buffers.give_back(before.buffer)
+
+    def lay_by_heads(self) -> None:
+        """Reorder rows by head after the prefill, which needed them by token for transfers: CPUs then decode faster."""
+        for layer in self.layers:
+            if layer.segments is not None:
+                layer.segments.is_through(wait=True)
+            if layer.buffer is not None:
+                layer.layout = layer.layout.laid_by_heads(layer.length)
 
     def adopt(self, stores: Sequence[HeadStore], length: int, slack: int) -> None:
         """Take over the rows of a document of `length` tokens, or of some of its heads, prefilled elsewhere."""
@@ -266,18 +256,24 @@ class SliceCache(RowCache):
                 layer.restore_states()
 
 
-def _check_window(window: Range, owned: Range) -> None:
-    """Check that a rank computes the whole window: otherwise what compression keeps would depend on the partition."""
-    (first, last), (start, stop) = owned, window
-    if not first <= start < stop <= last:
-        raise ValueError(
-            f"the observation window, tokens {start} to {stop}, is not in the last slice, tokens {first} to {last}"
-        )
+def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> Pair | None:
+    """Return keys and values of one layer of a cache, each (tokens, kv_heads, head_dim), or None if it has none.
 
-
-def _make_share(loaded: LoadedModel, route: Route, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:
-    """Allocate the share for this rank's tokens; the first rank also holds those of the prefix."""
-    (start, stop), tokens = route.owned[0], route.partition.tokens
-    if prefix is not None and start == prefix.tokens:
-        start = 0
-    return Share(loaded, start, stop, tokens, tokens + reserve_tokens)
+    From a `SliceCache`, only tokens from `first` on are returned. A layer with a window or chunks may hold only its
+    last tokens. If heads keep different tokens, the tensors are (rows, 1, head_dim), head after head
+    (`SliceLayer.positions`).
+    """
+    layer = cache.layers[layer_idx]
+    if getattr(layer, "is_ragged", False):
+        heads = [layer.store.head_rows(head, layer.length) for head in range(layer.shape.num_kv_heads)]
+        keys, values = (torch.cat(each).unsqueeze(1) for each in zip(*heads, strict=True))
+        return keys, values
+    if isinstance(layer, SliceLayer):
+        if not layer.shape.elements:
+            return None
+        assert layer.layout is not None, "this rank holds keys and values"
+        return layer.layout.rows_by_token(max(first, cache.route.first_held(layer.shape.visibility)), layer.length)
+    held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
+        return None
+    return held[0][0].transpose(0, 1), held[1][0].transpose(0, 1)

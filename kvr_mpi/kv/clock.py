@@ -22,10 +22,7 @@ class Clock:
     On a GPU a wait begins when all work queued before it is done, and ends when the rank continues: time in which the
     GPU still computes does not count.
 
-    Parameters
-    ----------
-    device : torch.device or None
-        None: host memory.
+    device : of the work; None: host memory.
     """
 
     device: torch.device | None
@@ -42,12 +39,9 @@ class Clock:
     def read(self) -> tuple[list[float], list[float], float, float]:
         """Return times in seconds; the stream must have passed all marks.
 
-        Returns
-        -------
-        layer_begins, layer_times, receive, send
-            The start of each layer, on the clock of time.perf_counter (empty on a GPU, which runs asynchronously); the
-            time from the start of the first layer to that of each, without waits; the time waited to receive, and to
-            send.
+        Returns the start of each layer, on the clock of time.perf_counter (empty on a GPU, which runs asynchronously);
+        the time from the start of the first layer to that of each, without waits; the time waited to receive, and to
+        send.
         """
         layers, waited_s = list[tuple[Any, float]](), {"receive": 0.0, "send": 0.0}
         is_gpu = self.device is not None and self.device.type == "cuda"

@@ -9,7 +9,7 @@ document by document, if neither supports the layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -29,24 +29,13 @@ Merge = Callable[[PartialAttention], PartialAttention]
 class DecodeCache(RowCache):
     """The caches of several documents as one cache.
 
-    Parameters
-    ----------
-    documents : sequence of SliceCache
-        The decode rank's cache of each document, after its prefill.
-    merge : callable, optional
-        Merges this rank's attention with that of other ranks, for one document whose tokens are sharded.
-    recorded : PageTables, optional
-        To record a step in a CUDA graph: the only tables that are read, filled with these documents. They may have more
-        slots than there are documents.
-
-    Attributes
-    ----------
-    stores : list of list of HeadStore
-        For each layer, the documents' keys and values.
-    lengths : list of int
-        Tokens of each document before the one being decoded.
-    on_device : Tensor
-        The same (documents,), int64, for a step that has begun.
+    documents : the decode rank's cache of each document, after its prefill.
+    merge : merges this rank's attention with that of other ranks, for one document whose tokens are sharded.
+    recorded : to record a step in a CUDA graph: the only tables that are read, filled with these documents. They may
+        have more slots than there are documents.
+    stores : for each layer, the documents' keys and values.
+    lengths : tokens of each document before the one being decoded.
+    on_device : the same (documents,), int64, for a step that has begun.
     """
 
     prefilling = False
@@ -77,14 +66,18 @@ class DecodeCache(RowCache):
             pages = PageTables(self.layout, self.on_device.device)
             pages.fill(self.stores)
             return pages
-        return [
-            UnitTable(
-                len(stores),
-                stores[0].shape.num_kv_heads,
-                [unit for at, store in enumerate(stores) for unit in _units_of(at, store)],
-            )
-            for stores in self.stores
-        ]
+        found = []
+        for stores in self.stores:
+            units = list[Unit]()
+            for document, store in enumerate(stores):
+                for head, count, keys, values in store.lines:
+                    shared = (
+                        (rows.keys[head], rows.values[head], rows.count, False, rows.first) for rows in store.shared
+                    )
+                    own = keys, values, count + store.appended(0), store.appends, store.shared_tokens
+                    units += [Unit(document, head, *rows) for rows in (*shared, own)]
+            found.append(UnitTable(len(stores), stores[0].shape.num_kv_heads, units))
+        return found
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append one token per document, (1, kv_heads, documents, head_dim)."""
@@ -125,10 +118,7 @@ class DecodeCache(RowCache):
 
         For one document, heads may be folded into the query length.
 
-        Raises
-        ------
-        ModelError
-            If a step is recorded, and the layer cannot use paged attention.
+        Raises `ModelError` if a step is recorded, and the layer cannot use paged attention.
         """
         shape, seen, dim = query.shape, layer.shape.visibility, layer.shape.value_dim
         if len(self.documents) == 1:
@@ -162,9 +152,7 @@ class DecodeCache(RowCache):
             store.attend(query.narrow(2, row, 1), length, params, 0 if firsts is None else firsts[row])
             for row, (store, length) in enumerate(zip(self.stores[at], lengths, strict=True))
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+        return PartialAttention.join(parts)
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """For each document, its tokens in this row (1) and its length with them; 1 for empty slots."""
@@ -187,11 +175,3 @@ class DecodeCache(RowCache):
         self.current = None
         for document, length in zip(self.documents, self.lengths, strict=True):
             document.step_back(length)
-
-
-def _units_of(document: int, store: HeadStore) -> Iterator[Unit]:
-    """Yield the units of each KV head of a document: shared rows, and its own."""
-    for head, count, keys, values in store.lines:
-        for rows in store.shared:
-            yield Unit(document, head, rows.keys[head], rows.values[head], rows.count, False, rows.first)
-        yield Unit(document, head, keys, values, count + store.appended(0), store.appends, store.shared_tokens)

@@ -61,24 +61,13 @@ def attend_flex(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from (1, heads, queries, head_dim) to (1, kv_heads, keys, head_dim).
 
-    Parameters
-    ----------
-    softcap : float or None
-        Scores are soft-capped to this magnitude (tanh).
-    offset : int or None
-        Query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
-    window : int or None
-        With an offset: see only the last `window` keys.
+    softcap : scores are soft-capped to this magnitude (tanh).
+    offset : query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
+    window : with an offset: see only the last `window` keys.
 
-    Returns
-    -------
-    Tensor, Tensor
-        Output (1, heads, queries, value_dim) in the query's dtype, log-sum-exp (1, heads, queries) in float32.
-
-    Raises
-    ------
-    NotCompiledError
-        If torch fails to compile this variant, or has reached its limit of variants.
+    Returns the output (1, heads, queries, value_dim) in the query's dtype, and the log-sum-exp (1, heads, queries),
+    float32.
+    Raises `NotCompiledError` if torch fails to compile this variant, or has reached its limit of variants.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -156,10 +145,7 @@ def _bend(softcap: float, device: torch.device) -> Bend:
 def visible_blocks(queries: int, keys: int, offset: int, window: int | None, device: torch.device) -> Any:
     """Return which blocks of keys each block of queries sees, fully or partly, without a mask of queries x keys.
 
-    Returns
-    -------
-    BlockMask
-        For one batch and head. All layers of a prompt use the same mask, so the last few are cached.
+    The `BlockMask` is for one batch and head. All layers of a prompt use the same one, so the last few are cached.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

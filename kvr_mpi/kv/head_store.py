@@ -35,31 +35,17 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class HeadStore:
     """Keys and values of one layer of one document.
 
-    Parameters
-    ----------
-    runs : sequence of Run
-        Rows of the held heads; of all heads, if every head holds all tokens from the first row on.
-    shape : LayerShape
-        Its `num_kv_heads` is the number of heads of the keys that `write` receives.
-    room : int
-        Tokens that can be appended.
-    origin : int
-        Position of the first token to be appended.
-    appends : bool
-        Whether this store keeps new tokens; otherwise another rank keeps them, and `write` does nothing.
-    is_whole : bool
-        Every head holds all tokens: rows are in the order of positions.
-    shared : sequence of Run
-        Shared runs of the first tokens, in order; `runs` hold the tokens after them.
-    buffer : Tensor, optional
-        The token-major memory (capacity, elements of K and V of all heads), while rows are in it (`by_tokens`).
-
-    Attributes
-    ----------
-    start : int
-        Position of the first row of `runs`.
-    positions : list of Tensor or None
-        Positions in the prompt that each held head keeps, (tokens,) int32 on its device; None if they are not known.
+    runs : rows of the held heads; of all heads, if every head holds all tokens from the first row on.
+    shape : its `num_kv_heads` is the number of heads of the keys that `write` receives.
+    room : tokens that can be appended.
+    origin : position of the first token to be appended.
+    appends : whether this store keeps new tokens; otherwise another rank keeps them, and `write` does nothing.
+    is_whole : every head holds all tokens: rows are in the order of positions.
+    shared : shared runs of the first tokens, in order; `runs` hold the tokens after them.
+    buffer : the token-major memory (capacity, elements of K and V of all heads), while rows are in it (`by_tokens`).
+    start : position of the first row of `runs`.
+    positions : positions in the prompt that each held head keeps, (tokens,) int32 on its device; None if they are not
+        known.
     """
 
     def __init__(
@@ -101,22 +87,13 @@ class HeadStore:
     ) -> HeadStore:
         """Allocate uninitialised rows, head after head; adjacent heads with as many rows are one run.
 
-        Parameters
-        ----------
-        counts : sequence of int
-            Own rows of each head.
-        arena : Arena or None
-            Where to allocate pages, if possible beside the shared rows; otherwise the rows of these are added to the
-            store's own. None: separate memory.
-        heads : sequence of int, optional
-            Which heads of the layer these are, ascending; by default all.
-        start : int
-            Position of the first own row.
+        counts : own rows of each head.
+        arena : where to allocate pages, if possible beside the shared rows; otherwise the rows of these are added to
+            the store's own. None: separate memory.
+        heads : which heads of the layer these are, ascending; by default all.
+        start : position of the first own row.
 
-        Raises
-        ------
-        MemoryError, torch.OutOfMemoryError
-            If there is no memory for them.
+        Raises `MemoryError` or `torch.OutOfMemoryError` if there is no memory for them.
         """
         held = range(shape.num_kv_heads) if heads is None else heads
         assert len(counts) == len(held), "one count for each head held"
@@ -149,12 +126,11 @@ class HeadStore:
 
         A range of tokens is contiguous: it is received in place, attended to as a view, and sent without packing.
 
-        Parameters
-        ----------
-        start : int
-            Position of the buffer's first row.
+        start : position of the buffer's first row.
         """
-        run = Run(0, start, 0, *_by_head(buffer, shape))
+        heads, cut = shape.num_kv_heads, shape.num_kv_heads * shape.key_dim
+        keys, values = buffer[:, :cut].view(-1, heads, shape.key_dim), buffer[:, cut:].view(-1, heads, shape.value_dim)
+        run = Run(0, start, 0, keys.transpose(0, 1), values.transpose(0, 1))
         return cls([run], shape, len(buffer), start, is_whole=True, buffer=buffer)
 
     @classmethod
@@ -169,20 +145,17 @@ class HeadStore:
         return store
 
     def laid_by_heads(self, length: int) -> HeadStore:
-        """Reorder the buffer in place so that each head's tokens are contiguous: CPU attention is then twice as fast.
+        """Reorder the buffer of a document of `length` tokens in place so that each head's tokens are contiguous.
 
-        Parameters
-        ----------
-        length : int
-            Tokens of the document.
+        Attention on CPUs is then twice as fast.
         """
         assert self.buffer is not None, "rows are by token"
-        tokens, capacity, shape = length - self.start, len(self.buffer), self.shape
-        old = [rows.clone(memory_format=torch.contiguous_format) for rows in _by_head(self.buffer[:tokens], shape)]
-        run = Run(0, self.start, tokens, *in_flat(self.buffer.view(-1), shape.num_kv_heads, capacity, shape))
+        tokens, capacity, heads = length - self.start, len(self.buffer), self.shape.num_kv_heads
+        old = [rows[0].clone(memory_format=torch.contiguous_format) for rows in self.runs[0].cut(self.start, length)]
+        run = Run(0, self.start, tokens, *in_flat(self.buffer.view(-1), heads, capacity, self.shape))
         for place, rows in zip((run.keys, run.values), old, strict=True):
             place[:, :tokens] = rows
-        return HeadStore([run], shape, capacity - tokens, length, is_whole=True, shared=self.shared)
+        return HeadStore([run], self.shape, capacity - tokens, length, is_whole=True, shared=self.shared)
 
     @functools.cached_property
     def lines(self) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
@@ -218,11 +191,17 @@ class HeadStore:
         rows = slice(count + self.appended(length))
         return keys[rows], values[rows]
 
-    def fill(self, heads: Iterable[Pair]) -> None:
-        """Copy keys and values (rows, dim) of each held head to its own rows, before any token is appended."""
+    def fill(self, heads: Iterable[Pair], kept: Sequence[torch.Tensor] | None = None) -> None:
+        """Copy keys and values (rows, dim) of each held head, or only the `kept` rows of each, to its own rows.
+
+        Nothing has been appended yet.
+        """
         for at, pair in enumerate(heads):
             for place, rows in zip(self.own_rows(at, self.origin), pair, strict=True):
-                place.copy_(rows)
+                if kept is None:
+                    place.copy_(rows)
+                else:
+                    torch.index_select(rows, 0, kept[at].to(rows.device), out=place)
 
     def head_rows(self, at: int, length: int) -> Pair:
         """Keys and values of one held head (rows, dim), for a document of `length` tokens.
@@ -238,10 +217,7 @@ class HeadStore:
     def pieces(self, first: int, last: int) -> list[Pair]:
         """Keys and values of a range of tokens that all heads hold, in order, as views (1, kv_heads, tokens, dim).
 
-        Raises
-        ------
-        ModelError
-            If heads hold different tokens, so that no range of tokens is complete.
+        Raises `ModelError` if heads hold different tokens, so that no range of tokens is complete.
         """
         if not self.is_whole:
             raise ModelError("its heads keep different tokens, so a range of tokens does not exist")
@@ -294,10 +270,7 @@ class HeadStore:
     def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values (1, kv_heads, tokens, dim) of all heads, beginning at position `first`.
 
-        Raises
-        ------
-        ValueError
-            If they do not fit.
+        Raises `ValueError` if they do not fit.
         """
         if not self.runs or not self.appends:
             return
@@ -315,19 +288,11 @@ class HeadStore:
     def attend(self, query: torch.Tensor, length: int, params: AttentionParams, first: int = 0) -> PartialAttention:
         """Attend from the last tokens of a document to the rows that each head holds up to them.
 
-        Parameters
-        ----------
-        query : Tensor
-            (1, heads, tokens, head_dim).
-        length : int
-            Tokens of the document, including the queries'.
-        first : int
-            First position that the queries see, the same for all of them.
+        query : (1, heads, tokens, head_dim).
+        length : tokens of the document, including the queries'.
+        first : first position that the queries see, the same for all of them.
 
-        Returns
-        -------
-        PartialAttention
-            Of (1, heads, tokens, value_dim); heads without rows have a log-sum-exp of -inf.
+        Returns attention (1, heads, tokens, value_dim); heads without rows have a log-sum-exp of -inf.
         """
         group, causal = query.shape[1] // self.shape.num_kv_heads, query.shape[2] > 1
         own_first, appended = max(0, first - self.start), self.appended(length)
@@ -350,13 +315,6 @@ class HeadStore:
         return part
 
 
-def _by_head(rows: torch.Tensor, shape: LayerShape) -> Pair:
-    """Keys and values (kv_heads, tokens, dim) of token-major rows (tokens, elements), as views."""
-    heads, cut = shape.num_kv_heads, shape.num_kv_heads * shape.key_dim
-    keys, values = rows[:, :cut].view(-1, heads, shape.key_dim), rows[:, cut:].view(-1, heads, shape.value_dim)
-    return keys.transpose(0, 1), values.transpose(0, 1)
-
-
 def held_bytes(stores: Iterable[HeadStore]) -> int:
     """Bytes of several stores, and of the rows that they share with others; shared memory counts once."""
     held = {id(one): one for store in stores for one in (store, *(rows.owner for rows in store.shared))}
@@ -366,12 +324,8 @@ def held_bytes(stores: Iterable[HeadStore]) -> int:
 def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, layer_idx: int) -> None:
     """Check the positions that the heads of a layer are to keep, without their values: the host would wait for a GPU.
 
-    Raises
-    ------
-    ModelError
-        If the layer has a window or chunks: it drops tokens by position.
-    ValueError
-        If a head keeps nothing.
+    Raises `ModelError` if the layer has a window or chunks: it drops tokens by position; `ValueError` if a head keeps
+    nothing.
     """
     if shape.visibility.size is not None:
         raise ModelError(

@@ -79,10 +79,7 @@ class SliceLayer(RowLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append new tokens (1, kv_heads, tokens, head_dim) of the slice or its next chunk, and send them.
 
-        Returns
-        -------
-        tuple of torch.Tensor
-            The same tensors; for the model's own attention, those of all tokens up to the last new one.
+        Returns the same tensors; for the model's own attention, those of all tokens up to the last new one.
         """
         cache = self.cache
         cache.enter(self)
@@ -110,13 +107,7 @@ class SliceLayer(RowLayer):
         return self.layout.rows(0, self.length)
 
     def leave_if_done(self) -> None:
-        """Leave the model if the rest of its output is not used.
-
-        Raises
-        ------
-        UnreadError
-            To leave this layer for the current chunk, or the model.
-        """
+        """Raise `UnreadError` to leave this layer for the current chunk, or the model, if its output is not used."""
         if self.layer_idx != self.cache.left_after:
             return
         if len(self.cache.route.chunks) > 1 or (self.has_all_chunks and self.is_sent):
@@ -137,15 +128,8 @@ class SliceLayer(RowLayer):
     ) -> torch.Tensor:
         """Attend from the tokens last appended to all tokens that each of them sees.
 
-        Returns
-        -------
-        torch.Tensor
-            (1, heads, tokens, value_dim) in the query's dtype.
-
-        Raises
-        ------
-        UnreadError
-            To skip the last layer's attention for a chunk without the last token.
+        Returns (1, heads, tokens, value_dim) in the query's dtype. Raises `UnreadError` in the last layer, for a chunk
+        without the last token.
         """
         self.cache.current, shape = None, query.shape
         if self.fresh == 1:  # the token's heads may come folded into the query length (1, kv_heads, group, head_dim)
@@ -154,21 +138,19 @@ class SliceLayer(RowLayer):
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
         seen, layout, self.params = self.shape.visibility, self.layout, params
         assert layout is not None, "update came before"
-        is_shared = bool(layout.shared) and seen.sees_all(self.length)
-        if layout.buffer is None and (not layout.is_whole or is_shared):
-            out = layout.attend(query, self.length, params).finish(params).to(query.dtype)
-            return out.reshape(*shape[:-1], layout.shape.value_dim)
-        if self.cache.window is not None and self.cache.prefilling:
+        prefilling, sees_all = self.cache.prefilling, seen.sees_all(self.length)
+        if self.cache.window is not None and prefilling:
             self._observe(query, self.cache.window)
-        is_last = self.cache.prefilling and self.layer_idx == self.cache.last
-        reads_only_last = is_last and self.cache.route.saves_last_layer
+        reads_only_last = prefilling and self.layer_idx == self.cache.last and self.cache.route.saves_last_layer
         if reads_only_last and not self.has_all_chunks:
             raise UnreadError
         skipped = self.fresh - 1 if reads_only_last else 0
         query = query[:, :, skipped:]
-        if self.cache.prefilling and not reads_only_last and seen.sees_all(self.length):
+        if prefilling and not reads_only_last and sees_all:
             part = self._attend_route(query, keys, values, params)
-        else:  # in decoding, for a last token alone, and with windows or chunks
+        elif not prefilling and (sees_all or not layout.is_whole):
+            part = self.store.attend(query, self.length, params)
+        else:  # for a last token alone, and with windows or chunks
             if self.segments is not None:
                 self.segments.wait_for()
             ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
@@ -214,7 +196,7 @@ class SliceLayer(RowLayer):
                 self.segments.wait_for(step.segments)
             some = query[:, :, step.first_query :]
             for rows in (piece for bounds in step.ranges for piece in layout.pieces(*bounds)):
-                part = part.merge_after(step.first_query, attend(some, *rows, params))
+                part = part.merge(attend(some, *rows, params), step.first_query)
         return part
 
     @property
@@ -251,13 +233,6 @@ class SliceLayer(RowLayer):
         decoded = torch.arange(store.origin, self.length, dtype=torch.int32)
         return [torch.cat([kept.cpu(), decoded]) for kept in store.positions]
 
-    def lay_by_heads(self) -> None:
-        """Reorder rows by head after the prefill, which needed them by token for transfers: CPUs then decode faster."""
-        if self.segments is not None:
-            self.segments.is_through(wait=True)
-        if self.layout is not None and self.layout.buffer is not None:
-            self.layout = self.layout.laid_by_heads(self.length)
-
     def release(self, *, wait: bool) -> bool:
         """Release the buffer if everything is sent, or after waiting for that; return whether it is released."""
         if self.segments is not None and not self.segments.is_through(wait=wait):
@@ -278,10 +253,7 @@ class SliceLayer(RowLayer):
     def _take_chunk(self, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Range]:
         """Return the ranges of the new tokens: the slice's next chunk, or after the prefill the tokens that follow.
 
-        Raises
-        ------
-        ModelError
-            If the model passes other heads or other tokens than the next chunk's.
+        Raises `ModelError` if the model passes other heads or other tokens than the next chunk's.
         """
         heads, self.fresh = self.shape.num_kv_heads, keys.shape[2]
         ranges: Sequence[Range] = [(self.length, self.length + self.fresh)]
@@ -325,24 +297,18 @@ def attend_ranges(
 ) -> PartialAttention:
     """Attend from ranges of tokens to those they see, all of which this rank holds.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        Queries of the ranges' tokens, concatenated (1, heads, tokens, head_dim).
-    rows : callable
-        Returns keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
+    query : queries of the ranges' tokens, concatenated (1, heads, tokens, head_dim).
+    rows : returns keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
     """
     pieces = [piece for bounds in ranges for piece in cut_range(*bounds, seen.chunk)]
-    part, at = None, 0
+    parts, at = list[PartialAttention](), 0
     for first, last in pieces:
         some = query if len(pieces) == 1 else query[:, :, at : at + last - first]
         at += last - first
         keys, values = rows(seen.first_key(first), last)
         if last - first == 1:
-            piece = attend(some, keys, values, params)
+            parts.append(attend(some, keys, values, params))
         else:
             window = None if seen.sees_all(last) else seen.window
-            piece = attend(some, keys, values, params, causal=True, window=window)
-        part = piece if part is None else part.join(piece)
-    assert part is not None
-    return part
+            parts.append(attend(some, keys, values, params, causal=True, window=window))
+    return PartialAttention.join(parts)

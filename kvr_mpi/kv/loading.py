@@ -19,15 +19,10 @@ class LoadedLayers:
 
     When the next prompt asks for an earlier layer again, that layer is read again.
 
-    Parameters
-    ----------
-    count : int
-        How many layers there are.
-    load : callable
-        Reads a layer (tokens, elements of K and V of all heads), or returns None if it has none. A background thread
+    count : how many layers there are.
+    load : reads a layer (tokens, elements of K and V of all heads), or returns None if it has none. A background thread
         calls it, one layer at a time; `__getitem__` raises its errors.
-    device : torch.device, optional
-        Where the caller copies the layers to. For a GPU, layers are in page-locked memory, from which copies are
+    device : where the caller copies the layers to. For a GPU, layers are in page-locked memory, from which copies are
         asynchronous: other copies would wait for all queued work, in every layer.
     """
 

@@ -21,12 +21,8 @@ from kvr_mpi.model.attention_hook import AttentionParams
 class PackedCache(RowCache):
     """The caches of several prompts as one cache.
 
-    Parameters
-    ----------
-    documents : sequence of SliceCache
-        One for each prompt, of a rank that prefills it alone.
-    tokens : sequence of int
-        Tokens of each prompt in the row.
+    documents : one for each prompt, of a rank that prefills it alone.
+    tokens : tokens of each prompt in the row.
     """
 
     prefilling = True

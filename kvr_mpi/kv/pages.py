@@ -114,10 +114,7 @@ class PageTables:
     def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> None:
         """Append one token per document, keys and values (1, kv_heads, documents, dim).
 
-        Parameters
-        ----------
-        lengths : Tensor
-            Tokens of each document before the new one (documents,), int64 on the device.
+        lengths : tokens of each document before the new one (documents,), int64 on the device.
         """
         if not self.layout.appends:
             return

@@ -60,10 +60,7 @@ class SharedPrefix:
     def store(self, layer_idx: int, shape: LayerShape, device: torch.device, arena: Arena | None) -> HeadStore | None:
         """Return a layer's keys and values; loaded ones stay in memory while a prompt uses them.
 
-        Raises
-        ------
-        DataError
-            If they cannot be read.
+        Raises `DataError` if they cannot be read.
         """
         name = layer_idx, arena is not None  # a rank may hold some prompts in pages, and those of chains outside
         found = self._stores.get(name)
@@ -76,10 +73,7 @@ class SharedPrefix:
     def check(self, ids: Sequence[int]) -> None:
         """Check that a prompt begins with this prefix and continues after it.
 
-        Raises
-        ------
-        ValueError
-            If it does not, since the answer would belong to another prompt.
+        Raises `ValueError` if it does not, since the answer would belong to another prompt.
         """
         if len(ids) <= self.tokens or tuple(ids[: self.tokens]) != self.ids:
             raise ValueError(

@@ -68,15 +68,11 @@ class Rolling:
 class RollingCache(RowCache):
     """The rolling cache of a whole model: of each layer the sink tokens, if any, and a ring of the last tokens.
 
-    Raises
-    ------
-    ModelError
-        If a layer sees more than the cache holds and there are no sinks, or if the model does not support this cache.
+    length : tokens processed before the current step.
+    is_read : whether a step's output is needed; otherwise the model is left after the last layer's keys are written.
 
-    Attributes
-    ----------
-    length : int
-        Tokens processed before the current step.
+    Raises `ModelError` if a layer sees more than the cache holds and there are no sinks, or if the model does not
+    support this cache.
     """
 
     is_ragged = False
@@ -84,7 +80,7 @@ class RollingCache(RowCache):
 
     def __init__(self, loaded: LoadedModel, rolling: Rolling, prompt_tokens: int) -> None:
         check_rolling(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
-        self.rolling, self.prompt_tokens, self._is_read = rolling, prompt_tokens, True
+        self.rolling, self.prompt_tokens, self.is_read = rolling, prompt_tokens, True
         self._written = 0  # position after the last token that was ever written
         layers = loaded.shape.layers
         self._sinks = [0 if rolling.holds(shape.visibility) else rolling.sinks for shape in layers]
@@ -100,10 +96,6 @@ class RollingCache(RowCache):
             for shape in layers
         ]
         super().__init__([RowLayer(self, idx, shape) for idx, shape in enumerate(layers)])
-
-    def begin_step(self, *, is_read: bool) -> None:
-        """Begin a step; if its output is not needed, the model is left after the last layer's keys are written."""
-        self._is_read = is_read
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write a step's tokens (1, kv_heads, tokens, head_dim), at most `step_tokens`, over the oldest ones."""
@@ -128,13 +120,13 @@ class RollingCache(RowCache):
             raise ModelError(f"layer {at}: {query.shape[2]} queries for {count} tokens")
         if at == len(self.layers) - 1:
             self.length += count
-            if not self._is_read:
+            if not self.is_read:
                 raise UnreadError
         for first, last in (pieces := self._cut(at, begin, begin + count, self._seen[at].size)):
             own = slice(first - begin, last - begin)
             some = query if len(pieces) == 1 else query[:, :, own]  # a single token's heads may come folded
             parts.append(self._attend_piece(at, some, keys[:, :, own], values[:, :, own], (first, last), params))
-        return reduce(PartialAttention.join, parts).finish(params).to(query.dtype)
+        return PartialAttention.join(parts).finish(params).to(query.dtype)
 
     def _attend_piece(
         self,
@@ -161,7 +153,7 @@ class RollingCache(RowCache):
         old_keys, old_values = (torch.cat(each, 2).flip(2) for each in zip(*some, strict=True))
         old = attend(query[:, :, :-1].flip(2), old_keys, old_values, params, causal=count > 2)
         seeing = part.cut(0, count - 1).merge(PartialAttention(old.out.flip(2), old.lse.flip(2)))
-        return seeing.join(part.cut(count - 1, count))
+        return PartialAttention.join([seeing, part.cut(count - 1, count)])
 
     def note_states(self) -> None:
         """Do nothing: its layers have no states."""
@@ -169,10 +161,7 @@ class RollingCache(RowCache):
     def step_back(self, length: int) -> None:
         """Truncate to the first `length` tokens, at most one step back, even if a step failed between layers.
 
-        Raises
-        ------
-        ModelError
-            If dropped tokens have overwritten some that the next token would see.
+        Raises `ModelError` if dropped tokens have overwritten some that the next token would see.
         """
         self.current = None
         for at, sinks in enumerate(self._sinks):
@@ -220,10 +209,7 @@ def rolling_of(kind: str, cache_tokens: int, chunk_tokens: int | Literal["auto"]
 def check_rolling(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
     """Check that a model can run with a rolling cache.
 
-    Raises
-    ------
-    ModelError
-        If it cannot, with the layer that sees too much and the setting to change.
+    Raises `ModelError` if it cannot, with the layer that sees too much and the setting to change.
     """
     if shape.has_states or not in_parts or any(not layer.elements for layer in shape.layers):
         raise ModelError(

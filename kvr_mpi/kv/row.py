@@ -51,9 +51,6 @@ class RowLayer(CacheLayerMixin):
         """Length and offset of the keys that a query sees; no mask is built from them."""
         return self.get_seq_length() + query_length, 0
 
-    def lay_by_heads(self) -> None:
-        """Prepare for decoding."""
-
     def get_seq_length(self) -> int:
         """Return the number of tokens before the row, from which models count positions that they are not given."""
         return self.cache.length
@@ -66,10 +63,7 @@ class RowLayer(CacheLayerMixin):
 class RowCache(Cache):
     """All layers of a row; with `prefilling` and `whole_lengths`, each is a ``model.attention_hook.HookedCache``.
 
-    Attributes
-    ----------
-    current : RowLayer or None
-        The layer that was updated and has not attended yet.
+    current : the layer that was updated and has not attended yet.
     """
 
     in_parts = True
@@ -80,13 +74,13 @@ class RowCache(Cache):
         """Tokens before the row; 0 for several prompts, since models then get explicit positions."""
         return 0
 
+    def lay_by_heads(self) -> None:
+        """Prepare for decoding."""
+
     def enter(self, layer: RowLayer) -> None:
         """Make a layer the one that attends next.
 
-        Raises
-        ------
-        ModelError
-            If the layer before it has not attended.
+        Raises `ModelError` if the layer before it has not attended.
         """
         if self.current is not None:
             raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
@@ -103,10 +97,7 @@ class RowCache(Cache):
 
         For a single token, heads may be folded into the query length.
 
-        Returns
-        -------
-        torch.Tensor
-            (1, heads, tokens, value_dim), or folded into the query length (1, kv_heads, group, value_dim), in the
-            query's dtype.
+        Returns (1, heads, tokens, value_dim), or folded into the query length (1, kv_heads, group, value_dim), in the
+        query's dtype.
         """
         raise NotImplementedError

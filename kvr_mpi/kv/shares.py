@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 
@@ -102,10 +101,7 @@ class Share:
     def prepare(self, layer_idx: int) -> None:
         """Load a layer of a document if need be, prefetch the next ones, and allocate room for new tokens.
 
-        Raises
-        ------
-        DataError
-            If it cannot be read.
+        Raises `DataError` if it cannot be read.
         """
         shape = self._shape.layers[layer_idx]
         if self.document is not None:
@@ -166,15 +162,9 @@ class Share:
 class SharesCache(RowCache):
     """The sharded caches of several prompts as one cache; every rank creates the same one.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    shares : sequence of Share
-        This rank's share of each prompt.
-    tokens : sequence of int
-        New tokens of each prompt in the row.
-    chain : Transport
-        The ranks that have the other shares.
+    shares : this rank's share of each prompt.
+    tokens : new tokens of each prompt in the row.
+    chain : the ranks that have the other shares.
     """
 
     def __init__(self, loaded: LoadedModel, shares: Sequence[Share], tokens: Sequence[int], chain: Transport) -> None:
@@ -208,7 +198,7 @@ class SharesCache(RowCache):
         # With a window or chunks, each prompt sees other tokens of the document.
         groups = self.groups if layer.shape.visibility.size is None else self.apart
         found = [part for some in groups for part in self._attend(layer, some, query, params)]
-        gathered = gather_parts(reduce(PartialAttention.join, found), self.chain)
+        gathered = gather_parts(PartialAttention.join(found), self.chain)
         self._gathered.add(layer.layer_idx)
         out = merge_gathered(gathered).finish(params).to(query.dtype)
         return out.reshape(*shape[:-1], layer.shape.value_dim)

@@ -31,20 +31,11 @@ class PromptTransfers:
 
     It begins when at most one earlier prompt is in flight on this rank.
 
-    Parameters
-    ----------
-    forwarder : Forwarder
-        To the other ranks of the chain.
-    segments : int
-        Number of segments the prompt is cut into, over all ranks.
-    layers : int
-    rotation : Rotation
-        Maps positions of slices to ranks of the chain.
+    forwarder : to the other ranks of the chain.
+    segments : number of segments the prompt is cut into, over all ranks.
+    rotation : maps positions of slices to ranks of the chain.
 
-    Raises
-    ------
-    TransportError
-        If its messages need more tags than the transport has.
+    Raises `TransportError` if its messages need more tags than the transport has.
     """
 
     def __init__(self, forwarder: Forwarder, segments: int, layers: int, rotation: Rotation) -> None:
@@ -87,14 +78,9 @@ class PromptTransfers:
 class LayerTransfers:
     """One layer's messages that this rank sends, forwards and receives: segments of keys and values, and states.
 
-    Attributes
-    ----------
-    rows : callable or None
-        Returns the memory of a range of tokens (tokens, elements); None: not allocated yet.
-    free : event or None
-        Event of the GPU after which no earlier work uses this memory.
-    posted : dict of Hop to Transfer
-        In the order in which they were posted.
+    rows : returns the memory of a range of tokens (tokens, elements); None: not allocated yet.
+    free : event of the GPU after which no earlier work uses this memory.
+    posted : in the order in which they were posted.
     """
 
     prompt: PromptTransfers

@@ -59,12 +59,7 @@ class KernelLibrary:
     identity : the name of its folder, unique for its code and processor.
     multiple : head_dim must be a multiple of this.
 
-    Raises
-    ------
-    OSError
-        If the library cannot be loaded.
-    AttributeError
-        If it lacks one of the functions.
+    Raises `OSError` if the library cannot be loaded; `AttributeError` if it lacks one of the functions.
     """
 
     def __init__(self, file: Path) -> None:
@@ -131,11 +126,8 @@ class KernelLibrary:
         keys, values : (1, kv_heads, keys, head_dim).
         window : if `causal`, attend only to the last `window` keys up to each query.
 
-        Returns
-        -------
-        torch.Tensor, torch.Tensor
-            Output (1, heads, queries, head_dim) in the query's dtype, whose memory is ordered by query, and log-sum-exp
-            (1, heads, queries) in float32.
+        Returns the output (1, heads, queries, head_dim) in the query's dtype, whose memory is ordered by query, and
+        log-sum-exp (1, heads, queries) in float32.
         """
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
         assert queries <= count if causal else window is None
@@ -168,11 +160,8 @@ class KernelLibrary:
         lengths : of the documents (documents,), which determine the units' rows.
         firsts : first position of each document to attend to (documents,); None: all positions.
 
-        Returns
-        -------
-        torch.Tensor, torch.Tensor
-            Output (documents, heads, head_dim) and log-sum-exp (documents, heads), float32; zero and minus infinity for
-            heads without a unit.
+        Returns the output (documents, heads, head_dim) and log-sum-exp (documents, heads), float32; zero and minus
+        infinity for heads without a unit.
         """
         (_, heads, documents, dim), group = query.shape, query.shape[1] // table.kv_heads
         out = (torch.empty if table.is_complete else torch.zeros)(documents, heads, dim)
@@ -212,10 +201,7 @@ class KernelLibrary:
     ) -> torch.Tensor:
         """Multiply (..., features) by weights in panels and add a bias (outs,), if any: (..., outs), all float32.
 
-        Raises
-        ------
-        ValueError
-            If the kernels do not support the rows.
+        Raises `ValueError` if the kernels do not support the rows.
         """
         rows, threads = _checked(rows, panels.shape[1]), torch.get_num_threads()
         out, room = torch.empty(*rows.shape[:-1], outs), torch.empty(self._panel_room(threads))

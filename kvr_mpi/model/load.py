@@ -67,12 +67,8 @@ def load_model(
     device_index : index of the GPU among those that this rank sees.
     tp_group : the ranks with the other parts; loading does not wait for them.
 
-    Raises
-    ------
-    ModelError
-        If the model is missing, incomplete, damaged or of an unknown architecture, or cannot be divided.
-    ConfigError
-        If its heads cannot be divided among the group.
+    Raises `ModelError` if the model is missing, incomplete, damaged or of an unknown architecture, or cannot be
+    divided; `ConfigError` if its heads cannot be divided among the group.
     """
     source, options = locate(path, offline, trust_remote_code, cache_dir)
     if source.is_hub and tp_group is not None:

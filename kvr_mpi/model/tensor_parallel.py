@@ -84,11 +84,6 @@ class Part:
         return KVHeads(*self.own_kv_heads, self.kv_heads)
 
     @property
-    def is_alone_with_heads(self) -> bool:
-        """Whether no other rank of the group holds the same KV heads."""
-        return self.kv_heads % self.size == 0
-
-    @property
     def stores(self) -> bool:
         """Whether this rank stores its KV heads: it does if it is the first rank that holds them."""
         return self.rank == 0 or replace(self, rank=self.rank - 1).own_kv_heads != self.own_kv_heads

@@ -103,12 +103,8 @@ class TensorParallelGroup:
 
         The block contains everything that may fail; cleanup belongs around it. Blocks can be nested.
 
-        Raises
-        ------
-        MemoryError, DataError
-            If only other ranks ran out of memory, or only other ranks cannot read stored data.
-        TensorParallelError
-            If another rank failed with another error, or ranks failed in different ways.
+        Raises `MemoryError` or `DataError` if only other ranks ran out of memory, or only other ranks cannot read
+        stored data; `TensorParallelError` if another rank failed with another error, or ranks failed in different ways.
         """
         if self.is_alone:
             yield

@@ -61,10 +61,8 @@ class UnitTable:
 
         Units read all rows, or those from the positions `firsts` (documents,) on.
 
-        Raises
-        ------
-        ValueError
-            If a unit has no rows, or more rows than its capacity, so that a kernel would read beyond its memory.
+        Raises `ValueError` if a unit has no rows, or more rows than its capacity, so that a kernel would read beyond
+        its memory.
         """
         counts = self._count + self._grows * lengths[self.document]
         if bool(((counts < 1) | (counts > self._capacity)).any()):

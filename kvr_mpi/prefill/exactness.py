@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.contents import layer_kv
+from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -43,12 +43,8 @@ class Answer:
 def follow(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) -> Answer:
     """Copy the results of a prefill, and decode some tokens.
 
-    Parameters
-    ----------
-    count : int
-        Number of tokens to decode, greedily.
-    given : sequence of int
-        First tokens to feed, instead of the likeliest ones.
+    count : number of tokens to decode, greedily.
+    given : first tokens to feed, instead of the likeliest ones.
     """
     assert prefill.logits is not None, "the rank that ends with the cache"
     logits, tokens, steps = prefill.logits, list[int](), list[torch.Tensor]()
@@ -128,12 +124,8 @@ def why_not_the_same(
 ) -> str | None:
     """Run a trial on a few tokens; return its error or the first difference, or None if all agree.
 
-    Parameters
-    ----------
-    run : callable
-        Returns the name and `error_share` of everything compared.
-    others : str
-        What it is compared with, for the message.
+    run : returns the name and `error_share` of everything compared.
+    others : what it is compared with, for the message.
     """
     allowed = allowed_error(loaded.dtype)
     try:

@@ -58,12 +58,8 @@ def attempt(
 ) -> T | Failure:
     """Call `work`; if memory runs out, return a `Failure`, since the exception's traceback would hold tensors.
 
-    Parameters
-    ----------
-    tp_group : TensorParallelGroup or None
-        Ranks that compute it together: if it fails on one, it fails on all.
-    reads_stored : bool
-        Return a `Failure` also if a stored document cannot be read; otherwise its `DataError` is raised.
+    tp_group : ranks that compute it together: if it fails on one, it fails on all.
+    reads_stored : return a `Failure` also if a stored document cannot be read; otherwise its `DataError` is raised.
     """
     try:
         with guarded(tp_group):
@@ -121,23 +117,11 @@ def agree(
 
     Status messages are forwarded like segments, from the place of each slice to the next, up to the decode rank.
 
-    Parameters
-    ----------
-    place, decode_place : int
-        Places of this rank's slice and of the decode rank's slice.
-    digest : int or None
-        Result of `digest_of`; None if this rank has failed.
+    place, decode_place : places of this rank's slice and of the decode rank's slice.
+    digest : result of `digest_of`; None if this rank has failed.
 
-    Returns
-    -------
-    list of int
-        On the decode rank, the places of all ranks that failed, first slice first; on the others, only their own place
-        if they failed.
-
-    Raises
-    ------
-    AgreementError
-        On the decode rank, if another rank has computed another prompt or plan.
+    Returns the places of the ranks that failed: on the decode rank of all, first slice first; on the others only their
+    own. Raises `AgreementError` on the decode rank, if another rank has computed another prompt or plan.
     """
     failed = [place] if digest is None else []
     if transfers is None:

@@ -65,35 +65,24 @@ class _Ledger(TorchDispatchMode):
         self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
         if func is not torch.ops.aten.empty.memory_format:
             for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    self._note(tensor.untyped_storage())
+                storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+                if storage is not None and storage._cdata not in self._known:
+                    self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         else:
             self._known.add(out.untyped_storage()._cdata)
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
         return out
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known and key not in self._alive:
-            self._alive[key] = StorageWeakRef(storage), storage.nbytes()
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Memory of a model's prefill, in addition to the weights.
 
-    Parameters
-    ----------
-    shape : ModelShape
-    activations : callable
-        Returns the bytes of one layer's activations, given the tokens of a slice, which follows a prefix of the same
-        length, and of its chunks (None: at once).
-    heap_share : float
-        Memory allocated for activations, relative to their bytes.
-    takes_chunks : bool
-        Whether the model's layers can be run in chunks.
-    admits : bool
-        Whether the decode rank moves each layer to its decode store as soon as the layer is complete.
+    activations : returns the bytes of one layer's activations, given the tokens of a slice, which follows a prefix of
+        the same length, and of its chunks (None: at once).
+    heap_share : memory allocated for activations, relative to their bytes.
+    takes_chunks : whether the model's layers can be run in chunks.
+    admits : whether the decode rank moves each layer to its decode store as soon as the layer is complete.
     """
 
     shape: ModelShape
@@ -161,19 +150,11 @@ def footprint_of(
 ) -> Footprint:
     """Prepare the prediction for a model configuration; needs no weights.
 
-    Parameters
-    ----------
-    shape : ModelShape, optional
-        Found by `probe_shape` if it is not given.
-    on_gpu : bool
-        Add nothing for memory that the allocator keeps.
-    in_parts : bool
-        Replace the model's attention if the configuration allows it; otherwise its own attention makes masks.
+    shape : found by `probe_shape` if it is not given.
+    on_gpu : add nothing for memory that the allocator keeps.
+    in_parts : replace the model's attention if the configuration allows it; otherwise its own attention makes masks.
 
-    Raises
-    ------
-    ModelError
-        If the model cannot run as a chain.
+    Raises `ModelError` if the model cannot run as a chain.
     """
     shape = shape or probe_shape(config, dtype)
     # Grouped experts have a meta kernel for bfloat16 only; their activations are counted in that and scaled.
@@ -223,13 +204,10 @@ def choose_chunks(
 ) -> int | None:
     """Choose the chunk size of a prompt's slices; None for whole slices.
 
-    Parameters
-    ----------
-    asked : int or "auto"
-        The job's setting; auto: whole slices if the prompt fits, else the largest of `CHUNK_SIZES` with which it fits.
-    fits : callable
-        Whether the prompt fits with chunks of a size, or (None) with whole slices, on otherwise empty ranks: a prompt's
-        chunks must not depend on other prompts.
+    asked : the job's setting; auto: whole slices if the prompt fits, else the largest of `CHUNK_SIZES` with which it
+        fits.
+    fits : whether the prompt fits with chunks of a size, or (None) with whole slices, on otherwise empty ranks: a
+        prompt's chunks must not depend on other prompts.
     """
     if not strategy.in_order or footprint is None:
         return None
@@ -252,21 +230,12 @@ def check_fits(
 ) -> None:
     """Check that a prompt fits into memory before it starts; the result is the same on every rank.
 
-    Parameters
-    ----------
-    free_bytes : sequence of int
-        Bytes each rank of the chain has left for prompts, in the order of their slices.
-    make : callable
-        The strategy's route.
-    is_spread : bool
-        Every rank keeps only its own tokens.
-    drop : PlannedDrop or None
-        What compression drops on the last rank.
+    free_bytes : bytes each rank of the chain has left for prompts, in the order of their slices.
+    make : the strategy's route.
+    is_spread : every rank keeps only its own tokens.
+    drop : what compression drops on the last rank.
 
-    Raises
-    ------
-    DocumentError
-        If it does not fit; says how many ranks would be enough, if any number would.
+    Raises `DocumentError` if it does not fit; says how many ranks would be enough, if any number would.
     """
     size, tokens = len(free_bytes), partition.tokens
 
@@ -296,10 +265,7 @@ def ranks_that_fit(
 ) -> int | None:
     """Return the smallest number of ranks for which even slices fit into `free` bytes each; None if there is none.
 
-    Parameters
-    ----------
-    needed : callable
-        Bytes that a rank needs for a partition.
+    needed : bytes that a rank needs for a partition.
     """
     size = 1
     while size <= min(tokens // slices_per_rank, MOST_RANKS):

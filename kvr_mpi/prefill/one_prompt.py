@@ -148,10 +148,7 @@ def make_decode_cache(loaded: LoadedModel, stores: Sequence[HeadStore], tokens: 
 def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
     """Compute the prefix that all prompts share, once, on every rank that will use it.
 
-    Raises
-    ------
-    ModelError
-        If its keys depend on the length of the whole prompt.
+    Raises `ModelError` if its keys depend on the length of the whole prompt.
     """
     if kinds := depends_on_length(loaded.model):
         raise ModelError(
@@ -165,8 +162,7 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
 def prefix_of_cache(ids: Sequence[int], cache: SliceCache) -> SharedPrefix:
     """Make a prefix from a cache that holds exactly these tokens."""
     states = {layer.layer_idx: layer.packed() for layer in cache.layers if layer.shape.states}
-    for layer in cache.layers:
-        layer.lay_by_heads()
+    cache.lay_by_heads()
     stores = [layer.store if layer.shape.elements else None for layer in cache.layers]
     in_pages = all(store.extent is not None for store in stores if store is not None)
     return SharedPrefix(tuple(ids), stores, states, in_pages=in_pages)
@@ -189,30 +185,20 @@ def prefill_kvr(
 ) -> Prefill:
     """Prefill on a chain, each rank computing its slice: with KV-Runahead (section 4), or another strategy.
 
-    Parameters
-    ----------
-    ids : sequence of int
-        The whole prompt, the same on every rank.
-    partition : Partition
-        The prompt's slices, in a relay one for each rank. The first slice includes the prefix.
-    strategy : Strategy
-        One with routes.
-    last : int or None
-        The rank that ends with the cache. The places of the slices are rotated around the ranks accordingly. None:
+    ids : the whole prompt, the same on every rank.
+    partition : the prompt's slices, in a relay one for each rank. The first slice includes the prefix.
+    strategy : one with routes.
+    last : the rank that ends with the cache. The places of the slices are rotated around the ranks accordingly. None:
         places are ranks.
-    forwarder : Forwarder or None
-        A forwarder that is reused from prompt to prompt: sends that are unfinished after the prefill overlap with the
-        next prompt. None: everything is sent when the prefill returns.
-    spares_chain : bool
-        If a rank runs out of memory, or cannot read a stored prefix, it completes its transfers so that the other
-        ranks can finish, and `Prefill.error` is set there and on the rank that ends with the cache. Otherwise the
+    forwarder : a forwarder that is reused from prompt to prompt: sends that are unfinished after the prefill overlap
+        with the next prompt. None: everything is sent when the prefill returns.
+    spares_chain : if a rank runs out of memory, or cannot read a stored prefix, it completes its transfers so that the
+        other ranks can finish, and `Prefill.error` is set there and on the rank that ends with the cache. Otherwise the
         error is raised. Pass the same on all ranks.
-    keeps_all : bool
-        The rank with the last slice ends with the keys and values of all tokens, even in layers with windows or chunks.
-    chunk_tokens : int or None
-        Every rank computes its slice in chunks that end at multiples of this in the prompt. None: at once.
-    **of_cache
-        Options of `SliceCache`, on each rank.
+    keeps_all : the rank with the last slice ends with the keys and values of all tokens, even in layers with windows or
+        chunks.
+    chunk_tokens : every rank computes its slice in chunks that end at multiples of this in the prompt. None: at once.
+    **of_cache : options of `SliceCache`, on each rank.
     """
     if partition.tokens != len(ids):
         raise PartitionError(

@@ -18,7 +18,7 @@ from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
@@ -42,23 +42,13 @@ def prefill_packed(
 
     If memory runs out, the prompts are split into halves; one that does not fit alone gets a `Prefill.error`.
 
-    Parameters
-    ----------
-    prompts : sequence of sequences of int
-        At least one, none of them empty.
-    reserve_tokens : int or sequence of int
-        Room for decoded tokens, the same for all prompts or for each.
-    prefix : SharedPrefix or None
-        Prefix of all prompts, if it has been computed; the prompts still contain it.
-    retain : Retain or None
-        For a single prompt: what its heads keep.
-    arena : Arena or None
-        See `SliceCache`.
+    prompts : at least one, none of them empty.
+    reserve_tokens : room for decoded tokens, the same for all prompts or for each.
+    prefix : prefix of all prompts, if it has been computed; the prompts still contain it.
+    retain : for a single prompt: what its heads keep.
+    arena : see `SliceCache`.
 
-    Returns
-    -------
-    list of Prefill
-        In the prompts' order, each with its own cache. `seconds` covers the whole forward pass.
+    Returns a prefill for each prompt, with its own cache; `seconds` covers the whole forward pass.
     """
     assert retain is None or len(prompts) == 1, "prompts that are compressed run one by one"
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
@@ -126,18 +116,22 @@ def _prefill_after_compressed(
 
     The new tokens attend to the tokens that each head has kept, as decoded tokens do; all heads keep all new tokens.
 
-    Raises
-    ------
-    DataError
-        If the stored keys and values cannot be read.
+    Raises `DataError` if the stored keys and values cannot be read.
     """
     prefix.check(ids)
     fresh = ids[prefix.tokens :]
     slack = len(fresh) + reserve_tokens
 
     def run() -> tuple[SliceCache, torch.Tensor]:
-        layers = enumerate(loaded.shape.layers)
-        stores = [_load_layer(loaded, idx, shape, prefix, slack, arena) for idx, shape in layers]
+        stores, memory = list[HeadStore](), (loaded.dtype, loaded.device, arena)
+        for layer_idx, shape in enumerate(loaded.shape.layers):
+            assert prefix.heads is not None, "it is compressed"
+            heads = prefix.heads(layer_idx)
+            assert heads is not None, "models that are compressed keep keys and values in every layer"
+            is_whole = shape.visibility.size is not None  # a layer with a window or chunks is not compressed
+            counts = [len(keys) for keys, _ in heads]
+            stores.append(HeadStore.reserve(shape, counts, slack, prefix.tokens, *memory, is_whole=is_whole))
+            stores[-1].fill(heads)
         cache = make_decode_cache(loaded, stores, prefix.tokens, slack)
         return cache, run_model(loaded.model, torch.tensor([list(fresh)], device=loaded.device), cache)[0]
 
@@ -148,21 +142,6 @@ def _prefill_after_compressed(
         stored = f"its {prefix.tokens} stored tokens and {len(fresh)} more"
         found.error = f"not enough memory for {stored}: {found.error}"
     return found
-
-
-def _load_layer(
-    loaded: LoadedModel, layer_idx: int, shape: LayerShape, prefix: SharedPrefix, slack: int, arena: Arena | None
-) -> HeadStore:
-    """Load the rows of a layer."""
-    assert prefix.heads is not None, "it is compressed"
-    heads = prefix.heads(layer_idx)
-    assert heads is not None, "models that are compressed keep keys and values in every layer"
-    counts = [len(keys) for keys, _ in heads]
-    # A layer with a window or chunks is not compressed.
-    is_whole, own = shape.visibility.size is not None, (loaded.dtype, loaded.device, arena)
-    store = HeadStore.reserve(shape, counts, slack, prefix.tokens, *own, is_whole=is_whole)
-    store.fill(heads)
-    return store
 
 
 @torch.inference_mode()
@@ -176,15 +155,9 @@ def decode_packed(
 
     If the model raises an error, `DecodeCache.take_back` restores the documents.
 
-    Parameters
-    ----------
-    run : callable, optional
-        Called instead of `run_step`.
+    run : called instead of `run_step`.
 
-    Returns
-    -------
-    torch.Tensor
-        Logits after them (documents, vocab_size), float32.
+    Returns logits after them (documents, vocab_size), float32.
     """
     lengths = cache.take_up()
     full = [length for length, document in zip(lengths, cache.documents, strict=True) if length >= document.capacity]
@@ -197,15 +170,9 @@ def decode_packed(
 def run_step(loaded: LoadedModel, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:
     """Run the model on one token of each document, after `DecodeCache.take_up`.
 
-    Parameters
-    ----------
-    inputs : Tensor
-        The tokens, and the documents' lengths before them (2, documents), int64 on the device.
+    inputs : the tokens, and the documents' lengths before them (2, documents), int64 on the device.
 
-    Returns
-    -------
-    torch.Tensor
-        Logits (documents, vocab_size), float32.
+    Returns logits (documents, vocab_size), float32.
     """
     cache.on_device = inputs[1]
     keep = torch.arange(inputs.shape[1], device=inputs.device)

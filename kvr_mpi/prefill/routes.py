@@ -23,15 +23,10 @@ def relay(
     next rank, or a later one, can attend to. Each chunk is a segment, sent as soon as it is computed. The first chunk
     that attends waits for the whole prefix; later chunks need not wait.
 
-    Parameters
-    ----------
-    position : int
-        Of the slices that the route is for.
-    known : int
-        Number of first tokens that every rank has already, all within the first slice.
-    chunk_tokens : int or None
-        Ranks compute and send their tokens in chunks that end at multiples of this. Only strategies that are `in_order`
-        support chunks.
+    position : of the slices that the route is for.
+    known : number of first tokens that every rank has already, all within the first slice.
+    chunk_tokens : ranks compute and send their tokens in chunks that end at multiples of this. Only strategies that are
+        `in_order` support chunks.
     """
     slices = partition.slices(known)
     last = len(slices) - 1

@@ -44,21 +44,11 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
     Three ranks test slices of one token at both ends, which use other code paths; two ranks test a last slice that the
     last layer cuts to its last token. The prompt is longer than the smallest window or chunk.
 
-    Parameters
-    ----------
-    say : callable or None
-        Called with the reason, if the model's attention cannot be replaced.
+    say : called with the reason, if the model's attention cannot be replaced.
 
-    Returns
-    -------
-    LoadedModel
-        The model; its last layer computes all tokens, or its own attention runs over the whole prefix, where our
-        replacements do not work. Our kernels are dropped if they make the results differ.
-
-    Raises
-    ------
-    ModelError
-        If it cannot run as a chain, or the logits differ.
+    Returns the model; its last layer computes all tokens, or its own attention runs over the whole prefix, where our
+    replacements do not work. Our kernels are dropped if they make the results differ. Raises `ModelError` if it cannot
+    run as a chain, or the logits differ.
     """
     check_rotary(loaded.model, loaded.shape.max_tokens)
     count = _tokens_for(loaded)
@@ -183,10 +173,7 @@ def check_strategy(loaded: LoadedModel, strategy: Strategy, chunk_tokens: int | 
 
     `check_chain` has already verified chains that compute whole slices.
 
-    Raises
-    ------
-    ModelError
-        If the strategy or the model does not support it, or the logits differ.
+    Raises `ModelError` if the strategy or the model does not support it, or the logits differ.
     """
     name, how = strategy.name, "" if chunk_tokens is None else " in chunks"
     if strategy.is_plain or (strategy.in_order and chunk_tokens is None):
@@ -216,10 +203,7 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
 
     The model has to be prepared for chains (`prepare_model`).
 
-    Parameters
-    ----------
-    arena : Arena or None
-        Page pool of the documents that run together.
+    arena : page pool of the documents that run together.
     """
     if reason := why_never_packed(loaded):
         return reason
@@ -246,10 +230,7 @@ def check_spread(loaded: LoadedModel) -> None:
     A model that counts positions by the tokens in its cache would continue from a rank's own share. The model has to be
     prepared for chains (`prepare_model`).
 
-    Raises
-    ------
-    ConfigError
-        If it cannot.
+    Raises `ConfigError` if it cannot.
     """
     ids, token = loaded.shape.sample_ids(LEAST_TOKENS), loaded.shape.sample_ids(1, first=NEXT_TOKEN)
 

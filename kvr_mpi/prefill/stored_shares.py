@@ -43,28 +43,13 @@ def run_shares(
     A rank that fails completes its transfers (``failure``), so that all ranks raise the same error. `Share.length` does
     not change: the tokens can be run again, or with fewer prompts at a time.
 
-    Parameters
-    ----------
-    shares : sequence of Share
-        This rank's share of each prompt.
-    tokens : sequence of sequences of int
-        New tokens of each prompt.
-    only_last : bool
-        Compute logits only after each prompt's last token.
+    shares : this rank's share of each prompt.
+    tokens : new tokens of each prompt.
+    only_last : compute logits only after each prompt's last token.
 
-    Returns
-    -------
-    torch.Tensor
-        Logits (tokens, vocab_size), the same on every rank.
-
-    Raises
-    ------
-    MemoryError
-        On all ranks, if any ran out of memory; says which ranks, and on those ranks why.
-    DataError
-        On all ranks, if any could not read its rows of a stored document.
-    AgreementError
-        If ranks have run different tokens.
+    Returns logits (tokens, vocab_size), the same on every rank. Raises on all ranks: `MemoryError` if
+    any ran out of memory, with those ranks; `DataError` if any could not read its rows of a stored document;
+    `AgreementError` if ranks have run different tokens.
     """
     cache = SharesCache(loaded, shares, [len(each) for each in tokens], chain)
     row = torch.tensor([[token for each in tokens for token in each]], device=loaded.device)
@@ -112,22 +97,13 @@ def prefill_stored(
 
     If a rank runs out of memory, the prompts are split into halves.
 
-    Parameters
-    ----------
-    prompts : sequence of sequences of int
-        Whole prompts, at least one, each of which begins with the document and continues after it.
-    document : Share
-        This rank's share; layers that are not loaded yet are read from the file.
-    reserve_tokens : sequence of int
-        Room for decoded tokens of each prompt, in the last share.
-    last : int
-        The rank that has the last share, and computes the logits.
+    prompts : whole prompts, at least one, each of which begins with the document and continues after it.
+    document : this rank's share; layers that are not loaded yet are read from the file.
+    reserve_tokens : room for decoded tokens of each prompt, in the last share.
+    last : the rank that has the last share, and computes the logits.
 
-    Returns
-    -------
-    list of Prefill
-        With this rank's share of each prompt; on all ranks with `error` instead, if any rank could not read its part of
-        the document, or had no memory for a single prompt. `seconds` covers the whole row.
+    Returns a prefill for each prompt, with this rank's share; on all ranks with `error` instead, if any rank could not
+    read its part of the document, or had no memory for a single prompt. `seconds` covers the whole row.
     """
     began, known = time.perf_counter(), document.length
     assert document.prefix is not None, "it is stored"

@@ -33,10 +33,7 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
 
     The model has to be prepared for chains (`prepare_model`). If memory runs out, the result has an error and no cache.
 
-    Raises
-    ------
-    ModelError
-        If a layer sees more than the cache holds, and there are no sinks.
+    Raises `ModelError` if a layer sees more than the cache holds, and there are no sinks.
     """
     found = prefill_alone(loaded, len(ids), lambda: _run_steps(loaded, ids, rolling), rolling=rolling)
     if found.error is not None:
@@ -51,7 +48,7 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
 def _run_steps(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> tuple[RollingCache, torch.Tensor]:
     cache, logits = RollingCache(loaded, rolling, len(ids)), torch.empty(0)
     for first, last in cut_range(0, len(ids), rolling.step_tokens):
-        cache.begin_step(is_read=last == len(ids))
+        cache.is_read = last == len(ids)
         with contextlib.suppress(UnreadError):
             logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache)[0]
     return cache, logits
@@ -63,10 +60,7 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     A rolling cache that holds all tokens has to give the logits of a whole cache. A rolling cache that drops tokens has
     to give the same logits in steps of one token as in steps of several.
 
-    Raises
-    ------
-    ModelError
-        If it does not, or the model does not support rolling caches.
+    Raises `ModelError` if it does not, or the model does not support rolling caches.
     """
     check_rolling(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
     name = loaded.shape.architecture

@@ -52,14 +52,9 @@ def verify(
 ) -> Iterator[Finding]:
     """Check every strategy at every length; every rank iterates, and gets the same findings.
 
-    Parameters
-    ----------
-    lengths : sequence of int
-        Prompt lengths in tokens, each at least two for each rank.
-    seed : int
-        For the prompts and the random partitions.
-    exact : LoadedModel or None
-        The model in float32 that computes the reference, such as on another device; None: this one.
+    lengths : prompt lengths in tokens, each at least two for each rank.
+    seed : for the prompts and the random partitions.
+    exact : the model in float32 that computes the reference, such as on another device; None: this one.
     """
     draw, is_root = random.Random(seed), world.rank == 0
     if exact is None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.kv.contents import layer_kv
+from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress

@@ -73,11 +73,8 @@ class Transport(Protocol):
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
         """Start to send a contiguous tensor's bytes.
 
-        Parameters
-        ----------
-        received : Request or None
-            For a forwarded tensor: the receive of it, or of a longer one that ends with it; it is complete, unless the
-            transport is `in_streams`. The send does not wait for this rank's computation.
+        received : for a forwarded tensor: the receive of it, or of a longer one that ends with it; it is complete,
+            unless the transport is `in_streams`. The send does not wait for this rank's computation.
         """
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
@@ -119,10 +116,7 @@ class FailedTogetherError(KvrError):
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as bytes (bytes,), without a copy.
 
-    Raises
-    ------
-    TransportError
-        If the tensor is not contiguous, so that its bytes are not in the order of its elements.
+    Raises `TransportError` if the tensor is not contiguous, so that its bytes are not in the order of its elements.
     """
     import torch
 
@@ -146,10 +140,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 
     `work` must not wait for other ranks.
 
-    Raises
-    ------
-    FailedTogetherError
-        On all ranks, with the cause on the first rank that failed.
+    Raises `FailedTogetherError` on all ranks, with the cause on the first rank that failed.
     """
     failure: Exception | None = None
     try:
@@ -167,15 +158,9 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 def check_alike(transport: Transport, values: Mapping[str, str], remedy: str = SAME_FILES) -> None:
     """Fail on all ranks if a value differs between ranks; every rank calls this. The error contains the value's name.
 
-    Parameters
-    ----------
-    remedy : str
-        What to do if a value differs.
+    remedy : what to do if a value differs.
 
-    Raises
-    ------
-    FailedTogetherError
-        On all ranks, with a `ConfigError` on rank 0 that names the rank and both values.
+    Raises `FailedTogetherError` on all ranks, with a `ConfigError` on rank 0 that names the rank and both values.
     """
     everyone = gather_json(transport, dict(values))
     first = everyone[0] if everyone else {}
@@ -194,10 +179,7 @@ def check_alike(transport: Transport, values: Mapping[str, str], remedy: str = S
 def host_by_host(transport: Transport, work: Callable[[], T]) -> T:
     """Call a function on the first rank of each host, and then on the others, which can use its cached results.
 
-    Raises
-    ------
-    FailedTogetherError
-        As in `together`.
+    Raises `FailedTogetherError` as in `together`.
     """
     first = together(transport, lambda: work() if transport.local_rank == 0 else None)
     return together(transport, lambda: work() if first is None else first)

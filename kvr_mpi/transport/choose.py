@@ -55,24 +55,12 @@ def open_transport(
 ) -> tuple[Transport, str]:
     """Choose, open and warm up the transport for tensors; every rank calls this.
 
-    Parameters
-    ----------
-    world : Transport
-        All ranks, from `mpi.connect`.
-    device : torch.device
-        Device of this rank's model.
-    every_pair : bool
-        See `warm_up`.
+    world : all ranks, from `mpi.connect`.
+    device : device of this rank's model.
+    every_pair : see `warm_up`.
 
-    Returns
-    -------
-    (Transport, str)
-        The transport, and a line with its name and the reason for the choice.
-
-    Raises
-    ------
-    TransportError
-        On all ranks, if the requested transport is impossible here; on the receiver, if a link corrupts data.
+    Returns the transport, and a line with its name and the reason for the choice. Raises `TransportError` on all ranks,
+    if the requested transport is impossible here; on the receiver, if a link corrupts data.
     """
     mine = _look(world, device, environ)
     views = [_View(**view) for view in share_json(world, gather_json(world, asdict(mine)))]
@@ -89,10 +77,7 @@ def open_transport(
 def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple[Name, str]:
     """Choose the transport; the result is the same on every rank.
 
-    Raises
-    ------
-    TransportError
-        If the requested transport is impossible here.
+    Raises `TransportError` if the requested transport is impossible here.
     """
     size, on_gpu = len(views), any(view.device == "cuda" for view in views)
     if wanted == "local" and in_processes and size > 1:
@@ -152,10 +137,7 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
     All ranks process the links in the same order, one by one, since NCCL connects each direction of a pair while both
     ranks wait.
 
-    Raises
-    ------
-    TransportError
-        If a link corrupts data, or if NCCL would need more streams than torch has.
+    Raises `TransportError` if a link corrupts data, or if NCCL would need more streams than torch has.
     """
     import torch
 

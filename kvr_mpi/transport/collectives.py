@@ -57,10 +57,7 @@ def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
 def in_float32(tensor: torch.Tensor, reduce: Callable[[torch.Tensor], None]) -> None:
     """Sum a contiguous tensor with `reduce`, which gets its elements (elements,), half precision in float32.
 
-    Raises
-    ------
-    TransportError
-        If the tensor is not contiguous.
+    Raises `TransportError` if the tensor is not contiguous.
     """
     import torch
 

@@ -39,16 +39,10 @@ PAUSE_S = 5e-5
 class Transfer:
     """One message that a forwarder sends or receives.
 
-    Attributes
-    ----------
-    is_ready : bool
-        A message to send: its tensor is filled.
-    received : Request or None
-        A message to forward: the receive that fills its tensor.
-    request : Request or None
-        None: not started yet, or completed.
-    onward : Transfer or None
-        A received message: what is forwarded of it.
+    is_ready : a message to send: its tensor is filled.
+    received : a message to forward: the receive that fills its tensor.
+    request : None: not started yet, or completed.
+    onward : a received message: what is forwarded of it.
     """
 
     tensor: torch.Tensor

@@ -65,10 +65,7 @@ def measure_links(
 ) -> Link | None:
     """Measure this rank's two links with tensors on `device`; every rank calls this.
 
-    Returns
-    -------
-    Link or None
-        The link to the next rank; None on the last rank.
+    Returns the link to the next rank; None on the last rank.
     """
     link = None
     for even in (True, False):

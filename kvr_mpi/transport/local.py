@@ -164,15 +164,9 @@ class LocalCounters:
 def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.device | None = None) -> list[T]:
     """Run `work` on `size` threads, one per rank, and return their results in rank order.
 
-    Parameters
-    ----------
-    device : torch.device, optional
-        Device of their tensors; PyTorch's current GPU is per thread, and is set to it.
+    device : device of their tensors; PyTorch's current GPU is per thread, and is set to it.
 
-    Raises
-    ------
-    Exception
-        The first error of a rank; the other ranks are woken, so that they do not hang.
+    Raises the first error of a rank; the other ranks are woken, so that they do not hang.
     """
     hub = _Hub(size)
     results: dict[int, T] = {}

@@ -85,11 +85,8 @@ def launched_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
 def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     """Connect to the other ranks of this job; without MPI or a launcher, the job has one rank.
 
-    Raises
-    ------
-    TransportError
-        If a launcher started several ranks but MPI sees only one (each would run the whole job), or MPI does not
-        provide MPI_THREAD_MULTIPLE.
+    Raises `TransportError` if a launcher started several ranks but MPI sees only one (each would run the whole job), or
+    MPI does not provide MPI_THREAD_MULTIPLE.
     """
     launcher, meant = launched_size(environ) or ("nobody", 1)
     try:
@@ -152,10 +149,7 @@ def adopt(comm: Any) -> MpiTransport:
 
     Messages use a duplicate, so they never match the caller's; `release` frees it.
 
-    Raises
-    ------
-    TransportError
-        If `comm` is not an mpi4py intracommunicator, or MPI does not provide MPI_THREAD_MULTIPLE.
+    Raises `TransportError` if `comm` is not an mpi4py intracommunicator, or MPI does not provide MPI_THREAD_MULTIPLE.
     """
     from mpi4py import MPI
 

@@ -102,13 +102,8 @@ def swap_in_place(send: torch.Tensor, receive: torch.Tensor, peer: int) -> None:
     MPI.COMM_WORLD.Sendrecv([out, MPI.BYTE], peer, 0, [into, MPI.BYTE], peer, 0)
 
 
-def _print_library() -> None:
-    """Print the library's name and version without calling MPI_Init."""
+if __name__ == "__main__":
     import mpi4py
 
     mpi4py.rc.initialize = False
     print(library_version())
-
-
-if __name__ == "__main__":
-    _print_library()

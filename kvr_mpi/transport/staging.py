@@ -42,16 +42,10 @@ class Staging:
     ) -> Request:
         """Wait for the stream that fills a tensor, copy it if staged, and send it.
 
-        Parameters
-        ----------
-        data : Tensor
-            Contiguous bytes on the device.
-        start : callable
-            Starts to send a tensor that MPI can read.
-        landed : Tensor or None
-            The same bytes in host memory, if they were received there: sent without another copy.
-        is_whole : bool
-            The tensor was received, not computed, so the send waits for no stream.
+        data : contiguous bytes on the device.
+        start : starts to send a tensor that MPI can read.
+        landed : the same bytes in host memory, if they were received there: sent without another copy.
+        is_whole : the tensor was received, not computed, so the send waits for no stream.
         """
         if landed is not None:
             return start(landed)
@@ -100,16 +94,10 @@ class Staging:
 class StagedTransfer:
     """A transfer that starts when an event has passed, or one that is received in host memory and then delivered.
 
-    Parameters
-    ----------
-    ready : Mark
-        Before this, earlier kernels use the device memory.
-    data : Tensor
-        What MPI reads or writes.
-    held : Tensor or None
-        Memory that must not be reused before `ready`.
-    into : Tensor or None
-        Where a message received in host memory is delivered.
+    ready : before this, earlier kernels use the device memory.
+    data : what MPI reads or writes.
+    held : memory that must not be reused before `ready`.
+    into : where a message received in host memory is delivered.
     """
 
     staging: Staging

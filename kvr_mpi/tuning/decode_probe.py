@@ -115,8 +115,8 @@ def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
             ),
         )
         layer.length = tokens - 1  # the token that attends is the last
-        if loaded.device.type == "cpu":  # as a batch does (`DecodeBatch.add`)
-            layer.lay_by_heads()
+    if loaded.device.type == "cpu":  # as a batch does (`DecodeBatch.add`)
+        made.lay_by_heads()
     return made
 
 

@@ -16,7 +16,7 @@ from rows import batch_of, count_down, finish, ready, run_out_at, tokens_of
 from kvr_mpi.decode.group import held_bytes
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.errors import DataError
-from kvr_mpi.kv.contents import layer_kv
+from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel

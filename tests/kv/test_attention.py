@@ -118,7 +118,6 @@ def test_parts_in_the_models_dtype_lose_little(dtype: torch.dtype) -> None:
     assert error(merged.out) < error(rounded.out), "rounding at every merge would show"
     after = parts[0]
     for part in parts[1:]:
-        after = after.merge_after(10, PartialAttention(part.out[:, :, 10:], part.lse[:, :, 10:]))
+        after = after.merge(PartialAttention(part.out[:, :, 10:], part.lse[:, :, 10:]), 10)
     torch.testing.assert_close(after.out[:, :, 10:], merged.out[:, :, 10:])
     assert torch.equal(after.out[:, :, :10], parts[0].out[:, :, :10].float()), "the queries before are as they were"
-    assert torch.equal(parts[0].merge_after(0, parts[1]).out, parts[0].merge(parts[1]).out)

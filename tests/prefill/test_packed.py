@@ -13,7 +13,7 @@ from rows import alone, long_rope, other_prompt, ready
 
 from benchmarks.tiny import shrink
 from kvr_mpi.decode.group import Entry, Group
-from kvr_mpi.kv.contents import layer_kv
+from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model

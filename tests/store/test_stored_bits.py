@@ -13,7 +13,7 @@ import torch
 from made_runs import HEADER
 from models import prompt, tiny
 
-from kvr_mpi.kv.contents import layer_kv
+from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
