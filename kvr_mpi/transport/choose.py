@@ -170,8 +170,6 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
     if not every_pair:
         pairs = [(one, other) for one, other in pairs if other in (following(one, size), preceding(one, size))]
     sent = (torch.arange(WARM_UP_BYTES if pairs else 0) % 251).to(torch.uint8).to(device)
-    if every_pair and transport.in_streams:  # these ranks also sum
-        transport.all_reduce(torch.zeros(1, device=device))
     for one, other in pairs:
         if transport.rank == one:
             transport.isend(sent, other, 0).wait()
@@ -183,6 +181,29 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
                     f"the link from rank {one} to rank {other} delivers data that differ from those sent; `kvr "
                     "doctor` tests the links; another transport may work"
                 )
+    if every_pair:  # these ranks also sum
+        warm_up_sums(transport, device)
+
+
+def warm_up_sums(transport: Transport, device: torch.device) -> None:
+    """Sum over all ranks, and verify the result, so that connections exist before the first prompt.
+
+    Raises
+    ------
+    TransportError
+        If a sum is wrong.
+    """
+    import torch
+
+    for elements in (1, WARM_UP_BYTES):  # over MPI, each rank sends a small tensor to all others, a large one to one
+        part = torch.arange(elements, device=device) % 251
+        total = (part + transport.rank).float()
+        transport.all_reduce(total)
+        if not torch.equal(total, (part + (transport.size - 1) / 2) * transport.size):
+            raise TransportError(
+                f"a sum over {transport.size} ranks is wrong: a link delivers data that differ from those sent; `kvr "
+                "doctor` tests the links; another transport may work"
+            )
 
 
 def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) -> _View:

@@ -13,13 +13,13 @@ from gpu_steps import Absent, Figures, Given
 
 from benchmarks.kept import keep_only
 from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, why_no_flex
+from kvr_mpi.kv.attention import PartialAttention, attend, why_no_flex
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LayerShape
-from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr

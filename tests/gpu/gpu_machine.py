@@ -96,7 +96,8 @@ def look_around(given: Given) -> Figures:
     mpi = describe_mpi(os.environ)
     if mpi is not None:
         found |= {"mpi": mpi.library, "mpi takes GPU memory": f"{mpi.cuda} ({mpi.cuda_why})"}
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    version_of: Any = torch.cuda.nccl.version
+    nccl = ".".join(map(str, version_of())) if torch.distributed.is_nccl_available() else "none"
     found |= {"cuda": str(torch.version.cuda), "nccl": nccl, "gpus": gpu_count()}
     for index in range(gpu_count()):
         about = torch.cuda.get_device_properties(index)
@@ -164,8 +165,8 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    shape = probe_shape(config, torch.bfloat16)
-    loaded = LoadedModel(model, None, shape, "random", "random", torch.bfloat16, device)
+    probed = probe_shape(config, torch.bfloat16)
+    loaded = LoadedModel(model, None, probed, "random", "random", torch.bfloat16, device)
     fuse_on_gpus(loaded, LocalTransport(), print)  # as jobs do
     return loaded
 

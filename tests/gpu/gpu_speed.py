@@ -15,6 +15,7 @@ from gpu_correctness import SMALL
 from gpu_machine import random_model, rank_count, wait_for
 from gpu_ranks import launch
 from gpu_steps import Absent, Figures, Given, run_command
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 from transformers import GenerationConfig
 
@@ -148,7 +149,7 @@ def where_time_goes(given: Given) -> Figures:
         ("a step", lambda: run_model(loaded.model, token, held.cache)[0]),
     ):
         work()  # what is only done once
-        with profile(acc_events=True) as profiled:
+        with profile(acc_events=True, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiled:
             work()
             wait_for(given)
         by = f"self_{'cuda' if given.kind == 'cuda' else 'cpu'}_time_total"
