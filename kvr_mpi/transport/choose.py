@@ -148,9 +148,9 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
     NCCL makes a connection while both ranks wait, and may wait for transfers that are under way.
 
     Links connect neighbours in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
-    rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks.
-    All ranks process the links in the same order, one by one, since NCCL connects each direction of a pair while both
-    ranks wait.
+    rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks,
+    which also sum. All ranks process the links in the same order, one by one, since NCCL connects each direction of a
+    pair while both ranks wait.
 
     Raises
     ------
@@ -176,34 +176,29 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
         elif transport.rank == other:
             found = torch.zeros_like(sent)
             transport.irecv(found, one, 0).wait()
-            if not torch.equal(found, sent):
-                raise TransportError(
-                    f"the link from rank {one} to rank {other} delivers data that differ from those sent; `kvr "
-                    "doctor` tests the links; another transport may work"
-                )
-    if every_pair:  # these ranks also sum
+            _check(found, sent, f"the link from rank {one} to rank {other}")
+    if every_pair:
         warm_up_sums(transport, device)
 
 
 def warm_up_sums(transport: Transport, device: torch.device) -> None:
-    """Sum over all ranks, and verify the result, so that connections exist before the first prompt.
-
-    Raises
-    ------
-    TransportError
-        If a sum is wrong.
-    """
+    """Sum over all ranks, and verify the result; a wrong one is a `TransportError`. See `warm_up`."""
     import torch
 
     for elements in (1, WARM_UP_BYTES):  # over MPI, each rank sends a small tensor to all others, a large one to one
         part = torch.arange(elements, device=device) % 251
         total = (part + transport.rank).float()
         transport.all_reduce(total)
-        if not torch.equal(total, (part + (transport.size - 1) / 2) * transport.size):
-            raise TransportError(
-                f"a sum over {transport.size} ranks is wrong: a link delivers data that differ from those sent; `kvr "
-                "doctor` tests the links; another transport may work"
-            )
+        _check(total, (part + (transport.size - 1) / 2) * transport.size, f"an all-reduce over {transport.size} ranks")
+
+
+def _check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    import torch
+
+    if not torch.equal(found, expected):
+        raise TransportError(
+            f"{what} delivers wrong data; `kvr doctor` tests the links, and another transport may work"
+        )
 
 
 def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) -> _View:

@@ -37,10 +37,7 @@ def launch(run_on_gpus_here: Any, gpus: PretendedCuda) -> Any:
     ("ranks", "settings"),
     [
         (6, ("parallel.ranks_per_chain=3", "output.trace=true")),
-        (
-            4,
-            ("parallel.tensor_parallel=2", "parallel.ranks_per_chain=all", "parallel.strategy=kvr"),
-        ),  # nothing measured
+        (4, ("parallel.tensor_parallel=2",)),
         (4, (TOGETHER,)),
         (4, (TOGETHER, "compress.method=snapkv", "compress.budget=16", "compress.window=4")),
     ],
