@@ -29,7 +29,7 @@ from kvr_mpi.model.kernels import give_kernel
 from kvr_mpi.tuning import kernels
 
 # Those that take longest.
-LONG = {"first token, ranks", "flex", "nccl, 2 ranks"}
+LONG = {"first token, ranks", "flex"}
 ABSENT = {
     **{f"nccl, {ranks} ranks": f"one for each of {ranks} ranks" for ranks in (4, 8)},
     **{"cuda-aware mpi": "GPU", "vllm": "vllm is not installed"},
