@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu_steps import Absent, Figures, Given, run_command
 
 from kvr_mpi.transport.choose import SHARES
+
+if TYPE_CHECKING:
+    from kvr_mpi.model import LoadedModel
 
 LIBRARIES = ("torch", "transformers", "mpi4py", "numpy", "h5py", "vllm", "flash-attn")
 # Llama 3's 8B.
@@ -130,7 +133,7 @@ def wait_for(given: Given) -> None:
         torch.cuda.synchronize(given.device)
 
 
-def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
+def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> LoadedModel:
     """A random model of the 8B shape, bfloat16, with as many layers as fit into a third of what is free.
 
     Parameters
