@@ -14,7 +14,7 @@ import torch
 
 from kvr_mpi.compress.registry import SINKS
 from kvr_mpi.model.attention_hook import AttentionParams
-from kvr_mpi.store.writer import copy_to_host, mark_copies
+from kvr_mpi.model.devices import copy_to_host
 
 # Neighbouring tokens whose scores are pooled, as in kvpress; odd.
 KERNEL = 5
@@ -63,11 +63,10 @@ def top_tokens(scores: torch.Tensor, counts: torch.Tensor) -> Iterator[torch.Ten
     for them; until then the host can launch other work.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)  # ties: the first token, on every rank
-    on_host, wait = copy_to_host(counts), mark_copies(counts.device)
+    copied = copy_to_host(counts)
 
     def choose() -> Iterator[torch.Tensor]:
-        if wait is not None:
-            wait()
+        (on_host,) = copied()
         for tokens, count in zip(order, on_host.tolist(), strict=True):
             yield tokens[:count].sort().values
 

@@ -1,9 +1,9 @@
-"""Chooses the device of a rank's model, and explains why torch cannot use a machine's GPUs."""
+"""Chooses the device of a rank's model, explains why torch cannot use a machine's GPUs, and copies to the host."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,3 +66,27 @@ def explain_unusable_gpu(environ: Mapping[str, str] = os.environ) -> str:
     except (RuntimeError, AssertionError) as error:  # old driver, GPU in a bad state, or no GPU allocated
         reason = " ".join(str(error).split()).rstrip(".")
     return f"there is an NVIDIA driver and torch is built for CUDA {torch.version.cuda}, but finds no GPU: {reason}"
+
+
+def copy_to_host(*tensors: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
+    """Copy tensors of one device to new contiguous host memory; from a GPU asynchronously, in the order of its stream.
+
+    The returned function waits, in any thread, for the copies from a GPU, and returns them.
+    """
+    import torch
+
+    device = tensors[0].device
+    copies = [each.new_empty(each.shape, device="cpu", pin_memory=each.is_cuda) for each in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor.detach(), non_blocking=True)
+    if device.type != "cuda":
+        return lambda: copies
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+
+    def wait() -> Sequence[torch.Tensor]:
+        torch.cuda.set_device(device)  # a new thread's is GPU 0
+        event.synchronize()
+        return copies
+
+    return wait

@@ -20,7 +20,7 @@ from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.topology import Topology, others_after, others_before, place_in_group
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.base import FixedTag, Request
-from kvr_mpi.transport.choose import warm_up
+from kvr_mpi.transport.choose import warm_up_sums
 from kvr_mpi.transport.collectives import all_gather
 from kvr_mpi.transport.nccl import NcclTransport
 
@@ -61,12 +61,12 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
     number, part = place_in_group(world.rank, topology.tensor_parallel)
     lane = world.split(part)
     peers, words = world.split(number), control.split(number)
-    warm_up(peers, device, every_pair=True)
+    warm_up_sums(peers, device)
 
     def tell(word: int) -> list[int]:
         return [int(each) for each in all_gather(words, torch.tensor([word], dtype=torch.int64))]
 
-    watch = _Watch(words, peers) if isinstance(peers, NcclTransport) and peers.in_streams else None
+    watch = _Watch(words, peers) if isinstance(peers, NcclTransport) else None
     how = (tell, is_out_of_memory) if watch is None else (watch.tell, is_out_of_memory, watch.hears)
     tp_group = TensorParallelGroup(peers.rank, peers.size, peers.all_reduce, *how)
     firsts: list[bool] = share_json(words, gather_json(words, words.local_rank == 0))

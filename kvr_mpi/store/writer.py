@@ -15,7 +15,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ import h5py
 
 from kvr_mpi.disk import sync, truncate
 from kvr_mpi.errors import WriteError
+from kvr_mpi.model.devices import copy_to_host
 from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.kv import CachedTokens, KeysValues, PieceWriter
 from kvr_mpi.store.lock import session_of
@@ -198,9 +199,7 @@ class ResultWriter:
         with self._room:
             self._room.wait_for(lambda: self._waiting_bytes == 0 or self._waiting_bytes + size <= IN_FLIGHT_BYTES)
             self._waiting_bytes += size
-        copies = copy_to_host(layer[0]), copy_to_host(layer[1])
-        copied = mark_copies(layer[0].device)
-        self._tasks.put(partial(self._add_layer, document, document.count, copies, size, copied))
+        self._tasks.put(partial(self._add_layer, document, document.count, copy_to_host(*layer), size))
 
     def _check(self) -> None:
         if self._error is not None:
@@ -245,15 +244,14 @@ class ResultWriter:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _add_layer(
-        self, document: LayersWriter, number: int, layer: KeysValues, size_bytes: int, copied: Callable[[], None] | None
+        self, document: LayersWriter, number: int, layer: Callable[[], Sequence[torch.Tensor]], size_bytes: int
     ) -> None:
         try:
             if self._error is None:
-                if copied is not None:
-                    copied()
+                keys, values = layer()
                 self._check_space(size_bytes)
                 self._piece = self._piece or self._new_piece(document)
-                self._piece.add(number, layer)
+                self._piece.add(number, (keys, values))
         finally:
             with self._room:  # a blocked `write` continues
                 self._waiting_bytes -= size_bytes
@@ -365,25 +363,3 @@ class ResultWriter:
                 volume.file.close()
             with contextlib.suppress(OSError):
                 volume.path.unlink(missing_ok=True)
-
-
-def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to new contiguous host memory; from a GPU asynchronously, in the order of its stream."""
-    copy = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor.detach(), non_blocking=True)
-
-
-def mark_copies(device: torch.device) -> Callable[[], None] | None:
-    """Return a function that waits in any thread for the copies so far from a GPU; None for host memory."""
-    if device.type != "cuda":
-        return None
-    import torch
-
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-
-    def wait() -> None:
-        torch.cuda.set_device(device)  # a new thread's is GPU 0
-        event.synchronize()
-
-    return wait

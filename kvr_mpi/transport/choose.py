@@ -133,9 +133,9 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
     NCCL makes a connection while both ranks wait, and may wait for transfers that are under way.
 
     Links connect neighbours in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
-    rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks.
-    All ranks process the links in the same order, one by one, since NCCL connects each direction of a pair while both
-    ranks wait.
+    rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks,
+    which also sum. All ranks process the links in the same order, one by one, since NCCL connects each direction of a
+    pair while both ranks wait.
 
     Raises `TransportError` if a link corrupts data, or if NCCL would need more streams than torch has.
     """
@@ -152,19 +152,35 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
     if not every_pair:
         pairs = [(one, other) for one, other in pairs if other in (following(one, size), preceding(one, size))]
     sent = (torch.arange(WARM_UP_BYTES if pairs else 0) % 251).to(torch.uint8).to(device)
-    if every_pair and transport.in_streams:  # these ranks also sum
-        transport.all_reduce(torch.zeros(1, device=device))
     for one, other in pairs:
         if transport.rank == one:
             transport.isend(sent, other, 0).wait()
         elif transport.rank == other:
             found = torch.zeros_like(sent)
             transport.irecv(found, one, 0).wait()
-            if not torch.equal(found, sent):
-                raise TransportError(
-                    f"the link from rank {one} to rank {other} delivers data that differ from those sent; `kvr "
-                    "doctor` tests the links; another transport may work"
-                )
+            _check(found, sent, f"the link from rank {one} to rank {other}")
+    if every_pair:
+        warm_up_sums(transport, device)
+
+
+def warm_up_sums(transport: Transport, device: torch.device) -> None:
+    """Sum over all ranks, and verify the result; a wrong one is a `TransportError`. See `warm_up`."""
+    import torch
+
+    for elements in (1, WARM_UP_BYTES):  # over MPI, each rank sends a small tensor to all others, a large one to one
+        part = torch.arange(elements, device=device) % 251
+        total = (part + transport.rank).float()
+        transport.all_reduce(total)
+        _check(total, (part + (transport.size - 1) / 2) * transport.size, f"an all-reduce over {transport.size} ranks")
+
+
+def _check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    import torch
+
+    if not torch.equal(found, expected):
+        raise TransportError(
+            f"{what} delivers wrong data; `kvr doctor` tests the links, and another transport may work"
+        )
 
 
 def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) -> _View:

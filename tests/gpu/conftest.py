@@ -14,6 +14,7 @@ from fake_nccl import HostOnly, Network, installed
 from pretended_cuda import PretendedCuda, pretended
 
 from kvr_mpi.model import choose_device
+from kvr_mpi.runtime import batch
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.setup import loading
 from kvr_mpi.transport import choose, mpi
@@ -36,7 +37,7 @@ def run_on_gpus_here(
     run_here: Any, gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     """As `run_here`; of several ranks each has a GPU, on a host of its own, and between them there is NCCL only."""
-    connect, load, work = mpi.connect, loading.load_model, ChainWorker.run
+    connect, load, prepare, work = mpi.connect, loading.load_model, batch.prepare, ChainWorker.run
 
     def load_there(path: str, *, device_index: int, **arguments: Any) -> Any:
         device = choose_device(arguments["device"], device_index)
@@ -45,6 +46,12 @@ def run_on_gpus_here(
     def connect_there() -> HostOnly:
         world = connect()
         return HostOnly(world._hub, world.rank)
+
+    def prepare_there(*given: Any) -> Any:
+        network.at_work.add(threading.current_thread().name)
+        setup = prepare(*given)
+        network.at_work.remove(threading.current_thread().name)
+        return setup
 
     def run_there(worker: ChainWorker) -> None:
         network.at_work.add(threading.current_thread().name)
@@ -58,6 +65,7 @@ def run_on_gpus_here(
                 there.setattr(loading, "load_model", load_there)
                 there.setattr(socket, "gethostname", lambda: threading.current_thread().name)
                 there.setattr(mpi, "connect", connect_there)
+                there.setattr(batch, "prepare", prepare_there)
                 there.setattr(ChainWorker, "run", run_there)
                 network.at_work.clear()
             done = run_here(ranks, arguments, command)

@@ -100,7 +100,7 @@ class Network:
     blind : set of int
         Ranks whose hosts see no transfer end.
     at_work : set of str
-        Threads of ranks that have begun with prompts.
+        Threads of ranks that prepare a model, or have begun with prompts.
     late : list of str
         Pairs that connected after that: NCCL may then wait for transfers that wait for one of the two.
     ahead : dict

@@ -13,13 +13,13 @@ from gpu_steps import Absent, Figures, Given
 
 from benchmarks.kept import keep_only
 from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, why_no_flex
+from kvr_mpi.kv.attention import PartialAttention, attend, why_no_flex
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.model import LayerShape
-from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -31,7 +31,7 @@ LENGTHS = (700, 64, 1500, 300, 90)
 STEPS, PARTS = 24, 8
 
 
-def _prompts(given: Given, loaded: Any) -> list[list[int]]:
+def _prompts(given: Given, loaded: LoadedModel) -> list[list[int]]:
     return [loaded.shape.sample_ids(length // (8 if given.is_small else 1), 7, 3) for length in LENGTHS]
 
 

@@ -20,7 +20,7 @@ device = "{device}"
 [documents]
 path = "{corpus}"
 [prompt]
-template = "{{text}}\n\nw7 w8 w9"
+template = "{{text}}\\n\\nw7 w8 w9"
 [generation]
 max_new_tokens = {new_tokens}
 [output]
@@ -37,8 +37,8 @@ def make_job(given: Given, name: str) -> Path:
     corpus.mkdir(parents=True)
     for number, tokens in enumerate(DOCUMENT_TOKENS):
         count = tokens // 10 if given.is_small else tokens
-        words = (f"w{(7 * at * at + 31 * at + number) % WORDS}" for at in range(count))
-        (corpus / f"{number}.txt").write_text(" ".join(words))
+        text = " ".join(f"w{(7 * at * at + 31 * at + number) % WORDS}" for at in range(count))
+        (corpus / f"{number}.txt").write_text(text)
     words = {"model": make_model(folder / "model"), "corpus": corpus, "output": folder / "alone"}
     path = folder / "job.toml"
     path.write_text(JOB.format(**words, device=given.kind, new_tokens=NEW_TOKENS))

@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu_steps import Absent, Figures, Given, run_command
 
 from kvr_mpi.transport.choose import SHARES
+
+if TYPE_CHECKING:
+    from kvr_mpi.model import LoadedModel
 
 LIBRARIES = ("torch", "transformers", "mpi4py", "numpy", "h5py", "vllm", "flash-attn")
 # Llama 3's 8B.
@@ -96,7 +99,8 @@ def look_around(given: Given) -> Figures:
     mpi = describe_mpi(os.environ)
     if mpi is not None:
         found |= {"mpi": mpi.library, "mpi takes GPU memory": f"{mpi.cuda} ({mpi.cuda_why})"}
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    version_of: Any = torch.cuda.nccl.version
+    nccl = ".".join(map(str, version_of())) if torch.distributed.is_nccl_available() else "none"
     found |= {"cuda": str(torch.version.cuda), "nccl": nccl, "gpus": gpu_count()}
     for index in range(gpu_count()):
         about = torch.cuda.get_device_properties(index)
@@ -129,7 +133,7 @@ def wait_for(given: Given) -> None:
         torch.cuda.synchronize(given.device)
 
 
-def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
+def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> LoadedModel:
     """A random model of the 8B shape, bfloat16, with as many layers as fit into a third of what is free.
 
     Parameters
@@ -164,8 +168,8 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    shape = probe_shape(config, torch.bfloat16)
-    loaded = LoadedModel(model, None, shape, "random", "random", torch.bfloat16, device)
+    probed = probe_shape(config, torch.bfloat16)
+    loaded = LoadedModel(model, None, probed, "random", "random", torch.bfloat16, device)
     fuse_on_gpus(loaded, LocalTransport(), print)  # as jobs do
     return loaded
 

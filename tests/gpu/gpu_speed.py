@@ -8,19 +8,20 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from gpu_correctness import SMALL
 from gpu_machine import random_model, rank_count, wait_for
 from gpu_ranks import launch
 from gpu_steps import Absent, Figures, Given, run_command
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.step_graph import STEPS_BEFORE, STEPS_CHECKED
 from kvr_mpi.kv.arena import Arena
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.model.fused import FusedForward
 from kvr_mpi.model.kernels import kernels_of
@@ -45,7 +46,7 @@ print("seconds: " + json.dumps(found))
 """
 
 
-def _first_tokens(given: Given, loaded: Any, ids: list[int]) -> dict[str, float]:
+def _first_tokens(given: Given, loaded: LoadedModel, ids: list[int]) -> dict[str, float]:
     """Seconds of each way to compute a prompt: the middle of five, in turn, after one that is not counted."""
     times: dict[str, list[float]] = {"kvr": [], "kvr, not fused": [], "transformers": []}
     for way, taken in list(times.items()) * (REPEATS + 1):
@@ -88,7 +89,7 @@ def decode_together(given: Given) -> Figures:
     return found
 
 
-def _step_seconds(given: Given, loaded: Any, sequences: int, way: str) -> tuple[float, str | None]:
+def _step_seconds(given: Given, loaded: LoadedModel, sequences: int, way: str) -> tuple[float, str | None]:
     """Seconds of a step, after some; and why it is not recorded as a CUDA graph, if it is not."""
     tokens = PROMPT // 16 if given.is_small else PROMPT
     arena = None
@@ -96,7 +97,7 @@ def _step_seconds(given: Given, loaded: Any, sequences: int, way: str) -> tuple[
         room = torch.cuda.mem_get_info(loaded.device)[0] if given.kind == "cuda" else 0
         arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=int(EXTENT_SHARE * room))
     config = GenerationConfig(do_sample=False, eos_token_id=None)
-    batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS)
+    batch = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS)
     ids = loaded.shape.sample_ids(tokens, 7, 3)
     for sequence in range(sequences):
         prefill = prefill_kvr(
@@ -148,7 +149,7 @@ def where_time_goes(given: Given) -> Figures:
         ("a step", lambda: run_model(loaded.model, token, held.cache)[0]),
     ):
         work()  # what is only done once
-        with profile(acc_events=True) as profiled:
+        with profile(acc_events=True, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiled:
             work()
             wait_for(given)
         by = f"self_{'cuda' if given.kind == 'cuda' else 'cpu'}_time_total"

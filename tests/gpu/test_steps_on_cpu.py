@@ -1,7 +1,7 @@
 """Every step of `make test-gpu` runs through on a CPU, with small sizes: no slip of the pen waits for the first GPU.
 
 What a step finds there says nothing of a GPU. What it would have of one is stood in for: FlexAttention is not compiled,
-and fused functions are the models' own.
+fused functions are the models' own, the demo's model is a random one, and ranks of our commands are threads.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_correctness
 import gpu_features
+import gpu_jobs
+import gpu_ranks
+import gpu_speed
 import pytest
 import torch
-from constants import SMOLLM
+from gpu_machine import make_model
 from gpu_steps import Absent, Given, Step
 from run_all import STEPS
 from torch.nn.attention import flex_attention as torchs
@@ -24,18 +28,8 @@ from kvr_mpi.model.fused import TRIAL_TOKENS, fuse_functions
 from kvr_mpi.model.kernels import give_kernel
 from kvr_mpi.tuning import kernels
 
-# Those that take longest, most of them steps of several processes.
-LONG = {
-    "flex",
-    "pretrained",
-    "staged",
-    "doctor",
-    "nccl, 2 ranks",
-    "tensor-parallel",
-    "asking",
-    "first token, ranks",
-    "profile",
-}
+# Those that take longest.
+LONG = {"first token, ranks", "flex"}
 ABSENT = {
     **{f"nccl, {ranks} ranks": f"one for each of {ranks} ranks" for ranks in (4, 8)},
     **{"cuda-aware mpi": "GPU", "vllm": "vllm is not installed"},
@@ -52,6 +46,11 @@ def flexible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention.why_no_flex.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
 def fuse(loaded: Any, *given: Any) -> None:
     for module, kernel in fuse_functions(loaded.model, loaded.shape.sample_ids(TRIAL_TOKENS), "eager").items():
         give_kernel(module, kernel)
@@ -61,10 +60,27 @@ def fuse(loaded: Any, *given: Any) -> None:
     "step", [pytest.param(step, id=step.name, marks=pytest.mark.long if step.name in LONG else ()) for step in STEPS]
 )
 @pytest.mark.usefixtures("flexible")
-def test_a_step_runs_through(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_runs_through(
+    step: Step, tmp_path: Path, model: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = gpu_ranks.launch
+
+    def launch(ranks: int, *words: str, timeout_s: float) -> str:
+        if words[0] == "python":
+            return processes(ranks, *words, timeout_s=timeout_s)
+        command, *arguments = words[1:] if words[0] == "kvr" else ("run", *words[1:])
+        settings = [] if command == "doctor" else ["--set", "model.kernels=plain"]
+        done = run_here(ranks, [*arguments, *settings], command)
+        assert not done.returncode, done.stderr
+        return str(done.stdout + done.stderr)
+
     if step.name == "first token":
         monkeypatch.setattr(kernels, "fuse_on_gpus", fuse)
-    given = Given(SMOLLM, str(tmp_path), device="cpu", is_small=True)
+    for one in (gpu_ranks, gpu_jobs, gpu_speed):
+        monkeypatch.setattr(one, "launch", launch)
+    monkeypatch.setattr(gpu_correctness, "model_of", lambda given: str(model))
+    monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
+    given = Given(str(model), str(tmp_path), device="cpu", is_small=True)
     module, _, function = step.work.partition(":")
     work = getattr(importlib.import_module(module), function)
     if step.name in ABSENT:
@@ -74,4 +90,4 @@ def test_a_step_runs_through(step: Step, tmp_path: Path, monkeypatch: pytest.Mon
         found = work(given)
         assert found and torch.get_default_dtype() == torch.float32
         if step.name == "profiler":
-            assert len(found) == 3 and all(Path(file).exists() for file in found.values())
+            assert len(found) == 3 and all("aten::mm" in Path(file).read_text() for file in found.values())
