@@ -38,6 +38,8 @@ CPU = torch.device("cpu")
 TAKES_HOST = ("aten::copy_", "aten::index", "aten::_to_copy")
 # The host has to know the size of what they give.
 SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::unique", "aten::bincount")
+TO, PIN = torch.Tensor.to, torch.Tensor.pin_memory
+HISTOGRAM, COPY = torch.ops.aten.histc.default, torch.ops.aten.copy_.default
 KERNELS = {DENSE: "dense", VARLEN: "varlen", CUDNN: "cudnn"}
 
 
@@ -61,9 +63,8 @@ class GpuTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, real: torch.Tensor, device: torch.device, gpus: PretendedCuda) -> GpuTensor:
-        with torch.inference_mode(
-            False
-        ):  # a view of what was made outside of it must not be of it, and all may be viewed
+        # A view of what was made outside of it must not be of it, and all may be viewed.
+        with torch._C._InferenceMode(False):
             made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls,
                 real.size(),
@@ -73,7 +74,9 @@ class GpuTensor(torch.Tensor):
                 device=CPU,  # to torch's own code, which asks a GPU's driver otherwise
             )
         made.on_cpu, made.place, made.gpus = real, device, gpus
-        gpus.kept.append(real)  # memory that is never given back is never taken for another tensor's
+        gpus.made += 1
+        if gpus.watches:
+            gpus.kept.append(real)  # memory that is never given back is never taken for another tensor's
         return made  # type: ignore[no-any-return]
 
     @classmethod
@@ -245,6 +248,7 @@ class PretendedCuda:
 
     def __init__(self) -> None:
         self.ids = itertools.count(1)
+        self.made = 0  # tensors
         self.kept: list[torch.Tensor] = []
         self.untold: set[int] = set()  # grains of weights: they do not change
         self.faults: list[str] = []
@@ -333,14 +337,14 @@ class PretendedCuda:
         known = {id(leaf.on_cpu): leaf for leaf in leaves if isinstance(leaf, GpuTensor)}
         on_cpu = tuple(_on_cpu(each) for each in args)
         options = {name: _on_cpu(each) for name, each in kwargs.items() if name != "pin_memory"}
-        if func is torch.ops.aten.histc.default:  # CPUs count no integers
+        if func is HISTOGRAM:  # CPUs count no integers
             on_cpu = (on_cpu[0].float(), *on_cpu[1:])
         found = self._attend(func, args, kwargs, (on_cpu, options)) if func in KERNELS else func(*on_cpu, **options)
         if self.watches:
             self._tell(func, device, args, kwargs, found)
         stream = self.current_stream(device)
         stream.behind += not how.is_view
-        if func is torch.ops.aten.copy_.default and not isinstance(args[0], GpuTensor) and args[2:] == (True,):
+        if func is COPY and not isinstance(args[0], GpuTensor) and args[2:] == (True,):
             stream.copies.append([args[0], args[0].clone()])
             args[0].view(torch.uint8).fill_(0xFF)
         is_copy = target.type == "cpu" and not how.name.endswith("copy_")
@@ -460,11 +464,11 @@ class OnDevices(TorchFunctionMode):
         self.gpus = gpus
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func is not TO:
+            return args[0] if func is PIN else func(*args)
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)  # needs a driver
-        if func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.to:
+        if func is TO:
             named = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, (torch.device, str))]
             if named and torch.device(named[0]).type == "cuda":
                 kinds = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype)]
