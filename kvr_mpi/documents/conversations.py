@@ -27,10 +27,8 @@ def check_has_chat_template(tokenizer: Any) -> None:
 def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Return the token ids of a conversation, up to the start of the model's next message.
 
-    Raises
-    ------
-    DocumentError
-        If there is no chat template, or it rejects the conversation, omits or repeats a message, or changes its text.
+    Raises `DocumentError` if there is no chat template, or it rejects the conversation, omits or repeats a message, or
+    changes its text.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise DocumentError("this model's tokenizer has no chat template for conversations")

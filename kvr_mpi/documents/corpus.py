@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.documents.document import Document
-from kvr_mpi.documents.files import (
-    Row,
-    check_document,
-    document_of,
-    read_rows,
-    stream_rows,
-)
+from kvr_mpi.documents.files import Row, check_document, document_of, read_rows, stream_rows
 from kvr_mpi.documents.paths import find_files, suffix_of
 from kvr_mpi.documents.questions import answer_id
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
@@ -66,13 +60,9 @@ class CorpusFile:
 class Corpus:
     """All documents of a corpus, by number.
 
-    Parameters
-    ----------
-    files, entries : tuple
-    rows, limit
-        The parameters of `scan_corpus`.
-    prompts : tuple of str
-        Names of several prompts about each document; each prompt has an entry, and a document's entries are adjacent.
+    rows, limit : the parameters of `scan_corpus`.
+    prompts : names of several prompts about each document; each prompt has an entry, and a document's entries are
+        adjacent.
     """
 
     files: tuple[CorpusFile, ...]
@@ -175,19 +165,11 @@ def scan_corpus(
 ) -> Corpus:
     """List the documents of a corpus in one pass.
 
-    Parameters
-    ----------
-    paths, rows, limit
-        As for `read_corpus`.
-    prompts : sequence of str
-        Names of several prompts about each document.
-    known : Corpus or None
-        An earlier list. If it has the same files, by name, size and modification time, nothing is read.
+    paths, rows, limit : as for `read_corpus`.
+    prompts : names of several prompts about each document.
+    known : an earlier list. If it has the same files, by name, size and modification time, nothing is read.
 
-    Raises
-    ------
-    CorpusError
-        If a path matches nothing, a file has an unknown format, or there are no documents.
+    Raises `CorpusError` if a path matches nothing, a file has an unknown format, or there are no documents.
     """
     paths = list(paths)
     found = find_files(paths)
@@ -213,15 +195,10 @@ def read_corpus(
 ) -> Iterator[Document]:
     """Stream the documents of a corpus; ids are unique, and invalid documents have an error.
 
-    Parameters
-    ----------
-    paths : iterable of str
-        Folders, globs or files: ``.txt``/``.md`` (one document each, named by its file), ``.jsonl``,
-        ``.jsonl.gz`` and ``.parquet`` (one document a row).
-    rows : RowFormat
-        The fields to read from a row. A row without an id is named by its file and number.
-    limit : int or None
-        Stop after this many documents.
+    paths : folders, globs or files: ``.txt``/``.md`` (one document each, named by its file), ``.jsonl``, ``.jsonl.gz``
+        and ``.parquet`` (one document a row).
+    rows : the fields to read from a row. A row without an id is named by its file and number.
+    limit : stop after this many documents.
     """
     for _, _, document in _stream(find_files(paths), rows, limit):
         yield document

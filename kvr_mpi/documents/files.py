@@ -64,10 +64,7 @@ def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[t
 def read_rows(file: Path, rows: RowFormat, start: int = 0) -> Iterator[tuple[int, Row]]:
     """Yield (place, row) of a file, starting at a place; a text file is one row.
 
-    Raises
-    ------
-    OSError, EOFError, ValueError, zlib.error
-        If the file cannot be read, or is damaged.
+    Raises `OSError`, `EOFError`, `ValueError` or `zlib.error` if the file cannot be read, or is damaged.
     """
     kind = suffix_of(file)
     if kind in TEXT_SUFFIXES:
@@ -124,10 +121,7 @@ def _is_binary(data: bytes) -> bool:
 def read_text(file: Path, encoding: str = UTF_8) -> str:
     """Read a whole text file, without its byte order mark.
 
-    Raises
-    ------
-    UnicodeDecodeError
-        If it is not in this encoding, or is binary, which some encodings would accept as text.
+    Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which some encodings would accept as text.
     """
     with open_regular(file) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)

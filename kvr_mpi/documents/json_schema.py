@@ -56,12 +56,7 @@ def one_line(schema: Any, where: str) -> str:
 def grammar_of(schema: str) -> str:
     """Compile a schema to a grammar.
 
-    Raises
-    ------
-    ImportError
-        If llguidance is not installed.
-    ValueError
-        If it is not a schema, or is not supported.
+    Raises `ImportError` if llguidance is not installed; `ValueError` if it is not a schema, or is not supported.
     """
     from llguidance import LLMatcher
 

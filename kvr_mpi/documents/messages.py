@@ -15,10 +15,7 @@ ROLES = ("system", "user", "assistant")
 def parse_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
     """Parse a conversation: a list of ``{"role": ..., "content": ...}``; content is text, or a list of text parts.
 
-    Raises
-    ------
-    DocumentError
-        If it is not a conversation; `name` is the field's name in the message.
+    Raises `DocumentError` if it is not a conversation; `name` is the field's name in the message.
     """
     if not isinstance(value, list) or not value:
         what = "empty" if value == [] else kind_of(value)

@@ -26,16 +26,10 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
 
     A dataset's files are downloaded into the hub's cache unless they are there.
 
-    Returns
-    -------
-    list of (str, str)
-        The path of each file once, and its name in document ids: the path relative to the given folder.
-        These are strings, not `Path`s, since there may be 100,000.
+    Returns the path of each file once, and its name in document ids: the path relative to the given folder. These are
+    strings, not `Path`s, since there may be 100,000.
 
-    Raises
-    ------
-    CorpusError
-        If a path matches nothing, or a file has an unknown format.
+    Raises `CorpusError` if a path matches nothing, or a file has an unknown format.
     """
     found: dict[str, tuple[str, str]] = {}
     for pattern in paths:

@@ -100,10 +100,7 @@ class Frame:
     def after(self, ids: Sequence[int], text: tuple[int, int], dropped_tokens: int = 0) -> PromptText:
         """Replace the tail of an existing prompt.
 
-        Raises
-        ------
-        DocumentError
-            If the existing prompt has another head, or the new one is too long.
+        Raises `DocumentError` if the existing prompt has another head, or the new one is too long.
         """
         start, stop = text
         constant = self.shared_head
@@ -131,24 +128,14 @@ def make_frame(
 ) -> Frame:
     """Render template and chat template once, with a placeholder for the document.
 
-    Parameters
-    ----------
-    tokenizer : transformers.PreTrainedTokenizerBase
-    template : str
-        The user's words, with ``{text}`` once in place of the document, and names of fields of its row.
-    system : str or None
-        System prompt; needs a chat template.
-    chat_template : bool or None
-        Apply the model's chat template; None: if it has one.
-    after : str or None
-        Words after the document, replacing those of the template.
-    max_prompt_tokens : int
-        Length of the longest prompt that leaves room for the answer.
+    template : the user's words, with ``{text}`` once in place of the document, and names of fields of its row.
+    system : system prompt; needs a chat template.
+    chat_template : apply the model's chat template; None: if it has one.
+    after : words after the document, replacing those of the template.
+    max_prompt_tokens : length of the longest prompt that leaves room for the answer.
 
-    Raises
-    ------
-    ConfigError
-        If the template lacks ``{text}``, the chat template is missing or rejects the prompt, or no text would fit.
+    Raises `ConfigError` if the template lacks ``{text}``, the chat template is missing or rejects the prompt, or no
+    text would fit.
     """
     parsed = parse_template(template)
     if after is not None:

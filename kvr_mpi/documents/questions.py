@@ -26,10 +26,7 @@ def number_questions(texts: Sequence[str]) -> dict[str, str]:
 def read_questions(path: Path) -> dict[str, str]:
     """Read named questions: the lines of a text file, or JSON rows with ``question`` and optionally ``id``.
 
-    Raises
-    ------
-    ConfigError
-        If the file cannot be read, contains no questions, or has a name twice.
+    Raises `ConfigError` if the file cannot be read, contains no questions, or has a name twice.
     """
     key = f"the file of questions {str(path)!r}"
     try:
@@ -59,10 +56,8 @@ def read_questions(path: Path) -> dict[str, str]:
 def checked(questions: dict[str, str], key: str) -> dict[str, str]:
     """Check questions, and return them.
 
-    Raises
-    ------
-    ConfigError
-        If there are no questions, one is empty, not text or a duplicate, or a name cannot be part of an id.
+    Raises `ConfigError` if there are no questions, one is empty, not text or a duplicate, or a name cannot be part of
+    an id.
     """
     if not questions:
         raise ConfigError(f'{key} contains no questions; add one (kvr ask: -q "...", or --questions FILE)')

@@ -41,18 +41,10 @@ def parse_template(template: str, key: str = "prompt.template", *, columns: Coll
     ``{text}`` is the document, ``{name}`` a field of its row; ``{{`` and ``}}`` are literal braces. A single brace that
     does not enclose a name is literal, and so is a ``}}`` that closes two such braces, so JSON needs no escaping.
 
-    Parameters
-    ----------
-    template : str
-    key : str
-        Key of the job, for messages.
-    columns : collection of str or None
-        Fields of the rows; None: not known, so any name is accepted.
+    key : key of the job, for messages.
+    columns : fields of the rows; None: not known, so any name is accepted.
 
-    Raises
-    ------
-    ConfigError
-        If ``{text}`` does not occur exactly once, or a name in braces is not a field.
+    Raises `ConfigError` if ``{text}`` does not occur exactly once, or a name in braces is not a field.
     """
     words, names = _parse(template)
     times = names.count("text")

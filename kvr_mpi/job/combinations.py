@@ -161,12 +161,7 @@ REFUSED = (
     Row(QUESTIONS, (PLANNED,), "the ranks of a chain hold a document together", "set the number of ranks of a chain"),
     # Several prompts about a document; rows that are prompts.
     Row(PROMPTS, (REUSE, KV, PLANNED), "it supports only one prompt per document"),
-    Row(
-        ROWS,
-        (*PROMPT_KEYS, "prompt.chat_template = false"),
-        "each row contains its whole prompt",
-        "leave it out",
-    ),
+    Row(ROWS, (*PROMPT_KEYS, "prompt.chat_template = false"), "each row contains its whole prompt", "leave it out"),
     Row(REQUESTS, ("documents.id_field", "documents.text_field"), "its rows have fixed fields", "leave it out"),
     Row(ROWS, (KV,), "conversations and requests are not stored yet", "use documents.format = 'text', or leave it out"),
     Row(REQUESTS, (NO_ANSWER,), "requests need answers", "set at least 1"),
@@ -212,10 +207,7 @@ SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
 def check_combinations(job: JobSpec, model: Collection[str] | None = None) -> None:
     """Refuse settings that cannot be combined; given a model (some of `MODELS`), only those that do not suit it.
 
-    Raises
-    ------
-    ConfigError
-        The message lists all such pairs, and what to do.
+    Raises `ConfigError`, which lists all such pairs, and what to do.
     """
     if len(found := refusals(job, model)) > 1:
         found = [f"{len(found)} pairs of settings cannot be combined:", *(f"- {refusal}" for refusal in found)]

@@ -49,24 +49,14 @@ def load_job(
 ) -> tuple[JobSpec, dict[str, str]]:
     r"""Read and check a job.
 
-    Parameters
-    ----------
-    path : Path
-        The TOML file, or a file of requests in OpenAI's batch format, whose job has no settings but its paths.
-    settings : sequence of str
-        ``section.key=value``; a value that is not valid TOML is a plain string, with line breaks written as ``\n``.
-    environ : mapping
-        Environment with ``KVR_SECTION__KEY`` variables.
+    path : the TOML file, or a file of requests in OpenAI's batch format, whose job has no settings but its paths.
+    settings : ``section.key=value``; a value that is not valid TOML is a plain string, with line breaks written as
+        ``\n``.
+    environ : environment with ``KVR_SECTION__KEY`` variables.
 
-    Returns
-    -------
-    (JobSpec, dict of str to str)
-        The job, and the origin of each ``section.key`` that was given.
+    Returns the job, and the origin of each ``section.key`` that was given.
 
-    Raises
-    ------
-    ConfigError
-        The message has file, key, value and the valid choices.
+    Raises `ConfigError` with file, key, value and the valid choices.
     """
     if path.name.endswith(BATCH_SUFFIXES):
         if not path.exists():

@@ -118,8 +118,7 @@ class PromptSection(Strict):
         description="if a prompt exceeds the context: an error record, a part of the document, or all parts in turn",
     )
     min_coverage: Annotated[float, Field(ge=0, le=1), AS_SHARE] = Field(
-        0.0,
-        description="minimum fraction of a document that must be read; an answer from less becomes an error record",
+        0.0, description="minimum fraction of a document that must be read; an answer from less becomes an error record"
     )
     overlap_tokens: Annotated[int, Field(ge=0), AS_TOKENS] = Field(
         0, description="split: tokens of text that each part repeats from the previous one"
@@ -170,8 +169,7 @@ class ParallelSection(Strict):
         "cache",
     )
     memory_gib: Annotated[float, Field(gt=0), AS_GIB] | None = Field(
-        None,
-        description="maximum memory per rank for prompts, in addition to the weights; default: all free memory",
+        None, description="maximum memory per rank for prompts, in addition to the weights; default: all free memory"
     )
     transport: Name = Field(
         "auto", description="what carries keys and values between ranks; auto: mpi on CPUs, nccl on GPUs"

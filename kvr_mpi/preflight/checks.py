@@ -45,19 +45,11 @@ INDEX = "model.safetensors.index.json"
 def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> None:
     """Check a job against the files it names and the ranks it has, without writing anything.
 
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks of the whole job.
-    goes_on : bool
-        Allow existing results in the output folder.
-    offline : bool
-        Expect models of the hub in the local cache.
+    ranks : number of ranks of the whole job.
+    goes_on : allow existing results in the output folder.
+    offline : expect models of the hub in the local cache.
 
-    Raises
-    ------
-    KvrError
-        The message lists all problems.
+    Raises `KvrError`, which lists all problems.
     """
     findings = list(_findings(spec, ranks, goes_on, offline))
     if len(findings) == 1:
@@ -69,10 +61,7 @@ def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> Non
 def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     """Return the number of ranks per chain; 1 for planned jobs.
 
-    Raises
-    ------
-    ConfigError
-        If the ranks cannot be divided into such chains; the message lists the valid sizes.
+    Raises `ConfigError` if the ranks cannot be divided into such chains; the message lists the valid sizes.
     """
     size = spec.chain_size(ranks) or 1
     if not divides(size, ranks):

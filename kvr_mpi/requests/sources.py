@@ -288,9 +288,4 @@ def about_record(document: Document) -> dict[str, str]:
         sha256 = hashlib.sha256(document.text.encode()).hexdigest() if document.error is None else ""
         return {"columns": columns, "document_sha256": sha256}
     asked = document.asked
-    return {
-        "document": asked.document,
-        "question": asked.question,
-        "columns": columns,
-        "document_sha256": asked.sha256,
-    }
+    return {"document": asked.document, "question": asked.question, "columns": columns, "document_sha256": asked.sha256}

@@ -28,13 +28,7 @@ class ResultSink:
     """One rank's results; one rank of each tensor-parallel group stores and reports documents (`tells`)."""
 
     def __init__(
-        self,
-        setup: JobSetup,
-        writer: ResultWriter,
-        counters: Counters,
-        progress: Progress,
-        *,
-        tells: bool = True,
+        self, setup: JobSetup, writer: ResultWriter, counters: Counters, progress: Progress, *, tells: bool = True
     ) -> None:
         self._writer, self._counters, self._progress, self._tells = writer, counters, progress, tells
         part = setup.loaded.part  # of the model, with this rank's KV heads; None: all

@@ -55,15 +55,9 @@ def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
 
     Returns an entry for each document and question, whose `place` is the document's number, and lines for the log.
 
-    Raises
-    ------
-    ConfigError
-        If stored documents are compressed and the job stores keys and values.
-    CorpusError
-        If a named document does not exist, no document has keys and values, or more documents cannot be asked about
-        than `output.max_failed` allows.
-    DataError
-        If the run cannot be read, or is incomplete.
+    Raises `ConfigError` if stored documents are compressed and the job stores keys and values; `CorpusError` if a named
+    document does not exist, no document has keys and values, or more documents cannot be asked about than
+    `output.max_failed` allows; `DataError` if the run cannot be read, or is incomplete.
     """
     questions = spec.questions
     assert questions is not None and isinstance(questions.ask, dict)

@@ -35,12 +35,7 @@ class WorkQueue:
     """
 
     def __init__(
-        self,
-        lists: Sequence[Sequence[int]],
-        works: Mapping[int, int],
-        own: int,
-        counters: Counters,
-        first_slot: int,
+        self, lists: Sequence[Sequence[int]], works: Mapping[int, int], own: int, counters: Counters, first_slot: int
     ) -> None:
         self._lists, self._works, self._own = lists, works, own
         self._counters, self._first_slot = counters, first_slot

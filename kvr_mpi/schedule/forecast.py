@@ -243,10 +243,7 @@ def forecast_of(
         that the job names (``parallel.partition``).
     history : earlier jobs of this model on this machine, used if there is neither profile nor table.
 
-    Raises
-    ------
-    ConfigError
-        If there is none of these; lists the choices.
+    Raises `ConfigError`, which lists the choices, if there is none of these.
     """
     size = spec.parallel.tensor_parallel
     given = hardware or spec.parallel.table

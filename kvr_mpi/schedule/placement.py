@@ -97,12 +97,7 @@ class _Choice:
 
 
 def schedule(
-    documents: Sequence[tuple[str, int]],
-    ranks: int,
-    seconds: Seconds,
-    fits: Fits,
-    *,
-    min_efficiency: float = 0.0,
+    documents: Sequence[tuple[str, int]], ranks: int, seconds: Seconds, fits: Fits, *, min_efficiency: float = 0.0
 ) -> Schedule:
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
@@ -115,10 +110,7 @@ def schedule(
     fits : whether (tokens, ranks) fits into memory; if it does, all shorter documents must fit as well.
     min_efficiency : between 0 (end the batch as early as possible) and 1.
 
-    Raises
-    ------
-    ConfigError
-        If a predicted time is negative or not finite.
+    Raises `ConfigError` if a predicted time is negative or not finite.
     """
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: expected at least 1")

@@ -46,10 +46,7 @@ def costs_on(
     hardware : a profile or a JSON file; None: `HARDWARE`.
     link_gigabytes_per_s : bandwidth of each link in one direction; None: the profile's.
 
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
+    Raises `ConfigError` if a value is invalid.
     """
     profile = load_hardware(hardware or HARDWARE)
     if link_gigabytes_per_s is not None and not 0 < link_gigabytes_per_s < float("inf"):
@@ -99,10 +96,7 @@ def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
 
     `is_offline` is called only if needed, since its import takes seconds.
 
-    Raises
-    ------
-    ConfigError
-        If `model` is neither; the message lists the shapes.
+    Raises `ConfigError` if `model` is neither; the message lists the shapes.
     """
     try:
         return named_workload(model)

@@ -72,13 +72,7 @@ EXTENT_SHARE = 1 / 8
 
 
 def prepare(
-    spec: JobSpec,
-    machine: Machine,
-    ranks: JobRanks,
-    chain: Transport,
-    say: Say,
-    *,
-    loaded: LoadedModel | None = None,
+    spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say, *, loaded: LoadedModel | None = None
 ) -> JobSetup:
     """Prepare a job's model; every rank calls this. Raises `ConfigError` if the settings do not suit the model.
 

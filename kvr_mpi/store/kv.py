@@ -227,14 +227,9 @@ def refuse_compressed(compression: str, name: str, what: str) -> None:
 class PieceWriter:
     """Writes a piece layer by layer.
 
-    Parameters
-    ----------
-    parent : h5py.Group
-        ``/kv``.
-    key : str
-        Name of the group to make.
-    tokens : CachedTokens or None
-        Their tokens; None: the keys and values can be read, but no prompt can continue from them.
+    parent : ``/kv``.
+    key : name of the group to make.
+    tokens : their tokens; None: the keys and values can be read, but no prompt can continue from them.
     """
 
     def __init__(self, parent: h5py.Group, key: str, tokens: CachedTokens | None) -> None:

@@ -123,12 +123,8 @@ class Lock:
 
     Raises `OutputError` if another job holds the folder; the message names it.
 
-    Parameters
-    ----------
-    owner : Owner
-        This process.
-    say : callable
-        Receives a log line before another owner is watched.
+    owner : this process.
+    say : receives a log line before another owner is watched.
     """
 
     def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:

@@ -143,12 +143,8 @@ def unseal(line: bytes) -> dict[str, Any] | None:
 class LogWriter:
     """Writes one log; the file is created with its first line.
 
-    Parameters
-    ----------
-    session : int
-        Number of the job or command that holds the folder.
-    rank : int or None
-        None: a log of a command, or of a job before its ranks start.
+    session : number of the job or command that holds the folder.
+    rank : None: a log of a command, or of a job before its ranks start.
     """
 
     def __init__(self, folder: Path, session: int, rank: int | None, header: Header) -> None:

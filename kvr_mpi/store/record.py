@@ -183,10 +183,7 @@ class Record:
     def _read(self, name: str, kind: type[J]) -> J:
         """Decode a field stored as JSON; an empty field is an empty object or list.
 
-        Raises
-        ------
-        DataError
-            If the stored text is not JSON of this kind.
+        Raises `DataError` if the stored text is not JSON of this kind.
         """
         text = getattr(self, name)
         try:

@@ -61,10 +61,8 @@ class DocumentKV:
 
         The model must be the one that computed the keys and values: the first tokens are recomputed and compared.
 
-        Raises
-        ------
-        ConfigError
-            If the model is another one, some of its layers are missing, or a layer does not have all tokens.
+        Raises `ConfigError` if the model is another one, some of its layers are missing, or a layer does not have all
+        tokens.
         """
         from kvr_mpi.model.cache import to_cache
 
@@ -125,12 +123,7 @@ class Results:
     def __getitem__(self, document_id: str) -> Record:
         """Read one document.
 
-        Raises
-        ------
-        ConfigError
-            If no document has this id.
-        DataError
-            If the record is damaged.
+        Raises `ConfigError` if no document has this id; `DataError` if the record is damaged.
         """
         self.place(document_id)
         (record,) = self.read([document_id])
@@ -162,10 +155,7 @@ class Results:
     def columns(self) -> list[str]:
         """Columns that jobs copied from the documents' rows to the records.
 
-        Raises
-        ------
-        DataError
-            If the header does not name them as a list.
+        Raises `DataError` if the header does not name them as a list.
         """
         columns = self.header.identity.get("columns", [])
         if not isinstance(columns, list):
@@ -208,17 +198,10 @@ class Results:
     def records(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> Iterator[Record]:
         """Iterate over records, sorted by id.
 
-        Parameters
-        ----------
-        status : str, optional
-            ``done`` or ``error``: only these.
-        where : callable, optional
-            Only records for which it returns true.
+        status : ``done`` or ``error``: only these.
+        where : only records for which it returns true.
 
-        Raises
-        ------
-        DataError
-            If a record is damaged; those before it are valid.
+        Raises `DataError` if a record is damaged; those before it are valid.
         """
         found = self.read(self.ids(status))
         return found if where is None else filter(where, found)
@@ -226,10 +209,7 @@ class Results:
     def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
         """Return a DataFrame of `records`, one row each.
 
-        Raises
-        ------
-        ConfigError
-            If pandas is not installed.
+        Raises `ConfigError` if pandas is not installed.
         """
         try:
             import pandas
@@ -243,17 +223,10 @@ class Results:
     def kv(self, document_id: str, layers: Collection[int] | None = None) -> DocumentKV:
         """Read a document's keys and values, and verify all checksums.
 
-        Parameters
-        ----------
-        layers : collection of int, optional
-            Only these; default: all.
+        layers : only these; default: all.
 
-        Raises
-        ------
-        ConfigError
-            If there is no such document or layer, or the document has no keys and values, or compressed ones.
-        DataError
-            If the data are damaged.
+        Raises `ConfigError` if there is no such document or layer, or the document has no keys and values, or
+        compressed ones; `DataError` if the data are damaged.
         """
         with self.open(document_id) as (_, kv):
             refuse_compressed(kv.compression, document_id, "Results.kv()")
@@ -275,12 +248,7 @@ class Results:
     def open(self, document_id: str) -> Iterator[tuple[Record, StoredKV]]:
         """Open a document's record, with keys and values that are read on demand, for the duration of the block.
 
-        Raises
-        ------
-        ConfigError
-            If no document has this id.
-        DataError
-            If the document is damaged.
+        Raises `ConfigError` if no document has this id; `DataError` if the document is damaged.
         """
         record = self[document_id]
         with closing(open_pieces(document_id, self.places[document_id].pieces)) as kv:
@@ -301,22 +269,13 @@ class Results:
 def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool = False) -> Results:
     """Open the results of a job.
 
-    Parameters
-    ----------
-    *paths : path
-        A result file, the output folder of a run (also while it runs: `Results.left`), or a folder of such folders
+    *paths : a result file, the output folder of a run (also while it runs: `Results.left`), or a folder of such folders
         (the shares of an array); several paths are combined.
-    verify : bool
-        Verify the checksums of all records, keys and values now; they are verified in any case when data are
-        read.
-    partial : bool
-        Open the results even if shares or documents are missing (`Results.missing` lists them).
+    verify : verify the checksums of all records, keys and values now; they are verified in any case when data are read.
+    partial : open the results even if shares or documents are missing (`Results.missing` lists them).
 
-    Raises
-    ------
-    DataError
-        If there is nothing to read, a file is damaged, the runs belong to different jobs, a document is in two of
-        them, or, unless `partial`, shares or documents are missing.
+    Raises `DataError` if there is nothing to read, a file is damaged, the runs belong to different jobs, a document is
+    in two of them, or, unless `partial`, shares or documents are missing.
     """
     if not paths:
         raise ConfigError("open_results() needs at least one path: a result file or the output folder of a run")

@@ -27,16 +27,7 @@ from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, seal
 from kvr_mpi.store.record import record_values
 from kvr_mpi.store.results import Results, read_results
 from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces, piece_id
-from kvr_mpi.store.volumes import (
-    KV,
-    LOG,
-    RECORDS,
-    RESULTS,
-    create_volume,
-    key_of,
-    volume_line,
-    write_lines,
-)
+from kvr_mpi.store.volumes import KV, LOG, RECORDS, RESULTS, create_volume, key_of, volume_line, write_lines
 
 # If keys and values are larger than this in total, they stay in their volumes: copying would double the writing.
 MERGE_MAX_BYTES = 4 << 30

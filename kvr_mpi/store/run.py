@@ -20,14 +20,7 @@ from typing import Any, Literal
 from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, PART, RUN_FILE, read_regular, replacing
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, counted
-from kvr_mpi.store.folder import (
-    DAMAGED,
-    Survey,
-    check_fresh,
-    read_run_header,
-    survey,
-    take_lines,
-)
+from kvr_mpi.store.folder import DAMAGED, Survey, check_fresh, read_run_header, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
 from kvr_mpi.store.traces import remove_traces
@@ -73,30 +66,18 @@ def open_run(
 ) -> Run:
     """Repair the folder of a run, and find the finished documents.
 
-    Parameters
-    ----------
-    header : Header
-        Its identity has to match the existing results.
-    corpus : Corpus
-        It has to contain the documents of the existing results, unless the run is extended.
-    lock : Lock
-        The folder's, which this process holds. The caller releases it if this function raises.
-    share : slice
-        The documents that this job processes, as ``slice(first, None, step)``; recorded for progress reports.
-    mode : {'new', 'overwrite', 'resume', 'extend'}
-        What to do with existing results: refuse to start, delete them, continue from them, or continue with a changed
-        list of documents.
-    retry_failed : bool
-        Process documents with error records again.
-    say : callable
-        Receives log lines about the folder's contents and repairs.
+    header : its identity has to match the existing results.
+    corpus : it has to contain the documents of the existing results, unless the run is extended.
+    lock : the folder's, which this process holds. The caller releases it if this function raises.
+    share : the documents that this job processes, as ``slice(first, None, step)``; recorded for progress reports.
+    mode : what to do with existing results: refuse to start, delete them, continue from them, or continue with a
+        changed list of documents.
+    retry_failed : process documents with error records again.
+    say : receives log lines about the folder's contents and repairs.
 
-    Raises
-    ------
-    OutputError
-        If the folder cannot be written, or holds results of another job; the message names the difference.
-    DataError
-        If a file with the name of a result file was written by another program, or by a newer version of this one.
+    Raises `OutputError` if the folder cannot be written, or holds results of another job; the message names the
+    difference; `DataError` if a file with the name of a result file was written by another program, or by a newer
+    version of this one.
     """
     try:
         others = sorted(name for name in os.listdir(folder) if name.endswith(".h5") and not is_ours(name))

@@ -126,14 +126,10 @@ class StoredKV:
         Only pieces that overlap the range are read. Raises `DataError` if a block is damaged, or the dtype is not one
         that keys and values have.
 
-        Parameters
-        ----------
-        layer : int
-            One of `layers`.
-        first, last : int
-            Range of tokens, or of rows if each head keeps its own tokens. `last` is exclusive; None: to the end.
-        heads : (int, int), optional
-            Range of KV heads, the last exclusive; None: all. Not for layers where each head keeps its own tokens.
+        layer : one of `layers`.
+        first, last : range of tokens, or of rows if each head keeps its own tokens. `last` is exclusive; None: to the
+            end.
+        heads : range of KV heads, the last exclusive; None: all. Not for layers where each head keeps its own tokens.
         """
         grid = self._of_layer(layer)
         if self.rows(layer) is not None:  # one row of pieces, whose heads are stored one after the other

@@ -139,14 +139,7 @@ class TraceWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        header: TraceHeader,
-        recorder: Recorder,
-        *,
-        offset_s: float,
-        limit_bytes: int,
-        say: Say,
+        self, folder: Path, header: TraceHeader, recorder: Recorder, *, offset_s: float, limit_bytes: int, say: Say
     ) -> None:
         self._header, self._recorder, self._offset_s, self._say = header, recorder, offset_s, say
         self._limit = self._left = limit_bytes

@@ -97,16 +97,10 @@ class ResultWriter:
 
     Once something could not be written, every call raises `WriteError`; data that were already durable stay.
 
-    Parameters
-    ----------
-    header : Header
-        The first line of the log.
-    session : int or None
-        Number of the job; by default the job that holds the folder.
-    recorder : Recorder, optional
-        Records a span for every written document and every completed volume.
-    cost : callable, optional
-        Returns this rank's cost so far; called once a minute in another thread, if this rank has written a record.
+    header : the first line of the log.
+    session : number of the job; by default the job that holds the folder.
+    recorder : records a span for every written document and every completed volume.
+    cost : returns this rank's cost so far; called once a minute in another thread, if this rank has written a record.
     """
 
     def __init__(

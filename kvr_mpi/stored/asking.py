@@ -25,12 +25,8 @@ MADE_BY = ("template", "system", "chat_template")
 def complete_questions(spec: JobSpec) -> JobSpec:
     """Name a job's questions, and use the prompt settings of the run that they are about.
 
-    Raises
-    ------
-    ConfigError
-        If there is no question, or the run was made without `output.kv`.
-    DataError
-        If the run cannot be read.
+    Raises `ConfigError` if there is no question, or the run was made without `output.kv`; `DataError` if the run cannot
+    be read.
     """
     questions = spec.questions
     if questions is None:
@@ -67,12 +63,8 @@ def complete_questions(spec: JobSpec) -> JobSpec:
 def stored_header(key: str, paths: Sequence[str]) -> Header:
     """Read the header of the run with the keys and values; `key` is the setting that contains its path.
 
-    Raises
-    ------
-    DataError
-        If it cannot be read, or the paths contain runs of different jobs.
-    OutputError
-        If a job is still writing the run.
+    Raises `DataError` if it cannot be read, or the paths contain runs of different jobs; `OutputError` if a job is
+    still writing the run.
     """
     runs, _ = find_runs([Path(each) for each in paths])
     for path in runs:
@@ -87,12 +79,7 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
 def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[str, Frame]:
     """Make the frame around a stored document's text for each question, by the question's name.
 
-    Raises `ConfigError` if another model or tokenizer produced the keys and values.
-
-    Parameters
-    ----------
-    weights : str
-        From `hash_weights`.
+    Raises `ConfigError` if another model or tokenizer produced the keys and values; `weights` is from `hash_weights`.
     """
     questions = spec.questions
     if questions is None:
@@ -106,17 +93,10 @@ def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[st
 def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedModel, weights: str) -> None:
     """Refuse a model or tokenizer other than the one that produced the keys and values.
 
-    Parameters
-    ----------
-    key, paths
-        As in `stored_header`.
-    weights : str
-        From `hash_weights`.
+    key, paths : as in `stored_header`.
+    weights : from `hash_weights`.
 
-    Raises
-    ------
-    ConfigError
-        Names the differences.
+    Raises `ConfigError`, which names the differences.
     """
     header = stored_header(key, paths)
     here = {

@@ -42,11 +42,6 @@ class StoredPrefix:
 
         Files are checked when layers are read. They raise a `DataError` if tokens differ from `ids`, if keys and values
         differ from `pieces`, if shape or dtype differ from the model's, or if a block fails its checksum.
-
-        Parameters
-        ----------
-        ids : sequence of int
-            The prompt's token ids.
         """
         ids = tuple(ids[: self.tokens])
         stored = _Stored(self, ids, loaded)
@@ -60,11 +55,6 @@ def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTok
     """Open the keys and values of a stored prompt, and read their tokens.
 
     Raises `DataError` if files are missing, damaged, different from `pieces`, or without tokens.
-
-    Parameters
-    ----------
-    name : str
-        The document's id.
     """
     for piece in pieces:
         if not Path(piece.path).is_file():

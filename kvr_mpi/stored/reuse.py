@@ -89,12 +89,7 @@ def find_beginnings(
 ) -> StoredBeginnings | None:
     """List the prefixes of the prompts in `documents.reuse`, if this model can continue them; every rank calls this.
 
-    Raises
-    ------
-    ConfigError
-        If another model produced them.
-    DataError
-        If the run cannot be read.
+    Raises `ConfigError` if another model produced them; `DataError` if the run cannot be read.
     """
     path = spec.documents.reuse
     assert path is not None
