@@ -44,7 +44,7 @@ def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0, python: Sequenc
 
 
 START = "subprocess.run([sys.executable, '-c', rank], start_new_session=True)"
-COMMAND = f"run_command([sys.executable, '-c', f'import subprocess, sys; rank = {{rank!r}}; ' + {START!r}], 6.0)"
+COMMAND = f"run_command([sys.executable, '-c', f'import subprocess, sys; rank = {{rank!r}}; ' + {START!r}], 3.0)"
 
 
 @pytest.mark.parametrize(("start", "limit_s", "status"), [(START, 6.0, "timeout"), (COMMAND, 60.0, "failed")])
