@@ -116,29 +116,9 @@ def small_tokenizer(tokenizer: Any) -> Any:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Any) -> Path:
     """A folder with a tiny random Llama and a real tokenizer: starts in no time, answers nonsense."""
+    from models import save_tiny_model
+
     return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"), small_tokenizer)
-
-
-def save_tiny_model(folder: Path, tokenizer: Any) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def first_tokens(tokenizer: Any, count: int) -> Any:

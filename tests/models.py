@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,6 +129,26 @@ def random_model(config: Any, dtype: torch.dtype = torch.float32, name: str = "t
 
 
 @functools.cache
+def save_tiny_model(folder: Path, tokenizer: Any, layers: int = 3) -> Path:
+    """Save a tiny random Llama with a tokenizer."""
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
+    )
+    tf.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A random model of a kind."""
     return replace(

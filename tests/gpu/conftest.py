@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_nccl import HostOnly, Network, installed
+from models import save_tiny_model
 from pretended_cuda import PretendedCuda, pretended
 
 from kvr_mpi.model import choose_device
@@ -18,6 +19,12 @@ from kvr_mpi.runtime import batch
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.setup import loading
 from kvr_mpi.transport import choose, mpi
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Any) -> Path:
+    """Of two layers: every operation on a pretended GPU takes time."""
+    return save_tiny_model(tmp_path_factory.mktemp("two-layers"), small_tokenizer, layers=2)
 
 
 @pytest.fixture

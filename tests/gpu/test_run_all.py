@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import gpu_ranks
@@ -36,14 +37,14 @@ def test_without_a_gpu_it_stops_before_the_first_step_that_needs_one(tmp_path: P
     assert (tmp_path / "gpu-report.txt").read_text() in run.stdout
 
 
-def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0) -> Outcome:
+def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0, python: Sequence[str] = (sys.executable,)) -> Outcome:
     program = tmp_path / "step.py"
     program.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\nfrom gpu_steps import *\n{code}\n")
-    return run_step(Step("it", "", "", timeout_s), [sys.executable, str(program)], tmp_path)
+    return run_step(Step("it", "", "", timeout_s), [*python, str(program)], tmp_path)
 
 
 START = "subprocess.run([sys.executable, '-c', rank], start_new_session=True)"
-COMMAND = f"run_command([sys.executable, '-c', f'import subprocess, sys; rank = {{rank!r}}; ' + {START!r}], 6.0)"
+COMMAND = f"run_command([sys.executable, '-c', f'import subprocess, sys; rank = {{rank!r}}; ' + {START!r}], 3.0)"
 
 
 @pytest.mark.parametrize(("start", "limit_s", "status"), [(START, 6.0, "timeout"), (COMMAND, 60.0, "failed")])
@@ -93,10 +94,10 @@ time.sleep(600)"""
         ("import time; time.sleep(600)", "timeout", "in work"),
     ],
 )
-def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str) -> None:
+def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str, warm_start: list[str]) -> None:
     limit_s = 6.0 if status == "timeout" else 60.0
     code = f"def work(given):\n    {work}\nrun_inside(Step('it', '', '__main__:work', {limit_s}), Given())"
-    outcome = _outcome(tmp_path, code, limit_s)
+    outcome = _outcome(tmp_path, code, limit_s, warm_start)
     assert outcome.status == status and said in outcome.said
     assert outcome.figures == ({"ms": 1.5, "attention": "CPU"} if status == "ok" else {})
 
@@ -146,7 +147,7 @@ sys.exit(run_all.main())""")
     wait_for_end_of(int(pid.read_text()))
 
 
-def test_a_step_says_which_attention_it_has_called(tmp_path: Path) -> None:
+def test_a_step_says_which_attention_it_has_called(tmp_path: Path, warm_start: list[str]) -> None:
     outcome = _outcome(
         tmp_path,
         """
@@ -158,6 +159,7 @@ def work(given):
     return {"queries": attend(rows, rows, rows, AttentionParams(1.0, softcap=2.0)).out.shape[2]}
 
 run_inside(Step("it", "", "__main__:work"), Given())""",
+        python=warm_start,
     )
     assert outcome.figures == {"queries": 5, "attention": "CPU", "calls of attention": "blocks 1"}
 
