@@ -21,10 +21,10 @@ EVEN = {"partition": "even"}
 
 
 @pytest.fixture(scope="module")
-def truth(tiny_model_dir: Path, tokenizer: Any) -> tuple[torch.Tensor, list[int]]:
+def truth(tiny_model_dir: Path, small_tokenizer: Any) -> tuple[torch.Tensor, list[int]]:
     """Logits after the text, and greedy tokens, of plain transformers."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    ids = torch.tensor([tokenizer(TEXT).input_ids])
+    ids = torch.tensor([small_tokenizer(TEXT).input_ids])
     with torch.inference_mode():
         logits = model(ids).logits[0, -1]
         tokens = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, attention_mask=torch.ones_like(ids))

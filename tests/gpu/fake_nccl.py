@@ -134,8 +134,8 @@ class Network:
         """Wait until something holds; returns false if no rank computes meanwhile, however slow the machine is."""
         with self.lock:
             before = -1
-            while not holds() and before < len(self.gpus.kept):
-                before = len(self.gpus.kept)
+            while not holds() and before < self.gpus.made:
+                before = self.gpus.made
                 self.lock.wait_for(holds, TIMEOUT_S)
             return holds()
 
@@ -300,8 +300,8 @@ def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T])
     thread = threading.Thread(target=all_ranks, daemon=True, name="all ranks")
     thread.start()
     before = -1
-    while thread.is_alive() and before < len(network.gpus.kept):
-        before = len(network.gpus.kept)
+    while thread.is_alive() and before < network.gpus.made:
+        before = network.gpus.made
         thread.join(2 * TIMEOUT_S)
     if thread.is_alive():
         faulthandler.dump_traceback()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import threading
 import time
@@ -24,7 +25,6 @@ import torch
 from fake_flash import CUDNN, DENSE, VARLEN, arguments_of, attend_as, check_flash
 from torch.cuda import _sanitizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.dlpack import from_dlpack  # type: ignore[attr-defined]
 
 import kvr_mpi.transport.staging  # noqa: F401 - names a type of torch.cuda's, before that is another
@@ -38,6 +38,8 @@ CPU = torch.device("cpu")
 TAKES_HOST = ("aten::copy_", "aten::index", "aten::_to_copy")
 # The host has to know the size of what they give.
 SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::unique", "aten::bincount")
+TO, PIN = torch.Tensor.to, torch.Tensor.pin_memory
+HISTOGRAM, COPY = torch.ops.aten.histc.default, torch.ops.aten.copy_.default
 KERNELS = {DENSE: "dense", VARLEN: "varlen", CUDNN: "cudnn"}
 
 
@@ -61,9 +63,8 @@ class GpuTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, real: torch.Tensor, device: torch.device, gpus: PretendedCuda) -> GpuTensor:
-        with torch.inference_mode(
-            False
-        ):  # a view of what was made outside of it must not be of it, and all may be viewed
+        # A view of what was made outside of it must not be of it, and all may be viewed.
+        with torch._C._InferenceMode(False):
             made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls,
                 real.size(),
@@ -73,13 +74,16 @@ class GpuTensor(torch.Tensor):
                 device=CPU,  # to torch's own code, which asks a GPU's driver otherwise
             )
         made.on_cpu, made.place, made.gpus = real, device, gpus
-        gpus.kept.append(real)  # memory that is never given back is never taken for another tensor's
+        gpus.made += 1
+        if gpus.watches:
+            gpus.kept.append(real)  # memory that is never given back is never taken for another tensor's
         return made  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GpuTensor))
-        return first.gpus.launch(func, first.device, args, kwargs or {})
+        kwargs = kwargs or {}
+        first = next(leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, GpuTensor))
+        return first.gpus.launch(func, first.place, args, kwargs)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -244,6 +248,7 @@ class PretendedCuda:
 
     def __init__(self) -> None:
         self.ids = itertools.count(1)
+        self.made = 0  # tensors
         self.kept: list[torch.Tensor] = []
         self.untold: set[int] = set()  # grains of weights: they do not change
         self.faults: list[str] = []
@@ -326,32 +331,35 @@ class PretendedCuda:
 
     def launch(self, func: Any, device: torch.device, args: Any, kwargs: Any) -> Any:
         """Run an operation on the GPU of its tensors, on the stream that is current there."""
-        target = self._target(device, args, kwargs)
-        self._check_devices(func, device, args, kwargs)
-        known = {id(leaf.on_cpu): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GpuTensor)}
-        given = tree_map_only(GpuTensor, lambda each: each.on_cpu, (args, kwargs))
-        given = tree_map_only(torch.device, lambda each: CPU, given)
-        given[1].pop("pin_memory", None)
-        if func is torch.ops.aten.histc.default:  # CPUs count no integers
-            given = ((given[0][0].float(), *given[0][1:]), given[1])
-        found = self._attend(func, args, kwargs, given) if func in KERNELS else func(*given[0], **given[1])
+        how, leaves = _operation(func), _leaves((*args, *kwargs.values()))
+        target = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), device)
+        self._check_devices(how, device, args, leaves)
+        known = {id(leaf.on_cpu): leaf for leaf in leaves if isinstance(leaf, GpuTensor)}
+        on_cpu = tuple(_on_cpu(each) for each in args)
+        options = {name: _on_cpu(each) for name, each in kwargs.items() if name != "pin_memory"}
+        if func is HISTOGRAM:  # CPUs count no integers
+            on_cpu = (on_cpu[0].float(), *on_cpu[1:])
+        found = self._attend(func, args, kwargs, (on_cpu, options)) if func in KERNELS else func(*on_cpu, **options)
         if self.watches:
             self._tell(func, device, args, kwargs, found)
-        if any(each.alias_info is None or each.alias_info.is_write for each in func._schema.returns):  # no view
-            self.current_stream(device).behind += 1
-        if func is torch.ops.aten.copy_.default and not isinstance(args[0], GpuTensor) and args[2:] == (True,):
-            self.current_stream(device).copies.append([args[0], args[0].clone()])
+        stream = self.current_stream(device)
+        stream.behind += not how.is_view
+        if func is COPY and not isinstance(args[0], GpuTensor) and args[2:] == (True,):
+            stream.copies.append([args[0], args[0].clone()])
             args[0].view(torch.uint8).fill_(0xFF)
-        is_copy = target.type == "cpu" and not func._schema.name.endswith("copy_")
-        is_read = is_copy and not func._schema.name.endswith("empty")
-        if is_read or not isinstance(found, (torch.Tensor, tuple, list, type(None))) or _is_sized(func, args):
-            self.read(self.current_stream(device))  # the host has it
-            self.waits[func._schema.name] += 1
-        if is_copy:
-            return found
-        return tree_map_only(
-            torch.Tensor, lambda each: known[id(each)] if id(each) in known else self.put(each, target), found
-        )
+        is_copy = target.type == "cpu" and not how.name.endswith("copy_")
+        is_read = is_copy and not how.name.endswith("empty")
+        if is_read or not isinstance(found, (torch.Tensor, tuple, list, type(None))) or how.is_sized(args):
+            self.read(stream)  # the host has it
+            self.waits[how.name] += 1
+        return found if is_copy else self._returned(found, known, target)
+
+    def _returned(self, found: Any, known: dict[int, GpuTensor], device: torch.device) -> Any:
+        if isinstance(found, torch.Tensor):
+            return known[id(found)] if id(found) in known else self.put(found, device)
+        if isinstance(found, (list, tuple)):
+            return type(found)([self._returned(each, known, device) for each in found])
+        return found
 
     def _attend(self, func: Any, args: Any, kwargs: Any, on_cpu: Any) -> Any:
         """Run an attention kernel, which refuses what a GPU's would."""
@@ -383,31 +391,23 @@ class PretendedCuda:
         for argument, value in _sanitizer.zip_arguments(func._schema, args, kwargs):
             is_write = argument.alias_info is not None and argument.alias_info.is_write
             is_view = argument.alias_info is not None and not is_write
-            for leaf in tree_leaves(value):
+            for leaf in _leaves([value]):
                 if isinstance(leaf, GpuTensor) and not is_view:
                     (writes if is_write else reads).update(grains(leaf.on_cpu))
         if all(each.alias_info is None for each in func._schema.returns):
-            for leaf in tree_leaves(found):
+            for leaf in _leaves([found]):
                 if isinstance(leaf, torch.Tensor):
                     writes |= grains(leaf)
         if reads or writes:
             self.access(self.current_stream(device), reads, writes, func._schema.name)
 
-    def _target(self, device: torch.device, args: Any, kwargs: Any) -> torch.device:
-        named = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
-        return named[0] if named else device
-
-    def _check_devices(self, func: Any, device: torch.device, args: Any, kwargs: Any) -> None:
-        for leaf in tree_leaves((args, kwargs)):
+    def _check_devices(self, how: _Operation, device: torch.device, args: Any, leaves: list[Any]) -> None:
+        for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device != device and leaf.dim():
-                if func._schema.name == "aten::copy_" or (
-                    leaf.device.type == "cpu" and func._schema.name.startswith(TAKES_HOST)
-                ):
-                    self.waits[func._schema.name] += args[2:] != (True,)  # non_blocking
+                if how.name == "aten::copy_" or (leaf.device.type == "cpu" and how.name.startswith(TAKES_HOST)):
+                    self.waits[how.name] += args[2:] != (True,)  # non_blocking
                     continue
-                raise RuntimeError(
-                    f"{func._schema.name}: expected all tensors on one device, found {device}, {leaf.device}"
-                )
+                raise RuntimeError(f"{how.name}: expected all tensors on one device, found {device}, {leaf.device}")
 
     def _index(self, device: Any) -> int:
         if isinstance(device, int):
@@ -416,11 +416,44 @@ class PretendedCuda:
         return self.current_device() if index is None else index
 
 
-def _is_sized(func: Any, args: Any) -> bool:
-    """Whether an operation waits to know how many elements there are; so does an index of truth values."""
-    name = func._schema.name
-    masks = tree_leaves(args[1]) if name == "aten::index" else []
-    return name.startswith(SIZED_BY_VALUES) or any(each is not None and each.dtype == torch.bool for each in masks)
+@dataclass(frozen=True)
+class _Operation:
+    """What its schema says of an operation, which takes long to ask."""
+
+    name: str
+    is_view: bool
+
+    def is_sized(self, args: Any) -> bool:
+        """Whether it waits to know how many elements there are; so does an index of truth values."""
+        masks = args[1] if self.name == "aten::index" else ()
+        return self.name.startswith(SIZED_BY_VALUES) or any(
+            each is not None and each.dtype == torch.bool for each in masks
+        )
+
+
+@functools.cache
+def _operation(func: Any) -> _Operation:
+    made = [each.alias_info for each in func._schema.returns]
+    return _Operation(func._schema.name, not any(each is None or each.is_write for each in made))
+
+
+def _leaves(values: Any) -> list[Any]:
+    """The arguments of an operation, and the members of lists of them; torch's trees take ten times as long."""
+    found = []
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            found.extend(each)
+        else:
+            found.append(each)
+    return found
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, GpuTensor):
+        return value.on_cpu
+    if isinstance(value, (list, tuple)):
+        return type(value)([_on_cpu(each) for each in value])
+    return CPU if isinstance(value, torch.device) else value
 
 
 class OnDevices(TorchFunctionMode):
@@ -431,11 +464,11 @@ class OnDevices(TorchFunctionMode):
         self.gpus = gpus
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func is not TO:
+            return args[0] if func is PIN else func(*args)
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)  # needs a driver
-        if func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.to:
+        if func is TO:
             named = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, (torch.device, str))]
             if named and torch.device(named[0]).type == "cuda":
                 kinds = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype)]

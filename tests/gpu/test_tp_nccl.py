@@ -8,6 +8,7 @@ the GPU more than half its room, so that none waits for another's to end.
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ from made_groups import ids_of, make_folder, truth_of
 from pretended_cuda import PretendedCuda
 from test_nccl import greedy_there
 
+from kvr_mpi.errors import TransportError
 from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.setup.job_ranks import _Watch, join_groups
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
+from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.nccl import NcclTransport
 
 IDS, NEW_TOKENS = ids_of(24), 2
@@ -91,3 +96,31 @@ def test_a_rank_that_fails_between_sums_ends_those_of_the_others(gpus: Pretended
     assert all(run_on_gpus(2, network, work)) and gpus.faults == []
     broken = ("sum 1", "sum 2", "sum 3")
     assert [group.ended for group in network.groups if group.name.startswith(broken)] == ["aborted"] * 6
+
+
+def test_a_status_word_may_come_after_the_forward_pass_that_has_posted_its_receive() -> None:
+    """It comes into a tensor that may be changed within inference and outside of it."""
+
+    def rank(world: LocalTransport) -> list[int]:
+        watch: Any = _Watch(world, Any)
+        with torch.inference_mode():
+            assert not watch.hears()
+        world.barrier()
+        time.sleep(0.1 * world.rank)
+        return list(watch.tell(0))
+
+    assert run_local(2, rank) == [[0, 0]] * 2
+
+
+def test_status_words_that_cannot_be_exchanged_are_not_sent_again() -> None:
+    """The others would never answer."""
+    told: list[int] = []
+
+    def tell(word: int) -> list[int]:
+        told.append(word)
+        raise TransportError("the link is down")
+
+    group = TensorParallelGroup(0, 2, print, tell, is_out_of_memory)
+    with pytest.raises(TransportError, match="down"), group.guarded(), group.guarded():
+        pass
+    assert told == [0]

@@ -194,7 +194,7 @@ def test_prompts_that_reused_most_of_their_tokens_are_compared_with_none() -> No
     first = [done(f"{name} first", ttft_s=9.0) for name in "abc"]
     second = [done(f"{name} second", computed_tokens=13, slices=(0, 900), ttft_s=0.5) for name in "abc"]
     assert drawn(draw_first_token([*first, *second])).title == drawn(draw_first_token(first)).title
-    assert isinstance(draw_first_token([done("split", parts=8)]), str), "the times of several prompts"
+    assert isinstance(draw_first_token([done("split", parts=8)] * 3), str), "the times of several prompts"
     assert isinstance(draw_first_token(first[:2]), str), "too few for a chart"
     for records in (second, [*first, *second]):
         assert isinstance(draw_speedup(records, TracedRun()), str)

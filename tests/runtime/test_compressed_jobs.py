@@ -36,7 +36,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     uneven = run_job(2, *SMALL, f"parallel.partition={tmp_path / 'table.json'}")
     assert uneven.tokens == truth.tokens != whole.tokens, "or else nothing was compressed"
     longest = max(uneven.records.values(), key=lambda record: record.prompt_tokens)
-    assert longest.slices[2] - longest.slices[1] == 16, "the last slice was shorter than the window"
+    assert longest.slices[2] - longest.slices[1] >= 16 > longest.prompt_tokens // 31, "it was shorter than the window"
     for name, record in truth.records.items():
         if record.prompt_tokens <= 64:
             assert record.compression == "" and record.token_ids == whole.tokens[name]

@@ -88,7 +88,7 @@ def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: py
     command = [job, "--hardware", slow]
     found = planned(*command)
     chains = {name: document["ranks"] for name, document in by_id(found).items()}
-    assert chains["doc-08.txt"] == 4 and chains["doc-00.txt"] == 1 and len(found["documents"][0]["slices"]) == 5
+    assert chains["doc-08.txt"] == 4 > chains["doc-00.txt"] and len(found["documents"][0]["slices"]) == 5
     compress = [*command, *with_settings("compress.method=snapkv", "compress.budget=100")]
     ends = (planned(*compress, "--set", f"compress.observes={end}") for end in ("question", "document"))
     whole, known, unknown = (by_id(plan)["doc-08.txt"]["memory_bytes"] for plan in (found, *ends))

@@ -35,9 +35,10 @@ def test_answers_are_the_same_and_only_the_rest_is_computed(
     assert len(found) == 6 and found.keys() == truth.keys()
     for name, record in found.items():
         assert record.token_ids == truth[name].token_ids, name
-        assert record.prompt_tokens == truth[name].prompt_tokens == truth[name].computed_tokens
+        assert record.prompt_tokens == truth[name].prompt_tokens
     known = {name: record.prompt_tokens - record.computed_tokens for name, record in found.items()}
-    assert known == {"doc-0.txt": 0, "doc-1.txt": 0, "doc-2.txt": 0, "doc-3.txt": 256, "doc-4.txt": 256, "new.txt": 256}
+    assert {name for name, tokens in known.items() if tokens == 256} == {"doc-3.txt", "doc-4.txt", "new.txt"}
+    assert all(tokens < 64 for tokens in known.values() if tokens != 256), "at most what all prompts begin with"
 
 
 def test_the_longest_stored_beginning_that_leaves_a_token_is_found() -> None:

@@ -27,7 +27,7 @@ def test_contexts_that_cannot_be_searched() -> None:
 
 @pytest.fixture
 def job(job: Path, tmp_path: Path) -> Path:
-    """A job whose slices come from a table yet to be made, over three documents of which one is shorter than 200."""
+    """A job whose slices come from a table yet to be made, over three documents of which one is shorter than 256."""
     text = job.read_text().replace('"even"', f'"{tmp_path / "tables"}"')
     job.write_text(text.replace(str(tmp_path / "corpus"), str(tmp_path / "corpus" / "doc-[234].txt")))
     return job
@@ -38,7 +38,7 @@ def job(job: Path, tmp_path: Path) -> Path:
 def test_search_writes_a_table_by_which_a_job_is_cut(
     method: str, job: Path, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path, kvr_run: Path, run_here: Any
 ) -> None:
-    options = ["--contexts", "192,32", "--method", method, "--output", tmp_path / "tables"]
+    options = ["--contexts", "256,32", "--method", method, "--output", tmp_path / "tables"]
     command = [kvr, "search", *with_settings(f"model.path={tiny_model_dir}"), *options]
     found = mpirun(2, command, env={"OMP_NUM_THREADS": "3"})
     assert found.returncode == 0, found.stderr
@@ -49,7 +49,7 @@ def test_search_writes_a_table_by_which_a_job_is_cut(
     assert "3 threads" in table.key.device, "as many as a job would have"
     assert path.name.endswith("_p2.json") and "-float32_" in path.name
     assert (table.key.ranks, table.key.dtype, table.key.model.architecture) == (2, "float32", "LlamaForCausalLM")
-    assert [entry.context_tokens for entry in table.entries] == [32, 192]
+    assert [entry.context_tokens for entry in table.entries] == [32, 256]
     assert table.rates.layers == 3 and table.rates.kv_bytes == 2 * 2 * 8 * 4
     for entry in table.entries:
         assert f"{entry.context_tokens} tokens: {entry.partition}" in found.stderr, "it says what it chose"
@@ -59,18 +59,19 @@ def test_search_writes_a_table_by_which_a_job_is_cut(
         assert entry.runs >= entry.repetitions >= (3 if method == "grid" else 1) and entry.noise_ratio is not None
 
     # Splits nobody would choose, so that it shows where the slices come from.
-    entries = tuple(an_entry(bounds) for bounds in ((0, 8, 32), (0, 48, 192)))
+    entries = tuple(an_entry(bounds) for bounds in ((0, 8, 32), (0, 64, 256)))
     other = replace(table.rates, rest_token_s=1000 * table.rates.rest_token_s)
     save_table(table.model_copy(update={"entries": entries, "rates": other}), path)
     run = mpirun(2, [kvr_run, job], env={"OMP_NUM_THREADS": "3"})
     assert run.returncode == 0, run.stderr
     assert "times as fast (other kernels, versions or processors)" in run.stderr, "the table is of a slower machine"
     records = list(open_results(tmp_path / "out"))
-    inside = [record for record in records if record.prompt_tokens <= 192]
+    inside = [record for record in records if record.prompt_tokens <= 256]
     assert len(records) == 3 and 0 < len(inside) < 3
     assert min(record.prompt_tokens for record in inside) >= 128, "long enough to be cut at all"
     for record in inside:
-        assert record.slices == Partition.by_ratio(record.prompt_tokens, [1, 3], 16).bounds
+        known = record.prompt_tokens - record.computed_tokens
+        assert record.slices == Partition.by_ratio(record.computed_tokens, [1, 3], 16).after(known).bounds
     assert run.stderr.count("from the fitted rates of the table") == 1, "the longer prompts are warned about once"
     refused = run_here(3, [job, "--overwrite"])
     assert refused.returncode == 78 and "ranks is 2, here it is 3" in refused.stderr
