@@ -46,14 +46,15 @@ def main(arguments: Sequence[str]) -> None:
         for number in range(shares):
             share, path = slice(number, None, shares), folder / f"share-{number}-of-{shares}"
             path.mkdir()
-            run = open_run(path, HEADER, corpus, Lock(path, this_process()), share=share)
+            lock = Lock(path, this_process())
+            open_run(path, HEADER, corpus, lock, share=share)
             writer = ResultWriter(path, 0, HEADER)
             for name in names[share]:
                 kv = [(layer, layer)] * LAYERS if kv_tokens else ()
                 tokens = CachedTokens(tuple(range(kv_tokens)), (1, kv_tokens)) if kv_tokens else None
                 writer.write(Record(name, "done", answer=f"{name} " * 180, token_ids=tuple(range(500))), kv, tokens)
             writer.close()
-            run.lock.release()
+            lock.release()
         files = list(folder.glob("share-*/*"))
         size = sum(file.stat().st_size for file in files)
         began = time.perf_counter()

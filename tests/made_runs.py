@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import torch
@@ -17,7 +17,7 @@ from kvr_mpi.store.lock import Lock, session_of, this_process
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.run import Run, open_run
+from kvr_mpi.store.run import open_run
 from kvr_mpi.store.volumes import is_ours, key_of
 from kvr_mpi.store.writer import ResultWriter
 
@@ -59,6 +59,14 @@ def corpus_of(names: Iterable[str], **texts: str) -> Corpus:
     return Corpus((CorpusFile("rows.jsonl", "rows.jsonl", 1000, 5),), tuple(entries))
 
 
+class Run(NamedTuple):
+    """A folder that was taken: its documents that are done, those that failed, and its lock."""
+
+    done: set[str]
+    failed: set[str]
+    lock: Lock
+
+
 def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Run:
     """Resume a run, or do as `options` say."""
     given: dict[str, Any] = {"mode": "resume", **options}
@@ -66,7 +74,7 @@ def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Ru
     make_writable(folder)
     lock = Lock(folder, given.pop("owner", None) or this_process(), say)
     try:
-        return open_run(folder, header, corpus, lock, say=say, **given)
+        return Run(*open_run(folder, header, corpus, lock, say=say, **given), lock)
     except BaseException:
         lock.release()
         raise

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvr_mpi.api.ranks import ending_all, join_ranks
@@ -34,8 +33,7 @@ from kvr_mpi.transport.mpi import release
 if TYPE_CHECKING:
     import torch
 
-# A text, or token ids.
-PromptLike = str | Sequence[int]
+PromptLike = str | Sequence[int]  # a text, or token ids
 
 
 @dataclass(slots=True, eq=False)
@@ -184,10 +182,8 @@ class Chain:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:  # after an error, other ranks may not get here
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # after an error, other ranks may not get here
             self.close()
 
     def _check_call(self, method: str) -> None:

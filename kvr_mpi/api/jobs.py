@@ -25,8 +25,7 @@ from kvr_mpi.transport.mpi import release
 if TYPE_CHECKING:
     from kvr_mpi.setup.planning import PlannedJob
 
-# Name of a job without a file, in error messages.
-GIVEN = "the job given"
+GIVEN = "the job given"  # name of a job without a file, in error messages
 
 # A job: the path of its file, the contents of such a file, or a job that was already read.
 Job = str | PathLike[str] | Mapping[str, Any] | JobSpec
@@ -144,10 +143,8 @@ def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
                 f"pass its path, or change the object"
             )
         check_combinations(job)  # it may have been changed since it was read
-        spec = job
-    elif isinstance(job, Mapping):
+        return job
+    if isinstance(job, Mapping):
         raw = {name: dict(table) if isinstance(table, Mapping) else table for name, table in job.items()}
-        spec = make_job(raw, Path(GIVEN), settings)[0]
-    else:
-        spec = load_job(Path(job), settings)[0]
-    return spec
+        return make_job(raw, Path(GIVEN), settings)[0]
+    return load_job(Path(job), settings)[0]

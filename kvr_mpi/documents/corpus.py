@@ -100,10 +100,7 @@ class Corpus:
         return replace(document, id=entry.id)
 
     def _document(self, entry: Entry) -> Document:
-        """Read a document in its current state.
-
-        A file that does not support seeking stays open, and reading continues after the last row.
-        """
+        """Read a document in its current state; a file that cannot seek stays open after the last row read."""
         file, (number, last, rows) = Path(self.files[entry.file].path), self._open
         if number != entry.file or entry.place <= last or suffix_of(file) not in (".jsonl.gz", ".parquet"):
             rows = read_rows(file, self.rows, entry.place)
@@ -115,8 +112,6 @@ class Corpus:
 
     def _passed_of(self, entry: Entry) -> Mapping[str, Any]:
         """Return the columns of a document with an error, if its row is readable and unchanged."""
-        if not self.rows.passes_on:
-            return {}
         with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
             passed = self._document(entry).passed
             return passed if Document("", passed=passed).sha256 == entry.sha256 else {}

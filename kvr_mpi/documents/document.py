@@ -11,10 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question, and the document it is about.
-
-    sha256 : of the document's text.
-    """
+    """A question about a document, and the hash of the document's text."""
 
     document: str
     question: str

@@ -11,8 +11,7 @@ from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.json_schema import read_schema
 from kvr_mpi.plain import AS_TOKENS, Strict
 
-# The maxima of OpenAI's format.
-MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128
+MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128  # the maxima of OpenAI's format
 # Any of these turns sampling on.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -121,10 +120,7 @@ class GenerationSection(Strict):
 
 
 def sampling_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the GenerationConfig fields for the `SAMPLING` settings.
-
-    Any of them enables sampling; temperature 0 disables it.
-    """
+    """Return GenerationConfig fields for the `SAMPLING` settings; any enables sampling, temperature 0 disables it."""
     used = {key: given[key] for key in SAMPLING if given.get(key) is not None}
     if used.get("temperature") == 0:
         return {"do_sample": False, **dict.fromkeys(SAMPLING)}

@@ -12,8 +12,7 @@ from typing import Any
 from kvr_mpi.disk import read_regular
 
 MAX_SCHEMA_BYTES = 1 << 20
-# The schema for OpenAI's response format json_object: any JSON object.
-ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = '{"type": "object"}'  # the schema for OpenAI's response format json_object: any JSON object
 # A schema without any of these has no effect: readers of schemas ignore misspelt keywords.
 KEYWORDS = {
     "$ref", "allOf", "anyOf", "const", "enum", "items", "oneOf", "pattern", "prefixItems", "properties", "required",
@@ -54,10 +53,7 @@ def one_line(schema: Any, where: str) -> str:
 
 
 def grammar_of(schema: str) -> str:
-    """Compile a schema to a grammar.
-
-    Raises `ImportError` if llguidance is not installed; `ValueError` if it is not a schema, or is not supported.
-    """
+    """Compile a schema; raises `ImportError` without llguidance, `ValueError` if it is no schema or not supported."""
     from llguidance import LLMatcher
 
     grammar: str = LLMatcher.grammar_from_json_schema(schema, defaults=LAYOUT)

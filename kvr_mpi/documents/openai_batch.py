@@ -17,12 +17,10 @@ from kvr_mpi.documents.messages import joined, parse_messages
 from kvr_mpi.errors import DocumentError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Fields of a request that are kept for its response.
-PASSED = ("custom_id", "url", "model")
+PASSED = ("custom_id", "url", "model")  # fields of a request that are kept for its response
 # Fields of a body that do not affect the answer.
 BYSTANDERS = {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
-# Fields with their own parsing code.
-SPECIAL = ("stop", "logprobs", "top_logprobs", "response_format")
+SPECIAL = ("stop", "logprobs", "top_logprobs", "response_format")  # fields with their own parsing code
 # Fields that are accepted only with values that have no effect.
 NEUTRAL: dict[str, Any] = {
     **{"best_of": 1, "frequency_penalty": 0, "presence_penalty": 0, "echo": False, "stream": False},
@@ -44,10 +42,7 @@ NUMBERS: dict[str, Range] = {
 
 
 def parse_request(row: Mapping[str, Any], place: str) -> Document:
-    """Convert a row with ``custom_id``, ``method``, ``url`` and ``body`` to a document.
-
-    Unsupported fields become its error; `place` names a row without a custom_id.
-    """
+    """Convert a row to a document; unsupported fields become its error; `place` names a row without a custom_id."""
     name, url, body = row.get("custom_id"), row.get("url"), row.get("body")
     model = body.get("model") if isinstance(body, Mapping) else None
     known = zip(PASSED, (name, url, model), strict=True)

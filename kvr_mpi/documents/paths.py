@@ -22,14 +22,11 @@ HUB = "hf://datasets/"
 
 
 def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """List the corpus files that folders, globs, file names and datasets of the hub match.
-
-    A dataset's files are downloaded into the hub's cache unless they are there.
+    """List the corpus files that folders, globs, file names and datasets of the hub (then downloaded) match.
 
     Returns the path of each file once, and its name in document ids: the path relative to the given folder. These are
-    strings, not `Path`s, since there may be 100,000.
-
-    Raises `CorpusError` if a path matches nothing, or a file has an unknown format.
+    strings, not `Path`s, since there may be 100,000. Raises `CorpusError` if a path matches nothing, or a file has an
+    unknown format.
     """
     found: dict[str, tuple[str, str]] = {}
     for pattern in paths:
@@ -147,10 +144,7 @@ def _folders_in(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def _walk(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield a folder and all visible folders below it, with the names of their visible folders and files.
-
-    Output folders of jobs are skipped.
-    """
+    """Yield a folder and the visible folders below it, except outputs of jobs, with their visible folders and files."""
     for folder, inner, names in os.walk(base):
         if is_output_folder(folder, names):
             inner.clear()

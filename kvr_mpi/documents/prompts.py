@@ -98,10 +98,7 @@ class Frame:
         return PromptText((*self.head, *text_ids, *self.tail), dropped_tokens, text)
 
     def after(self, ids: Sequence[int], text: tuple[int, int], dropped_tokens: int = 0) -> PromptText:
-        """Replace the tail of an existing prompt.
-
-        Raises `DocumentError` if the existing prompt has another head, or the new one is too long.
-        """
+        """Replace the tail of an existing prompt; raises `DocumentError` if it has another head or gets too long."""
         start, stop = text
         constant = self.shared_head
         if tuple(ids[: len(constant)]) != constant or (start != len(self.head) and not self.head_gaps):
@@ -138,8 +135,9 @@ def make_frame(
     text would fit.
     """
     parsed = parse_template(template)
+    at = parsed.names.index("text")
     if after is not None:
-        parsed = parsed.followed_by(after)
+        parsed = Template((*parsed.words[: at + 1], after), parsed.names[: at + 1])
     has_chat = getattr(tokenizer, "chat_template", None) is not None
     if (chat_template or system) and not has_chat:
         key = "prompt.chat_template = true" if chat_template else f"prompt.system = {system!r}"
@@ -157,7 +155,6 @@ def make_frame(
         # Keep the tokenizer's BOS token, if it has one; its EOS token would end the prompt.
         begins = encode_words(tokenizer, words[0] or " ", add_special_tokens=True)[:1]
         begins = begins if begins == [tokenizer.bos_token_id] else []
-    at = parsed.names.index("text")
     head, head_gaps = _assemble(tokenizer, words[: at + 1], parsed.names[:at], begins)
     tail, tail_gaps = _assemble(tokenizer, words[at + 1 :], parsed.names[at + 1 :], [])
     frame = Frame(head, tail, max_prompt_tokens, head_gaps, tail_gaps)

@@ -76,10 +76,7 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
 
 
 def answer_id(document_id: str, name: str) -> tuple[str, str | None]:
-    """Return the id of the answer to a question about a document, and an error if the id is too long.
-
-    An id that is too long is shortened, and stays unique.
-    """
+    """Return the id of the answer to a question about a document; if too long, a shorter unique one, and an error."""
     answer = f"{document_id}#{name}"
     if len(answer) <= MAX_ID_CHARS:
         return answer, None

@@ -49,11 +49,6 @@ class RowFormat:
             return ("custom_id", "method", "url", "body", *self.passed)
         return tuple(dict.fromkeys((self.id_field, self.text_field, *self.columns, *self.passed)))
 
-    @property
-    def passes_on(self) -> bool:
-        """Whether any field of a row is copied to its record."""
-        return self.kind == "openai-batch" or self.passed != ()
-
     def document(self, row: Mapping[str, Any], place: str) -> Document:
         """Convert a row to a document; `place` becomes the id of a row without one."""
         passed = {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}

@@ -29,11 +29,6 @@ class Template:
         """Fields of a row that the template inserts."""
         return tuple(dict.fromkeys(name for name in self.names if name != "text"))
 
-    def followed_by(self, after: str) -> Template:
-        """Replace everything after the document with other words."""
-        at = self.names.index("text") + 1
-        return Template((*self.words[:at], after), self.names[:at])
-
 
 def parse_template(template: str, key: str = "prompt.template", *, columns: Collection[str] | None = None) -> Template:
     """Split a template at its fields.

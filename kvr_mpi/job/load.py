@@ -54,9 +54,8 @@ def load_job(
         ``\n``.
     environ : environment with ``KVR_SECTION__KEY`` variables.
 
-    Returns the job, and the origin of each ``section.key`` that was given.
-
-    Raises `ConfigError` with file, key, value and the valid choices.
+    Returns the job, and the origin of each ``section.key`` that was given. Raises `ConfigError` with file, key, value
+    and the valid choices.
     """
     if path.name.endswith(BATCH_SUFFIXES):
         if not path.exists():

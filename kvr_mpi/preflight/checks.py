@@ -1,8 +1,4 @@
-"""All checks of a job before anything is loaded, in about a second and without torch.
-
-Without these checks a job would find its problems one at a time, after minutes in a queue, and while it loads the
-model.
-"""
+"""All checks of a job before it waits in a queue and loads its model, in about a second and without torch."""
 
 from __future__ import annotations
 
@@ -28,10 +24,8 @@ from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides
 from kvr_mpi.tuning.lookup import find_tables
 
-# Number of files in which to look for the text field before it is reported as missing.
-SAMPLED_FILES = 8
-# Maximum number of files of other types to list.
-NAMED_FILES = 50
+SAMPLED_FILES = 8  # number of files in which to look for the text field before it is reported as missing
+NAMED_FILES = 50  # maximum number of files of other types to list
 # By documents.format: the setting to change if rows do not match, the expected type of the content field, and its name.
 CONTENT: dict[str, tuple[str, type, str]] = {
     "text": ("text_field", str, "text of that name"),

@@ -24,8 +24,7 @@ from kvr_mpi.requests.prompt import Prompt, sum_records, too_little
 from kvr_mpi.store.record import Record
 from kvr_mpi.stored.prompt import StoredPrefix
 
-# Maximum number of times that a text is split before the document fails.
-MAX_REDUCTIONS = 8
+MAX_REDUCTIONS = 8  # maximum number of times that a text is split before the document fails
 
 
 def seed_of(document: Document, job_seed: int) -> int:
@@ -217,10 +216,11 @@ class TextSource:
         self,
         corpus: Corpus,
         prompt_config: PromptConfig,
-        find_prefix: Callable[[Sequence[int]], StoredPrefix | None] = lambda ids: None,
+        find_prefix: Callable[[Sequence[int]], StoredPrefix | None] | None = None,
         prompts: Mapping[str, str] | None = None,
     ) -> None:
-        self.corpus, self._config, self._find_prefix, self._prompts = corpus, prompt_config, find_prefix, prompts or {}
+        self.corpus, self._config, self._prompts = corpus, prompt_config, prompts or {}
+        self._find_prefix = find_prefix or (lambda ids: None)
 
     def read(self, number: int) -> Document:
         """Read a document's text, and select its prompt if there are several."""

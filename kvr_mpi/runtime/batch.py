@@ -22,7 +22,6 @@ from kvr_mpi.errors import (
     EXIT_OK,
     EXIT_STOPPED,
     ConfigError,
-    CorpusError,
     OutputError,
     Say,
     counted,
@@ -63,15 +62,14 @@ from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import software
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
-from kvr_mpi.store.run import Run, check_same_documents, known_corpus, open_run
+from kvr_mpi.store.run import check_same_documents, known_corpus, open_run
 from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
 
-# File with the responses to an OpenAI batch file, next to the results.
-RESPONSES = "responses.jsonl"
+RESPONSES = "responses.jsonl"  # file with the responses to an OpenAI batch file, next to the results
 
 
 def run_job(spec: JobSpec, options: RunOptions, machine: Machine, world: Transport, log: Log) -> int:
@@ -117,10 +115,10 @@ def _run(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
 
-    def open_folder() -> Run:
-        """Repair the output folder, and find the finished documents."""
+    def open_folder() -> list[Any]:
+        """Repair the output folder; return the number of the session, and the finished documents."""
         assert lock is not None, "on rank 0"
-        return open_run(
+        done, failed = open_run(
             folder,
             prepared.header(),
             corpus,
@@ -130,10 +128,10 @@ def _run(
             retry_failed=options.retry_failed,
             say=log.line,
         )
+        return [lock.number, sorted(done | failed)]
 
-    run = on_root(world, open_folder)
     # Only rank 0 lists the folder: listings on two ranks may differ.
-    session, ids = share_json(world, None if run is None else [run.lock.number, sorted(run.done | run.failed)])
+    session, ids = share_json(world, on_root(world, open_folder))
     done = set(ids)
     todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
     what = "questions about documents" if spec.questions else "documents"
@@ -165,7 +163,7 @@ def _run(
         if world.rank == 0:
             meters.begin_answering()
         source = open_source(prepared, corpus)
-        stop.join(counters, None if run is None else run.lock.check, ranks.peers)
+        stop.join(counters, None if lock is None else lock.check, ranks.peers)
         sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
         context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
@@ -186,14 +184,14 @@ def _run(
                 log.root(cost.describe_outcome())
             writer.end_with(cost)
     world.barrier()
-    if run is not None:
+    if lock is not None:
         with suppress(OutputError):  # another job has taken the folder
-            run.lock.check(anew=True)
+            lock.check(anew=True)
             remove_states(folder)
     counters.close()
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)
-    return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
+    return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, left, stop, log))))
 
 
 def work_through(
@@ -250,38 +248,29 @@ def open_source(setup: JobSetup, corpus: Corpus) -> Source:
     """Open the source of documents and their prompts."""
     if setup.spec.questions is not None:
         return StoredSource(setup, corpus)
-    if setup.beginnings is not None:
-        return TextSource(corpus, setup.prompt_config, setup.beginnings.find)
-    return TextSource(corpus, setup.prompt_config, prompts=setup.spec.prompts)
+    find = None if setup.beginnings is None else setup.beginnings.find
+    return TextSource(corpus, setup.prompt_config, find, setup.spec.prompts)
 
 
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
-    """List a job's documents; raise `CorpusError` if there are none.
-
-    known : an earlier list; files that have not changed since then are not read again.
-    """
+    """List a job's documents, without reading files that are as in `known`; `CorpusError` if there are none."""
     wanted = spec.documents
     if spec.questions is not None:
         raise ConfigError("a job with [questions] uses the documents of a run and cannot be planned")
-    corpus = scan_corpus(
-        wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(spec.prompts), known=known
-    )
-    if not corpus.entries:
-        raise CorpusError(f"documents.path {wanted.path}: the files contain no documents; expected at least one")
-    return corpus
+    return scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(spec.prompts), known=known)
 
 
-def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
+def _conclude(lock: Lock | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
     """Merge the results if that is cheap, then print the table and the exit line, with counts from the logs."""
-    assert run is not None, "on rank 0"
+    assert lock is not None, "on rank 0"
     folder = Path(spec.output.path)
     if left:
-        run.lock.release()
+        lock.release()
         log.line(exit_line(EXIT_STOPPED, f"{counted(left, _noun(spec))} left: {stop.reason}"))
         return EXIT_STOPPED
-    run.lock.check(anew=True)  # merging replaces files: the folder must still be this job's
+    lock.check(anew=True)  # merging replaces files: the folder must still be this job's
     result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
-    run.lock.release()
+    lock.release()
     if spec.documents.format == "openai-batch":
         write_batch(folder, log)
     results = Results.of(survey(folder))  # a share may have no documents

@@ -97,10 +97,7 @@ class ChainRunner:
         return plan.beginning == (None if self.beginning is None else self.beginning.key)
 
     def begin(self, plan: Plan) -> Prefill | None:
-        """Release the prefix of earlier prompts, and compute or open the prefix of this one.
-
-        Returns what this rank has computed, if anything.
-        """
+        """Release the prefix of earlier prompts, and compute or open this one's; return what this rank has computed."""
         self.beginning = None  # answers in progress keep the rows they need
         if plan.beginning is None:
             return None

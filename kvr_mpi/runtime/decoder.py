@@ -29,10 +29,7 @@ QUIET_S = 10.0
 
 
 class Decoder:
-    """One rank's answers in progress.
-
-    group : the ranks that decode together and call `decode` at the same time; None: this rank alone.
-    """
+    """One rank's answers in progress; `group` are the ranks that call `decode` together, None: this rank alone."""
 
     def __init__(self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group | None = None) -> None:
         self._setup, self._sink, self._stop, self._trace = setup, sink, stop, trace

@@ -38,10 +38,7 @@ class WorkerContext:
 
 
 class Pace:
-    """Work and duration of a chain's waves.
-
-    Work is in the job's unit (characters or predicted milliseconds); all times come from the same clock.
-    """
+    """Work (characters or predicted milliseconds) and duration of a chain's waves, by one clock."""
 
     def __init__(self, now_s: float) -> None:
         self._began_s = self.wave_began_s = now_s
@@ -88,10 +85,7 @@ class Leader:
             self._receive_part(key, record)
 
     def next_message(self, put_off: int) -> Message:
-        """Decide on the next message to the chain.
-
-        put_off : number of prompts of this wave that wait for a packed row.
-        """
+        """Decide on the next message to the chain, on which `put_off` prompts of this wave wait for a packed row."""
         while not self._stop.is_over:
             wave_s = time.monotonic() - self._pace.wave_began_s
             try:

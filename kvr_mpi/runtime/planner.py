@@ -24,8 +24,7 @@ from kvr_mpi.topology import Rotation
 from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
 from kvr_mpi.tuning.table import Table
 
-# Shorter slices are not worth a rank.
-LEAST_SLICE_TOKENS = 64
+LEAST_SLICE_TOKENS = 64  # shorter slices are not worth a rank
 # Forecasts limit a prompt's length to LONGEST_TOKENS, and round it down to NEAR_BITS significant bits.
 LONGEST_TOKENS, NEAR_BITS = 1 << 20, 6
 

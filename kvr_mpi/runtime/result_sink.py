@@ -20,8 +20,7 @@ from kvr_mpi.store.writer import LayersWriter, ResultWriter
 from kvr_mpi.topology import KVHeads
 from kvr_mpi.transport.counters import Counters
 
-# Keys and values of each layer; None for a layer without any.
-Layers = list[KeysValues | None]
+Layers = list[KeysValues | None]  # keys and values of each layer; None for a layer without any
 
 
 class ResultSink:

@@ -24,8 +24,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 # Safety factor for predictions, and time to write results.
 MARGIN = 1.25
 WRITE_S = 15.0
-# Answers in progress are abandoned this long before the deadline, since they would be lost anyway.
-LAST_S = 8.0
+LAST_S = 8.0  # answers in progress are abandoned this long before the deadline, since they would be lost anyway
 
 
 class Stop:

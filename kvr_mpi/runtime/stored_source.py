@@ -54,7 +54,6 @@ def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
     """List the questions about the stored documents of a job, from `complete_questions`.
 
     Returns an entry for each document and question, whose `place` is the document's number, and lines for the log.
-
     Raises `ConfigError` if stored documents are compressed and the job stores keys and values; `CorpusError` if a named
     document does not exist, no document has keys and values, or more documents cannot be asked about than
     `output.max_failed` allows; `DataError` if the run cannot be read, or is incomplete.

@@ -29,7 +29,6 @@ class Trace:
     states : publishes the rank's state.
     layers : layers of the model.
     rates : measured rates of this rank.
-
     tally : sums of this rank's work.
     """
 

@@ -10,7 +10,7 @@ runs once, and the ranks' numbers of prompts differ by at most one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from kvr_mpi.runtime.plan import Plan
     from kvr_mpi.runtime.planner import Planner
 
-# A wave's prefill ends after this time even if memory is left, so that answers are stored regularly.
-MAX_WAVE_S = 300.0
+MAX_WAVE_S = 300.0  # a wave's prefill ends after this time even if memory is left, so that answers are stored regularly
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +44,13 @@ class WaveScheduler:
     """The waiting prompts of a chain, and the memory in use on its ranks; only on the leader.
 
     max_sequences : most sequences that one rank decodes together.
+    held : memory and answers of each rank.
     """
 
     def __init__(self, planner: Planner, max_sequences: int) -> None:
         self._planner, self._max_sequences = planner, max_sequences
         self._waiting: deque[Prompt] = deque()
-        self._held = [Held()] * planner.size
+        self.held = [Held()] * planner.size
         self._begun = 0
 
     @property
@@ -58,14 +58,9 @@ class WaveScheduler:
         """Whether prompts are waiting for prefill."""
         return bool(self._waiting)
 
-    @property
-    def held(self) -> Sequence[Held]:
-        """Memory and answers of each rank."""
-        return self._held
-
     def begin_wave(self, held: Iterable[Held]) -> None:
         """Begin a wave, given the memory in use on each rank."""
-        self._held = list(held)
+        self.held = list(held)
 
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Append the prompts of a document."""
@@ -79,22 +74,22 @@ class WaveScheduler:
         wave_s : seconds since the wave's prefill began.
         has_documents : whether the queue may have more documents.
         """
-        holds_any = any(held.sequences for held in self._held)
+        holds_any = any(held.sequences for held in self.held)
         if holds_any and wave_s > MAX_WAVE_S:
             return Next.DECODE
         if not self._waiting:
             return Next.DOCUMENT if has_documents else Next.DECODE
         plan = self._planner.plan(self._waiting[0], self._next_decode_rank())
-        fits = self._held[plan.decode_rank].sequences < self._max_sequences and self._planner.fits_beside(
-            plan, [held.bytes for held in self._held]
+        fits = self.held[plan.decode_rank].sequences < self._max_sequences and self._planner.fits_beside(
+            plan, [held.bytes for held in self.held]
         )
         if holds_any and not fits:
             return Next.DECODE
         self._waiting.popleft()
         self._begun += 1
         for rank, size in plan.kept.items():
-            held = self._held[rank]
-            self._held[rank] = Held(held.sequences + 1, held.bytes + size)
+            held = self.held[rank]
+            self.held[rank] = Held(held.sequences + 1, held.bytes + size)
         return plan
 
     @property
@@ -108,8 +103,8 @@ class WaveScheduler:
 
     def _next_decode_rank(self) -> int:
         """Choose the rank with the fewest sequences and bytes to decode the next prompt; ranks take turns on ties."""
-        size = len(self._held)
+        size = len(self.held)
         turn = Rotation(size, self._begun % size)
         return min(
-            range(size), key=lambda rank: (self._held[rank].sequences, self._held[rank].bytes, turn.place_of(rank))
+            range(size), key=lambda rank: (self.held[rank].sequences, self.held[rank].bytes, turn.place_of(rank))
         )

@@ -27,15 +27,12 @@ from kvr_mpi.plain import Strict
 from kvr_mpi.tuning.table import MAX_RANKS, Seconds, Text
 
 FOLDER, MAX_FILE_BYTES = "jobs", 1 << 20
-# Number of latest jobs that are kept, and minimum duration of a job.
-KEPT_JOBS, LEAST_S = 20, 10.0
-# Plans for more ranks take seconds, during which all ranks would wait.
-MOST_RANKS = 128
+KEPT_JOBS, LEAST_S = 20, 10.0  # number of latest jobs that are kept, and minimum duration of a job
+MOST_RANKS = 128  # plans for more ranks take seconds, during which all ranks would wait
 # Prior standard deviations: of each part's relative error once the total is right, and of one job's scatter; the latter
 # counts as much as JOBS_BEFORE jobs.
 MODEL_SIGMA, JOB_SIGMA, JOBS_BEFORE = 0.3, 0.08, 3
-# Prior standard deviation, between jobs, of the logarithm of the answer length without a limit.
-LENGTH_SIGMA = 0.4
+LENGTH_SIGMA = 0.4  # prior standard deviation, between jobs, of the logarithm of the answer length without a limit
 # 80 % of a normal distribution lie within this many standard deviations.
 WITHIN = 1.2816
 DATE = "%Y-%m-%dT%H:%M:%SZ"

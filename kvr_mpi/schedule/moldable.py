@@ -22,7 +22,6 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ FEW_PER_RANK, QUARTERS, LONGEST_BETWEEN = 4, (5, 6, 7, 8), 64
 # bits.
 NEVER = 1 << 46
 
-Table: TypeAlias = npt.NDArray[np.int64]
+Table = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +99,7 @@ def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Pl
 def fixed_plans(
     documents: Sequence[tuple[str, int]], times: Table, lengths: Sequence[int], ranks: int
 ) -> dict[int, Plan]:
-    """Plans with chains of a single length, for each that divides the number of ranks.
-
-    A prompt shorter than the chain runs on its last rank alone.
-    """
+    """Plans with chains of one length, for each that divides `ranks`; a shorter prompt runs on the last rank alone."""
     plans = {}
     for column, length in enumerate(lengths):
         if not divides(length, ranks):

@@ -24,8 +24,7 @@ from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths,
 
 Order = Literal["longest", "shortest", "given"]
 
-# Factor by which a batch may end later than possible, in exchange for efficient chains.
-LATER = 1.02
+LATER = 1.02  # factor by which a batch may end later than possible, in exchange for efficient chains
 # Ranks that a document which fits on none would need are looked for up to this power of two times those of the job.
 MOST_DOUBLINGS = 10
 
@@ -274,17 +273,13 @@ def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Secon
         fitting = bisect_left(distinct, True, key=lambda count: not fits(count, length))
         for row, count in enumerate(distinct[:fitting]):
             if count >= length:
-                table[row, column] = _microseconds(seconds(count, length), count, length)
+                found = seconds(count, length)
+                if not (math.isfinite(found) and found >= 0):
+                    raise ConfigError(
+                        f"predicted time of {count} tokens on {counted(length, 'rank')} is {found} s; expected a "
+                        f"finite number of at least 0: check the rates or the hardware profile"
+                    )
+                table[row, column] = min(max(1, round(found * 1e6)), NEVER - 1)
             elif count == 0 and length == 1:  # only an error record
                 table[row, column] = 1
     return table[[rows[count] for count in tokens]]
-
-
-def _microseconds(found: float, tokens: int, length: int) -> int:
-    if not (math.isfinite(found) and found >= 0):
-        raise ConfigError(
-            f"predicted time of {tokens} tokens on {counted(length, 'rank')} is {found} s; expected a finite number "
-            f"of at least "
-            f"0: check the rates or the hardware profile"
-        )
-    return min(max(1, round(found * 1e6)), NEVER - 1)

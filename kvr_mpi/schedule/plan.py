@@ -19,10 +19,8 @@ from kvr_mpi.schedule.placement import Schedule, order_key, sampled, schedule
 from kvr_mpi.topology import whole_groups
 from kvr_mpi.transport import Transport, gather_json, share_json
 
-# Minimum parallel efficiency of a chain, unless that slows the batch down.
-MIN_EFFICIENCY = 0.5
-# Size of the sample of documents if only the total time is needed.
-MOST_DOCUMENTS = 2000
+MIN_EFFICIENCY = 0.5  # minimum parallel efficiency of a chain, unless that slows the batch down
+MOST_DOCUMENTS = 2000  # size of the sample of documents if only the total time is needed
 
 
 def prompt_tokens(prompt: PromptSection, frame: Frame, text_tokens: int) -> int:

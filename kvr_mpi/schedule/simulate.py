@@ -94,9 +94,8 @@ def simulate(work: Workload, costs: Costs, contexts: Sequence[int], ranks: Seque
 def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
     """Find a named model shape, or count the work of a model from its configuration.
 
-    `is_offline` is called only if needed, since its import takes seconds.
-
-    Raises `ConfigError` if `model` is neither; the message lists the shapes.
+    Raises `ConfigError`, which lists the shapes, if `model` is neither. `is_offline` is called only if needed, since
+    its import takes seconds.
     """
     try:
         return named_workload(model)

@@ -14,12 +14,10 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 MEMINFO = Path("/proc/meminfo")
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60  # cgroup version 1 writes "no limit" as a huge number
-# Parameters of glibc's mallopt.
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 
 
-# Seconds between two returns of unused heap memory to the system.
-TRIM_S = 60.0
+TRIM_S = 60.0  # seconds between two returns of unused heap memory to the system
 
 
 def keep_heap() -> None:
@@ -70,15 +68,10 @@ def free_bytes(device: torch.device, sharers: int) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + unused) // sharers
-    free = min(_available(), _group_room() or sys.maxsize)
-    return free // sharers
-
-
-def _available() -> int:
-    if not MEMINFO.exists():
-        return sys.maxsize
-    fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
-    return int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024 or sys.maxsize
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    available = int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024
+    return min(available or sys.maxsize, _group_room() or sys.maxsize) // sharers
 
 
 def _group_room(own: Path = OWN_GROUPS, root: Path = GROUPS) -> int | None:

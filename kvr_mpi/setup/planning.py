@@ -43,9 +43,8 @@ class PlannedJob:
     """A job's plan and its inputs; `counted` describes how the tokens of `texts` were counted.
 
     `others` are files of other types in the document folders; `errors` has the reason, by id, for each document that
-    cannot be answered. `history` is used if the machine's speed comes from earlier jobs.
-
-    A tensor-parallel group counts as one rank of the plan.
+    cannot be answered. `history` is used if the machine's speed comes from earlier jobs. A tensor-parallel group counts
+    as one rank of the plan.
     """
 
     spec: JobSpec
@@ -83,10 +82,7 @@ class PlannedJob:
 
     @property
     def rank_bytes(self) -> float | None:
-        """Bytes that a rank needs for weights and the longest prompt; None if unknown.
-
-        GPU memory if the forecast is for GPUs, otherwise host memory.
-        """
+        """Bytes on a rank's device (GPU or host) for weights and the longest prompt; None if unknown."""
         forecast, outline, spec = self.forecast, self.outline, self.spec
         longest = max(self.schedule.placements, key=lambda place: place.tokens, default=None)
         if longest is None or not longest.tokens or forecast.is_plain:

@@ -61,10 +61,8 @@ from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
 from kvr_mpi.transport import Transport, check_alike, gather_json, on_root, share_json, together
 from kvr_mpi.tuning.measure import measure_rates
 
-# Shorter instructions are computed with every prompt, since copying them would take as long.
-LEAST_PREFIX_TOKENS = 32
-# Slices are shown for this length if the model's configuration has no maximum length.
-EXAMPLE_TOKENS = 8192
+LEAST_PREFIX_TOKENS = 32  # shorter instructions are computed with every prompt, since copying them would take as long
+EXAMPLE_TOKENS = 8192  # slices are shown for this length if the model's configuration has no maximum length
 
 # Share of the prompt memory that is allocated at once as an extent of pages. A layer as long as an extent has its own
 # attention call, whose launch takes little of its time; shorter layers share a call.
@@ -365,10 +363,7 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
 
 
 def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:
-    """Bytes that each group may use for prompts, limited by its rank with the least memory.
-
-    This is most of a rank's free memory, minus the copies of weights that shared heads need.
-    """
+    """Bytes for prompts on each group's rank with the least memory: most of what is free, minus copies of weights."""
     if spec.parallel.memory_gib is not None:
         return [int(spec.parallel.memory_gib * GIB)] * ranks.lane.size
     sharers = ranks_on_device(ranks.world, loaded.device)

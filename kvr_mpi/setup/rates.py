@@ -18,10 +18,8 @@ from kvr_mpi.tuning.lookup import describe_range, find_table
 from kvr_mpi.tuning.measure import measure_costs, measure_rates
 from kvr_mpi.tuning.table import Table
 
-# Rates that differ by a larger factor come from another machine or other software.
-SAME_RATES_WITHIN = 1.5
-# Slices that take longer than the best ones by this fraction are worth another search.
-SLICES_LOSE = 0.05
+SAME_RATES_WITHIN = 1.5  # rates that differ by a larger factor come from another machine or other software
+SLICES_LOSE = 0.05  # slices that take longer than the best ones by this fraction are worth another search
 
 
 def costs_of(loaded: LoadedModel, world: Transport, say: Say) -> Costs:

@@ -15,8 +15,7 @@ from kvr_mpi.setup.job_setup import JobSetup
 
 # Number of documents to tokenise, and characters of each, to estimate the characters per token.
 SAMPLED, SAMPLED_CHARS = 32, 20_000
-# A job is refused only if its estimate exceeds the free space by this factor.
-DOUBT = 1.1
+DOUBT = 1.1  # a job is refused only if its estimate exceeds the free space by this factor
 
 
 def stored_bytes(spec: JobSpec, frame: Frame, texts: Iterable[float], bytes_per_token: float) -> int:

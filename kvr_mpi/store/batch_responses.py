@@ -17,8 +17,7 @@ from kvr_mpi.documents.openai_batch import COMPLETIONS
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.record import Record
 
-# The format's stand-in for minus infinity, which JSON cannot represent.
-LEAST_LOGPROB = -9999.0
+LEAST_LOGPROB = -9999.0  # the format's stand-in for minus infinity, which JSON cannot represent
 # Arrays that each sample of a prompt has separately.
 OF_SAMPLES = ("token_ids", "logprobs", "top_tokens", "top_logprobs")
 
@@ -87,10 +86,7 @@ def _chat_logprobs(record: Record) -> dict[str, Any] | None:
 
 
 def _completion_logprobs(record: Record) -> dict[str, Any] | None:
-    """Return the log-probabilities in the format of a completion.
-
-    If several tokens have the same text, the most likely one is listed.
-    """
+    """Return a completion's log-probabilities; of tokens with the same text, the most likely is listed."""
     if not record.logprobs:
         return None
     texts = [record.texts[str(token)] for token in record.token_ids]

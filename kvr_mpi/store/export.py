@@ -6,11 +6,10 @@ import codecs
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import BinaryIO
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.store.record import ARRAYS, ASKED_FOR, LONG, REALS, Record
+from kvr_mpi.store.record import ARRAYS, ASKED_FOR, KINDS, LONG, REALS, Record
 
 BATCH_ROWS = 1024
 ASKED_ABOUT = ("document", "question")
@@ -18,14 +17,11 @@ ASKED_ABOUT = ("document", "question")
 
 def asked_fields(records: Iterable[Record]) -> tuple[str, ...]:
     """List the fields of a short table: the answer and the fields that a job requested, in the order of a record."""
-    always, asked = (
-        ("id", "status", "error", "answer", "finish_reason"),
-        [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG)],
-    )
-    found: set[str] = set()
+    asked = [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG)]
+    found = {"id", "status", "error", "answer", "finish_reason"}
     for record in records:
         found.update(name for name in asked if getattr(record, name))
-    return tuple(spec.name for spec in fields(Record) if spec.name in found or spec.name in always)
+    return tuple(name for name in KINDS if name in found)
 
 
 def _write_csv(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str], chosen: Sequence[str]) -> None:
@@ -53,7 +49,7 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
         raise ConfigError("writing Parquet needs pyarrow; `pip install pyarrow`") from error
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string()}
     arrays = {name: pyarrow.list_(kinds["float" if name in REALS else "int"]) for name in ARRAYS}
-    types = {spec.name: arrays.get(spec.name) or kinds[str(spec.type)] for spec in fields(Record)}
+    types = {name: arrays.get(name) or kinds[kind] for name, kind in KINDS.items()}
     types["coverage"] = kinds["float"]
     schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in _names(columns)])
     with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
@@ -68,8 +64,7 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
 
 def _names(columns: Sequence[str]) -> list[str]:
     """List the columns of a table: the fields of a record, and one column per copied column of the documents' rows."""
-    names = [spec.name for spec in fields(Record) if spec.name != "columns"]
-    return [*names, "coverage", *(f"columns.{name}" for name in columns)]
+    return [*(name for name in KINDS if name != "columns"), "coverage", *(f"columns.{name}" for name in columns)]
 
 
 def _row(record: Record, columns: Sequence[str]) -> dict[str, object]:

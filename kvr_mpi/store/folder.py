@@ -266,10 +266,7 @@ def has_results(path: Path) -> bool:
 
 
 def read_run_header(path: Path) -> Header | None:
-    """Read the header of a run from its latest readable file; None if there is none.
-
-    Raises `DataError` if files exist, but none of their headers can be read.
-    """
+    """Read a run's latest readable header; None if it has no files; raises `DataError` if all have damaged ones."""
     broken: DataError | None = None
     for source in reversed(_sources(path, os.listdir(path) if path.is_dir() else ())):
         try:

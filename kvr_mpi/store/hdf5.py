@@ -31,8 +31,7 @@ CLASSES: dict[type, tuple[int, Any]] = {str: (h5py.h5t.STRING, None), int: (h5py
 # Maximum size of a chunk or attribute, so that a hostile file cannot exhaust the memory.
 LARGEST_BYTES = 64 << 20
 Bits = np.ndarray[Any, Any]
-# Types of keys and values.
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # types of keys and values
 
 
 def hdf5_build() -> str:
@@ -80,10 +79,7 @@ def write_attribute(item: Any, name: str, value: str | int) -> None:
 
 
 def create_dataset(group: h5py.Group, name: str, kind: Any, shape: tuple[int, ...]) -> Any:
-    """Create a contiguous dataset that the caller writes, and return its h5py id.
-
-    With chunks not yet written, HDF5 would abort on a full disk.
-    """
+    """Create a contiguous dataset (with chunks, HDF5 aborts on a full disk) to be written; return its h5py id."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     return h5py.h5d.create(group.id, name.encode(), kind, h5py.h5s.create_simple(shape), dcpl=plist)
@@ -148,10 +144,7 @@ def dataset_in(group: h5py.Group, name: str, kinds: str, ndims: tuple[int, ...])
 
 
 def child(group: h5py.Group, name: str) -> Any:
-    """Return the h5py id of a member that is stored in this file.
-
-    Raises `DataError` if it is missing, a soft or external link, or its data are incomplete or in another file.
-    """
+    """Return a member's h5py id; raises `DataError` if it is missing, incomplete, a link, or data of another file."""
     raw = name.encode()
     if not group.id.links.exists(raw):
         raise DataError(f"{_path(group, name)} is missing")
@@ -213,10 +206,7 @@ def read_bits(dataset: h5py.Dataset, first: int, last: int) -> Bits:
 
 
 def as_tensor(dataset: h5py.Dataset, raw: Bits) -> torch.Tensor:
-    """Convert the result of `read_bits`, or some rows of it, to a tensor.
-
-    Raises `DataError` if the dataset's type is not in `DTYPES`.
-    """
+    """Convert the result of `read_bits` to a tensor; raises `DataError` if the dataset's type is not in `DTYPES`."""
     import torch
 
     name = type_name(dataset)

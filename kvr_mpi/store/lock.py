@@ -109,10 +109,7 @@ def is_alive(
 
 
 def check_unused(folder: Path) -> None:
-    """Refuse a folder in which a job is running (`is_alive`), before a job loads its model and takes the `Lock`.
-
-    Raises `OutputError`, which names the other job.
-    """
+    """Refuse, with an `OutputError` that names the other job, a folder in which a job is running (`is_alive`)."""
     with contextlib.suppress(OSError):  # the other checks report folders that cannot be read
         if folder.is_dir() and is_alive(folder):
             raise OutputError(_refusal(folder, read_lock(folder)))

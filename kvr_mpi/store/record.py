@@ -69,8 +69,7 @@ ASKED_FOR = (
     "rank_s",
     "joules",
 )
-# Never written: computed from the run's energy, which may still grow.
-OF_RUN = "joules"
+OF_RUN = "joules"  # never written: computed from the run's energy, which may still grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,7 @@ class Record:
     ttft_s: float = 0.0  # from the chain's start on this prompt to its first token
     prefill_tokens_per_s: float = 0.0
     wait_s: float = 0.0  # part of ttft_s in which the last rank waited for keys and values
-    decode_s: float = 0.0  # from its first token to its last, including the wait for the rest of its wave; the parts of
-    # a split text are decoded side by side, and the longest counts
+    decode_s: float = 0.0  # from its first token to its last, with waits for its wave; of parts, the longest counts
     rank_s: float = 0.0  # over all ranks; a packed prompt or a decode step is charged by the document's share
     joules: float = 0.0  # the run's energy in proportion to rank_s; 0: not known
     parts: int = 1  # number of prompts: more than one if the text was split
@@ -181,10 +179,7 @@ class Record:
         return self._read("columns", dict)
 
     def _read(self, name: str, kind: type[J]) -> J:
-        """Decode a field stored as JSON; an empty field is an empty object or list.
-
-        Raises `DataError` if the stored text is not JSON of this kind.
-        """
+        """Decode a field stored as JSON, empty if it has no text; raises `DataError` if it is not of this kind."""
         text = getattr(self, name)
         try:
             found = json.loads(text) if text else kind()
@@ -200,8 +195,7 @@ class Record:
 KINDS = {spec.name: str(spec.type) for spec in fields(Record)}
 ARRAYS = tuple(name for name, kind in KINDS.items() if kind.startswith("tuple"))
 REALS = tuple(name for name in ARRAYS if "float" in KINDS[name])
-# Arrays, and texts that may be long.
-LONG = (*ARRAYS, "answer", "token_texts", "scores", "samples")
+LONG = (*ARRAYS, "answer", "token_texts", "scores", "samples")  # arrays, and texts that may be long
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +21,7 @@ from kvr_mpi.store.cost import Cost, total_cost
 from kvr_mpi.store.folder import Place, Survey, has_results, survey
 from kvr_mpi.store.kv import KeysValues, refuse_compressed
 from kvr_mpi.store.log import Header, is_sealed
-from kvr_mpi.store.record import STATUSES, Record, read_record
+from kvr_mpi.store.record import KINDS, STATUSES, Record, read_record
 from kvr_mpi.store.run import read_run_file
 from kvr_mpi.store.shares import check_corpus, check_same_job, find_runs, tell_missing
 from kvr_mpi.store.stored_kv import StoredKV, open_pieces
@@ -121,10 +121,7 @@ class Results:
         return document_id in self.places
 
     def __getitem__(self, document_id: str) -> Record:
-        """Read one document.
-
-        Raises `ConfigError` if no document has this id; `DataError` if the record is damaged.
-        """
+        """Read one document; raises `ConfigError` if no document has this id, `DataError` if the record is damaged."""
         self.place(document_id)
         (record,) = self.read([document_id])
         return record
@@ -153,10 +150,7 @@ class Results:
 
     @property
     def columns(self) -> list[str]:
-        """Columns that jobs copied from the documents' rows to the records.
-
-        Raises `DataError` if the header does not name them as a list.
-        """
+        """Columns that jobs copied from the documents' rows; raises `DataError` if the header has no list of them."""
         columns = self.header.identity.get("columns", [])
         if not isinstance(columns, list):
             raise DataError(f"{self.paths[0]}: its header names {columns!r} as columns; expected a list")
@@ -207,10 +201,7 @@ class Results:
         return found if where is None else filter(where, found)
 
     def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
-        """Return a DataFrame of `records`, one row each.
-
-        Raises `ConfigError` if pandas is not installed.
-        """
+        """Return a DataFrame of `records`, one row each; raises `ConfigError` if pandas is not installed."""
         try:
             import pandas
         except ImportError as error:
@@ -218,7 +209,7 @@ class Results:
                 "a table needs pandas: `pip install pandas`; or iterate over the records instead"
             ) from error
         rows = [{**record.as_dict(), "coverage": record.coverage} for record in self.records(status, where)]
-        return pandas.DataFrame(rows, columns=[*(spec.name for spec in fields(Record)), "coverage"])
+        return pandas.DataFrame(rows, columns=[*KINDS, "coverage"])
 
     def kv(self, document_id: str, layers: Collection[int] | None = None) -> DocumentKV:
         """Read a document's keys and values, and verify all checksums.

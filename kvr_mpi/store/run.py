@@ -40,19 +40,6 @@ VALUE_CHARS = 200  # maximum length of a setting in a message
 Mode = Literal["new", "overwrite", "resume", "extend"]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A folder that this job may write to.
-
-    done : ids of documents that are done.
-    failed : ids of documents whose error records are kept; empty if failed documents are processed again.
-    """
-
-    done: set[str]
-    failed: set[str]
-    lock: Lock
-
-
 def open_run(
     folder: Path,
     header: Header,
@@ -63,8 +50,8 @@ def open_run(
     mode: Mode = "new",
     retry_failed: bool = False,
     say: Say = lambda line: None,
-) -> Run:
-    """Repair the folder of a run, and find the finished documents.
+) -> tuple[set[str], set[str]]:
+    """Repair the folder of a run; return the ids of documents that are done, and of those whose error records are kept.
 
     header : its identity has to match the existing results.
     corpus : it has to contain the documents of the existing results, unless the run is extended.
@@ -97,7 +84,7 @@ def open_run(
             )
         known = places.keys() & wanted - stale
         done = {name for name in known if places[name].is_done}
-        return Run(done, set() if retry_failed else known - done, lock)
+        return done, set() if retry_failed else known - done
     except OSError as error:
         raise OutputError(f"output.path {str(folder)!r} cannot be used: {error}") from error
 
@@ -261,7 +248,8 @@ def _check_job(
         gone = {*stored.gone}
     if stored is not None and recorded:
         _check_identity(folder, stored.identity, header.identity)
-        stale = _repaired(stored.corpus, corpus) & recorded
+        unread = {entry.id for entry in stored.corpus.entries if entry.error is not None}
+        stale = {entry.id for entry in corpus.entries if entry.error is None and entry.id in unread} & recorded
         if stale:
             say(f"can be read now, and will be processed: {_describe({'repaired': stale})}")
         if not extends:
@@ -345,18 +333,12 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
 
 
 def differing_documents(before: Corpus, now: Corpus) -> str:
-    """Describe which documents changed, are gone or new; empty if none.
-
-    Documents that could not be read before do not count as changed.
-    """
+    """Describe the `changes_of` a corpus; empty if there are none."""
     return "" if before.entries == now.entries else _describe(changes_of(before, now))
 
 
 def changes_of(before: Corpus, now: Corpus) -> dict[str, set[str]]:
-    """Return the ids of changed, missing and new documents.
-
-    Documents that could not be read before do not count as changed.
-    """
+    """Return the ids of changed, gone and new documents; unreadable ones that can be read now are not changed."""
     old = {entry.id: entry for entry in before.entries}
     new = {entry.id: entry for entry in now.entries}
     both = old.keys() & new.keys()
@@ -365,12 +347,6 @@ def changes_of(before: Corpus, now: Corpus) -> dict[str, set[str]]:
         "gone": old.keys() - new.keys(),
         "new": new.keys() - old.keys(),
     }
-
-
-def _repaired(before: Corpus, now: Corpus) -> set[str]:
-    """Return the ids of documents that could not be read before, and can be now."""
-    unread = {entry.id for entry in before.entries if entry.error is not None}
-    return {entry.id for entry in now.entries if entry.error is None and entry.id in unread}
 
 
 def _describe(changes: dict[str, set[str]]) -> str:

@@ -87,12 +87,11 @@ def _runs_in(path: Path) -> list[Path]:
     """List the runs in a folder that is not itself a run, by number."""
     if not path.is_dir() or is_run(path):
         return []
-    return sorted((inner for inner in path.iterdir() if inner.is_dir() and _may_be_run(inner)), key=_by_number)
-
-
-def _may_be_run(folder: Path) -> bool:
-    """Whether a folder is or will become a run, or has the results of one."""
-    return is_run(folder) or any(name == RESULTS or LOCK_NAME.fullmatch(name) for name in os.listdir(folder))
+    found = []
+    for inner in filter(Path.is_dir, path.iterdir()):  # a run, one that begins, or the results of one
+        if is_run(inner) or any(name == RESULTS or LOCK_NAME.fullmatch(name) for name in os.listdir(inner)):
+            found.append(inner)
+    return sorted(found, key=_by_number)
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:

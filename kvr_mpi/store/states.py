@@ -29,8 +29,7 @@ from kvr_mpi.topology import place_in_group, rank_name
 
 STATES = "states"
 STATE_BYTES = 4096  # constant, so that rewriting needs no space on a full disk
-# Longest part of a document's name that is stored.
-NAME_CHARS = 200
+NAME_CHARS = 200  # longest part of a document's name that is stored
 # Interval between a rank's writes; longer with many ranks, to limit all writes per second on the file system.
 EVERY_S = 5.0
 WRITES_PER_S = 50
@@ -175,10 +174,7 @@ def read_states(folder: Path, session: int) -> tuple[RankState, ...]:
 
 
 def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
-    """Return the ranks that have stopped updating their state, or never wrote one.
-
-    Stamps are compared with each other, not with the reader's clock.
-    """
+    """Return the ranks whose state is missing, or older than the newest one; the reader's clock does not count."""
     if not states:
         return ()
     newest = max(state.written_at_s for state in states)

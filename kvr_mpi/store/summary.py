@@ -36,19 +36,15 @@ def shorten(error: str) -> str:
 
 
 def count_reasons(errors: Iterable[tuple[str, str, int]]) -> dict[str, int]:
-    """Count errors by cause, the most frequent first.
+    """Map the first message of each cause to its number of documents, the most frequent first.
 
-    Each error has the id of a document or "", its shortened message, and the number of documents with this message.
-    Maps the first message of each cause to its number of documents.
+    Each error has the id of a document or "", its shortened message, and the number of documents with this message; its
+    cause is the words that are not specific to the document, if there are any.
     """
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for document_id, error, count in errors:
-        counts[first.setdefault(_cause_of(document_id, error), error)] += count
+        text = re.sub(rf"(?<!\w){re.escape(document_id)}(?!\w)", "", error) if document_id else error
+        cause = " ".join(PARTICULAR.sub("", text).split()) or error
+        counts[first.setdefault(cause, error)] += count
     return dict(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
-
-
-def _cause_of(document_id: str, error: str) -> str:
-    """Reduce a message to the words that are not specific to its document, if there are any."""
-    text = re.sub(rf"(?<!\w){re.escape(document_id)}(?!\w)", "", error) if document_id else error
-    return " ".join(PARTICULAR.sub("", text).split()) or error

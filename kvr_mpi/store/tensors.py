@@ -9,21 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvr_mpi.disk import PART, create
 from kvr_mpi.errors import OutputError
-from kvr_mpi.store.kv import refuse_compressed
+from kvr_mpi.store.kv import KINDS, refuse_compressed
 from kvr_mpi.store.results import Results
 from kvr_mpi.store.rewrite import rewriting
-from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.store.volumes import key_of
-
-if TYPE_CHECKING:
-    import torch
 
 SUFFIX, ABOUT = ".safetensors", "kvr-mpi"
 # Longest file name that file systems allow, and the part of a longer name that is kept.
@@ -43,7 +38,12 @@ def export_kv(results: Results, folder: Path, *, overwrite: bool = False) -> int
     for name in results.ids("done"):
         with results.open(name) as (record, kv):
             refuse_compressed(kv.compression, name, "kvr export --kv")
-            tensors, whose = dict(_tensors(kv)), kv.tokens
+            tensors = {
+                f"layer_{number:03d}.{kind}": tensor.contiguous()
+                for number in kv.layers
+                for kind, tensor in zip(KINDS, kv.read(number), strict=True)
+            }
+            whose = kv.tokens
         if not tensors:
             continue
         about: dict[str, Any] = {**asdict(results.header), "record": record.as_dict(), "text": None}
@@ -70,10 +70,3 @@ def file_name(key: str) -> str:
     if len(key + SUFFIX + PART) <= MOST_NAME_BYTES:
         return key + SUFFIX
     return f"{key[:KEPT_OF_NAME]}%-{hashlib.sha256(key.encode()).hexdigest()}{SUFFIX}"
-
-
-def _tensors(kv: StoredKV) -> Iterator[tuple[str, torch.Tensor]]:
-    for number in kv.layers:
-        keys, values = kv.read(number)
-        yield f"layer_{number:03d}.keys", keys.contiguous()
-        yield f"layer_{number:03d}.values", values.contiguous()

@@ -41,8 +41,7 @@ from kvr_mpi.trace import Kind, Recorder, Span
 
 TRACES = "trace"
 HEADER, VERSION = "kvr_trace", 2
-# Interval between writes.
-FLUSH_S = 2.0
+FLUSH_S = 2.0  # interval between writes
 # Maximum size of a run's traces, over all ranks and resumed jobs, and thus of a file.
 TRACE_BYTES = FILE_BYTES = 256 << 20
 # Timeline row of each kind of span; kinds whose spans may overlap get up to LANES rows.

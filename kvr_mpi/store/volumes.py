@@ -108,20 +108,14 @@ def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The lines of an open log or ``results.h5``.
-
-    ranges : offset and bytes of its lines; the last range has the records.
-    """
+    """The lines of an open log or ``results.h5``: offset and bytes of each range of them; the last has the records."""
 
     path: Path
     stream: BinaryIO
     ranges: tuple[tuple[int, int], ...]
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield every complete line, without its line break, with its offset in the file.
-
-        Raises `DataError` if the file ends before its lines do.
-        """
+        """Yield the offset and text of each complete line; raises `DataError` if the file ends before its lines do."""
         for at, size in self.ranges:
             end = at + size
             self.stream.seek(at)

@@ -38,18 +38,14 @@ from kvr_mpi.trace import Recorder
 if TYPE_CHECKING:
     import torch
 
-# Records are synced this long after the first unsynced record was written.
-SYNC_S = 1.0
-# Interval between writes of a rank's cost; a killed job loses at most this much of it.
-COST_S = 60.0
+SYNC_S = 1.0  # records are synced this long after the first unsynced record was written
+COST_S = 60.0  # interval between writes of a rank's cost; a killed job loses at most this much of it
 # A volume is closed this long after its first keys and values, or at this size. A young job closes its volumes after a
 # tenth of its age: it loses at most that if it is killed, and a long job writes only a few more files.
 VOLUME_S, LEAST_VOLUME_S, AGE_SHARE = 60.0, 1.0, 0.1
 VOLUME_BYTES = 1 << 30
-# Free space below which nothing more is written, since HDF5 handles a full disk badly.
-MARGIN_BYTES = 256 << 10
-# Limit of keys and values in the queue; beyond it `write` blocks.
-IN_FLIGHT_BYTES = 512 << 20
+MARGIN_BYTES = 256 << 10  # free space below which nothing more is written, since HDF5 handles a full disk badly
+IN_FLIGHT_BYTES = 512 << 20  # limit of keys and values in the queue; beyond it `write` blocks
 
 
 @dataclass(slots=True)

@@ -31,7 +31,11 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     questions = spec.questions
     if questions is None:
         return spec
-    ask = _named(questions.ask)
+    ask = questions.ask
+    if isinstance(ask, str):
+        ask = read_questions(Path(ask))
+    else:
+        ask = checked(ask if isinstance(ask, dict) else number_questions(ask), "questions.ask")
     for text in ask.values():
         words_after(questions.template, text)
     header = stored_header("documents.path", spec.documents.path)
@@ -91,12 +95,10 @@ def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[st
 
 
 def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedModel, weights: str) -> None:
-    """Refuse a model or tokenizer other than the one that produced the keys and values.
+    """Refuse a model or tokenizer that did not produce the keys and values; the `ConfigError` names the differences.
 
     key, paths : as in `stored_header`.
     weights : from `hash_weights`.
-
-    Raises `ConfigError`, which names the differences.
     """
     header = stored_header(key, paths)
     here = {
@@ -112,10 +114,3 @@ def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedM
             f"model.path {spec.model.path!r} did not compute the keys and values in {paths[0]}: different "
             f"{', '.join(differing)}. Use {header.model['name']}, or prefill the documents again"
         )
-
-
-def _named(ask: list[str] | dict[str, str] | str) -> dict[str, str]:
-    """Return questions by name; those without names are numbered."""
-    if isinstance(ask, str):
-        return read_questions(Path(ask))
-    return checked(ask if isinstance(ask, dict) else number_questions(ask), "questions.ask")

@@ -38,10 +38,9 @@ class StoredPrefix:
     def open(self, ids: Sequence[int], loaded: LoadedModel) -> SharedPrefix:
         """Return the prefix of a prompt with these ids; layers are read on demand.
 
-        A rank of a tensor-parallel group reads its own KV heads.
-
-        Files are checked when layers are read. They raise a `DataError` if tokens differ from `ids`, if keys and values
-        differ from `pieces`, if shape or dtype differ from the model's, or if a block fails its checksum.
+        A rank of a tensor-parallel group reads its own KV heads. Files are checked when layers are read, which raises a
+        `DataError` if tokens differ from `ids`, if keys and values differ from `pieces`, if shape or dtype differ from
+        the model's, or if a block fails its checksum.
         """
         ids = tuple(ids[: self.tokens])
         stored = _Stored(self, ids, loaded)
