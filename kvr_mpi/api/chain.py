@@ -67,12 +67,21 @@ class Chain:
     As before a job, the constructor runs a few tokens to check that the chain computes the model's own logits, and
     measures the ranks.
 
-    model : a folder, .gguf file or hub id; or a job's ``[model]``: ``{"path": ..., "dtype": "float32"}``.
-    comm : default: all ranks that ``mpirun`` or ``srun`` started; without a launcher this process alone.
-    generation, parallel : a job's ``[generation]`` and ``[parallel]``.
-    say : receives log lines on rank 0.
+    Parameters
+    ----------
+    model : str or mapping
+        A folder, .gguf file or hub id; or a job's ``[model]``: ``{"path": ..., "dtype": "float32"}``.
+    comm : mpi4py.MPI.Comm, optional
+        Default: all ranks that ``mpirun`` or ``srun`` started; without a launcher this process alone.
+    generation, parallel : mapping, optional
+        A job's ``[generation]`` and ``[parallel]``.
+    say : callable, optional
+        Receives log lines on rank 0.
 
-    Raises `KvrError` on every rank, if model and settings cannot be combined; on one of them the message says why.
+    Raises
+    ------
+    KvrError
+        On every rank, if model and settings cannot be combined; on one of them the message says why.
     """
 
     def __init__(
@@ -110,7 +119,10 @@ class Chain:
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokenise text without chat template, with the tokenizer's BOS token if it has one.
 
-        Raises `DocumentError` if there are no tokens, or too many for the model's context minus ``max_new_tokens``.
+        Raises
+        ------
+        DocumentError
+            If there are no tokens, or too many for the model's context minus ``max_new_tokens``.
         """
         ids = encode_text(self.tokenizer, text)
         if not ids:
@@ -120,11 +132,18 @@ class Chain:
     def prefill(self, prompt: PromptLike | None = None) -> ChainPrefill:
         """Compute keys and values of a prompt over the chain; logits are on `decode_rank`.
 
-        prompt : needed on rank 0; other ranks may leave it out, or give the same.
+        Parameters
+        ----------
+        prompt : str or sequence of int
+            Needed on rank 0; other ranks may leave it out, or give the same.
 
-        Raises `DocumentError` on every rank, if the prompt is empty, too long, has invalid token ids, or does not fit
-        into a rank's memory; `ConfigError` on every rank, if ranks give different prompts, or call different methods.
-        The chain can be used for other prompts after a `DocumentError`.
+        Raises
+        ------
+        DocumentError
+            On every rank, if the prompt is empty, too long, has invalid token ids, or does not fit into a rank's
+            memory; the chain can then be used for other prompts.
+        ConfigError
+            On every rank, if ranks give different prompts, or call different methods.
         """
         return self._prefill(prompt, "prefill")
 
@@ -149,8 +168,12 @@ class Chain:
     def generate(self, prompt: PromptLike | ChainPrefill | None = None) -> Answer:
         """Answer a prompt, or continue its prefill; every rank gets the answer.
 
-        Raises `ConfigError` if ``max_new_tokens`` is 0, or the prefill was continued before; `DocumentError` as for
-        `prefill`.
+        Raises
+        ------
+        ConfigError
+            If ``max_new_tokens`` is 0, or the prefill was continued before.
+        DocumentError
+            As for `prefill`.
         """
         if self._setup.spec.generation.max_new_tokens == 0:
             raise ConfigError(

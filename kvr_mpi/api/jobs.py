@@ -69,14 +69,24 @@ def run(
     Log lines go to standard error, as with ``kvr-run``. A rank that fails alone ends all ranks, since they would wait
     for it forever. Signals that stop the job are handled only if this is called in the main thread.
 
-    job : a job file, or its contents: ``{"model": {"path": ...}, "documents": {"path": ...}, ...}``. Only rank 0's is
+    Parameters
+    ----------
+    job : path, mapping or JobSpec
+        A job file, or its contents: ``{"model": {"path": ...}, "documents": {"path": ...}, ...}``. Only rank 0's is
         used.
-    settings : ``section.key=value``, as for ``--set``.
-    comm : default: all ranks that ``mpirun`` or ``srun`` started; without a launcher this process alone.
-    overwrite, resume, extend, retry_failed : what to do with existing results in the output folder, as for ``kvr-run``.
-    time_limit : start no document that would not finish within this time: ``90m``, ``2h30m``, or as for sbatch.
+    settings : sequence of str
+        ``section.key=value``, as for ``--set``.
+    comm : mpi4py.MPI.Comm, optional
+        Default: all ranks that ``mpirun`` or ``srun`` started; without a launcher this process alone.
+    overwrite, resume, extend, retry_failed : bool
+        What to do with existing results in the output folder, as for ``kvr-run``.
+    time_limit : str, optional
+        Start no document that would not finish within this time: ``90m``, ``2h30m``, or as for sbatch.
 
-    Raises `KvrError` on every rank, if the job cannot be run as written; on one of them the message says why.
+    Raises
+    ------
+    KvrError
+        On every rank, if the job cannot be run as written; on one of them the message says why.
     """
     if overwrite and (resume or extend):
         raise ConfigError("overwrite=True deletes what resume=True and extend=True continue from: choose one")
@@ -96,10 +106,17 @@ def run(
 def plan(job: Job, ranks: int, hardware: str | None = None, *, settings: Sequence[str] = ()) -> PlannedJob:
     """Plan a job for a number of ranks, without MPI and weights.
 
-    job, settings : as for `run`.
-    hardware : speed of a rank: a hardware profile, a JSON file, or a lookup table or folder of them.
+    Parameters
+    ----------
+    job, settings
+        As for `run`.
+    hardware : str, optional
+        Speed of a rank: a hardware profile, a JSON file, or a lookup table or folder of them.
 
-    Raises `ConfigError` if the job cannot be run as written, or the speed of a rank is unknown.
+    Raises
+    ------
+    ConfigError
+        If the job cannot be run as written, or the speed of a rank is unknown.
     """
     if ranks < 1:
         raise ConfigError(f"ranks = {ranks}: expected the number of ranks of the job, at least 1")
@@ -116,12 +133,21 @@ def simulate(
 ) -> list[ForecastRow]:
     """Forecast the time to the first token for prompt lengths and numbers of ranks.
 
-    model : a named shape (``Llama 3.1 8B``), a model's folder, .gguf file or hub id.
-    hardware : a profile or a JSON file.
-    contexts : prompt lengths in tokens.
-    link_gigabytes_per_s : bandwidth of each link, one direction; default: the profile's.
+    Parameters
+    ----------
+    model : str
+        A named shape (``Llama 3.1 8B``), a model's folder, .gguf file or hub id.
+    hardware : str
+        A profile or a JSON file.
+    contexts : sequence of int
+        Prompt lengths in tokens.
+    link_gigabytes_per_s : float, optional
+        Bandwidth of each link, one direction; default: the profile's.
 
-    Raises `ConfigError` if a value is invalid, or there are more ranks than tokens.
+    Raises
+    ------
+    ConfigError
+        If a value is invalid, or there are more ranks than tokens.
     """
     for name, values in (("ranks", ranks), ("contexts", contexts)):
         if not values or min(values) < 1:
@@ -133,8 +159,10 @@ def simulate(
 def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
     """Read a job.
 
-    Raises `ConfigError` if it is not a valid job, has settings that cannot be combined, or `settings` are given for a
-    `JobSpec`.
+    Raises
+    ------
+    ConfigError
+        If it is not a valid job, has settings that cannot be combined, or `settings` are given for a `JobSpec`.
     """
     if isinstance(job, JobSpec):
         if settings:

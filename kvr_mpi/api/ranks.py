@@ -17,9 +17,15 @@ from kvr_mpi.transport.mpi import adopt, connect
 def join_ranks(comm: Any = None) -> Transport:
     """Connect the ranks that work together; all of them call this.
 
-    comm : default: all ranks that a launcher started; without a launcher this process alone.
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm or Transport, optional
+        Default: all ranks that a launcher started; without a launcher this process alone.
 
-    Raises `TransportError` if launcher and MPI do not match, or the communicator cannot be used.
+    Raises
+    ------
+    TransportError
+        If launcher and MPI do not match, or the communicator cannot be used.
     """
     tell_libraries()
     if comm is None:
@@ -31,7 +37,12 @@ def join_ranks(comm: Any = None) -> Transport:
 def ending_all(world: Transport) -> Iterator[None]:
     """Raise an error on every rank if all ranks know of it; end all ranks if only one does.
 
-    Raises `KvrError` on the rank where the error occurred; `FailedTogetherError` on the other ranks.
+    Raises
+    ------
+    KvrError
+        On the rank where the error occurred.
+    FailedTogetherError
+        On the other ranks.
     """
     try:
         yield

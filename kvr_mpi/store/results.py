@@ -61,8 +61,10 @@ class DocumentKV:
 
         The model must be the one that computed the keys and values: the first tokens are recomputed and compared.
 
-        Raises `ConfigError` if the model is another one, some of its layers are missing, or a layer does not have all
-        tokens.
+        Raises
+        ------
+        ConfigError
+            If the model is another one, some of its layers are missing, or a layer does not have all tokens.
         """
         from kvr_mpi.model.cache import to_cache
 
@@ -150,7 +152,13 @@ class Results:
 
     @property
     def columns(self) -> list[str]:
-        """Columns that jobs copied from the documents' rows; raises `DataError` if the header has no list of them."""
+        """Columns that jobs copied from the documents' rows to the records.
+
+        Raises
+        ------
+        DataError
+            If the header does not name them as a list.
+        """
         columns = self.header.identity.get("columns", [])
         if not isinstance(columns, list):
             raise DataError(f"{self.paths[0]}: its header names {columns!r} as columns; expected a list")
@@ -192,16 +200,29 @@ class Results:
     def records(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> Iterator[Record]:
         """Iterate over records, sorted by id.
 
-        status : ``done`` or ``error``: only these.
-        where : only records for which it returns true.
+        Parameters
+        ----------
+        status : str, optional
+            ``done`` or ``error``: only these.
+        where : callable, optional
+            Only records for which it returns true.
 
-        Raises `DataError` if a record is damaged; those before it are valid.
+        Raises
+        ------
+        DataError
+            If a record is damaged; those before it are valid.
         """
         found = self.read(self.ids(status))
         return found if where is None else filter(where, found)
 
     def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
-        """Return a DataFrame of `records`, one row each; raises `ConfigError` if pandas is not installed."""
+        """Return a DataFrame of `records`, one row each.
+
+        Raises
+        ------
+        ConfigError
+            If pandas is not installed.
+        """
         try:
             import pandas
         except ImportError as error:
@@ -214,10 +235,17 @@ class Results:
     def kv(self, document_id: str, layers: Collection[int] | None = None) -> DocumentKV:
         """Read a document's keys and values, and verify all checksums.
 
-        layers : only these; default: all.
+        Parameters
+        ----------
+        layers : collection of int, optional
+            Only these; default: all.
 
-        Raises `ConfigError` if there is no such document or layer, or the document has no keys and values, or
-        compressed ones; `DataError` if the data are damaged.
+        Raises
+        ------
+        ConfigError
+            If there is no such document or layer, or the document has no keys and values, or compressed ones.
+        DataError
+            If the data are damaged.
         """
         with self.open(document_id) as (_, kv):
             refuse_compressed(kv.compression, document_id, "Results.kv()")
@@ -239,7 +267,12 @@ class Results:
     def open(self, document_id: str) -> Iterator[tuple[Record, StoredKV]]:
         """Open a document's record, with keys and values that are read on demand, for the duration of the block.
 
-        Raises `ConfigError` if no document has this id; `DataError` if the document is damaged.
+        Raises
+        ------
+        ConfigError
+            If no document has this id.
+        DataError
+            If the document is damaged.
         """
         record = self[document_id]
         with closing(open_pieces(document_id, self.places[document_id].pieces)) as kv:
@@ -260,13 +293,22 @@ class Results:
 def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool = False) -> Results:
     """Open the results of a job.
 
-    *paths : a result file, the output folder of a run (also while it runs: `Results.left`), or a folder of such folders
+    Parameters
+    ----------
+    *paths : path
+        A result file, the output folder of a run (also while it runs: `Results.left`), or a folder of such folders
         (the shares of an array); several paths are combined.
-    verify : verify the checksums of all records, keys and values now; they are verified in any case when data are read.
-    partial : open the results even if shares or documents are missing (`Results.missing` lists them).
+    verify : bool
+        Verify the checksums of all records, keys and values now; they are verified in any case when data are
+        read.
+    partial : bool
+        Open the results even if shares or documents are missing (`Results.missing` lists them).
 
-    Raises `DataError` if there is nothing to read, a file is damaged, the runs belong to different jobs, a document is
-    in two of them, or, unless `partial`, shares or documents are missing.
+    Raises
+    ------
+    DataError
+        If there is nothing to read, a file is damaged, the runs belong to different jobs, a document is in two of
+        them, or, unless `partial`, shares or documents are missing.
     """
     if not paths:
         raise ConfigError("open_results() needs at least one path: a result file or the output folder of a run")
