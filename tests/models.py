@@ -128,7 +128,6 @@ def random_model(config: Any, dtype: torch.dtype = torch.float32, name: str = "t
     )
 
 
-@functools.cache
 def save_tiny_model(folder: Path, tokenizer: Any, layers: int = 3) -> Path:
     """Save a tiny random Llama with a tokenizer."""
     torch.manual_seed(0)
@@ -149,6 +148,7 @@ def save_tiny_model(folder: Path, tokenizer: Any, layers: int = 3) -> Path:
     return folder
 
 
+@functools.cache
 def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A random model of a kind."""
     return replace(
