@@ -167,9 +167,9 @@ def warm_up_sums(transport: Transport, device: torch.device) -> None:
     """Sum over all ranks, and verify the result; a wrong one is a `TransportError`. See `warm_up`."""
     import torch
 
-    for elements in (1, WARM_UP_BYTES):  # over MPI, each rank sends a small tensor to all others, a large one to one
-        part = torch.arange(elements, device=device) % 251
-        total = (part + transport.rank).float()
+    for elements in (1, WARM_UP_BYTES // 4):  # over MPI, a rank sends a small tensor to all others, a large one to one
+        part = torch.arange(elements, dtype=torch.float32, device=device) % 251
+        total = part + transport.rank
         transport.all_reduce(total)
         _check(total, (part + (transport.size - 1) / 2) * transport.size, f"an all-reduce over {transport.size} ranks")
 
