@@ -126,7 +126,7 @@ class TensorParallelGroup:
 
     def _meet(self, word: int) -> None:
         """Exchange status words with the other ranks; raise an error if another rank failed differently."""
-        self._all_know = True  # if the exchange itself fails, nobody would answer another one
+        self._all_know = True  # if this exchange fails, no rank would answer a second one
         words = list(self._tell(word))
         self._all_know = {*words} != {GOES_ON}
         failures = {*words} - {GOES_ON, word}

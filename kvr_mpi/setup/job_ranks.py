@@ -127,7 +127,7 @@ class _Watch:
         """Post the receives of the other ranks' next words."""
         if not self._coming:
             for source in others_before(self._words.rank, self._words.size):
-                with torch.inference_mode(False):  # it is received and read in the thread and in `tell`, too
+                with torch.inference_mode(False):  # the thread and `tell` use it outside of inference
                     word = torch.zeros(1, dtype=torch.int64)
                 self._coming[source] = word, self._words.irecv(word, source, FixedTag.GATHER)
 
