@@ -7,9 +7,9 @@ from kvr_mpi.model.source import (
     PACKAGE,
     ModelSource,
     convert_gguf,
-    converted_folder,
     find_model,
     hash_weights,
+    is_unconverted,
     tokenizer_fingerprint,
 )
 
@@ -23,9 +23,9 @@ __all__ = [
     "choose_device",
     "visible_gpus",
     "convert_gguf",
-    "converted_folder",
     "find_model",
     "hash_weights",
+    "is_unconverted",
     "load_model",
     "load_outline",
     "meta_model",

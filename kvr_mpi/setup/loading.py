@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvr_mpi.errors import Say
-from kvr_mpi.model import LoadedModel, choose_device, load_model, visible_gpus
+from kvr_mpi.model import LoadedModel, ModelSource, choose_device, find_model, is_unconverted, load_model, visible_gpus
 from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.source import find_converted
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
+from kvr_mpi.tuning.compiled_attention import open_attention
 from kvr_mpi.tuning.kernels import choose_kernels
 
 
@@ -39,7 +42,8 @@ def load_on_all(
     index = gpu_index(world, arguments.get("device", "auto"))
     load = partial(load_model, path, tp_group=tp_group, device_index=index, **arguments)
     # One rank per host converts a GGUF file or downloads from the hub; all ranks read existing files at the same time.
-    early = host_by_host(world, lambda: load() if find_converted(path, arguments["cache_dir"]).is_hub else None)
+    compiles = kernels != "plain" and choose_device(arguments.get("device", "auto"), index).type == "cpu"
+    early = host_by_host(world, lambda: load() if _find(path, arguments["cache_dir"], compiles).is_hub else None)
     plain = together(world, lambda: early or load())
     loaded = host_by_host(world, lambda: merge_adapter(plain, adapter))
     keep_heap()
@@ -48,6 +52,14 @@ def load_on_all(
         with alone(tp_group):  # kernels are measured without sums over the group
             choose_kernels(loaded, world, free, arguments["cache_dir"], say or silent)
     return loaded
+
+
+def _find(path: str, cache_dir: Path, compiles: bool) -> ModelSource:
+    """Find a model's files; while a GGUF file is converted, which takes one core, compile our kernels."""
+    with ThreadPoolExecutor(1) as pool:
+        if compiles and is_unconverted(find_model(path), cache_dir):
+            pool.submit(open_attention, cache_dir, silent, compiles=True)
+        return find_converted(path, cache_dir)
 
 
 def own_device(world: Transport, name: str) -> torch.device:

@@ -33,16 +33,18 @@ from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling, rolling_of
-from kvr_mpi.model import LoadedModel, converted_folder, find_model, hash_weights, tokenizer_fingerprint
+from kvr_mpi.model import LoadedModel, find_model, hash_weights, is_unconverted, tokenizer_fingerprint
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import kernel_bytes
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.shared_heads import shared_bytes
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
+from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, KVR, Strategy, candidates
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import CHECKED_CHUNK, check_chain, check_spread, check_strategy, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail
@@ -118,8 +120,9 @@ def prepare(
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
     frames = [frame, *question_frames.values(), *([reduce_frame] if spec.prompt.too_long == "split" else [])]
     prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, say))
-    footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies))
     free_bytes = _room(spec, loaded, ranks, sharing)
+    longest = max(each.max_tokens for each in frames), spec.generation.max_new_tokens
+    footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies, *longest, min(free_bytes)))
     paging = partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say)
     arena = check_together(partial(paging, is_packed=why_alone is None and not plain))
     is_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
@@ -221,8 +224,7 @@ def describe_few_cores(ranks: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
 
 def _conversion(path: str, cache_dir: Path) -> str:
     """Return a notice that a GGUF file is converted first, which takes time; otherwise an empty string."""
-    source = find_model(path)
-    if source.gguf_file is None or converted_folder(source, cache_dir).is_dir():
+    if not is_unconverted(find_model(path), cache_dir):
         return ""
     return (
         f", which is converted to safetensors first, once: up to half a minute for small models (kept in {cache_dir})"
@@ -346,17 +348,25 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
     return rolling
 
 
-def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footprint:
-    """Return the memory model of prompts, after checking whether chunks can reduce it."""
+def _footprint_of(
+    loaded: LoadedModel, strategies: Sequence[Strategy], max_tokens: int, new_tokens: int, free_bytes: int
+) -> Footprint:
+    """Return the memory model of prompts, after checking whether chunks can reduce it, if a prompt may need them.
+
+    max_tokens, new_tokens : of the longest prompt and its answer.
+    free_bytes : bytes for prompts on the rank with the least memory.
+    """
     on_gpu = loaded.device.type == "cuda"
     footprint = footprint_of(
         loaded.model.config, loaded.dtype, shape=loaded.shape, on_gpu=on_gpu, in_parts=loaded.attends_in_parts
     )
     chunked = next((strategy for strategy in strategies if strategy.in_order), None)
+    alone = relay(Partition((0, max_tokens)), 0)  # no rank of a chain needs twice as much
+    if chunked is None or 2 * footprint.route_bytes(alone, reserve_tokens=new_tokens) <= free_bytes:
+        return replace(footprint, takes_chunks=False)
     try:
-        if chunked is None or not footprint.takes_chunks:
-            return footprint
-        check_strategy(loaded, chunked, CHECKED_CHUNK)
+        if footprint.takes_chunks:
+            check_strategy(loaded, chunked, CHECKED_CHUNK)
     except ModelError:
         return replace(footprint, takes_chunks=False)
     return footprint

@@ -1,7 +1,7 @@
 """Our kernels for attention and products, compiled once per processor and cached in ``KVR_CACHE``.
 
-Compiling takes three seconds on two cores. If it fails, torch's kernels are used and a log line says why. A failed
-compilation is not repeated by later jobs; a missing compiler is looked for by every job.
+Compiling takes some seconds. If it fails, torch's kernels are used and a log line says why. A failed compilation is not
+repeated by later jobs; a missing compiler is looked for by every job.
 """
 
 from __future__ import annotations
