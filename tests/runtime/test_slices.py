@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_jobs import Ran, load
 from made_tables import COSTS, a_table, an_entry
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.errors import DocumentError, PartitionError
+from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.memory_budget import GIB, footprint_of
 from kvr_mpi.prefill.registry import KVR, candidates
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import Beginning
@@ -138,6 +142,17 @@ def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
     assert (whole.way, chunked.way, chunked.chunk_tokens) == (Way.ALONE, Way.CHAIN, 256)
     with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
         Planner(chain_of(1, footprint=footprint, free_bytes=[20]), print).plan(prompt_of(400), 0)
+
+
+def test_a_document_that_fits_only_in_chunks_is_answered_as_ever(
+    job: Path, tmp_path: Path, run_job: Callable[..., Ran]
+) -> None:
+    truth, model = run_job(1).records, load_model(str(load(job).model.path), dtype="float32", cache_dir=tmp_path)
+    footprint, longest = footprint_of(model.model.config, model.dtype), max(one.prompt_tokens for one in truth.values())
+    (whole,), (chunked,) = (KVR.routes(Partition((0, longest)), 0, chunk) for chunk in (None, 128))
+    least, most = (footprint.route_bytes(one, reserve_tokens=8) for one in (chunked, whole))
+    tight = run_job(1, f"parallel.memory_gib={(least + most) / 2 / GIB:.9f}")
+    assert tight.tokens == {name: record.token_ids for name, record in truth.items()}
 
 
 @pytest.mark.parametrize(("dropped", "free"), [(300, 104), (300, 103), (0, 104)])
