@@ -120,6 +120,12 @@ class Costs:
         """Return the costs of tokens that follow `tokens` cached tokens, to which they also attend."""
         return replace(self, rest_token_s=self.rest_token_s + tokens * self.pair_s) if tokens else self
 
+    def scaled(self, factor: float) -> Costs:
+        """Return costs with which everything takes `factor` times as long."""
+        times = [name for name in self.__dataclass_fields__ if name.endswith("_s") and not name.endswith("_per_s")]
+        taken = {name: factor * value for name in times if (value := getattr(self, name)) is not None}
+        return replace(self, link_bytes_per_s=self.link_bytes_per_s / factor, **taken)
+
     def in_chunks(self, chunks: int) -> Costs:
         """Return the costs of slices that are computed in `chunks`, each launched separately."""
         if chunks < 2:

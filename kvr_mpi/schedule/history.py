@@ -43,7 +43,7 @@ Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
 class PastJob(Strict):
     """The duration of one job, and its forecast.
 
-    prefill_s, decode_s : the cost model's forecast for the answers that the job gave.
+    prefill_s, decode_s : the cost model's forecast for the answers that the job gave, by the history's rates.
     seconds : from its first document to its last.
     start_s : from its first log line to its first document.
     answer_tokens, limit_tokens : average and maximum tokens of an answer.
@@ -72,11 +72,22 @@ class History(Strict):
     def source(self) -> str:
         """Description of where the costs come from."""
         ranks = counted(self.ranks, "rank")
-        return f"rates of an earlier job with this model on {ranks} here ({self.device}); memory unknown"
+        return f"rates of earlier jobs with this model on {ranks} here ({self.device}); memory unknown"
 
     def after(self, job: PastJob) -> History:
-        """Append a job."""
-        return self.model_copy(update={"jobs": (*self.jobs, job)[-KEPT_JOBS:]})
+        """Append a job, and scale the rates, and with them all forecasts, to how long jobs have taken.
+
+        Rates are measured once, in seconds in which other programs may have run.
+        """
+        jobs = (*self.jobs, job)[-KEPT_JOBS:]
+        pace = median(each.seconds / (each.prefill_s + each.decode_s) for each in jobs)
+        scaled = [{"prefill_s": pace * each.prefill_s, "decode_s": pace * each.decode_s} for each in jobs]
+        return self.model_copy(
+            update={
+                "rates": self.rates.scaled(pace),
+                "jobs": tuple(each.model_copy(update=own) for each, own in zip(jobs, scaled, strict=True)),
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -304,6 +304,7 @@ class PretendedCuda:
     def synchronize(self, device: Any = None) -> None:
         index = self.current_device() if device is None else self._index(device)
         self.syncs_of_devices.append(torch.device("cuda", index))
+        self.waits["device"] += 1
 
     def read(self, stream: Stream) -> None:
         """Let the host wait for a stream."""

@@ -163,6 +163,7 @@ def test_a_step_of_ranks_together_waits_as_often_for_many_layers_as_for_few(
             if by == "heads":
                 batch = batch_of(mine, 7, HeadGroup(mine, ranks, place_in_proportion))
                 batch.add(ranks.rank, alone(mine, prompt(20), 7), prompt(20), 0)
+                batch.begin()
             else:
                 batch = batch_of(mine, 7, TokenGroup(mine, ranks))
                 batch.add(0, spread(mine, prompt(20), ranks, 1), prompt(20), 0)
@@ -171,6 +172,7 @@ def test_a_step_of_ranks_together_waits_as_often_for_many_layers_as_for_few(
                 gpus.waits.clear()
                 ranks.barrier()
                 batch.step()
+            assert batch.running
 
         run_on_gpus(2, network, work)
         waits.append(gpus.waits.total())

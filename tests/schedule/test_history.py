@@ -140,7 +140,9 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
     assert expected.low_s < 308 < expected.high_s and expected.jobs == 1 and len(measured) == 1
     history = find_history(tmp_path, *NAME, 1)
     assert history is not None and [one.seconds for one in history.jobs] == [300.0, 310.0]
-    assert history.jobs[0].answer_tokens == 50 and history.rates == RATES
+    assert history.jobs[0].answer_tokens == 50
+    assert sum(one.prefill_s + one.decode_s for one in history.jobs) == pytest.approx(610), "forecast as they took"
+    assert history.rates.token_s > 5 * RATES.token_s, "scaled, since these jobs took so much longer"
     assert history.jobs[0].start_s == 3, "later jobs need not convert the model"
     (tmp_path / "jobs").rename(tmp_path / "elsewhere")
     (tmp_path / "jobs").write_text("")
