@@ -5,6 +5,7 @@ Output folders of jobs are skipped below a folder and in the expansion of ``**``
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 from collections import Counter
@@ -33,7 +34,7 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
         try:
             for file, name in _match(pattern):
                 found.setdefault(os.path.abspath(file), (file, name))
-        except (OSError, RuntimeError) as error:  # such as a name that is too long, or an unknown ~user
+        except (OSError, RuntimeError, ValueError) as error:  # such as a name that is too long, or an unknown ~user
             raise CorpusError(f"documents.path {pattern!r} cannot be searched: {error}") from error
     return list(found.values())
 
@@ -77,7 +78,7 @@ def _match(pattern: str) -> list[tuple[str, str]]:
             )
         above = "" if str(base) == "." else f"{str(base).rstrip('/')}/"
         return [(above + name, name) for name in names]
-    matches = [base] if base.exists() else sorted(map(Path, _matches_of(str(base))))
+    matches = [base] if base.exists() else sorted(_matches_of(str(base)))
     if base.exists() and not base.is_file():
         what = kind_of_file(base.stat().st_mode)
         raise CorpusError(f"documents.path {pattern!r} is {what}; expected a folder, a glob or a regular file")
@@ -138,51 +139,30 @@ def _names_in(base: str) -> list[str]:
 
 
 def _folders_in(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield the path of a folder and of each below it, relative to it, with the names of its files and folders."""
-    for folder, inner, names in _walk(base):
-        yield os.path.relpath(folder, base) + "/" if folder != base else "", names, inner
-
-
-def _walk(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield a folder and the visible folders below it, except outputs of jobs, with their visible folders and files."""
+    """Yield the path of each visible folder, relative to `base`, with its files and folders; no outputs of jobs."""
     for folder, inner, names in os.walk(base):
         if is_output_folder(folder, names):
             inner.clear()
             continue
         inner[:] = sorted(name for name in inner if not name.startswith("."))
-        yield folder, inner, [name for name in names if not name.startswith(".")]
+        above = "" if folder == base else os.path.relpath(folder, base) + "/"
+        yield above, [name for name in names if not name.startswith(".")], inner
 
 
 def _is_read(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def _matches_of(pattern: str) -> list[str]:
-    """Expand a glob; ``**`` matches the folder and everything below it, each folder once even with symbolic links."""
-    parts = pattern.split("/")
-    if "**" not in parts:
-        return glob.glob(pattern)
-    at = parts.index("**")
-    above, below = "/".join(parts[:at]), "/".join(parts[at + 1 :])
-    bases = ["/"] if at and not above else _matches_of(above) if above else ["."]
-    found: set[str] = set()
-    for base in bases:
-        for folder in _folders_below(base):
-            name = "" if folder == "." else folder.removeprefix("./").rstrip("/") + "/"
-            found.update(_matches_of(f"{glob.escape(name)}{below or '*'}"))
-    return list(found)
-
-
-def _folders_below(base: str) -> Iterator[str]:
-    """Yield a folder and all visible folders below it; symbolic links are followed last."""
-    seen: set[tuple[int, int]] = set()
-    starts = [base]
-    for start in starts:
-        for folder, inner, _ in _walk(start):
-            found = os.stat(folder)
-            if (found.st_dev, found.st_ino) in seen:
-                inner.clear()
-                continue
-            seen.add((found.st_dev, found.st_ino))
-            starts += [link for name in inner if os.path.islink(link := os.path.join(folder, name))]
-            yield folder
+def _matches_of(pattern: str) -> list[Path]:
+    """Expand a glob; ``**`` finds nothing hidden and no outputs of jobs, and follows no symbolic links."""
+    given = Path(pattern)
+    if "**" not in given.parts:
+        return [*map(Path, glob.glob(pattern))]
+    root, at = Path(given.anchor), given.parts.index("**")
+    is_output = functools.cache(lambda folder: is_output_folder(folder, os.listdir(folder)))
+    return [
+        file
+        for file in root.glob(str(given.relative_to(root) / "*" if given.name == "**" else given.relative_to(root)))
+        if not any(part.startswith(".") for part in file.parts[at:])
+        and not any(map(is_output, file.parents[: len(file.parts) - at]))
+    ]

@@ -121,19 +121,17 @@ def test_what_is_no_regular_file_is_an_error_and_never_opened(tmp_path: Path, pa
             find_files([str(tmp_path / name)])
 
 
-def test_globs_follow_links_and_end_where_these_lead_back(tmp_path: Path) -> None:
+def test_globs_end_where_links_lead_back(tmp_path: Path) -> None:
     """Two links in each of three folders: 40 levels of them, as the kernel allows, would be 2^40 ways."""
     docs = tmp_path / "docs"
     write_files(docs, "a/a.txt", "b/b.txt", "c/c.txt", ".hidden/h.txt")
-    write_files(tmp_path, "far/deep/d.txt")
     for name in ("a", "b", "c"):
         (docs / name / "up").symlink_to(docs)
         (docs / name / "self").symlink_to(docs / name)
     (docs / "elsewhere").symlink_to(docs / "a")
-    (docs / "link").symlink_to(tmp_path / "far")
     for pattern in ("**/*.txt", "**", "**/*/**/*.txt"):
         found = [name for _, name in find_files([str(docs / pattern)])]
-        assert {*found} == {"a.txt", "b.txt", "c.txt", "d.txt"} and (len(found) == 4 or "*/**" in pattern), pattern
+        assert {*found} == {"a.txt", "b.txt", "c.txt"} and (len(found) == 3 or "*/**" in pattern), pattern
 
 
 # Text files
