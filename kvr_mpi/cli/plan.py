@@ -119,7 +119,6 @@ def plan(
             "tensor_parallel": made.tensor_parallel,
             "nodes": nodes.nodes,
             **nodes.used(found.makespan_s),
-            "decoding": None if made.decoding is None else asdict(made.decoding),
             "expected": None if made.expected is None else asdict(made.expected),
             "other_files": made.others,
             "kv_bytes": made.kv_bytes,
@@ -141,8 +140,6 @@ def plan(
         )
     _print_rows(found, forecast)
     _print_summary(made)
-    if made.decoding is not None:
-        click.echo(str(made.decoding))
     if stored := made.describe_stored():
         click.echo(stored)
     click.echo(f"the plan takes {nodes.hours(found.makespan_s)} on {counted(nodes.nodes, 'node')}")

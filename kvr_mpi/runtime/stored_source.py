@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvr_mpi.documents import Asked, Corpus, CorpusFile, Document, Entry
+from kvr_mpi.documents import Asked, Corpus, Document, Entry
 from kvr_mpi.documents.questions import answer_id, parse_answer_id
 from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError, counted
 from kvr_mpi.job import JobSpec
@@ -41,7 +41,6 @@ class StoredDocument:
     """
 
     id: str
-    file: Path
     tokens: int = 0
     bytes: int = 0
     sha256: str = ""
@@ -170,15 +169,13 @@ def _results_of(spec: JobSpec) -> Results:
 def _look(index: Results, name: str, spec: JobSpec) -> StoredDocument:
     """Examine a stored document without reading keys and values."""
     if (why := index.unreadable.get(name)) is not None:
-        error = f"{name} cannot be asked about: {why}; prefill it again"
-        return StoredDocument(name, Path(spec.documents.path[0]), error=error)
+        return StoredDocument(name, error=f"{name} cannot be asked about: {why}; prefill it again")
     place = index.places[name]
-    file = place.source
     try:
         with index.open(name) as (record, kv):
             seal, size = seal_pieces(place.pieces), place.kv_bytes
     except DataError as error:
-        return StoredDocument(name, file, error=str(error))
+        return StoredDocument(name, error=str(error))
     if not kv.layers:
         why = "no keys and values are stored for it; prefill it with output.kv = true"
     elif record.parts > 1:
@@ -191,26 +188,19 @@ def _look(index: Results, name: str, spec: JobSpec) -> StoredDocument:
     elif kv.compression and spec.is_spread:
         why = f"it is compressed ({kv.compression}), which needs one rank; leave parallel.ranks_per_chain out"
     if why is not None or kv.tokens is None:
-        return StoredDocument(name, file, error=f"{name} cannot be asked about: {why}", is_askable=False)
-    return StoredDocument(name, file, kv.tokens.text[1], size, seal, None, kv.compression)
+        return StoredDocument(name, error=f"{name} cannot be asked about: {why}", is_askable=False)
+    return StoredDocument(name, kv.tokens.text[1], size, seal, None, kv.compression)
 
 
 def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str]) -> Corpus:
     """List every question about every document."""
-    files = list(dict.fromkeys(document.file for document in documents))
-    numbers = {file: number for number, file in enumerate(files)}
     entries = []
     for place, document in enumerate(documents):
         for name, question in ask.items():
             answer, too_long = answer_id(document.id, name)
             work = 1 + int(document.tokens * LOADED_WORK) + len(question)
-            sha256 = _seal(document.sha256, question)
-            entries.append(Entry(answer, work, sha256, numbers[document.file], place, document.error or too_long))
-    stats = [file.stat() for file in files]
-    found = (
-        CorpusFile(str(file), file.name, one.st_size, one.st_mtime_ns) for file, one in zip(files, stats, strict=True)
-    )
-    return Corpus(tuple(found), tuple(entries))
+            entries.append(Entry(answer, work, _seal(document.sha256, question), 0, place, document.error or too_long))
+    return Corpus((), tuple(entries))
 
 
 def _seal(kv_sha256: str, question: str) -> str:

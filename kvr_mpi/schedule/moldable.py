@@ -164,17 +164,16 @@ def _climb(plan: Plan, times: Table, lengths: Sequence[int], ranks: int, steps: 
     return best
 
 
-def bounds(times: Table, lengths: Table, ranks: int) -> tuple[int, int, int]:
-    """Return the area bound, the longest-document bound, and the smallest deadline whose allotment is feasible."""
+def lower_bound(times: Table, lengths: Table, ranks: int) -> int:
+    """Return the smallest deadline whose allotment is feasible."""
     if not len(times):
-        return 0, 0, 0
+        return 0
     areas = _areas(times, lengths)
-    area, longest = -(-int(areas.min(axis=1).sum()) // ranks), int(times.min(axis=1).max())
 
     def feasible(deadline: int) -> bool:
         least = np.where(times <= deadline, areas, NEVER * int(lengths[-1])).min(axis=1)
         return int(least.sum()) <= deadline * ranks
 
-    low = max(area, longest)  # every document can end within this
-    high = max(low, int(times[times < NEVER].max()))  # permits all lengths
-    return area, longest, low + bisect_left(range(low, high), True, key=feasible)
+    low = int(times.min(axis=1).max())  # every document can end within this
+    high = max(-(-int(areas.min(axis=1).sum()) // ranks), int(times[times < NEVER].max()))  # permits all lengths
+    return low + bisect_left(range(low, high), True, key=feasible)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import ConfigError, counted
-from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths, fixed_plans, moldable_plans
+from kvr_mpi.schedule.moldable import NEVER, Plan, Table, chain_lengths, fixed_plans, lower_bound, moldable_plans
 
 Order = Literal["longest", "shortest", "given"]
 
@@ -48,8 +48,7 @@ class Schedule:
 
     placements : in execution order: longest chains first, then in the order in which documents were given.
     does_not_fit : (id, tokens, reason) of documents that fit on no chain.
-    lower_bound_s : no schedule ends sooner; `area_bound_s` (minimum rank time divided by the ranks) and
-        `longest_bound_s` (the longest document on its fastest chain) are weaker bounds.
+    lower_bound_s : no schedule ends sooner.
     fixed_s : (length, makespan) for all documents on chains of one length, if that is possible.
     """
 
@@ -58,8 +57,6 @@ class Schedule:
     does_not_fit: tuple[tuple[str, int, str], ...]
     makespan_s: float
     lower_bound_s: float
-    area_bound_s: float
-    longest_bound_s: float
     fixed_s: tuple[tuple[int, float], ...]
 
     @property
@@ -125,15 +122,12 @@ def schedule(
     choice = _choose(fixed, times, lengths, ranks, min_efficiency)
     order = {name: number for number, (name, _) in enumerate(documents)}
     assert len(order) == len(documents), "ids are unique"
-    area, longest, lower = bounds(times, np.array(lengths), ranks)
     return Schedule(
         ranks=ranks,
         placements=_lay_out(by_id, order, choice, lengths),
         does_not_fit=does_not_fit,
         makespan_s=choice.plan.makespan / 1e6,
-        lower_bound_s=lower / 1e6,
-        area_bound_s=area / 1e6,
-        longest_bound_s=longest / 1e6,
+        lower_bound_s=lower_bound(times, np.array(lengths), ranks) / 1e6,
         fixed_s=tuple((length, plan.makespan / 1e6) for length, plan in sorted(fixed.items())),
     )
 

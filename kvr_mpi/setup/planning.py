@@ -11,21 +11,17 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding
 from kvr_mpi.costs.workload import workload_of
-from kvr_mpi.decode.batch import MAX_SEQUENCES
-from kvr_mpi.decode.placing import placement_of
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError, ModelError, counted
 from kvr_mpi.job import JobSpec
-from kvr_mpi.job.combinations import PROMPTS, why_no_effect, why_not_heads
+from kvr_mpi.job.combinations import PROMPTS, why_no_effect
 from kvr_mpi.kv.rolling import check_rolling, rolling_of
 from kvr_mpi.model import LoadedModel, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.load import placement
-from kvr_mpi.model.shared_heads import why_not_by_config
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
 from kvr_mpi.preflight.inputs import parse_templates, row_format
@@ -124,24 +120,6 @@ class PlannedJob:
         except OSError:  # such as a folder that only nodes see; the job checks it again
             free = None
         return stored_text(len(self.texts) - len(self.errors), size, free)
-
-    @property
-    def decoding(self) -> DecodeChoice | None:
-        """Forecast of the longest chains' decode mode, if the job leaves it open."""
-        spec, forecast, shape = self.spec, self.forecast, self.outline.shape
-        if spec.decode.mode != "auto":
-            return None
-        all_ranks = self.schedule.ranks
-        ranks = spec.chain_size(all_ranks) or max(self.schedule.chain_lengths, default=1)
-        if why := why_not_heads(spec) or why_not_by_config(self.outline.config, shape):
-            return DecodeChoice("data-parallel", why)
-        texts = [tokens for _, tokens in self.texts]
-        tokens = min(forecast.frame.max_tokens, sum(texts) // len(texts))
-        kept = tokens if spec.compress is None else spec.compress.kept_of(tokens)
-        documents = min(-(-len(texts) // max(1, all_ranks // ranks)), ranks * MAX_SEQUENCES)
-        hidden_bytes = shape.hidden_size * self.outline.dtype.itemsize
-        wave = Wave(documents, ranks, kept + forecast.new_tokens / 2, forecast.new_tokens, hidden_bytes)
-        return choose_decoding(forecast.costs, wave, placement_of(spec.decode, shape).efficiency(ranks))
 
 
 def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) -> PlannedJob:

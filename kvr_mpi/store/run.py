@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -133,15 +132,9 @@ class RunFile:
 def read_run_file(folder: Path) -> RunFile | None:
     """Read the run file; None if it is missing, damaged or not a run file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
-        if stored is not None and isinstance(stored["identity"], dict):
-            listed = stored["corpus"]
-            "".join([stored["job"], *listed["ids"], *listed["prompts"]]).encode()  # raises unless all are text
-            first, step = map(operator.index, stored.get("share", (0, 1)))
-            if 0 <= first < step:
-                gone = frozenset(map(str, stored.get("gone", ())))
-                corpus = Corpus.from_json(listed)
-                return RunFile(stored["identity"], stored["job"], slice(first, None, step), gone, corpus)
+        stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES)) or {}
+        share, corpus = slice(stored["share"][0], None, stored["share"][1]), Corpus.from_json(stored["corpus"])
+        return RunFile(stored["identity"], stored["job"], share, frozenset(stored["gone"]), corpus)
     return None
 
 

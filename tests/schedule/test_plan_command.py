@@ -70,12 +70,6 @@ def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> N
     assert "; the free space is unknown\n" in shown(job, *options, *nowhere)
     two, one = (planned(each, *options)["makespan_s"] for each in (other, job))
     assert one < two < 3 * one
-    # How ranks would decode, by a job's cost model; and what cannot be combined is no choice.
-    automatic = (job, *options, *with_settings("decode.mode=auto", "parallel.ranks_per_chain=all"))
-    found = planned(*automatic)["decoding"]
-    assert found["mode"] == "data-parallel", "a tiny model's step is the launching of kernels, and sums come on top"
-    assert "14 documents on 2 ranks" in found["why"] and "ms head-parallel" in found["why"]
-    assert "output.kv = 'sharded'" in planned(*automatic, "--set", "output.kv=sharded")["decoding"]["why"]
 
 
 @pytest.mark.slow
