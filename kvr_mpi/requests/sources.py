@@ -43,7 +43,7 @@ class PromptConfig:
 
     frame, reduce_frame : the prompt around a document's text, and around the answers about its parts.
     max_new_tokens : maximum tokens of an answer.
-    questions : frames by prompt name, if there are several prompts about each document.
+    questions : frames by name, of several prompts about each document, or of questions about stored documents.
     shares_beginning : whether prompts about a document may share the prefill of their common beginning.
     generation : settings that apply only to final answers.
     score_column : field of a document's row with the continuations to score, if there is one.

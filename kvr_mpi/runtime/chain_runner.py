@@ -241,7 +241,7 @@ def share_of(setup: JobSetup, plan: Plan, rank: int, size: int) -> Share:
     known = plan.known_tokens
     place = Rotation.ending_at(size, plan.decode_rank).place_of(rank)
     partition = share_out_stored(known, known, size)
-    longest_question = max(len(frame.tail) for frame in setup.question_frames.values())
+    longest_question = max(len(frame.tail) for frame in setup.prompt_config.questions.values())
     longest = known + longest_question + setup.longest_answer
     start, stop = partition.slices()[place]
     return Share(setup.loaded, start, stop, known, longest, prefix=plan.prefix)

@@ -133,7 +133,7 @@ class StoredSource:
         assert document.asked is not None
         record, tokens, source = self._find(document.id)
         _, name = parse_answer_id(document.id)
-        prompt = self._setup.question_frames[name].after(tuple(tokens.ids), tokens.text, record.dropped_tokens)
+        prompt = self._setup.prompt_config.questions[name].after(tuple(tokens.ids), tokens.text, record.dropped_tokens)
         document = replace(document, asked=replace(document.asked, sha256=record.document_sha256))
         return Split(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,6 @@ class Machine:
 class JobSetup:
     """A job's model, ready on this rank, with all measurements.
 
-    question_frames : prompts around a document's text, by name: of questions about stored documents, or of `prompts`.
     weights : hash of all weights, if keys and values are stored or loaded; else empty.
     why_alone : why prompts are not packed; None if they are.
     prefixes : computed prefixes that all prompts begin with, longest first.
@@ -81,7 +79,6 @@ class JobSetup:
     spec: JobSpec
     loaded: LoadedModel
     prompt_config: PromptConfig
-    question_frames: Mapping[str, Frame]
     weights: str
     generation: GenerationConfig
     why_alone: str | None
