@@ -66,6 +66,16 @@ def rank_files(folder: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), folder / match[0]) for match in found]
 
 
+def remove_rank_files(folder: Path, but_of: int | None = None) -> None:
+    """Delete the files of `rank_files` and then the folder, or all but those of one session; ignore what cannot be."""
+    with contextlib.suppress(OSError):
+        for session, path in rank_files(folder):
+            if session != but_of:
+                path.unlink(missing_ok=True)
+        if but_of is None:
+            folder.rmdir()
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; raise `OSError` for others: pipes could block, devices could be endless."""
     _check_regular(os.stat(path).st_mode, path)  # opening a device may already have effects

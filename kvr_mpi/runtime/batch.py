@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.disk import OTHER_FOLDER, replacing
+from kvr_mpi.disk import OTHER_FOLDER, remove_rank_files, replacing
 from kvr_mpi.documents import Corpus, describe_others, scan_corpus
 from kvr_mpi.errors import (
     EXIT_BAD_DATA,
@@ -63,7 +63,7 @@ from kvr_mpi.store.log import software
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import check_same_documents, known_corpus, open_run
-from kvr_mpi.store.states import StateWriter, remove_states
+from kvr_mpi.store.states import STATES, StateWriter
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport, warm_up
@@ -146,7 +146,7 @@ def _run(
     threads = torch.get_num_threads()  # read here: PyTorch keeps this number per thread
     has_bar = options.bar and world.rank == 0
     if world.rank == 0:
-        remove_states(folder, but_of=session)
+        remove_rank_files(folder / STATES, but_of=session)
     group_size = spec.parallel.tensor_parallel
     with (
         closing(StateWriter(folder, world.rank, world.size, session, stop.deadline_s, log.line, group_size)) as states,
@@ -187,7 +187,7 @@ def _run(
     if lock is not None:
         with suppress(OutputError):  # another job has taken the folder
             lock.check(anew=True)
-            remove_states(folder)
+            remove_rank_files(folder / STATES)
     counters.close()
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)

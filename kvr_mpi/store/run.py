@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, PART, RUN_FILE, read_regular, replacing
+from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, PART, RUN_FILE, read_regular, remove_rank_files, replacing
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, counted
-from kvr_mpi.store.folder import DAMAGED, Survey, check_fresh, read_run_header, survey, take_lines
+from kvr_mpi.store.folder import DAMAGED, Survey, check_fresh, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
-from kvr_mpi.store.traces import remove_traces
+from kvr_mpi.store.traces import TRACES
 from kvr_mpi.store.volumes import RESULTS, is_ours, open_source, open_volume
 
 RUN_FILE_BYTES = 1 << 30
@@ -93,11 +93,8 @@ def check_settings(folder: Path, identity: dict[str, Any]) -> None:
 
     `open_run` checks those that depend on the model (`OF_MODEL`). Raises `OutputError`, which says what differs.
     """
-    header = None
-    with contextlib.suppress(DataError, OSError):  # `open_run` sets damaged files aside
-        header = read_run_header(folder)
-    if header is not None:
-        _check_identity(folder, {key: header.identity[key] for key in header.identity.keys() - OF_MODEL}, identity)
+    if (run := read_run_file(folder)) is not None:
+        _check_identity(folder, {key: run.identity[key] for key in run.identity.keys() - OF_MODEL}, identity)
 
 
 def check_same_documents(folder: Path, corpus: Corpus) -> None:
@@ -211,7 +208,7 @@ def _refuse_foreign(file: Path) -> None:
 def _clear(folder: Path) -> None:
     """Delete the files of a run, including damaged and unfinished ones, and nothing else."""
     (folder / RUN_FILE).unlink(missing_ok=True)
-    remove_traces(folder)
+    remove_rank_files(folder / TRACES)
     for file in list(folder.iterdir()):
         if is_ours(file.name.partition(DAMAGED)[0].removesuffix(PART)) and (file.is_file() or file.is_symlink()):
             file.unlink()

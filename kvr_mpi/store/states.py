@@ -9,7 +9,6 @@ job ends; the files of a killed job stay until the next job.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -187,16 +186,6 @@ def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
     has_begun = newest - min(state.began_s for state in states) > SILENT_S
     known = {state.rank for state in states}
     return tuple(rank for rank in range(states[0].size) if rank not in heard and (has_begun or rank in known))
-
-
-def remove_states(folder: Path, but_of: int | None = None) -> None:
-    """Delete the files of all jobs but one, and nothing else; ignore files that cannot be deleted."""
-    with contextlib.suppress(OSError):
-        for session, path in rank_files(folder / STATES):
-            if session != but_of:
-                path.unlink(missing_ok=True)
-        if but_of is None:
-            (folder / STATES).rmdir()
 
 
 def _read_state(path: Path, session: int) -> RankState | None:

@@ -263,16 +263,6 @@ def trace_files(folder: Path) -> list[Path]:
     return [path for _, path in rank_files(folder / TRACES)]
 
 
-def remove_traces(folder: Path) -> None:
-    """Delete a run's traces, and nothing else."""
-    files = trace_files(folder)
-    for path in files:
-        path.unlink(missing_ok=True)
-    if files:
-        with contextlib.suppress(OSError):  # the folder has other files
-            (folder / TRACES).rmdir()
-
-
 def read_traces(folder: Path, skipped: Say | None = None) -> Iterator[RankTrace]:
     """Read every rank's trace of every job of a run; damaged lines are counted.
 

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from made_runs import take
 
 from kvr_mpi.cli import group
-from kvr_mpi.store.states import STATE_BYTES, RankState, StateWriter, read_states, remove_states, silent_ranks
+from kvr_mpi.disk import remove_rank_files
+from kvr_mpi.store.states import STATE_BYTES, RankState, StateWriter, read_states, silent_ranks
 from kvr_mpi.store.status import read_status
 
 STATE = RankState(0, 4, 1, "here", 1000.0, "prefilling", 1100.0, None, 5.0, 1100.0, "a.txt", 10, 2)
@@ -52,7 +53,7 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {each.doing for each in read_states(tmp_path, 1)} == {"ended"}
     run.lock.release()
     assert read_status(tmp_path).ranks == () == read_states(tmp_path, 2), "nobody is at work"
-    remove_states(tmp_path)
+    remove_rank_files(tmp_path / "states")
     assert not (tmp_path / "states").exists()
 
 
@@ -125,7 +126,7 @@ def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path) -> None:
         pass
     (tmp_path / "states" / "notes.txt").write_text("mine")
     with writers(tmp_path, 1, session=2):
-        remove_states(tmp_path, but_of=2)
+        remove_rank_files(tmp_path / "states", but_of=2)
         assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["0002-0000.json", "notes.txt"]
-    remove_states(tmp_path)
+    remove_rank_files(tmp_path / "states")
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["notes.txt"]
