@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -24,8 +24,8 @@ MARK = re.compile("\ue000([0-9]+)\ue001")
 SEAM_SHARE = 0.15
 
 Keep = Literal["head", "tail", "middle"]
-# Positions among constant ids where fields of a row are inserted, with the fields' names.
-Gaps = tuple[tuple[int, str], ...]
+# Token ids, and in their places the names of fields of a row that must still be inserted.
+FrameIds = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,12 @@ class PromptText:
 class Frame:
     """The token ids before and after a document's text, and the maximum length of a prompt.
 
-    head_gaps, tail_gaps : fields of the document's row that must still be inserted.
     overlap : tokens of text that each part of a split text repeats from the previous part.
     """
 
-    head: tuple[int, ...]
-    tail: tuple[int, ...]
+    head: FrameIds
+    tail: FrameIds
     max_tokens: int
-    head_gaps: Gaps = ()
-    tail_gaps: Gaps = ()
     overlap: int = 0
 
     @property
@@ -70,21 +67,17 @@ class Frame:
     @property
     def shared_head(self) -> tuple[int, ...]:
         """Token ids that every prompt begins with."""
-        return self.head[: self.head_gaps[0][0]] if self.head_gaps else self.head
-
-    def begins_like(self, other: Frame) -> bool:
-        """Whether two frames have the same head."""
-        return (self.head, self.head_gaps) == (other.head, other.head_gaps)
+        return tuple(takewhile(lambda one: isinstance(one, int), self.head))
 
     def filled(self, tokenizer: Any, columns: Mapping[str, str]) -> Frame:
         """Insert the fields of a document's row, tokenised one by one; raise `DocumentError` if no text would fit."""
-        if not self.head_gaps and not self.tail_gaps:
-            return self
         head, tail = (
-            _fill(ids, [(at, encode_text(tokenizer, columns[name])) for at, name in gaps])
-            for ids, gaps in ((self.head, self.head_gaps), (self.tail, self.tail_gaps))
+            tuple(id for one in ids for id in (encode_text(tokenizer, columns[one]) if isinstance(one, str) else [one]))
+            for ids in (self.head, self.tail)
         )
-        frame = Frame(head, tail, self.max_tokens, overlap=self.overlap)
+        if (head, tail) == (self.head, self.tail):
+            return self
+        frame = replace(self, head=head, tail=tail)
         if frame.text_budget < 1:
             raise DocumentError(
                 f"too long: the template with the fields of its row has {len(head) + len(tail)} tokens; a prompt can "
@@ -101,7 +94,7 @@ class Frame:
         """Replace the tail of an existing prompt; raises `DocumentError` if it has another head or gets too long."""
         start, stop = text
         constant = self.shared_head
-        if tuple(ids[: len(constant)]) != constant or (start != len(self.head) and not self.head_gaps):
+        if tuple(ids[: len(constant)]) != constant or (start != len(self.head) and constant == self.head):
             raise DocumentError(
                 f"the {start} tokens at the beginning of its stored prompt differ from those of this tokenizer and "
                 f"chat template ({len(self.head)}); use the tokenizer and template of the earlier run"
@@ -155,9 +148,9 @@ def make_frame(
         # Keep the tokenizer's BOS token, if it has one; its EOS token would end the prompt.
         begins = encode_words(tokenizer, words[0] or " ", add_special_tokens=True)[:1]
         begins = begins if begins == [tokenizer.bos_token_id] else []
-    head, head_gaps = _assemble(tokenizer, words[: at + 1], parsed.names[:at], begins)
-    tail, tail_gaps = _assemble(tokenizer, words[at + 1 :], parsed.names[at + 1 :], [])
-    frame = Frame(head, tail, max_prompt_tokens, head_gaps, tail_gaps)
+    head = (*begins, *_assemble(tokenizer, words[: at + 1], parsed.names[:at]))
+    tail = _assemble(tokenizer, words[at + 1 :], parsed.names[at + 1 :])
+    frame = Frame(head, tail, max_prompt_tokens)
     if frame.text_budget < 1:
         raise ConfigError(
             f"the template alone has {len(head) + len(tail)} tokens, but a prompt can have at most {max_prompt_tokens} "
@@ -237,24 +230,11 @@ def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
     return 2 if left.rstrip().endswith((".", "!", "?")) else 3
 
 
-def _assemble(
-    tokenizer: Any, words: Sequence[str], names: Sequence[str], begins: Sequence[int]
-) -> tuple[tuple[int, ...], Gaps]:
-    """Tokenise words; return their ids, and the positions between them where fields are inserted."""
-    ids = [*begins, *encode_words(tokenizer, words[0])]
-    gaps = []
+def _assemble(tokenizer: Any, words: Sequence[str], names: Sequence[str]) -> FrameIds:
+    """Tokenise words, and put the names of fields between them."""
+    found: list[Any] = encode_words(tokenizer, words[0])
     for name, following in zip(names, words[1:], strict=True):
-        gaps.append((len(ids), name))
-        ids += encode_words(tokenizer, following)
-    return tuple(ids), tuple(gaps)
-
-
-def _fill(ids: Sequence[int], fields: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
-    """Insert the ids of fields at their positions."""
-    edges = [0, *(at for at, _ in fields), len(ids)]
-    found = list(ids[: edges[1]])
-    for (_, filled), (start, stop) in zip(fields, pairwise(edges[1:]), strict=True):
-        found += [*filled, *ids[start:stop]]
+        found += [name, *encode_words(tokenizer, following)]
     return tuple(found)
 
 

@@ -103,11 +103,11 @@ class PromptConfig:
         if document.asked is None or not self.questions or not self.shares_beginning:
             return 0
         own = self.questions[parse_answer_id(document.id)[1]]
-        alike = [one for one in self.questions.values() if one.begins_like(own)]
+        alike = [one for one in self.questions.values() if one.head == own.head]
         if len(alike) < 2:
             return 0
         # After the shared tokens, each prompt needs at least one of its own.
-        return prompt.text[1] - any(not one.tail and not one.tail_gaps for one in alike)
+        return prompt.text[1] - any(not one.tail for one in alike)
 
 
 @dataclass(slots=True)
