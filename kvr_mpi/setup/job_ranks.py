@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kvr_mpi.errors import Say, counted
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.topology import Topology, others_after, others_before, place_in_group
-from kvr_mpi.transport import Transport
+from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.base import FixedTag, Request
 from kvr_mpi.transport.choose import warm_up_sums
 from kvr_mpi.transport.collectives import all_gather
@@ -35,12 +36,14 @@ class JobRanks:
     lane : the ranks with this rank's heads, one from each group; all ranks without groups.
     peers : the ranks of this group; None without groups.
     tp_group : the group as the model uses it.
+    hosts : number of hosts of this group.
     """
 
     world: Transport
     lane: Transport
     peers: Transport | None = None
     tp_group: TensorParallelGroup | None = None
+    hosts: int = 1
 
     @property
     def tells(self) -> bool:
@@ -66,7 +69,8 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
     watch = _Watch(words, peers) if isinstance(peers, NcclTransport) else None
     how = (tell, is_out_of_memory) if watch is None else (watch.tell, is_out_of_memory, watch.hears)
     tp_group = TensorParallelGroup(peers.rank, peers.size, peers.all_reduce, *how)
-    return JobRanks(world, lane, peers, tp_group)
+    firsts: list[bool] = share_json(words, gather_json(words, words.local_rank == 0))
+    return JobRanks(world, lane, peers, tp_group, hosts=max(1, sum(firsts)))
 
 
 class _Watch:
@@ -132,3 +136,14 @@ def _look(watch: weakref.ref[_Watch], ended: threading.Event) -> None:
     while not ended.wait(LOOK_S) and (it := watch()) is not None:
         it.look()
         del it
+
+
+def warn_of_hosts(ranks: JobRanks, say: Say) -> None:
+    """Warn of tensor-parallel groups on several hosts, whose all-reduces are slow; every rank calls this."""
+    across: list[int] = share_json(ranks.world, gather_json(ranks.world, ranks.hosts))
+    if max(across) > 1:
+        say(
+            f"warning: {counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on several "
+            f"hosts, so all-reduces go over the network: start a multiple of the group's size on each host, numbered "
+            f"block-wise; kvr doctor measures them"
+        )

@@ -52,7 +52,7 @@ from kvr_mpi.report.style import bytes_text
 from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
-from kvr_mpi.setup.job_ranks import JobRanks
+from kvr_mpi.setup.job_ranks import JobRanks, warn_of_hosts
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all, silent
 from kvr_mpi.setup.rates import costs_of, describe_rates, table_of
@@ -202,6 +202,8 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     loaded = load_on_all(world, source.path, kernels=kernels, say=say, tp_group=ranks.tp_group, **arguments)
     once_s = time.perf_counter() - began_s if conversion else 0.0
     say(_describe(spec, loaded, ranks.lane, chain))
+    if ranks.tp_group is not None:
+        warn_of_hosts(ranks, say)
     return loaded, once_s
 
 

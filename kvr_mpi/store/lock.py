@@ -149,6 +149,8 @@ class Lock:
                 self._look()
         if not self._is_lost:
             return
+        if not self._folder.is_dir():
+            raise OutputError(f"{str(self._folder)!r} is gone; restore it, and continue with --resume")
         state = read_lock(self._folder)
         if state is None or state.number <= self.number:
             raise OutputError(

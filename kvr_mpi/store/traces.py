@@ -9,7 +9,7 @@ thread a kind of work. Viewers ignore these metadata events:
     kvr_trace              the version of the format, and a `TraceHeader`; the first event
     prompt                 a `TracedPrompt`, and its number on the rank
     clock                  seconds by which the rank's clock is ahead of rank 0's, and the error of that estimate
-    full                   the trace ends here: it has reached its maximum size
+    full, ended            the trace ends here: it has reached its maximum size; the rank has finished its work
 
 A job that resumes a run adds its own files.
 """
@@ -126,6 +126,7 @@ class RankTrace:
     memory: list[tuple[float, int]] = field(default_factory=list)
     clock_error_s: float = math.inf
     is_full: bool = False
+    has_ended: bool = False
     damaged: int = 0  # lines that cannot be read
 
 
@@ -172,6 +173,8 @@ class TraceWriter:
         """Write the remaining spans."""
         self._closed.set()
         self._thread.join()
+        self._flush()
+        self._add("ended", {})
         self._flush()
         os.close(self._handle)
 
@@ -335,6 +338,7 @@ def _add_event(trace: RankTrace, clocks: list[tuple[float, float, float]], event
         clocks.append((at_s, _number(values["ahead_s"], int, float), _number(values["error_s"], int, float)))
     else:
         trace.is_full |= name == "full"
+        trace.has_ended |= name == "ended"
 
 
 def _number(value: Any, *kinds: type) -> Any:

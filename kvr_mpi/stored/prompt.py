@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -54,6 +55,12 @@ def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTok
 
     Raises `DataError` if files are missing, damaged, different from `pieces`, or without tokens.
     """
+    for piece in pieces:
+        if not Path(piece.path).is_file():
+            raise DataError(
+                f"{piece.path} existed when the job began, and is gone: the run may have been merged; start the job "
+                f"again"
+            )
     kv = open_pieces(name, pieces)
     if kv.tokens is None:
         raise DataError(f"{name}: its stored keys and values do not record their tokens")

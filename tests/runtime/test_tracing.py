@@ -27,7 +27,7 @@ def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(run_job: Any)
     assert [(trace.header.rank, trace.header.size, trace.header.session) for trace in traces] == [(0, 2, 1), (1, 2, 1)]
     records = run.records
     for trace in traces:
-        assert not trace.is_full and not trace.damaged and trace.clock_error_s < 60
+        assert trace.has_ended and not trace.is_full and not trace.damaged and trace.clock_error_s < 60
         assert trace.memory and of_kind(trace, "write", "decode")
         for number, prompt in trace.prompts.items():
             mine = [span for span in trace.spans if span.prompt == number]
@@ -101,7 +101,7 @@ def test_a_killed_job_leaves_what_was_written(tmp_path: Path) -> None:
         assert len(traces) == (whole[:size].count(b"\n") > 1)
         for trace in traces:
             whole_lines = whole[: whole.rindex(b"\n", 0, size) + 1]
-            assert not trace.damaged
+            assert not trace.damaged and trace.has_ended == (b'"ended"' in whole_lines)
             assert len(trace.spans) == whole_lines.count(b'"cat":"wait"')
     path.write_bytes(
         whole.replace(b'"cat":"wait"', b'"cat":"what"', 1).replace(b'"ts":1004000000,', b'"ts":"4",', 1)
