@@ -23,14 +23,15 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.transport.base import LAYERS_AHEAD
 
 # Takes a layer's keys and values, each (tokens, kv_heads, head_dim); None if it has none.
 WriteLayer = Callable[[tuple[torch.Tensor, torch.Tensor] | None], None]
 # Layers with unfinished sends that a rank holds before it waits for the sends.
 LAYERS_HELD = 8
-# Layers posted ahead of the computing one on a decode rank that compresses each layer when it is complete.
-COMPRESSED_AHEAD = 1
+# Layers whose receives are posted ahead of the computing one.
+LAYERS_AHEAD = 2
+# The same where a pending receive occupies part of a GPU, or the decode rank compresses each layer when it is complete.
+FEW_AHEAD = 1
 
 
 class SliceCache(RowCache):
@@ -96,12 +97,10 @@ class SliceCache(RowCache):
         self._chosen: list[tuple[SliceLayer, Iterable[torch.Tensor] | None]] = []  # complete layers, to be admitted
         self._begun, self._posted = -1, 0
         self.is_alone = transfers is None and not shape.has_states  # models read states before keys
-        transport = None if transfers is None else transfers.forwarder.transport
-        self._layers_ahead = LAYERS_AHEAD if transport is None else transport.layers_ahead
-        if self.is_alone or (transport is not None and transport.in_streams and not route.is_one_way):
+        in_streams = transfers is not None and transfers.forwarder.transport.in_streams
+        self._layers_ahead = FEW_AHEAD if in_streams or self._choose is not None else LAYERS_AHEAD
+        if self.is_alone or (in_streams and not route.is_one_way):
             self._layers_ahead = 0
-        if self._choose is not None:
-            self._layers_ahead = min(self._layers_ahead, COMPRESSED_AHEAD)
         layers = [
             StateLayer(self, idx, layer) if layer.states else SliceLayer(self, idx, layer)
             for idx, layer in enumerate(shape.layers)

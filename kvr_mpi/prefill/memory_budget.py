@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
-from kvr_mpi.kv.cache import COMPRESSED_AHEAD, LAYERS_HELD
+from kvr_mpi.kv.cache import FEW_AHEAD, LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import MakeRoute, Route, count_tokens
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
@@ -30,7 +30,6 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, why_no_chunks
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.routes import relay
-from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.local import PretendedChain
 
 # Layers to count: all layers have the same activations, and the first layer's are freed before the second runs.
@@ -113,7 +112,7 @@ class Footprint:
         if is_spread or not is_decode_rank or (drop is None and not self.admits):
             return needs
         is_alone = route.partition.size == 1 and not self.shape.has_states
-        ahead = 0 if is_alone else LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD
+        ahead = 0 if is_alone else LAYERS_AHEAD if drop is None else FEW_AHEAD
         late = drop.late_layers if drop is not None and self.admits else 0
         in_flight = min(len(layers), 1 + ahead + late) * layers[0] * tokens * self.shape.dtype_bytes
         if drop is None:
