@@ -203,19 +203,9 @@ class SliceLayer(RowLayer):
         return part
 
     @property
-    def buffer(self) -> torch.Tensor | None:
-        """The whole buffer (capacity, elements of K and V of all heads).
-
-        It is None before the prefill and after its release.
-        """
-        return None if self.layout is None else self.layout.buffer
-
-    @property
     def store(self) -> HeadStore:
         """The store that decoding reads after the prefill."""
         assert self.layout is not None, "this rank keeps its keys and values"
-        if self.segments is not None and self.buffer is not None:
-            self.segments.wait_for()
         return self.layout
 
     @property
@@ -240,7 +230,7 @@ class SliceLayer(RowLayer):
         """Release the buffer if everything is sent, or after waiting for that; return whether it is released."""
         if self.segments is not None and not self.segments.is_through(wait=wait):
             return False
-        if self.layout is not None and self.layout.buffer is not None and not self.cache.keeps_all:
+        if self.layout is not None and self.layout.buffer is not None:
             self.cache.buffers.give_back(self.layout.buffer)
         self.let_go()
         return True

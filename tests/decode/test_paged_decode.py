@@ -94,11 +94,11 @@ def test_no_memory_for_an_extent_is_memory_for_a_document(monkeypatch: pytest.Mo
     loaded = ready("llama-gqa")
     arena, asked = arena_of(loaded, 64), []
 
-    def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, None]:
+    def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         asked.append(count * dtype.itemsize // arena.page_bytes)
         if asked[-1] > room:
             raise MemoryError("no bytes for keys and values")
-        return torch.empty(count, dtype=dtype), None
+        return torch.empty(count, dtype=dtype)
 
     monkeypatch.setattr("kvr_mpi.kv.arena.make_flat", make_flat)
     shape, room = loaded.shape.layers[0], 10
