@@ -45,8 +45,7 @@ class SliceCache(RowCache):
     is_spread : sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
     retain : what compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped,
         so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
-    arena : page pool, to which the rank that ends with all keys and values moves each complete layer, reordered by
-        heads.
+    arena : page pool for the stores of the rank that ends with all keys and values; None: each store has its own memory.
     write_layer : called for each complete layer with the keys and values of this rank's own tokens.
     cuts_last_layer : the last layer processes the last token as a separate chunk, the only one that attends
         (``layer_chunks``).
@@ -151,7 +150,7 @@ class SliceCache(RowCache):
                 self.share.take(layer)
             if self._write_layer is not None:
                 bounds = self.route.partition.bounds[self.route.position :][:2]
-                self._write_layer(layer.layout.rows_by_token(*bounds) if layer.shape.elements else None)
+                self._write_layer(layer.store.rows_by_token(*bounds) if layer.shape.elements else None)
             if self.keeps_all and layer.shape.elements and layer.has_all_chunks:
                 self._chosen.append((layer, None if self._choose is None else self._choose(layer)))
                 layer.observed = None
@@ -199,14 +198,14 @@ class SliceCache(RowCache):
     @property
     def stores(self) -> list[HeadStore]:
         """Keys and values of the layers that hold any now."""
-        return [layer.layout for layer in self.layers if layer.layout is not None]
+        return [layer.store for layer in self.layers if layer.store is not None]
 
     def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
         """Move the tokens that each head keeps (None: all) to the decode store, and release the layer's buffer.
 
         Transfers need rows by token; in the store they are by head, which decoding on CPUs reads twice as fast.
         """
-        before, shape, length, own = layer.layout, layer.shape, layer.length, (self.dtype, self.device, self.arena)
+        before, shape, length, own = layer.store, layer.shape, layer.length, (self.dtype, self.device, self.arena)
         assert before is not None, "the buffer was filled"
         if layer.segments is not None:
             layer.segments.is_through(wait=True)
@@ -219,7 +218,7 @@ class SliceCache(RowCache):
             store.positions = [positions.to(torch.int32) for positions in kept]
             keys, values = (each[0].unbind(0) for each in before.rows(0, length))
             store.fill(zip(keys, values, strict=True), kept)
-        layer.layout, layer.segments = store, None  # the segments reference the buffer, too
+        layer.store, layer.segments = store, None  # the segments reference the buffer, too
         if before.buffer is not None and self._posted < len(self.layers):
             self.buffers.give_back(before.buffer)
 
@@ -227,7 +226,7 @@ class SliceCache(RowCache):
         """Take over the rows of a document of `length` tokens, or of some of its heads, prefilled elsewhere."""
         assert not self.prefilling
         for layer, store in zip(self.layers, stores, strict=True):
-            layer.layout, layer.length = store, length
+            layer.store, layer.length = store, length
         self.capacity = length + slack
 
     def note_states(self) -> None:
@@ -260,8 +259,8 @@ def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> Pair | None:
     if isinstance(layer, SliceLayer):
         if not layer.shape.elements:
             return None
-        assert layer.layout is not None, "this rank holds keys and values"
-        return layer.layout.rows_by_token(max(first, cache.route.first_held(layer.shape.visibility)), layer.length)
+        assert layer.store is not None, "this rank holds keys and values"
+        return layer.store.rows_by_token(max(first, cache.route.first_held(layer.shape.visibility)), layer.length)
     held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
     if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
         return None
