@@ -45,7 +45,7 @@ class SliceCache(RowCache):
     is_spread : sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
     retain : what compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped,
         so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
-    arena : page pool for the stores of the rank that ends with all keys and values; None: each store has its own memory.
+    arena : page pool for the stores of the rank that ends with all keys and values; None: separate memory.
     write_layer : called for each complete layer with the keys and values of this rank's own tokens.
     cuts_last_layer : the last layer processes the last token as a separate chunk, the only one that attends
         (``layer_chunks``).
@@ -152,8 +152,10 @@ class SliceCache(RowCache):
                 bounds = self.route.partition.bounds[self.route.position :][:2]
                 self._write_layer(layer.store.rows_by_token(*bounds) if layer.shape.elements else None)
             if self.keeps_all and layer.shape.elements and layer.has_all_chunks:
-                self._chosen.append((layer, None if self._choose is None else self._choose(layer)))
-                layer.observed = None
+                chosen = None
+                if self._choose is not None:
+                    chosen, layer.observed = self._choose(layer), None
+                self._chosen.append((layer, chosen))
         while len(self._chosen) > (0 if is_end else self._late_layers):
             layer, chosen = self._chosen.pop(0)
             kept = None if chosen is None else list(chosen)
@@ -219,8 +221,15 @@ class SliceCache(RowCache):
             keys, values = (each[0].unbind(0) for each in before.rows(0, length))
             store.fill(zip(keys, values, strict=True), kept)
         layer.store, layer.segments = store, None  # the segments reference the buffer, too
-        if before.buffer is not None and self._posted < len(self.layers):
-            self.buffers.give_back(before.buffer)
+        self.reuse(before)
+
+    def reuse(self, store: HeadStore) -> None:
+        """Give a complete layer's buffer to later layers; if none needs it, it is freed with the last view of it.
+
+        So it is if the model attends by itself: later layers may share the keys and values that `update` returned.
+        """
+        if store.buffer is not None and self.in_parts and self._posted < len(self.layers):
+            self.buffers.give_back(store.buffer)
 
     def adopt(self, stores: Sequence[HeadStore], length: int, slack: int) -> None:
         """Take over the rows of a document of `length` tokens, or of some of its heads, prefilled elsewhere."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,9 +25,6 @@ from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import cut_range
 
-if TYPE_CHECKING:
-    from kvr_mpi.kv.cache import SliceCache
-
 # Devices on which attention combines the prefix's segments into two groups.
 GROUPING = ("cuda",)
 
@@ -40,10 +37,10 @@ class SliceLayer(RowLayer):
     cache. This is as exact as transformers' own cache, but slower: attention does not overlap with transfers.
     """
 
-    cache: SliceCache
+    cache: Any  # a `cache.SliceCache`
     is_sent = True  # its states, if it has any
 
-    def __init__(self, cache: SliceCache, layer_idx: int, shape: LayerShape) -> None:
+    def __init__(self, cache: Any, layer_idx: int, shape: LayerShape) -> None:
         super().__init__(cache, layer_idx, shape)
         self.length = cache.start
         self.fresh = 0  # tokens last appended
@@ -226,8 +223,8 @@ class SliceLayer(RowLayer):
         """Release the buffer if everything is sent, or after waiting for that; return whether it is released."""
         if self.segments is not None and not self.segments.is_through(wait=wait):
             return False
-        if self.store is not None and self.store.buffer is not None:
-            self.cache.buffers.give_back(self.store.buffer)
+        if self.store is not None:
+            self.cache.reuse(self.store)
         self.let_go()
         return True
 

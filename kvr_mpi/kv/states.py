@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import LinearAttentionLayer
@@ -23,9 +23,6 @@ from kvr_mpi.kv.transfers import NO_TOKENS, STATES
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.transport.forwarder import Transfer
 
-if TYPE_CHECKING:
-    from kvr_mpi.kv.cache import SliceCache
-
 # Alignment of each state in a message, which views of another dtype require.
 ALIGNMENT_BYTES = 64
 
@@ -33,7 +30,7 @@ ALIGNMENT_BYTES = 64
 class StateLayer(LinearAttentionLayer, SliceLayer):
     """The states of one layer on one rank, and its keys and values if it has attention, too."""
 
-    def __init__(self, cache: SliceCache, layer_idx: int, shape: LayerShape) -> None:
+    def __init__(self, cache: Any, layer_idx: int, shape: LayerShape) -> None:
         self._values: dict[str, dict[int, torch.Tensor | None]] = {}
         LinearAttentionLayer.__init__(self, number_of_states=1 + max(state.index for state in shape.states))
         SliceLayer.__init__(self, cache, layer_idx, shape)
