@@ -50,7 +50,7 @@ def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, arena: A
     for layer in cache.layers:
         layer.length = 0  # decoding goes on where the prompt ended: here the prompt itself is written
         heads, shape = layer.shape.num_kv_heads, layer.shape
-        if layer.buffer is None:
+        if layer.store is None:
             layer.post()
         layer.update(torch.randn(1, heads, tokens, shape.key_dim), torch.randn(1, heads, tokens, shape.value_dim))
         cache.current = None

@@ -102,6 +102,6 @@ class PrefilledDocuments:
         made.finish()
         for mine, theirs in zip(made.layers, cache.layers, strict=True):
             mine.post()
-            mine.layout.write(0, *theirs.layout.rows(0, cache.length))
+            mine.store.write(0, *theirs.store.rows(0, cache.length))
             mine.length = cache.length
         return made

@@ -53,5 +53,4 @@ def keep_only(cache: SliceCache, retained: Sequence[Sequence[torch.Tensor] | Non
     for layer, kept in zip(cache.layers, retained, strict=True):
         if layer.shape.elements:
             cache.admit(layer, kept, slack)
-    cache.buffers.clear()
     cache.capacity = length + slack

@@ -121,7 +121,7 @@ def answer(loaded: LoadedModel, arena: Arena | None, end: int | None = None) -> 
         for _ in range(min(len(waiting), chance.randint(0, 2))):
             ids = other_prompt(waiting.pop(0))
             (prefill,) = prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, arena=arena)
-            assert all((layer.buffer is None) == (arena is not None) for layer in prefill.cache.layers)
+            assert all((layer.store.extent is not None) == (arena is not None) for layer in prefill.cache.layers)
             batch.add(str(len(ids)), prefill, ids, 0)
         for each in batch.step():
             assert each.answer is not None

@@ -77,7 +77,7 @@ def _order(world: Transport, before: int, after: int) -> None:
     """In order for one tag, apart for different tags."""
     first, second, other = (torch.empty(3) for _ in range(3))
     requests = [world.irecv(first, before, 1), world.irecv(second, before, 1), world.irecv(other, before, 2)]
-    messages = [(9.0, 2), (1.0, 1), (2.0, 1)] if world.has_tags else [(1.0, 1), (2.0, 1), (9.0, 2)]
+    messages = [(1.0, 1), (2.0, 1), (9.0, 2)] if world.in_streams else [(9.0, 2), (1.0, 1), (2.0, 1)]
     sends = [world.isend(torch.full((3,), value), after, tag) for value, tag in messages]
     for request in [*requests, *sends]:
         request.wait()

@@ -131,8 +131,8 @@ class Compression:
         """Score the tokens before the window (this rank's heads, tokens)."""
         start, stop = window
         first, last = self._own
-        assert layer.layout is not None, "it is complete"
-        keys, _ = layer.layout.rows(0, stop)
+        assert layer.store is not None, "it is complete"
+        keys, _ = layer.store.rows(0, stop)
         if not self.settings.rule.observes:
             return recency_scores(start, last - first, keys.device)
         observed = layer.observed

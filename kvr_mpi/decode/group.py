@@ -81,13 +81,7 @@ class Group:
         return True
 
     def take_in(self, documents: Sequence[Entry]) -> Sequence[Entry]:
-        """Prepare new prompts for steps; return those of all ranks of the group.
-
-        A rank alone reorders keys and values by head, which CPUs read faster.
-        """
-        for each in documents if self.loaded.device.type == "cpu" else ():
-            if each.prefill.cache is not None and not each.prefill.is_plain:
-                each.prefill.cache.lay_by_heads()
+        """Prepare new prompts for steps; return those of all ranks of the group."""
         return documents
 
     def rows(self, documents: Sequence[Entry], most: int | None) -> list[list[Entry]]:

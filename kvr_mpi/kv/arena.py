@@ -87,7 +87,7 @@ class Extent:
     def __init__(self, shape: LayerShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages, self.dims = pages, (shape.key_dim, shape.value_dim)
         rows = (pages + 1) * PAGE_ROWS  # the last page is a dummy for heads that lie in other extents
-        keys, values = in_flat(make_flat(rows * sum(self.dims), dtype, device)[0], 1, rows, shape)
+        keys, values = in_flat(make_flat(rows * sum(self.dims), dtype, device), 1, rows, shape)
         self.keys, self.values = keys[0], values[0]
         for each in (self.keys, self.values):
             each[-PAGE_ROWS:] = 0

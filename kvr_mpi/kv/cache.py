@@ -23,14 +23,15 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.transport.base import LAYERS_AHEAD
 
 # Takes a layer's keys and values, each (tokens, kv_heads, head_dim); None if it has none.
 WriteLayer = Callable[[tuple[torch.Tensor, torch.Tensor] | None], None]
 # Layers with unfinished sends that a rank holds before it waits for the sends.
 LAYERS_HELD = 8
-# Layers posted ahead of the computing one on a decode rank that compresses each layer when it is complete.
-COMPRESSED_AHEAD = 1
+# Layers whose receives are posted ahead of the computing one.
+LAYERS_AHEAD = 2
+# The same where a pending receive occupies part of a GPU, or the decode rank compresses each layer when it is complete.
+FEW_AHEAD = 1
 
 
 class SliceCache(RowCache):
@@ -44,8 +45,7 @@ class SliceCache(RowCache):
     is_spread : sharded KV: every rank keeps its own tokens, in `share`, and no rank keeps all.
     retain : what compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped,
         so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
-    arena : page pool, to which the rank that ends with all keys and values moves each complete layer, reordered by
-        heads.
+    arena : page pool for the stores of the rank that ends with all keys and values; None: separate memory.
     write_layer : called for each complete layer with the keys and values of this rank's own tokens.
     cuts_last_layer : the last layer processes the last token as a separate chunk, the only one that attends
         (``layer_chunks``).
@@ -96,12 +96,10 @@ class SliceCache(RowCache):
         self._chosen: list[tuple[SliceLayer, Iterable[torch.Tensor] | None]] = []  # complete layers, to be admitted
         self._begun, self._posted = -1, 0
         self.is_alone = transfers is None and not shape.has_states  # models read states before keys
-        transport = None if transfers is None else transfers.forwarder.transport
-        self._layers_ahead = LAYERS_AHEAD if transport is None else transport.layers_ahead
-        if self.is_alone or (transport is not None and transport.in_streams and not route.is_one_way):
+        in_streams = transfers is not None and transfers.forwarder.transport.in_streams
+        self._layers_ahead = FEW_AHEAD if in_streams or self._choose is not None else LAYERS_AHEAD
+        if self.is_alone or (in_streams and not route.is_one_way):
             self._layers_ahead = 0
-        if self._choose is not None:
-            self._layers_ahead = min(self._layers_ahead, COMPRESSED_AHEAD)
         layers = [
             StateLayer(self, idx, layer) if layer.states else SliceLayer(self, idx, layer)
             for idx, layer in enumerate(shape.layers)
@@ -113,14 +111,10 @@ class SliceCache(RowCache):
         self.left_after = self.last if stop is None and not is_read else stop
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self.last].states
         super().__init__(layers)
-        filled = [layer.shape for layer in layers[: None if stop is None else stop + 1 + LAYERS_AHEAD]]
-        self.arena = arena if self.keeps_all and stop is None else None
-        self._admits = self._choose is not None or self.arena is not None
+        self.arena = arena if self.keeps_all else None
         self.shared_tokens = prefix.shared_tokens(self.arena) if prefix is not None and self.in_parts else 0
-        keeps = self.keeps_all and not self._admits
-        self.buffers = LayerBuffers(
-            filled, self.capacity - self.shared_tokens, keeps=keeps, dtype=self.dtype, device=self.device
-        )
+        elements = max(layer.elements for layer in shape.layers)
+        self.buffers = LayerBuffers(elements, route.capacity - self.shared_tokens, self.dtype, self.device)
         if arena is not None:
             arena.collect()
 
@@ -156,10 +150,12 @@ class SliceCache(RowCache):
                 self.share.take(layer)
             if self._write_layer is not None:
                 bounds = self.route.partition.bounds[self.route.position :][:2]
-                self._write_layer(layer.layout.rows_by_token(*bounds) if layer.shape.elements else None)
-            if self._admits and layer.shape.elements:
-                self._chosen.append((layer, None if self._choose is None else self._choose(layer)))
-                layer.observed = None
+                self._write_layer(layer.store.rows_by_token(*bounds) if layer.shape.elements else None)
+            if self.keeps_all and layer.shape.elements and layer.has_all_chunks:
+                chosen = None
+                if self._choose is not None:
+                    chosen, layer.observed = self._choose(layer), None
+                self._chosen.append((layer, chosen))
         while len(self._chosen) > (0 if is_end else self._late_layers):
             layer, chosen = self._chosen.pop(0)
             kept = None if chosen is None else list(chosen)
@@ -180,8 +176,7 @@ class SliceCache(RowCache):
         """End the prefill, so that decoding can begin; unfinished sends continue in the background."""
         if self._begun >= 0:
             self.advance(len(self.layers))
-        if self._admits:
-            self.buffers.clear()
+        self.buffers.clear()
         if not self.keeps_all:
             for layer in self.layers:
                 layer.let_go()
@@ -205,40 +200,42 @@ class SliceCache(RowCache):
     @property
     def stores(self) -> list[HeadStore]:
         """Keys and values of the layers that hold any now."""
-        return [layer.layout for layer in self.layers if layer.layout is not None]
+        return [layer.store for layer in self.layers if layer.store is not None]
 
     def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
-        """Move the tokens that each head keeps (None: all) to the decode store, and release the layer's buffer."""
-        before, shape, length, own = layer.layout, layer.shape, layer.length, (self.dtype, self.device, self.arena)
+        """Move the tokens that each head keeps (None: all) to the decode store, and release the layer's buffer.
+
+        Transfers need rows by token; in the store they are by head, which decoding on CPUs reads twice as fast.
+        """
+        before, shape, length, own = layer.store, layer.shape, layer.length, (self.dtype, self.device, self.arena)
         assert before is not None, "the buffer was filled"
+        if layer.segments is not None:
+            layer.segments.is_through(wait=True)
         if kept is None:
-            start, shared = before.shared_tokens, before.shared
-            counts = [length - start] * shape.num_kv_heads
+            counts, start, shared = [length - before.start] * shape.num_kv_heads, before.start, before.shared
             store = HeadStore.reserve(shape, counts, slack, length, *own, start=start, shared=shared, is_whole=True)
+            store.write(store.start, *before.rows(store.start, length))
         else:
             store = HeadStore.reserve(shape, list(map(len, kept)), slack, length, *own)
             store.positions = [positions.to(torch.int32) for positions in kept]
-        if layer.segments is not None:
-            layer.segments.is_through(wait=True)
-        keys, values = (each[0].unbind(0) for each in before.rows(store.start, length))
-        store.fill(zip(keys, values, strict=True), kept)
-        layer.layout, layer.segments = store, None  # the segments reference the buffer, too
-        if before.buffer is not None:
-            self.buffers.give_back(before.buffer)
+            keys, values = (each[0].unbind(0) for each in before.rows(0, length))
+            store.fill(zip(keys, values, strict=True), kept)
+        layer.store, layer.segments = store, None  # the segments reference the buffer, too
+        self.reuse(before)
 
-    def lay_by_heads(self) -> None:
-        """Reorder rows by head after the prefill, which needed them by token for transfers: CPUs then decode faster."""
-        for layer in self.layers:
-            if layer.segments is not None:
-                layer.segments.is_through(wait=True)
-            if layer.buffer is not None:
-                layer.layout = layer.layout.laid_by_heads(layer.length)
+    def reuse(self, store: HeadStore) -> None:
+        """Give a complete layer's buffer to later layers; if none needs it, it is freed with the last view of it.
+
+        So it is if the model attends by itself: later layers may share the keys and values that `update` returned.
+        """
+        if store.buffer is not None and self.in_parts and self._posted < len(self.layers):
+            self.buffers.give_back(store.buffer)
 
     def adopt(self, stores: Sequence[HeadStore], length: int, slack: int) -> None:
         """Take over the rows of a document of `length` tokens, or of some of its heads, prefilled elsewhere."""
         assert not self.prefilling
         for layer, store in zip(self.layers, stores, strict=True):
-            layer.layout, layer.length = store, length
+            layer.store, layer.length = store, length
         self.capacity = length + slack
 
     def note_states(self) -> None:
@@ -271,8 +268,8 @@ def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> Pair | None:
     if isinstance(layer, SliceLayer):
         if not layer.shape.elements:
             return None
-        assert layer.layout is not None, "this rank holds keys and values"
-        return layer.layout.rows_by_token(max(first, cache.route.first_held(layer.shape.visibility)), layer.length)
+        assert layer.store is not None, "this rank holds keys and values"
+        return layer.store.rows_by_token(max(first, cache.route.first_held(layer.shape.visibility)), layer.length)
     held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
     if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
         return None

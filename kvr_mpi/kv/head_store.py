@@ -102,7 +102,7 @@ class HeadStore:
             return cls(runs, shape, room, origin, appends=appends)
         if arena is None:
             rows = sum(capacities)
-            flat, _ = make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device)
+            flat = make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device)
             whole = Run(0, 0, 0, *in_flat(flat, 1, rows, shape))
         else:
             capacities = [PAGE_ROWS * pages_for(capacity) for capacity in capacities]
@@ -143,19 +143,6 @@ class HeadStore:
         store = cls.reserve(shape, counts, 0, stop, rows.dtype, device, arena, start=start, is_whole=True)
         store.write(start, *cls.by_tokens(rows.to(device, non_blocking=True), shape, start).rows(start, stop))
         return store
-
-    def laid_by_heads(self, length: int) -> HeadStore:
-        """Reorder the buffer of a document of `length` tokens in place so that each head's tokens are contiguous.
-
-        Attention on CPUs is then twice as fast.
-        """
-        assert self.buffer is not None, "rows are by token"
-        tokens, capacity, heads = length - self.start, len(self.buffer), self.shape.num_kv_heads
-        old = [rows[0].clone(memory_format=torch.contiguous_format) for rows in self.runs[0].cut(self.start, length)]
-        run = Run(0, self.start, tokens, *in_flat(self.buffer.view(-1), heads, capacity, self.shape))
-        for place, rows in zip((run.keys, run.values), old, strict=True):
-            place[:, :tokens] = rows
-        return HeadStore([run], self.shape, capacity - tokens, length, is_whole=True, shared=self.shared)
 
     @functools.cached_property
     def lines(self) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:

@@ -47,7 +47,8 @@ class SliceLayer(RowLayer):
         self.fresh_ranges: Sequence[Range] = ()  # their positions
         self.chunks: Sequence[Sequence[Range]] = cache.route.chunks  # of tokens that this layer processes, in order
         self.chunks_done = 0  # chunks of the slice that are appended
-        self.layout: HeadStore | None = None
+        # By token; once a rank that keeps all has admitted the layer, what decoding reads.
+        self.store: HeadStore | None = None
         # On the decode rank, if compression scores keys with them: the window's queries (1, heads, window, head_dim).
         self.observed: torch.Tensor | None = None
         self.params: AttentionParams | None = None  # of the attention to this layer
@@ -58,21 +59,21 @@ class SliceLayer(RowLayer):
     def post(self) -> None:
         """Allocate the buffer and post the receives, once."""
         cache = self.cache
-        if self.layout is not None or not self.shape.elements:
+        if self.store is not None or not self.shape.elements:
             return
         buffer, free = cache.buffers.take(self.shape)
-        self.layout = layout = HeadStore.by_tokens(buffer, self.shape, cache.shared_tokens)
+        self.store = store = HeadStore.by_tokens(buffer, self.shape, cache.shared_tokens)
         if self.segments is not None:
-            self.segments.rows = lambda first, last: buffer[first - layout.start : last - layout.start]
+            self.segments.rows = lambda first, last: buffer[first - store.start : last - store.start]
             self.segments.free = free
             self.segments.post(cache.route)
         if cache.prefix is None or not cache.prefilling:
             return
         known = cache.prefix.store(self.layer_idx, self.shape, cache.device, cache.arena)
         if known is not None:  # a damaged file has raised a DataError
-            layout.shared = known.as_shared(cache.prefix.tokens) if layout.start else ()
-            if layout.start < cache.prefix.tokens:
-                layout.write(layout.start, *known.rows(layout.start, cache.prefix.tokens))
+            store.shared = known.as_shared(cache.prefix.tokens) if store.start else ()
+            if store.start < cache.prefix.tokens:
+                store.write(store.start, *known.rows(store.start, cache.prefix.tokens))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -85,13 +86,13 @@ class SliceLayer(RowLayer):
         cache.enter(self)
         if cache.prefilling and cache.is_alone:  # the previous layer gives its buffer back first
             cache.advance(self.layer_idx)
-        if self.layout is None:
+        if self.store is None:
             self.post()
-        assert self.layout is not None
+        assert self.store is not None
         self.fresh_ranges, at = self._take_chunk(key_states, value_states), 0
         for first, last in self.fresh_ranges:
             stretch = slice(at, at + last - first)
-            self.layout.write(first, key_states[:, :, stretch], value_states[:, :, stretch])
+            self.store.write(first, key_states[:, :, stretch], value_states[:, :, stretch])
             at = stretch.stop
         self.length = self.fresh_ranges[-1][1]
         if cache.prefilling:
@@ -104,7 +105,7 @@ class SliceLayer(RowLayer):
         cache.current = None
         if self.segments is not None:
             self.segments.wait_for()
-        return self.layout.rows(0, self.length)
+        return self.store.rows(0, self.length)
 
     def leave_if_done(self) -> None:
         """Raise `UnreadError` to leave this layer for the current chunk, or the model, if its output is not used."""
@@ -136,8 +137,8 @@ class SliceLayer(RowLayer):
             query = query.reshape(1, -1, 1, shape[-1])
         if query.shape[2] != self.fresh:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
-        seen, layout, self.params = self.shape.visibility, self.layout, params
-        assert layout is not None, "update came before"
+        seen, store, self.params = self.shape.visibility, self.store, params
+        assert store is not None, "update came before"
         prefilling, sees_all = self.cache.prefilling, seen.sees_all(self.length)
         if self.cache.window is not None and prefilling:
             self._observe(query, self.cache.window)
@@ -148,13 +149,13 @@ class SliceLayer(RowLayer):
         query = query[:, :, skipped:]
         if prefilling and not reads_only_last and sees_all:
             part = self._attend_route(query, keys, values, params)
-        elif not prefilling and (sees_all or not layout.is_whole):
-            part = self.store.attend(query, self.length, params)
+        elif not prefilling and (sees_all or not store.is_whole):
+            part = store.attend(query, self.length, params)
         else:  # for a last token alone, and with windows or chunks
             if self.segments is not None:
                 self.segments.wait_for()
             ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
-            part = attend_ranges(query, ranges, layout.rows, seen, params)
+            part = attend_ranges(query, ranges, store.rows, seen, params)
         out = part.finish(params).to(query.dtype)
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
         return whole.reshape(*shape[:-1], self.shape.value_dim)
@@ -177,15 +178,15 @@ class SliceLayer(RowLayer):
     ) -> PartialAttention:
         """Attend to this rank's tokens while segments are in flight, then to the segments in the order of the route."""
         route: Route = self.cache.route
-        layout = self.layout
-        assert layout is not None, "this rank holds keys and values"
+        store = self.store
+        assert store is not None, "this rank holds keys and values"
         start = route.owned[0][0]
         if route.attend is not None or self.fresh_ranges[0][0] > start:
             if self.segments is not None:  # the first chunk has waited for them, unless its output is unused
                 self.segments.wait_for()
             if route.attend is not None:
-                return route.attend(query, *layout.rows(0, route.capacity), params, start)
-            *before, own = layout.pieces(0, self.length)
+                return route.attend(query, *store.rows(0, route.capacity), params, start)
+            *before, own = store.pieces(0, self.length)
             part = attend(query, *own, params, causal=True)
             for rows in before:
                 part = part.merge(attend(query, *rows, params))
@@ -195,41 +196,26 @@ class SliceLayer(RowLayer):
             if self.segments is not None:
                 self.segments.wait_for(step.segments)
             some = query[:, :, step.first_query :]
-            for rows in (piece for bounds in step.ranges for piece in layout.pieces(*bounds)):
+            for rows in (piece for bounds in step.ranges for piece in store.pieces(*bounds)):
                 part = part.merge(attend(some, *rows, params), step.first_query)
         return part
 
     @property
-    def buffer(self) -> torch.Tensor | None:
-        """The whole buffer (capacity, elements of K and V of all heads).
-
-        It is None before the prefill and after its release.
-        """
-        return None if self.layout is None else self.layout.buffer
-
-    @property
-    def store(self) -> HeadStore:
-        """The store that decoding reads after the prefill."""
-        assert self.layout is not None, "this rank keeps its keys and values"
-        if self.segments is not None and self.buffer is not None:
-            self.segments.wait_for()
-        return self.layout
-
-    @property
     def is_ragged(self) -> bool:
         """Whether each head keeps different tokens."""
-        return self.layout is not None and not self.layout.is_whole
+        return self.store is not None and not self.store.is_whole
 
     @property
     def head_counts(self) -> list[int]:
         """Tokens that each KV head holds."""
+        assert self.store is not None, "this rank keeps its keys and values"
         return self.store.counts(self.length)
 
     @property
     def positions(self) -> list[torch.Tensor]:
         """Positions that each KV head holds, (tokens,) int32 on the host, if heads keep different tokens."""
         store = self.store
-        assert store.positions is not None, "this rank has dropped some"
+        assert store is not None and store.positions is not None, "this rank has dropped some"
         decoded = torch.arange(store.origin, self.length, dtype=torch.int32)
         return [torch.cat([kept.cpu(), decoded]) for kept in store.positions]
 
@@ -237,14 +223,14 @@ class SliceLayer(RowLayer):
         """Release the buffer if everything is sent, or after waiting for that; return whether it is released."""
         if self.segments is not None and not self.segments.is_through(wait=wait):
             return False
-        if self.layout is not None and self.layout.buffer is not None and not self.cache.keeps_all:
-            self.cache.buffers.give_back(self.layout.buffer)
+        if self.store is not None:
+            self.cache.reuse(self.store)
         self.let_go()
         return True
 
     def let_go(self) -> None:
         """Drop the buffer; the forwarder keeps what is still being sent."""
-        self.layout = self.segments = None
+        self.store = self.segments = None
 
     def get_seq_length(self) -> int:
         """Return the number of tokens before the next ones, at first the slice's start; models may ask any layer."""

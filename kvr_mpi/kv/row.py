@@ -74,9 +74,6 @@ class RowCache(Cache):
         """Tokens before the row; 0 for several prompts, since models then get explicit positions."""
         return 0
 
-    def lay_by_heads(self) -> None:
-        """Prepare for decoding."""
-
     def enter(self, layer: RowLayer) -> None:
         """Make a layer the one that attends next.
 

@@ -123,8 +123,8 @@ class Share:
         """Copy this rank's tokens out of a layer after its attention."""
         if layer.shape.elements and self.layers[layer.layer_idx] is None:
             store = self.layers[layer.layer_idx] = self._make(layer.layer_idx)
-            assert layer.layout is not None, "it is complete"
-            store.write(store.start, *layer.layout.rows(store.start, self.stop))
+            assert layer.store is not None, "it is complete"
+            store.write(store.start, *layer.store.rows(store.start, self.stop))
 
     def end_loading(self, failure: str | None = None) -> None:
         """Close the file after all layers are loaded, or after a rank failed to read its own."""

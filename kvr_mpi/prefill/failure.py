@@ -81,7 +81,7 @@ def play_on(cache: SliceCache) -> None:
         if layer.segments is None:  # released, after everything was sent
             continue
         if layer.shape.elements:
-            if layer.buffer is None:
+            if layer.store is None:
                 if not slots:  # layers with buffers come first, and have given them back
                     longest = max(hop.bounds[1] - hop.bounds[0] for hop in cache.route.hops)
                     slots = cache.buffers.scratch(longest, cache.route.slots)

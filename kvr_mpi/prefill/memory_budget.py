@@ -1,8 +1,8 @@
 """Predicts how much memory a plan takes on each rank.
 
-The peak memory of a rank is the sum of (1) what it held before, weights and libraries, (2) buffers of keys and values:
-on the last rank for all layers and tokens, or with compression for the retained tokens and the layers in flight; on the
-other ranks for the layers in flight, and (3) the activations of one layer, which grow with the slice. Activations are
+The peak memory of a rank is the sum of (1) what it held before, weights and libraries, (2) keys and values: on
+the last rank of all layers and tokens, or with compression of the retained tokens; and on all ranks buffers of the
+layers in flight, and (3) the activations of one layer, which grow with the slice. Activations are
 counted: the model's own code runs on the ``meta`` device, where tensors have shapes but no memory, and the sizes of all
 tensors that are alive at the same time are added up.
 """
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
-from kvr_mpi.kv.cache import COMPRESSED_AHEAD, LAYERS_HELD
+from kvr_mpi.kv.cache import FEW_AHEAD, LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import MakeRoute, Route, count_tokens
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
@@ -30,7 +30,6 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, why_no_chunks
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.routes import relay
-from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.local import PretendedChain
 
 # Layers to count: all layers have the same activations, and the first layer's are freed before the second runs.
@@ -80,16 +79,19 @@ class Footprint:
 
     activations : returns the bytes of one layer's activations, given the tokens of a slice, which follows a prefix of
         the same length, and of its chunks (None: at once).
-    heap_share : memory allocated for activations, relative to their bytes.
     takes_chunks : whether the model's layers can be run in chunks.
-    admits : whether the decode rank moves each layer to its decode store as soon as the layer is complete.
+    on_gpu : activations take no more than their bytes, and layers are compressed late.
     """
 
     shape: ModelShape
     activations: Callable[[int, int | None], int]
-    heap_share: float = HEAP_SHARE
     takes_chunks: bool = False
-    admits: bool = False
+    on_gpu: bool = False
+
+    @property
+    def heap_share(self) -> float:
+        """Memory allocated for activations, relative to their bytes."""
+        return 1.0 if self.on_gpu else HEAP_SHARE
 
     def route_bytes(
         self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False, drop: PlannedDrop | None = None
@@ -110,15 +112,16 @@ class Footprint:
         tokens = route.capacity + (0 if is_spread else reserved)
         activation_bytes = self.activation_bytes(computed, max(map(count_tokens, route.chunks)))
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
-        if is_spread or not is_decode_rank or (drop is None and not self.admits):
+        if is_spread or not is_decode_rank:
             return needs
         is_alone = route.partition.size == 1 and not self.shape.has_states
-        ahead = 0 if is_alone else LAYERS_AHEAD if drop is None else COMPRESSED_AHEAD
-        late = drop.late_layers if drop is not None and self.admits else 0
-        in_flight = min(len(layers), 1 + ahead + late) * layers[0] * tokens * self.shape.dtype_bytes
-        if drop is None:
-            return needs + in_flight
-        return needs - drop.kv_bytes + in_flight + int(self.heap_share * drop.choosing_bytes)
+        ahead = 0 if is_alone else LAYERS_AHEAD if drop is None else FEW_AHEAD
+        late = drop.late_layers if drop is not None and self.on_gpu else 0
+        in_flight = min(len(layers), 1 + ahead + late) * layers[0]
+        if drop is None and not self.on_gpu:  # the last layers' stores replace buffers, which no layer needs any more
+            in_flight = layers[0] + ahead * (layers[0] - layers[-1])
+        needs += in_flight * route.capacity * self.shape.dtype_bytes
+        return needs if drop is None else needs - drop.kv_bytes + int(self.heap_share * drop.choosing_bytes)
 
     def rolling_bytes(self, rolling: Rolling) -> int:
         """Peak bytes of a prompt with a rolling cache, independent of its length."""
@@ -192,8 +195,8 @@ def footprint_of(
     try:
         activations(1, None)
     except (RuntimeError, NotImplementedError):  # an operation without a meta kernel: only buffers are counted
-        return Footprint(shape, lambda tokens, chunk_tokens: 0)
-    return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE, why_no_chunks(loaded) is None, admits=on_gpu)
+        return Footprint(shape, lambda tokens, chunk_tokens: 0, on_gpu=on_gpu)
+    return Footprint(shape, activations, why_no_chunks(loaded) is None, on_gpu)
 
 
 def choose_chunks(

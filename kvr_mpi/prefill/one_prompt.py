@@ -162,8 +162,7 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
 def prefix_of_cache(ids: Sequence[int], cache: SliceCache) -> SharedPrefix:
     """Make a prefix from a cache that holds exactly these tokens."""
     states = {layer.layer_idx: layer.packed() for layer in cache.layers if layer.shape.states}
-    cache.lay_by_heads()
-    stores = [layer.store if layer.shape.elements else None for layer in cache.layers]
+    stores = [layer.store for layer in cache.layers]
     in_pages = all(store.extent is not None for store in stores if store is not None)
     return SharedPrefix(tuple(ids), stores, states, in_pages=in_pages)
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SAME_FILES = "check that all nodes see the same files and the same installation"
-# Number of layers whose receives are posted in advance, where a pending receive costs no compute resources.
-LAYERS_AHEAD = 2
 
 
 class FixedTag(IntEnum):
@@ -50,20 +48,16 @@ class Transport(Protocol):
     """Communication between the ranks of a job.
 
     The buffer of ``isend`` must not change before the request completes; ``irecv`` fills its buffer in place. Messages
-    with the same source, destination and tag arrive in the order they were sent. Without tags, all messages with the
-    same source and destination must be received in the order they were sent.
+    with the same source, destination and tag arrive in the order they were sent.
 
-    has_tags : messages are matched by tag, otherwise only by order.
     tag_ub : the largest tag; MPI guarantees 32,767.
-    layers_ahead : number of layers whose receives are posted in advance, at most `LAYERS_AHEAD`.
-    in_streams : transfers are work in streams of the GPU, which wait for each other without the host.
+    in_streams : transfers are work in streams of the GPU, which wait for each other without the host. Tags are not read
+        then: all messages with the same source and destination must be received in the order they were sent.
     rank : from 0 to ``size - 1``.
     local_rank, local_size : this rank's index among those on its host, and their number.
     """
 
-    has_tags: bool
     tag_ub: int
-    layers_ahead: int
     in_streams: bool
     rank: int
     size: int

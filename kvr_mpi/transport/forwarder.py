@@ -8,8 +8,8 @@ With NCCL this happens in streams of the GPU: the onward send is posted together
 waits for the receive. Waiting for a transfer then blocks the computing stream, not the host.
 
 Prompts follow each other over the same ranks without a barrier: the remaining transfers of one prompt run during the
-next. At most two prompts are in progress on a rank. Their messages have different tags and cannot be mixed up; on
-transports without tags, messages keep the order of the prompts.
+next. At most two prompts are in progress on a rank. Their messages have different tags and cannot be mixed up; with
+NCCL, which reads no tags, messages keep the order of the prompts.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Forwarder:
             self._receiving = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
         self._prompt = 0  # number of the prompt that began last
         self._pending: list[Transfer] = []
-        # Without tags: announced messages that are not sent yet, by destination, in its receive order.
+        # In streams: announced messages that are not sent yet, by destination, in its receive order.
         self._turns: dict[int, list[Transfer]] = defaultdict(list)
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -109,7 +109,7 @@ class Forwarder:
         with self._lock:
             span = Span(kind, 0.0, 0.0, self.recorder.prompt, layer, dest, tensor.nbytes)
             transfer = Transfer(tensor, tag, self._prompt, span)
-            if not self.transport.has_tags:
+            if self.transport.in_streams:
                 self._turns[dest].append(transfer)
             return transfer
 
@@ -121,7 +121,7 @@ class Forwarder:
         with self._lock:
             transfer.is_ready, transfer.received, ready = True, received, [transfer]
             dest = transfer.span.peer
-            if not self.transport.has_tags:
+            if self.transport.in_streams:
                 turns = self._turns[dest]
                 ready = list(itertools.takewhile(lambda one: one.is_ready, turns))
                 del turns[: len(ready)]

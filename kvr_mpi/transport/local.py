@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import LAYERS_AHEAD, Request
+from kvr_mpi.transport.base import Request
 from kvr_mpi.transport.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ class _Message:
 class LocalTransport:
     """The transport of one thread of a `_Hub`; ``LocalTransport()`` is a job of one rank."""
 
-    has_tags = True
     tag_ub = 2**31 - 1
-    layers_ahead = LAYERS_AHEAD
     in_streams = False
 
     def __init__(self, hub: _Hub | None = None, rank: int = 0) -> None:

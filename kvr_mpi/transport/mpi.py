@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import LAYERS_AHEAD, Request, Transport, as_bytes
+from kvr_mpi.transport.base import Request, Transport, as_bytes
 from kvr_mpi.transport.collectives import all_reduce
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi_query import library_version, thread_level
@@ -226,8 +226,6 @@ class MpiTransport:
     direct : pass GPU memory to MPI, too; otherwise it is staged through host memory.
     """
 
-    has_tags = True
-    layers_ahead = LAYERS_AHEAD
     in_streams = False
 
     def __init__(self, comm: Any, *, direct: bool = False) -> None:

@@ -135,11 +135,7 @@ class NcclTransport:
     members : the groups' ranks of this transport's ranks.
     """
 
-    has_tags = False
     tag_ub = 2**31 - 1
-    # A pending receive occupies part of the GPU. On routes that go both ways there is none (`Route.is_one_way`): what
-    # waits for the whole GPU could wait for ranks that wait for this one.
-    layers_ahead = 1
     in_streams = True
 
     def __init__(self, control: Transport, groups: _Groups, members: Sequence[int]) -> None:

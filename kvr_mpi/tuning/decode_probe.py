@@ -23,13 +23,12 @@ from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.head_parallel import HeadGroup, Place
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.kernels import ATTENTION_SLOT
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import wait_for_compute
+from kvr_mpi.prefill.one_prompt import make_decode_cache, wait_for_compute
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 PROBE_TOKENS = 16
@@ -102,22 +101,14 @@ def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
 @torch.inference_mode()
 def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
     """Make a cache with random contents, ready to decode."""
-    made = SliceCache(loaded, relay(Partition((0, tokens)), 0), None)
-    made.finish()
-    for layer in made.layers:
-        layer.post()
-        shape = layer.shape
-        layer.layout.write(
-            0,
-            *(
-                torch.randn(1, shape.num_kv_heads, tokens, dim, device=loaded.device).to(loaded.dtype)
-                for dim in (shape.key_dim, shape.value_dim)
-            ),
-        )
-        layer.length = tokens - 1  # the token that attends is the last
-    if loaded.device.type == "cpu":  # as a batch does (`DecodeBatch.add`)
-        made.lay_by_heads()
-    return made
+    before, stores = tokens - 1, list[HeadStore]()  # the token that attends is the last
+    for shape in loaded.shape.layers:
+        counts = [before] * shape.num_kv_heads
+        store = HeadStore.reserve(shape, counts, 1, before, loaded.dtype, loaded.device, is_whole=True)
+        sizes = [(1, shape.num_kv_heads, tokens, dim) for dim in (shape.key_dim, shape.value_dim)]
+        store.write(0, *(torch.randn(size, device=loaded.device).to(loaded.dtype) for size in sizes))
+        stores.append(store)
+    return make_decode_cache(loaded, stores, before, 1)
 
 
 def _step_seconds(chain: Transport, step: Callable[[], object], device: torch.device) -> float:

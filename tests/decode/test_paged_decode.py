@@ -59,7 +59,7 @@ def test_after_a_chain_the_last_rank_alone_has_pages() -> None:
     torch.testing.assert_close(last.logits, whole.logits, atol=1e-4, rtol=1e-4)
     assert [len(arena.extents) for arena in arenas] == [0, 0, 1]
     for layer, truth in zip(last.cache.layers, whole.cache.layers, strict=True):
-        torch.testing.assert_close(layer.layout.rows(0, 300), truth.layout.rows(0, 300), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.store.rows(0, 300), truth.store.rows(0, 300), atol=1e-5, rtol=1e-5)
     assert last.cache.held_bytes == 2 * arenas[2].page_bytes, "each head has two pages"
 
 
@@ -94,11 +94,11 @@ def test_no_memory_for_an_extent_is_memory_for_a_document(monkeypatch: pytest.Mo
     loaded = ready("llama-gqa")
     arena, asked = arena_of(loaded, 64), []
 
-    def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, None]:
+    def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         asked.append(count * dtype.itemsize // arena.page_bytes)
         if asked[-1] > room:
             raise MemoryError("no bytes for keys and values")
-        return torch.empty(count, dtype=dtype), None
+        return torch.empty(count, dtype=dtype)
 
     monkeypatch.setattr("kvr_mpi.kv.arena.make_flat", make_flat)
     shape, room = loaded.shape.layers[0], 10

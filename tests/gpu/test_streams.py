@@ -127,7 +127,7 @@ def test_a_receive_is_posted_a_layer_before_it_is_needed(
     """It waits for no kernel of the layer before its own, or the computation would stand still in every layer."""
     gpus.watches = False
     if is_late:
-        monkeypatch.setattr(NcclTransport, "layers_ahead", 0)
+        monkeypatch.setattr("kvr_mpi.kv.cache.FEW_AHEAD", 0)
         monkeypatch.setattr(LayerBuffers, "_now", lambda self: None)
     kernels = run_chain(gpus, network, 7)
     for rank in (1, 2):

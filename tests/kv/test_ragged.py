@@ -137,7 +137,7 @@ def test_after_a_chain_the_old_memory_is_gone() -> None:
     gc.disable()
     try:
         prefill = chain(loaded, ids, (0, 25, 45, 60), reserve=NEW_TOKENS)
-        held = StorageWeakRef(prefill.cache.layers[0].buffer.untyped_storage())
+        held = StorageWeakRef(prefill.cache.layers[0].store.runs[0].keys.untyped_storage())
         keep_only(prefill.cache, retained := choose(loaded, 60), NEW_TOKENS)
         assert held.expired()
     finally:

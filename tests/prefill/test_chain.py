@@ -180,7 +180,7 @@ def test_no_mask_of_slice_by_prefix_is_made() -> None:
     def work(rank: LocalTransport) -> list[bool]:
         with Watch():
             cache = prefill_kvr(loaded, prompt(tokens), Partition((0, 256, tokens)), rank).cache
-        return [layer.buffer is None for layer in cache.layers]
+        return [layer.store is None for layer in cache.layers]
 
     assert run_local(2, work) == [[True] * 3, [False] * 3]
     assert largest < 256 * 512
