@@ -15,7 +15,6 @@ from models import prompt, tiny
 from pretended_cuda import CPU, PretendedCuda
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
@@ -91,39 +90,6 @@ def test_more_pairs_than_torch_has_streams_are_refused() -> None:
     ranks.rank, ranks.size = 0, 18
     with pytest.raises(TransportError, match=r"18 ranks .* take 34 streams .* at most 17 ranks per chain"):
         warm_up(ranks, CPU, every_pair=True)
-
-
-def test_a_rank_without_memory_ends_its_prompt_and_the_next_is_right(
-    gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank in the middle goes on to receive, forward and send."""
-    loaded, ids = tiny("llama-gqa"), prompt(48)
-    truth = greedy(loaded.model, single(loaded, ids), NEW_TOKENS)
-    models = on_gpus(gpus, loaded, 3)
-    attend, is_short = SliceLayer.attend, [True]
-
-    def attend_short(layer: SliceLayer, *given: Any) -> torch.Tensor:
-        if is_short and layer.layer_idx == 1 and layer.cache.device.index == 1:
-            is_short.pop()
-            raise MemoryError("no room")
-        return attend(layer, *given)
-
-    monkeypatch.setattr(SliceLayer, "attend", attend_short)
-
-    def work(chain: NcclTransport) -> list[Any]:
-        mine, found = models[chain.rank], list[Any]()
-        warm_up(chain, mine.device)
-        forwarder = Forwarder(chain, device=mine.device)
-        options: Any = {"reserve_tokens": NEW_TOKENS, "forwarder": forwarder, "spares_chain": True}
-        for _ in range(2):
-            prefill = prefill_kvr(mine, ids, Partition.even(48, 3), chain, **options)
-            found.append(prefill.error or (prefill.logits is not None and greedy_there(mine, prefill)))
-        forwarder.close()
-        return found
-
-    first, second, last = run_on_gpus(3, network, work)
-    assert "rank 1 of the 3 in its chain ran out of memory" in second[0] and "rank 1 of the 3" in last[0]
-    assert (first, second[1], last[1]) == ([False, False], False, truth) and gpus.faults == []
 
 
 def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda, network: Network) -> None:
