@@ -13,7 +13,7 @@ from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.plain import parse_size
 
 # A setting, and what is said of it after its name and value: of another type (a value is never made to fit), a wrong
-# choice, out of range, or without sense.
+# choice, out of range, or without sense. One of each sort: every key's type, choices and range are in the reference.
 REFUSED = [
     ("model.trust_remote_code=1", "= 1: expected true or false"),
     ("documents.path=['a', 3]", "= 3: .*text"),
@@ -24,20 +24,12 @@ REFUSED = [
     ("output.kv=yes", "= 'yes': expected true or false, or 'sharded'"),
     ("output.path=2024-05-01", r"= datetime\.date\(2024, 5, 1\): .*text"),
     ("parallel.ranks_per_chain=some", "= 'some': .*whole number.*'all'"),
-    ("model.dtype=wrong", "= 'wrong': .*'auto', 'float32', 'bfloat16' or 'float16'"),
-    ("prompt.too_long=wrong", "= 'wrong': .*'error', 'keep-head', 'keep-middle', 'keep-tail' or 'split'"),
     ("parallel.strategy=wrong", "= 'wrong': expected one of 'auto', .*'single'.*'ring'.*'kvr'"),
-    ("compress.method=h2o", "= 'h2o': expected one of 'streaming-llm', 'snapkv', 'pyramidkv'"),
-    ("decode.mode=tensor-parallel", "= 'tensor-parallel': .*'data-parallel', 'head-parallel' or 'auto'"),
     ("documents.encoding=base64", "= 'base64': expected an encoding that Python knows"),
     ("documents.encoding=klingon", "= 'klingon': expected an encoding that Python knows"),
     ('documents.encoding="a\\u0000b"', "= .*expected an encoding that Python knows"),
     ("prompt.template={}", "= {}: .*one entry or more"),
-    ("prompt.max_tokens=1", "= 1: .*at least 2"),
-    ("generation.max_new_tokens=-1", "= -1: .*at least 0"),
     ("generation.temperature=nan", "= nan: .*a number"),
-    ("generation.top_p=0", "= 0: .*more than 0"),
-    ("generation.top_p=1.01", "= 1.01: .*at most 1"),
     ("generation.logprobs=21", "= 21: .*at most 20"),
     ("parallel.ranks_per_chain=0", "= 0: .*at least 1, or .*'all' or 'auto'"),
     ("compress.budget=0", "= 0: .*more than 0"),

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.__main__ import main
 from kvr_mpi.compress.head_profile import counts_from_gates, counts_from_scores, read_profile
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, DataError
+from kvr_mpi.errors import DataError
 
 
 def scores_file(path: Path, layers: int = 4, heads: int = 8) -> np.ndarray[Any, Any]:
@@ -60,17 +59,3 @@ def test_budgets_and_heads_that_do_not_go_together_are_refused() -> None:
         counts_from_scores(np.ones((2, 8)), 2, 8)
     with pytest.raises(DataError, match="cannot be divided"):
         counts_from_scores(np.ones((2, 8)), 3, 512)
-
-
-def test_a_profile_is_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scores_file(tmp_path / "heads.json", layers=8, heads=32)
-    command = ["fairkv-placement", str(tmp_path / "heads.json"), "--ranks", "3,4", "--json", "--copies", "3"]
-    assert main(command) == EXIT_OK
-    rows = {(row["ranks"], row["placement"]): row for row in json.loads(capsys.readouterr().out)["rows"]}
-    for ranks in (3, 4):  # on three, too, the first with one head more
-        proportional, static = rows[ranks, "in proportion"], rows[ranks, "SHA"]
-        assert proportional["e_sync"] == pytest.approx(1, abs=1e-3) and static["ratio"] == 1
-        assert rows[ranks, "best effort"]["e_sync"] >= static["e_sync"] and proportional["copies"] <= 3
-    (tmp_path / "bad.tsv").write_text("a\tb\n")
-    assert main(["fairkv-placement", str(tmp_path / "none.json")]) == EXIT_CONFIG
-    assert main(["fairkv-placement", str(tmp_path / "bad.tsv")]) == EXIT_BAD_DATA

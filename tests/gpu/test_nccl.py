@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
-from kvr_mpi.prefill.verify import Finding, verify
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.links import Link, Skew, measure_links, measure_skews
@@ -112,27 +109,6 @@ def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda
     for link in (*first[0], *second[0]):
         assert link is not None and link.latency_s >= 0 and link.bytes_per_s > 0 and link.intact
     assert abs(first[2][1].ahead_s) <= first[2][1].error_s < 10
-
-
-@pytest.mark.slow
-def test_verify_compares_on_the_host_what_flash_attention_computed_on_gpus(
-    gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`kvr verify` itself runs in float32 in `test_commands_on_gpus`."""
-    gpus.watches = False
-    monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
-    loaded = tiny("llama-gqa", torch.bfloat16)
-    wide = replace(loaded, model=copy.deepcopy(loaded.model).float(), dtype=torch.float32)
-    monkeypatch.setattr("kvr_mpi.prefill.verify._in_float32", lambda mine: gpus.move(wide, mine.device))
-    models = [gpus.move(loaded, torch.device("cuda", rank)) for rank in range(2)]
-
-    def work(ranks: NcclTransport) -> list[Finding]:
-        warm_up(ranks, torch.device("cuda", ranks.rank))
-        return list(verify(models[ranks.rank], ranks, [24]))
-
-    findings, _ = run_on_gpus(2, network, work)
-    assert len(findings) > 4 and all(each.holds for each in findings), findings
-    assert gpus.calls["dense"] > 0
 
 
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:

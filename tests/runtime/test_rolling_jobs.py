@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner
 from constants import Kvr
 from made_jobs import with_settings
@@ -16,20 +15,6 @@ from kvr_mpi.cli.plan import plan as plan_command
 
 ROLLING = ("cache.kind=rolling", "cache.tokens=40", "parallel.chunk_tokens=16")
 APPROXIMATE = ("cache.kind=streaming-llm", *ROLLING[1:])
-
-
-def test_windows_that_fit_are_answered_as_by_the_plain_job(run_job: Any, model_of: Callable[[str], Path]) -> None:
-    """Also of prompts in parts, and what is sampled."""
-    settings = [f"model.path={model_of('mistral-window')}", "generation.logprobs=0", "generation.temperature=1.0"]
-    settings += ["prompt.too_long=split", "prompt.max_tokens=200"]
-    whole, held = run_job(1, *settings), run_job(2, *settings, *ROLLING)
-    assert held.tokens == whole.tokens
-    for each, record in held.records.items():
-        plain = whole.records[each]
-        assert record.cache == "rolling cache of 40 + 16 tokens (exact)" and not plain.cache
-        assert record.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
-        assert record.parts == plain.parts and record.computed_tokens == record.prompt_tokens
-    assert any(record.parts > 1 for record in held.records.values())
 
 
 def test_an_approximation_is_asked_for_by_name_and_recorded(run_job: Any, run_kvr: Kvr) -> None:
