@@ -11,8 +11,7 @@ from chains import all_ranks, chain, single
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, STATES, prompt, random_model, tiny
-from paged_rows import Numbers
-from rows import batch_of, finish, long_rope, tokens_of
+from rows import Numbers, batch_of, finish, long_rope, tokens_of
 from transformers import masking_utils
 
 from benchmarks.tiny import shrink

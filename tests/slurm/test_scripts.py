@@ -106,7 +106,7 @@ def test_nothing_can_be_smuggled_into_the_script(
 
 
 @pytest.fixture
-def job(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path: Path, tiny_model_dir: Path, known_footprints: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "corpus").mkdir()
     for number in range(6):
         (tmp_path / "corpus" / f"{number}.txt").write_text("The ferry left at seven. " * (1 + 9 * number))
