@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import rows
 import torch
-from rows import Recording, answer, arena_of, pages_read, ready, steps_recorded
+from chains import greedy
+from rows import Recording, alone, answer, arena_of, batch_of, finish, other_prompt, pages_read, ready, steps_recorded
 
 from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.step_graph import Recorder
+from kvr_mpi.prefill.packed import prefill_packed
 
 
 @pytest.fixture
@@ -96,3 +99,16 @@ def test_a_failed_recording_costs_no_answer(
         patch.setattr(step_graph, "run_step", Mock(side_effect=error))
         assert answers("llama-gqa") == expected
     assert graphs and (recorders[-1].why_not is None) == goes_on
+
+
+def test_other_documents_in_the_same_slots_read_their_own_pages(graphs: list[Recording]) -> None:
+    loaded = ready("llama-gqa")
+    arena, batch, held = arena_of(loaded, 64), batch_of(loaded, 24), list[Any]()  # what is held frees no pages
+    for lengths in ((30, 9), (28, 11)):
+        prompts = [other_prompt(tokens) for tokens in lengths]
+        for ids, prefill in zip(prompts, prefill_packed(loaded, prompts, reserve_tokens=24, arena=arena), strict=True):
+            batch.add(len(ids), prefill, ids, 0)
+        held.append(found := finish(batch))
+        for ids in prompts:
+            assert list(found[len(ids)].answer.token_ids) == greedy(loaded.model, alone(loaded, ids, 24), 24)
+    assert len(graphs) == 1

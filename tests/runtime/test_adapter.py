@@ -47,6 +47,8 @@ def test_the_weights_are_pefts_own(tiny_model_dir: Path, adapter: Path, merged: 
     assert len(changed) == len(TARGETS) * 3 and type(loaded.model) is type(merged)
     assert loaded.fingerprint == with_adapter(fingerprint, str(adapter)) != fingerprint
     assert with_adapter(fingerprint, None) == fingerprint
+    other = spoiled(adapter, tmp_path / "other", "one missing")
+    assert with_adapter(fingerprint, str(other)) != loaded.fingerprint
 
 
 def test_who_asks_about_a_run_with_an_adapter_asks_with_that_adapter(adapter: Path, run_job: Any) -> None:
