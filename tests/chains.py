@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers as tf
+from models import COMMON, CONFIGS
+from models import prompt as ids_of
+from tokenizers import Tokenizer, models
+
 from benchmarks.published import LENT, PUBLISHED
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import follow
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.setup.job_ranks import JobRanks, join_groups
+from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import run_local
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 NEW_TOKENS = 32
 
@@ -46,3 +55,63 @@ def rival(
     """Prefill by a strategy with even slices, as published, or with what jobs have."""
     strategy = (LENT if lends else PUBLISHED)[name]
     return prefill_kvr(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, strategy, **options)
+
+
+# Tiny models in folders, and their parts on ranks that are threads
+
+
+__all__ = ["ids_of"]
+CPU = torch.device("cpu")
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": CONFIGS["llama-gqa"],
+    "qwen3": lambda: tf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
+    "mixtral": CONFIGS["mixtral-moe"],
+    "qwen2": CONFIGS["qwen2"],
+    "qwen3-moe": lambda: tf.Qwen3MoeConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+    ),
+    "gemma2": CONFIGS["gemma2-softcap"],
+    "mistral": CONFIGS["mistral-window"],
+    "llama-biases": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
+}
+
+
+def make_folder(folder: Path, kind: str) -> tuple[Path, Any]:
+    """Save a random model of a kind, biases included, with a tokenizer of one word; return it, too."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(KINDS[kind](), dtype=torch.float32).eval()
+    for name, weights in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weights)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tf.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder, model
+
+
+def truth_of(model: Any, ids: Sequence[int], new_tokens: int) -> tuple[torch.Tensor, list[int]]:
+    """Logits of plain transformers after a prompt, and its greedy answer."""
+    prepare_model(model, chain=False)
+    found = follow(model, prefill_single(model, ids, CPU), new_tokens)
+    return found.logits, found.tokens
+
+
+def on_groups(
+    folder: Path, groups: int, size: int, work: Callable[[JobRanks, LoadedModel], Any], device: torch.device = CPU
+) -> list[Any]:
+    """Do something on every rank of a chain of groups, each with its part of a model, ready for chains."""
+
+    def rank(world: LocalTransport) -> Any:
+        ranks = join_groups(world, world, Topology(world.size, world.size, size), device)
+        assert ranks.tp_group is not None
+        loaded = load_model(str(folder), tp_group=ranks.tp_group, device="cpu", cache_dir=folder)
+        prepare_model(loaded.model, chain=True)
+        return work(ranks, loaded)
+
+    return run_local(groups * size, rank)

@@ -190,7 +190,16 @@ def mpirun(warm_start: list[str]) -> Launch:
 
 
 @pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch) -> Launch:
+def known_footprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count what prompts of a model take once, not for each job and plan."""
+    from models import known_footprint
+
+    for module in ("setup.prepare", "schedule.forecast"):
+        monkeypatch.setattr(f"kvr_mpi.{module}.footprint_of", known_footprint)
+
+
+@pytest.fixture
+def run_here(known_footprints: None, monkeypatch: pytest.MonkeyPatch) -> Launch:
     """Run ``kvr-run``, or another command, with ranks as threads of this process: ``run_here(2, ["job.toml"])``.
 
     The same command from its arguments to its exit code, without the seconds that processes take to start; what

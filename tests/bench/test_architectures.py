@@ -1,4 +1,4 @@
-"""Every architecture is exact or refused: a sample of the catalogue, one of each mechanism; all of it behind `long`."""
+"""Every architecture is exact or refused: a sample of the catalogue; `long` tests run jobs of all of it."""
 
 from __future__ import annotations
 
@@ -25,27 +25,16 @@ from kvr_mpi.prefill.registry import KVR, Strategy
 
 pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "how-it-works.md"
-# Mechanism by mechanism; each is there once.
+# Two of plain attention, and mechanisms that `models.py` has none of; `prefill/test_chain.py` compares its kinds.
 EXACT = {
-    "llama mqa": "one head of keys for all",
     "mistral": "a window in every layer, grouped heads",
-    "qwen2 some windows": "windows in some layers",
-    "gemma2": "soft caps, windows in turn",
-    "gpt_oss": "sinks, yarn, experts",
-    "gpt2": "learned positions",
-    "falcon mqa": "its own call of scaled_dot_product_attention",
     "opt padding in the prompt": "positions made from a mask",
     "phi3 longrope above": "rotary frequencies by the length of the prompt",
     "llama dynamic above": "the same, of another kind",
     "phimoe window": "a window by the mask alone",
-    "bloom": "ALiBi, attention of its own",
-    "deepseek_v3": "latent attention",
-    "llama4_text": "chunks",
     "gemma3n_text": "layers that share keys",
-    "qwen3_next": "gated linear attention between attention layers",
     "granitemoehybrid": "state space layers between attention layers",
     "nemotron_h": "states that its own code for a single token leaves a little different",
-    "lfm2": "convolutions between attention layers",
     "roberta": "positions that begin after the padding id",
 }
 NOT_A_CHAIN = {
@@ -74,7 +63,7 @@ def test_every_mechanism_is_exact_and_what_cannot_be_a_chain_is_refused_by_name(
         assert verdict.kind.startswith("exact"), (name, verdict.kind, verdict.reason)
         assert sum("chain" in strategy for strategy in verdict.exact) == 5, name
         # Plain attention takes several documents in a row.
-        assert number >= 8 or {"packed", "prefix", "packed prefix"} <= set(verdict.exact), (name, verdict.refused)
+        assert number >= 2 or {"packed", "prefix", "packed prefix"} <= set(verdict.exact), (name, verdict.refused)
     for name in NOT_A_CHAIN:
         verdict = verdicts[name]
         assert verdict.kind == REFUSED and verdict.architecture in verdict.reason, (name, verdict.reason)

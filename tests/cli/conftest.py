@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shown_runs import example_records, write_run
+from made_runs import example_records, write_run
 
 from kvr_mpi.store.rewrite import merge_run
 

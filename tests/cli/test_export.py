@@ -16,7 +16,7 @@ import pytest
 from constants import Kvr
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from shown_runs import COLUMNS, NASTY, example_records, exported, write_run
+from made_runs import COLUMNS, NASTY, example_records, exported, write_run
 
 import kvr_mpi.store.export as export_module
 from kvr_mpi.errors import EXIT_OK, EXIT_USAGE

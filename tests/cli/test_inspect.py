@@ -1,20 +1,26 @@
-"""``kvr inspect``: runs and documents shown to people, and to programs as JSON."""
+"""``kvr inspect`` and ``kvr status``: what they say, and that looking changes nothing."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
+import pytest
 import torch
+from click.testing import CliRunner
 from constants import Kvr
-from made_runs import kv_in, take
-from shown_runs import COLUMNS, HEADER, example_records, write_run
+from made_runs import COLUMNS, HEADER, NAMES, SHOWN, example_records, kv_in, record, take, write, write_run
 
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK
+from kvr_mpi.cli import group
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError, OutputError
+from kvr_mpi.store.lock import read_lock
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.rewrite import merge_run
+from kvr_mpi.store.status import read_status
 from kvr_mpi.store.volumes import RESULTS
+from kvr_mpi.store.writer import ResultWriter
 
 
 def test_inspect_shows_every_document_of_a_file_and_of_a_folder(run_folder: Path, run_kvr: Kvr) -> None:
@@ -27,25 +33,25 @@ def test_inspect_shows_every_document_of_a_file_and_of_a_folder(run_folder: Path
         for word in ("60+40", "2 prompts", "1.50 s", "4 done, 1 failed", "not UTF-8", "[red]brackets[/red] [/b]"):
             assert word in out
     told = json.loads(run_kvr("inspect", run_folder, "--json")[1])
-    assert told["model"] == HEADER.model and told["identity"] == HEADER.identity
+    assert told["model"] == SHOWN.model and told["identity"] == SHOWN.identity
     assert told["software"]["torch"] == torch.__version__
     assert (told["done"], told["errors"]) == (4, 1)
     assert told["documents"] == [record.id for record in example_records()]
 
 
 def test_inspect_shows_one_document(run_folder: Path, run_kvr: Kvr) -> None:
-    for record in example_records():
-        code, out, err = run_kvr("inspect", run_folder, record.id)
+    for each in example_records():
+        code, out, err = run_kvr("inspect", run_folder, each.id)
         assert code == EXIT_OK and err == ""
-        for name, value in record.as_dict().items():
+        for name, value in each.as_dict().items():
             if name not in ("answer", "token_ids"):
                 assert (f"\n{name:21} " in f"\n{out}") == bool(value)
             if value and isinstance(value, float):
                 assert f"{name:21} {value:.4g}\n" in out
-        if record.status == "done":
-            assert out.endswith("\n\n" + record.answer.replace("\r", "") + "\n")
-        told = json.loads(run_kvr("inspect", run_folder, record.id, "--json")[1])
-        assert list(told) == [*COLUMNS, "kv"] and {name: told[name] for name in COLUMNS} == record.as_json()
+        if each.status == "done":
+            assert out.endswith("\n\n" + each.answer.replace("\r", "") + "\n")
+        told = json.loads(run_kvr("inspect", run_folder, each.id, "--json")[1])
+        assert list(told) == [*COLUMNS, "kv"] and {name: told[name] for name in COLUMNS} == each.as_json()
 
 
 def test_inspect_tells_of_keys_and_values_so_that_others_find_them(run_folder: Path, run_kvr: Kvr) -> None:
@@ -90,3 +96,58 @@ def test_a_run_without_records_is_told_from_no_run(tmp_path: Path, run_kvr: Kvr)
         ):
             code, _, err = run_kvr(command, folder)
             assert code == EXIT_BAD_DATA and words in err, err
+
+
+# `kvr status`: what it says, and that looking changes nothing
+
+
+def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = take(tmp_path, mode="new")
+    writers = [ResultWriter(tmp_path, rank, HEADER) for rank in (0, 1)]
+    writers[0].write(Record("a", "done"))
+    writers[0].write(Record("d", "error"))
+    writers[0].flush()
+    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.glob("[!.]*")}
+    lock = read_lock(tmp_path)
+    assert lock is not None
+    found = read_status(tmp_path, lock.since_s + 36)
+    assert (found.alive, found.total, found.done, found.failed) == (True, len(NAMES), 1, 1)
+    assert found.left == len(NAMES) - 2
+    assert found.rate_per_h == pytest.approx(100, rel=0.1) and found.lately_per_h == pytest.approx(100, rel=0.1)
+    assert found.eta_s == pytest.approx(36 * (len(NAMES) - 2), rel=0.1), "errors come fast and are no answers"
+    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.glob("[!.]*")} == before
+    for now in (lock.since_s - 10**6, 0.0):  # a clock that jumps
+        found = read_status(tmp_path, now)
+        assert found.rate_per_h is None and found.eta_s is None and found.done == 1
+    text = CliRunner().invoke(group, ["status", str(tmp_path)]).output
+    assert f"{len(NAMES)}: 1 done, 1 failed, {len(NAMES) - 2} left" in text and "job       running" in text
+    told = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)
+    assert told["done"] == 1
+    warned = CliRunner().invoke(group, ["export", str(tmp_path)])
+    assert warned.stdout.count("\n") == 2 and f"not finished: {len(NAMES) - 2} documents left" in warned.stderr
+    with pytest.raises(OutputError, match="in use by"):
+        CliRunner().invoke(group, ["merge", str(tmp_path)], catch_exceptions=False)
+    for writer in writers:
+        writer.close()
+    monkeypatch.setattr("kvr_mpi.cli.status.time", SimpleNamespace(sleep=lambda seconds: run.lock.release()))
+    watched = CliRunner().invoke(group, ["status", str(tmp_path), "--watch"]).output
+    assert watched.count("documents ") == 2, "watching goes on, and ends with the job"
+    assert watched.index("job       running") < watched.index("job       not running")
+    ended = read_status(tmp_path)
+    assert not ended.alive and ended.eta_s is None and ended.done == 1
+
+
+def test_damage_is_seen_and_left(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=str(tmp_path)):
+        read_status(tmp_path)
+    take(tmp_path, mode="new").lock.release()
+    for rank, name in enumerate("abc"):
+        write(tmp_path, rank, [record(name)], kv=True)
+    files = sorted(tmp_path.glob("kv-*.h5"))
+    files[0].write_bytes(b"short")
+    files[1].unlink()
+    found = read_status(tmp_path)
+    assert (found.done, found.damaged, found.missing) == (1, (files[0].name,), (files[1].name,))
+    assert files[0].read_bytes() == b"short"
+    shown = CliRunner().invoke(group, ["status", str(tmp_path)], standalone_mode=False)
+    assert "needs --resume" in shown.output and shown.return_value == EXIT_BAD_DATA

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from constants import SMOLLM, Kvr
-from shown_runs import write_run
+from made_runs import write_run
 
 from kvr_mpi.cli.environment import is_offline, tell_libraries
 from kvr_mpi.cli.files import find_shipped

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import random_model
-from paged_rows import LENGTHS, NEW_TOKENS, answer, arena_of, pages_read, ready
-from rows import alone, other_prompt
+from rows import LENGTHS, NEW_TOKENS, alone, answer, arena_of, other_prompt, pages_read, ready
 
 from benchmarks.tiny import shrink
 from kvr_mpi.kv.arena import PAGE_ROWS

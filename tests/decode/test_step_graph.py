@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
-import paged_rows
 import pytest
+import rows
 import torch
 from chains import greedy
-from paged_rows import Recording, answer, arena_of, pages_read, ready, steps_recorded
-from rows import alone, batch_of, finish, other_prompt
+from rows import Recording, alone, answer, arena_of, batch_of, finish, other_prompt, pages_read, ready, steps_recorded
 
 from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.step_graph import Recorder
@@ -22,7 +21,7 @@ from kvr_mpi.prefill.packed import prefill_packed
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
     """Every graph that is recorded, as if on a GPU."""
-    monkeypatch.setattr(paged_rows, "NEW_TOKENS", 24)
+    monkeypatch.setattr(rows, "NEW_TOKENS", 24)
     with pages_read(monkeypatch):
         yield steps_recorded(monkeypatch)
 

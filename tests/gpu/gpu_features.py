@@ -1,8 +1,7 @@
-"""Steps for one GPU: FlexAttention, parts of many segments, ragged heads, rolling caches."""
+"""Steps for one GPU: FlexAttention, ragged heads, rolling caches."""
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from gpu_steps import Absent, Figures, Given
 
 from benchmarks.kept import keep_only
 from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.attention import PartialAttention, attend, why_no_flex
+from kvr_mpi.kv.attention import attend, why_no_flex
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
 from kvr_mpi.kv.head_store import HeadStore
@@ -28,7 +27,7 @@ from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.transport.local import LocalTransport
 
 LENGTHS = (700, 64, 1500, 300, 90)
-STEPS, PARTS = 24, 8
+STEPS = 24
 
 
 def _prompts(given: Given, loaded: LoadedModel) -> list[list[int]]:
@@ -61,22 +60,6 @@ def bent_scores_are_exact(given: Given) -> Figures:
             assert error <= ALLOWED[torch.bfloat16], f"{name}: {error:.1e}"
             found[f"{name}, worst error"] = max(error, found.get(f"{name}, worst error", 0.0))
     return found
-
-
-def parts_lose_little(given: Given) -> Figures:
-    """Eight parts in bfloat16, merged in float32, against one pass, both against float64."""
-    device, params = torch.device(given.device), AttentionParams(128**-0.5)
-    draw, length = torch.Generator(device).manual_seed(0), 512 if given.is_small else 4096
-    query = torch.randn(1, 8, 512, 128, generator=draw, device=device, dtype=torch.bfloat16)
-    keys, values = torch.randn(2, 1, 2, length, 128, generator=draw, device=device, dtype=torch.bfloat16)
-    truth, _ = truth_of(query, keys, values, params, None, None)
-    cuts = [slice(at, at + length // PARTS) for at in range(0, length, length // PARTS)]
-    parts = [attend(query, keys[:, :, cut], values[:, :, cut], params) for cut in cuts]
-    assert all(part.out.dtype == torch.bfloat16 and part.lse.dtype == torch.float32 for part in parts)
-    whole, merged = attend(query, keys, values, params), functools.reduce(PartialAttention.merge, parts)
-    errors = [float((part.out.double() - truth).abs().max()) for part in (whole, merged)]
-    assert errors[1] <= 2 * errors[0], errors
-    return {"error of one pass": errors[0], f"error of {PARTS} parts": errors[1]}
 
 
 @torch.inference_mode()

@@ -33,7 +33,6 @@ STEPS = (
     Step("nccl, 8 ranks", "the same on eight", "gpu_ranks:nccl_is_exact_on_8", 290),
     Step("first token, ranks", "over all GPUs, every strategy (--model)", "gpu_speed:first_token_over_ranks", 300),
     Step("pretrained", "the demo's model against transformers on a CPU", "gpu_correctness:pretrained_is_exact", 200),
-    Step("merges", "eight parts in bfloat16 against one pass", "gpu_features:parts_lose_little", 60),
     Step("flex", "soft caps, wide heads by FlexAttention, against float64", "gpu_features:bent_scores_are_exact", 240),
     Step("synchronisation", "what waits for the GPU within a prefill", "gpu_correctness:nothing_synchronises", 120),
     Step("out of memory", "of one rank of three; the next prompt is right", "gpu_correctness:memory_runs_out", 120),

@@ -1,6 +1,6 @@
 """Every command that runs ranks, on pretended GPUs: NCCL refuses host memory, and the control channel that of GPUs.
 
-Settings of jobs are in `test_settings_on_gpus`; here are those that need more ranks, or several runs.
+Two ranks are two GPUs, each on a host of its own.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs_together import TOGETHER, Bench, check, prepare_places
 from made_jobs import answers, with_settings
 from pretended_cuda import PretendedCuda
 
 from kvr_mpi.errors import EXIT_OK
 
 PLAIN = ("model.kernels=plain", "generation.max_new_tokens=2")
-TOGETHER = "decode.mode=head-parallel"
+BY_HEADS = "decode.mode=head-parallel"
 
 
 @pytest.fixture
@@ -42,8 +43,8 @@ def truths() -> dict[tuple[str, ...], Any]:
     [
         (6, ("parallel.ranks_per_chain=3", "output.trace=true")),
         (4, ("parallel.tensor_parallel=2",)),
-        pytest.param(4, (TOGETHER,), marks=pytest.mark.long),
-        (4, (TOGETHER, "compress.method=snapkv", "compress.budget=16", "compress.window=4")),
+        pytest.param(4, (BY_HEADS,), marks=pytest.mark.long),
+        (4, (BY_HEADS, "compress.method=snapkv", "compress.budget=16", "compress.window=4")),
     ],
 )
 def test_ranks_are_connected_before_the_first_prompt(
@@ -74,16 +75,35 @@ def test_stored_documents_are_extended_and_asked(kv: str, job: Path, launch: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "words", "told"),
-    [
-        ("verify", ["--lengths", "24"], "checks passed on 2 ranks"),
-        ("search", ["--contexts", "64", "--output"], "entries for 64 tokens"),
-    ],
-)
-def test_ranks_are_verified_and_measured(
-    command: str, words: list[str], told: str, job: Path, launch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_verified(job: Path, launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
-    more = [job.parent / "tables"] if command == "search" else []
-    assert told in launch(2, job, *words, *more, command=command)
+    assert "checks passed on 2 ranks" in launch(2, job, "--lengths", "24", command="verify")
+
+
+# Every setting of a job: one CPU's answers, or the same refusal
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Any:
+    return prepare_places(tmp_path_factory.mktemp("together"), tiny_model_dir)
+
+
+# The jobs that show all pairs take minutes; two of them are run where tests may not take hours.
+JOBS = [
+    pytest.param(names, marks=pytest.mark.long if number > 1 else pytest.mark.slow)
+    for number, names in enumerate([("planned",), *TOGETHER])
+]
+
+
+@pytest.mark.parametrize("names", JOBS, ids="+".join)
+def test_settings_together_on_gpus(
+    names: tuple[str, ...],
+    prepared: Any,
+    gpus: PretendedCuda,
+    run_on_gpus_here: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Jobs of one rank run on a CPU, all others on GPUs."""
+    gpus.watches = False
+    folder, base, places, truths = prepared
+    check(Bench(folder, run_on_gpus_here, monkeypatch, base, places, truths), names)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +13,10 @@ from models import prompt, tiny
 from pretended_cuda import CPU, PretendedCuda
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
-from kvr_mpi.prefill.verify import Finding, verify
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.links import Link, Skew, measure_links, measure_skews
@@ -93,39 +89,6 @@ def test_more_pairs_than_torch_has_streams_are_refused() -> None:
         warm_up(ranks, CPU, every_pair=True)
 
 
-def test_a_rank_without_memory_ends_its_prompt_and_the_next_is_right(
-    gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank in the middle goes on to receive, forward and send."""
-    loaded, ids = tiny("llama-gqa"), prompt(48)
-    truth = greedy(loaded.model, single(loaded, ids), NEW_TOKENS)
-    models = on_gpus(gpus, loaded, 3)
-    attend, is_short = SliceLayer.attend, [True]
-
-    def attend_short(layer: SliceLayer, *given: Any) -> torch.Tensor:
-        if is_short and layer.layer_idx == 1 and layer.cache.device.index == 1:
-            is_short.pop()
-            raise MemoryError("no room")
-        return attend(layer, *given)
-
-    monkeypatch.setattr(SliceLayer, "attend", attend_short)
-
-    def work(chain: NcclTransport) -> list[Any]:
-        mine, found = models[chain.rank], list[Any]()
-        warm_up(chain, mine.device)
-        forwarder = Forwarder(chain, device=mine.device)
-        options: Any = {"reserve_tokens": NEW_TOKENS, "forwarder": forwarder, "spares_chain": True}
-        for _ in range(2):
-            prefill = prefill_kvr(mine, ids, Partition.even(48, 3), chain, **options)
-            found.append(prefill.error or (prefill.logits is not None and greedy_there(mine, prefill)))
-        forwarder.close()
-        return found
-
-    first, second, last = run_on_gpus(3, network, work)
-    assert "rank 1 of the 3 in its chain ran out of memory" in second[0] and "rank 1 of the 3" in last[0]
-    assert (first, second[1], last[1]) == ([False, False], False, truth) and gpus.faults == []
-
-
 def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda, network: Network) -> None:
     """Links of GPU memory; and of host memory, which goes over the control channel."""
     models = on_gpus(gpus, tiny("llama-gqa"), 3)
@@ -146,27 +109,6 @@ def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda
     for link in (*first[0], *second[0]):
         assert link is not None and link.latency_s >= 0 and link.bytes_per_s > 0 and link.intact
     assert abs(first[2][1].ahead_s) <= first[2][1].error_s < 10
-
-
-@pytest.mark.slow
-def test_verify_compares_on_the_host_what_flash_attention_computed_on_gpus(
-    gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`kvr verify` itself runs in float32 in `test_commands_on_gpus`."""
-    gpus.watches = False
-    monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
-    loaded = tiny("llama-gqa", torch.bfloat16)
-    wide = replace(loaded, model=copy.deepcopy(loaded.model).float(), dtype=torch.float32)
-    monkeypatch.setattr("kvr_mpi.prefill.verify._in_float32", lambda mine: gpus.move(wide, mine.device))
-    models = [gpus.move(loaded, torch.device("cuda", rank)) for rank in range(2)]
-
-    def work(ranks: NcclTransport) -> list[Finding]:
-        warm_up(ranks, torch.device("cuda", ranks.rank))
-        return list(verify(models[ranks.rank], ranks, [24]))
-
-    findings, _ = run_on_gpus(2, network, work)
-    assert len(findings) > 4 and all(each.holds for each in findings), findings
-    assert gpus.calls["dense"] > 0
 
 
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:

@@ -12,14 +12,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import gpu_ranks
 import gpu_steps
 import pytest
-import run_all
 import torch
 from gpu_steps import Given, Outcome, Step, run_step
 
 SCRIPT = Path(__file__).parent / "run_all.py"
+DUMP_S = 1.0
+# What a step's process has at its beginning.
+HEAD = f"""
+import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
+import gpu_steps
+from gpu_steps import *
+gpu_steps.DUMP_S = {DUMP_S}
+"""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give processes less time to show their stacks."""
+    monkeypatch.setattr(gpu_steps, "DUMP_S", DUMP_S)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -39,15 +51,15 @@ def test_without_a_gpu_it_stops_before_the_first_step_that_needs_one(tmp_path: P
 
 def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0, python: Sequence[str] = (sys.executable,)) -> Outcome:
     program = tmp_path / "step.py"
-    program.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\nfrom gpu_steps import *\n{code}\n")
+    program.write_text(f"{HEAD}\n{code}\n")
     return run_step(Step("it", "", "", timeout_s), [*python, str(program)], tmp_path)
 
 
 START = "subprocess.run([sys.executable, '-c', rank], start_new_session=True)"
-COMMAND = f"run_command([sys.executable, '-c', f'import subprocess, sys; rank = {{rank!r}}; ' + {START!r}], 3.0)"
+COMMAND = f"run_command([sys.executable, '-c', f'import subprocess, sys; rank = {{rank!r}}; ' + {START!r}], 2.0)"
 
 
-@pytest.mark.parametrize(("start", "limit_s", "status"), [(START, 6.0, "timeout"), (COMMAND, 60.0, "failed")])
+@pytest.mark.parametrize(("start", "limit_s", "status"), [(START, 4.0, "timeout"), (COMMAND, 60.0, "failed")])
 def test_ranks_that_a_step_has_started_show_where_they_stand(
     start: str, limit_s: float, status: str, tmp_path: Path
 ) -> None:
@@ -80,14 +92,14 @@ while not os.read(reader, 1):
     time.sleep(0.05)
 open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0", "w").write("the last messages")
 time.sleep(600)"""
-    assert _outcome(tmp_path, code, 12.0).status == "timeout"
+    assert _outcome(tmp_path, code, 5.0).status == "timeout"
     assert (tmp_path / "nccl-messages-0").read_text() == "the last messages"
 
 
 @pytest.mark.parametrize(
     ("work", "status", "said"),
     [
-        ("return {'ms': 1.5}", "ok", ""),
+        ("return {'queries': attend(rows, rows, rows, AttentionParams(1.0, softcap=2.0)).out.shape[2]}", "ok", ""),
         ("raise Absent('one GPU')", "absent", "one GPU"),
         ("assert 1 == 2, 'worse than allowed'", "failed", "worse than allowed"),
         ("import os; os._exit(3)", "failed", ""),
@@ -95,11 +107,21 @@ time.sleep(600)"""
     ],
 )
 def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str, warm_start: list[str]) -> None:
-    limit_s = 6.0 if status == "timeout" else 60.0
-    code = f"def work(given):\n    {work}\nrun_inside(Step('it', '', '__main__:work', {limit_s}), Given())"
+    limit_s = 4.0 if status == "timeout" else 60.0
+    code = f"""
+import torch
+from kvr_mpi.kv.attention import AttentionParams, attend
+
+rows = torch.zeros(1, 2, 5, 8)
+
+def work(given):
+    {work}
+
+run_inside(Step("it", "", "__main__:work", {limit_s}), Given())"""
     outcome = _outcome(tmp_path, code, limit_s, warm_start)
     assert outcome.status == status and said in outcome.said
-    assert outcome.figures == ({"ms": 1.5, "attention": "CPU"} if status == "ok" else {})
+    figures = {"queries": 5, "attention": "CPU", "calls of attention": "blocks 1"}
+    assert outcome.figures == (figures if status == "ok" else {})
 
 
 def test_a_step_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,39 +167,3 @@ sys.exit(run_all.main())""")
     steps = json.loads((tmp_path / "gpu-report.json").read_text())["steps"]
     assert [(step["name"], step["figures"]["ms"]) for step in steps] == [("quick", 1.5)]
     wait_for_end_of(int(pid.read_text()))
-
-
-def test_a_step_says_which_attention_it_has_called(tmp_path: Path, warm_start: list[str]) -> None:
-    outcome = _outcome(
-        tmp_path,
-        """
-import torch
-from kvr_mpi.kv.attention import AttentionParams, attend
-
-def work(given):
-    rows = torch.zeros(1, 2, 5, 8)
-    return {"queries": attend(rows, rows, rows, AttentionParams(1.0, softcap=2.0)).out.shape[2]}
-
-run_inside(Step("it", "", "__main__:work"), Given())""",
-        python=warm_start,
-    )
-    assert outcome.figures == {"queries": 5, "attention": "CPU", "calls of attention": "blocks 1"}
-
-
-def test_ranks_over_nccl_are_verified_with_flash_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, with heads of 128, right after attention itself; then in float32."""
-    runs: list[str] = []
-
-    def launch(ranks: int, *words: str, timeout_s: float) -> str:
-        runs.append(" ".join(words))
-        return f"24 of 24 checks passed on {ranks} ranks"
-
-    monkeypatch.setattr(gpu_ranks, "launch", launch)
-    monkeypatch.setattr(gpu_ranks, "nccl_rank_count", lambda given: 2)
-    works = [step.work.partition(":")[2] for step in run_all.STEPS[:5]]
-    assert works == ["look_around", "attention_is_exact", "nccl_is_exact_on_2", "first_token", "decode_together"]
-    gpu_ranks.nccl_is_exact_on_2(Given("a model", str(tmp_path)))
-    half, wide = runs
-    assert "model.dtype=bfloat16" in half and "transport=nccl" in half and "model.dtype=float32" in wide
-    config = json.loads((tmp_path / "wide-heads" / "config.json").read_text())
-    assert config["hidden_size"] // config["num_attention_heads"] == 128

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_nccl import Network, run_on_gpus
+from made_runs import HEADER, record
 from models import prompt, tiny
 from mpi4py import MPI
-from pretended_cuda import Event, OnDevices, PretendedCuda
+from pretended_cuda import Event, GpuTensor, OnDevices, PretendedCuda
 from rows import alone, batch_of, spread
 from test_nccl import on_gpus
 from test_one_gpu import model_of
@@ -24,6 +27,9 @@ from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.registry import STRATEGIES
+from kvr_mpi.store.folder import survey
+from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.mpi import MpiTransport
@@ -266,3 +272,35 @@ def test_times_are_the_gpus_own(gpus: PretendedCuda, network: Network, monkeypat
 
     first, _ = run_on_gpus(2, network, work)
     assert len(first) == 3 and first[0] == 0.0 and max(first) >= 2000
+
+
+# Keys and values stored while a GPU computes
+
+
+def test_layers_are_copied_in_the_order_of_the_stream_and_waited_for_where_they_are_written(
+    gpus: PretendedCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that computes goes on at once; the one that writes says which GPU it waits for."""
+    copies, waits = list[bool](), list[tuple[str, int]]()
+    launch, synchronize = gpus.launch, Event.synchronize
+
+    def noted(func: Any, device: torch.device, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], GpuTensor):
+            copies.append(len(args) > 2 and args[2])
+        return launch(func, device, args, kwargs)
+
+    def waited(event: Event) -> None:
+        waits.append((threading.current_thread().name, torch.cuda.current_device()))
+        synchronize(event)
+
+    monkeypatch.setattr(gpus, "launch", noted)
+    monkeypatch.setattr(Event, "synchronize", waited)
+    torch.cuda.set_device(GPU)
+    writer = ResultWriter(tmp_path, 0, HEADER)
+    rows = [gpus.put(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(at)), GPU) for at in range(4)]
+    with OnDevices(gpus), writer.writing_piece(record("a"), CachedTokens((7, 8, 9, 5), (1, 3))) as document:
+        for layer in (tuple(rows[:2]), None, tuple(rows[2:])):
+            document.add_layer(layer)
+    writer.close()
+    assert copies == [True] * 4 and waits == [("kvr-results-0", 3)] * 2 and not gpus.faults
+    assert len(survey(tmp_path).volumes) == 1

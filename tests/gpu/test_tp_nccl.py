@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from chains import ids_of, make_folder, truth_of
 from failing_sums import sums_end
 from fake_nccl import MULTIPROCESSORS, Network, installed, run_on_gpus
-from made_groups import ids_of, make_folder, truth_of
 from pretended_cuda import PretendedCuda
 from test_nccl import greedy_there
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LayerShape
@@ -51,3 +53,22 @@ def test_layers_for_a_gpu_are_read_into_page_locked_memory(monkeypatch: pytest.M
     assert all(rows.eq(3.0).all() for rows in stores[2].rows(0, 2))
     is_gpu = device is not None and device.type == "cuda"
     assert told == ([("kvr-loading_0", device), *[("locked", (2, 3))] * 2] if is_gpu else [])
+
+
+def test_waits_are_told_apart_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = 0.0
+    monkeypatch.setattr("kvr_mpi.kv.clock.time", SimpleNamespace(perf_counter=lambda: at))
+    clock, busy = Clock(None), Clock(None)
+    for layer_s, receive_s, send_s in ((2.0, 1.0, 0.0), (3.0, 0.5, 4.0), (2.0, 0.25, 0.0)):
+        clock.mark("layer")
+        clock.mark("receive")
+        at += receive_s
+        clock.mark("go on")
+        at += layer_s
+        clock.mark("send")
+        at += send_s
+        clock.mark("go on")
+        busy.mark("layer", 2)
+    assert clock.read() == ([0.0, 3.0, 10.5], [0.0, 2.0, 5.0], 1.75, 4.0)
+    assert busy.read() == ([3.0, 3.0, 10.5, 10.5, 12.75, 12.75], [0.0, 0.0, 7.5, 7.5, 9.75, 9.75], 0.0, 0.0)
+    assert Clock(None).read() == ([], [], 0.0, 0.0)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from chains import chain, greedy
 from models import prompt, tiny
-from paged_rows import Numbers, arena_of, pages_read, ready, steps_recorded
-from rows import alone, batch_of, finish, long_rope, other_prompt
+from rows import Numbers, alone, arena_of, batch_of, finish, long_rope, other_prompt, pages_read, ready, steps_recorded
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import prompt
-from paged_rows import arena_of, pages_read, ready, steps_recorded
-from rows import alone, batch_of, finish, tokens_of
+from rows import alone, arena_of, batch_of, finish, pages_read, ready, steps_recorded, tokens_of
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvr_mpi.decode import step_graph

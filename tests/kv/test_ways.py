@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,8 @@ import torch
 from chains import all_ranks, chain, single
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CONFIGS, STATES, WHOLE, prompt, random_model, tiny
-from paged_rows import Numbers
-from rows import batch_of, finish, long_rope, tokens_of
+from models import CONFIGS, STATES, prompt, random_model, tiny
+from rows import Numbers, batch_of, finish, long_rope, tokens_of
 from transformers import masking_utils
 
 from benchmarks.tiny import shrink
@@ -23,10 +21,7 @@ from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, MaskRequest, Visibility
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.transport.local import run_local
 
 
 @given(st.integers(2, 40), st.integers(41, 5000), st.sampled_from(["full", "window", "chunk"]), st.integers(1, 300))
@@ -84,28 +79,6 @@ def test_states_are_one_small_message_a_layer(name: str) -> None:
     states = [layer for layer in loaded.shape.layers if layer.states]
     assert sent[0] == sent[1], "it does not grow with what is after"
     assert 0 < sent[0] - 30 * loaded.shape.kv_bytes_per_token < len(states) * 1e4
-
-
-@pytest.mark.parametrize("name", [*STATES, *WHOLE])
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_rank_without_memory_spares_its_chain(name: str, failing: int) -> None:
-    """It hands on states without meaning; the next prompt over the same ranks is exact."""
-    loaded, ids, cut = tiny(name), prompt(60), Partition((0, 20, 40, 60))
-    truth = single(loaded, ids).logits
-    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-    left = {failing: 1}
-
-    def run_out(*args: Any) -> None:
-        if left.pop(int(threading.current_thread().name.removeprefix("rank ")), 0):
-            raise torch.OutOfMemoryError("on purpose")
-
-    layers = next(module for module in loaded.model.modules() if isinstance(module, torch.nn.ModuleList))
-    hook = layers[1].register_forward_pre_hook(run_out)
-    ranks = run_local(3, lambda rank: [prefill_kvr(loaded, ids, cut, rank, spares_chain=True) for _ in range(2)])
-    hook.remove()
-    assert "ran out of memory" in str(ranks[2][0].error) and ranks[2][0].cache is None
-    assert truth is not None and ranks[2][1].logits is not None
-    torch.testing.assert_close(ranks[2][1].logits, truth, atol=1e-4, rtol=0)
 
 
 def test_an_answer_that_outgrows_its_frequencies_is_that_of_generate() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from made_groups import ids_of, make_folder, on_groups, truth_of
+from chains import ids_of, make_folder, on_groups, truth_of
 from models import COMMON, CONFIGS
 from rows import batch_of, finish, tokens_of
 from safetensors import safe_open

@@ -12,7 +12,6 @@ from models import CONFIGS, random_model, tiny
 from rows import alone, long_rope, other_prompt, ready
 
 from benchmarks.tiny import shrink
-from kvr_mpi.decode.group import Entry, Group
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
@@ -95,26 +94,6 @@ def test_a_row_that_does_not_fit_is_halved() -> None:
         else:
             assert prefill.error is None
             check_equal(loaded, prefill, alone(loaded, ids))
-
-
-def test_a_failed_row_leaves_no_trace() -> None:
-    loaded = ready("llama-gqa")
-    prompts = [other_prompt(tokens) for tokens in LENGTHS]
-    prefills = prefill_packed(loaded, prompts, reserve_tokens=2)
-    truth = DecodeCache([each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)])
-    group, row = Group(loaded), [Entry(each, 9 - at) for at, each in enumerate(prefills)]
-
-    def fail(*args: Any) -> None:
-        raise torch.OutOfMemoryError("on purpose")
-
-    for layer in range(3):
-        broken = loaded.model.model.layers[layer].mlp.register_forward_pre_hook(fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            group.run(row)
-        broken.remove()
-    assert [each.cache.get_seq_length() for each in prefills] == LENGTHS
-    for _ in range(2):
-        assert torch.equal(group.run(row), decode_packed(loaded, truth, [9, 8, 7, 6, 5]))
 
 
 def test_models_that_cannot_or_would_answer_wrongly_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chains import NEW_TOKENS, single
-from models import VOCAB, prompt, tiny
+from models import STATES, VOCAB, WHOLE, prompt, tiny
 
 from benchmarks.published import LENT, PUBLISHED
 from kvr_mpi.errors import DocumentError, ModelError
@@ -21,7 +21,7 @@ from kvr_mpi.kv.route import Route
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import allowed_error, differences, first_difference, follow
+from kvr_mpi.prefill.exactness import allowed_error, differences, error_share, first_difference, follow
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
 from kvr_mpi.prefill.registry import JOB_STRATEGIES, KVR, MARGIN, STRATEGIES, candidates, fastest
@@ -127,7 +127,9 @@ def test_a_rings_memory_is_that_of_whole_buffers() -> None:
 # Prompts one after the other, some of which fail on purpose
 
 LAYERS = 3
-MODELS = ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gpt-oss-sinks")
+PLAIN = ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gpt-oss-sinks")
+# The others hand on states, or take neither chunks nor rings.
+MODELS = (*PLAIN, *STATES, *WHOLE)
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,14 @@ def draw_prompts(count: int, size: int, seed: int, *, failing: float) -> list[Pr
         tokens = draw.randrange(20, 90)
         ids = tuple(range(1, 11)) + tuple(draw.randrange(VOCAB) for _ in range(tokens - 10))
         prefix_tokens = 10 if draw.random() < 0.5 else 0
-        strategy = draw.choice(["kvr", "ring"])
+        model = draw.choice(MODELS)
+        strategy = draw.choice(["kvr", "ring"]) if model in PLAIN else "kvr"
         slices = 2 * size if strategy == "ring" else size
         inner = sorted(draw.sample(range(prefix_tokens + 1, tokens), slices - 1))
         failed = draw.sample(range(size), draw.choice([1, 1, min(2, size), size]))
         fails = {rank: draw.randrange(-1, LAYERS) for rank in failed} if draw.random() < failing else {}
-        partition, chunk_tokens = Partition((0, *inner, tokens)), draw.choice([None, 5, 16])
-        model, last = draw.choice(MODELS), draw.randrange(size)
+        partition, last = Partition((0, *inner, tokens)), draw.randrange(size)
+        chunk_tokens = draw.choice([None, 5, 16]) if strategy == "kvr" and model in PLAIN else None
         prompts.append(Prompt(model, strategy, ids, partition, last, prefix_tokens, fails, chunk_tokens))
     return prompts
 
@@ -169,7 +172,7 @@ def truths(prompts: list[Prompt]) -> list[torch.Tensor]:
         prepare_model(tiny(name).model, chain=False)
     found = [prefill_single(tiny(each.model).model, each.ids, torch.device("cpu")).logits for each in prompts]
     for name in {each.model for each in prompts}:
-        prepare_model(tiny(name).model, chain=True)
+        prepare_model(tiny(name).model, chain=True, in_parts=tiny(name).attends_in_parts)
     return [logits for logits in found if logits is not None]
 
 
@@ -207,7 +210,7 @@ class Failing(threading.local):
 
 
 def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tensor], failing: Failing) -> float:
-    """Run all prompts without a barrier, check what comes out on this rank, and return the largest error of logits."""
+    """Run all prompts without a barrier, check what comes out on this rank, and return the worst error of logits."""
     prefixes = {name: compute_prefix(tiny(name), range(1, 11)) for name in {each.model for each in prompts}}
     forwarder = Forwarder(chain)
     worst = 0.0
@@ -223,7 +226,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
             last=each.last,
             forwarder=forwarder,
             spares_chain=True,
-            chunk_tokens=each.chunk_tokens if each.strategy == "kvr" else None,
+            chunk_tokens=each.chunk_tokens,
         )
         failing.layer = None
         is_last = chain.rank == each.last
@@ -235,7 +238,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
                 assert f"{rank}" in prefill.error and "ran out of memory" in prefill.error
         elif is_last:
             assert prefill.logits is not None
-            worst = max(worst, float((prefill.logits - truth).abs().max()))
+            worst = max(worst, error_share(prefill.logits, truth))
         else:
             assert prefill.logits is None
     forwarder.close()
@@ -245,10 +248,10 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_prompts_of_a_pipeline_are_exact_though_some_fail(size: int) -> None:
     """They follow each other through a chain without a barrier, in any order of ranks; one that fails ends alone."""
-    prompts, failing = draw_prompts(16, size, seed=size, failing=0.4), Failing()
-    logits = truths(prompts)
+    prompts, failing = draw_prompts(32, size, seed=size, failing=0.5), Failing()
+    logits, allowed = truths(prompts), allowed_error(torch.float32)
     with failing.installed():
-        assert max(run_local(size, lambda rank: run_prompts(rank, prompts, logits, failing))) < 1e-4
+        assert max(run_local(size, lambda rank: run_prompts(rank, prompts, logits, failing))) <= allowed
 
 
 class Rendezvous(LocalTransport):

@@ -6,8 +6,10 @@ With one group of two ranks, `test_settings_together` shows it beside every othe
 from __future__ import annotations
 
 import threading
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import h5py
 import numpy as np
@@ -15,15 +17,19 @@ import pytest
 import torch
 from made_jobs import load
 from made_runs import kv_in, stored_layers
+from transformers import AutoConfig
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.prefill.memory_budget import GIB, footprint_of
 from kvr_mpi.report.page import RunFacts, make_page
 from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.planning import plan_job
 from kvr_mpi.store.folder import read_run_header
+from kvr_mpi.store.kv import StoredLayer
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
@@ -32,16 +38,6 @@ from kvr_mpi.store.writer import ResultWriter
 
 GROUPS = "parallel.tensor_parallel=2"
 KV = "output.kv=true"
-
-
-def test_two_groups_of_two_ranks_give_the_answers_of_one_process(job: Path, run_job: Any) -> None:
-    (job.parent / "corpus" / "doc-short.txt").write_text("It is late.")
-    wanted, found = (run_job(n, *more, "generation.max_new_tokens=32") for n, more in ((1, ()), (4, [GROUPS])))
-    assert found.tokens == wanted.tokens and [len(tokens) for tokens in found.tokens.values()] == [32] * 6
-    assert "1 chain of 2 tensor-parallel groups of 2 ranks" in found.log
-    records = found.records.values()
-    assert sum(record.rank_s for record in records) == pytest.approx(open_results(found.folder).cost.rank_s)
-    assert min(record.rank_s for record in records) > 0, "a group counts its documents once"
 
 
 @pytest.mark.slow
@@ -79,6 +75,8 @@ def test_what_fails_on_one_rank_is_one_error_record(job: Path, run_job: Any, mon
 def test_what_groups_store_is_what_one_process_stores(run_job: Any, ask_about: Any) -> None:
     """In pieces, asked by other groups; done again where heads are lost; and when the pieces are put together."""
     alone, pieces = run_job(1, KV), run_job(4, GROUPS, KV, to="pieces")
+    seconds = [record.rank_s for record in pieces.records.values()]
+    assert min(seconds) > 0 and sum(seconds) == pytest.approx(open_results(pieces.folder).cost.rank_s), "counted once"
     # Of two slices of two lanes each; short prompts, of one group each, have two.
     assert sum(len(place.pieces) for place in open_results(pieces.folder).places.values()) > 10
     wanted, found = (run_job(n, *more, of=ask_about(of.folder)) for n, of, *more in ((1, alone), (2, pieces, GROUPS)))
@@ -139,3 +137,50 @@ def test_every_rank_is_in_the_trace_with_its_group(run_job: Any) -> None:
             assert peers <= {(lane.rank + 2) % 4}
     page = make_page(RunFacts("a run", "tiny", "kvr_mpi 0"), list(open_results(folder)), run).decode()
     assert "rank 3 (group 1.1)" in page and "rank 2 (group 1.0)" in trace_files(folder)[2].read_text()
+
+
+# Ranks that hold stored documents together: each is read once for all of its questions, and given back
+
+
+QUESTIONS = ("Who wrote it, and what for?", "When?", "What is it about, in one word?")
+DOCUMENTS = ("doc-2.txt", "doc-3.txt", "doc-4.txt")
+
+
+@pytest.mark.slow
+def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_beside_it(
+    run_job: Any, ask_about: Any, tiny_model_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for all of them, and for one and a question or two: the answers of one rank that holds everything."""
+    run = run_job(1, "output.kv=true", "generation.max_new_tokens=1", "prompt.max_tokens=400").folder
+    chosen = f"questions.documents={list(DOCUMENTS)}"
+    whole = run_job(1, chosen, of=ask_about(run, *QUESTIONS))
+    found = whole.records.values()
+    longest, fresh = max(one.prompt_tokens for one in found), [one.computed_tokens for one in found]
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    each = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4
+    room = each * (-(-longest // 2) + 40) + footprint_of(config, torch.float32).activation_bytes(max(fresh))
+
+    reads, held, most = Counter[str](), defaultdict[int, WeakSet[Share]](WeakSet), [0]
+    read, load, lock = StoredLayer.read, Share.prepare, threading.Lock()
+
+    def watched_read(layer: StoredLayer, first: int = 0, last: int | None = None) -> Any:
+        with lock:
+            reads[layer.keys.name] += 0 if last is None else last - first  # else how fast files are read is measured
+        return read(layer, first, last)
+
+    def watched_load(share: Share, layer_idx: int) -> None:
+        load(share, layer_idx)
+        mine = held[threading.get_ident()]
+        if share.prefix is not None:
+            mine.add(share)
+        most[-1] = max(most[-1], sum(store.nbytes for one in mine for store in one.stores))
+
+    monkeypatch.setattr(StoredLayer, "read", watched_read)
+    monkeypatch.setattr(Share, "prepare", watched_load)
+    for memory in ((), (f"parallel.memory_gib={room / GIB:.9f}",)):
+        reads.clear(), held.clear(), most.append(0)
+        ran = run_job(2, "parallel.ranks_per_chain=all", chosen, *memory, of=ask_about(run, *QUESTIONS))
+        assert ran.tokens == whole.tokens and all(0 < record.computed_tokens < 40 for record in ran.records.values())
+        once = Counter(tokens for tokens in reads.values() if tokens)  # of each document in all layers the same
+        assert sorted(once.values()) == [3] * len(DOCUMENTS) and max(once) <= longest
+    assert most[2] <= room < most[1]

@@ -24,7 +24,7 @@ def long_model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pat
 
 
 @pytest.fixture
-def job(job: Path, tmp_path: Path, tiny_model_dir: Path, long_model_dir: Path) -> Path:
+def job(job: Path, tmp_path: Path, tiny_model_dir: Path, long_model_dir: Path, known_footprints: None) -> Path:
     """A planned job over documents of very different length, one that is empty and one that is too long."""
     corpus = tmp_path / "corpus"
     shutil.rmtree(corpus)

@@ -26,47 +26,7 @@ CPUS_PER_NODE, GPUS_PER_NODE = 4, 2
 
 # Over-declared CPUs (config_overrides), no cgroups, and short times: a requeued job starts again after cred_expire, a
 # silent node is down after SlurmdTimeout. TmpFS differs for each node, since the PMIx plugin makes files there.
-CONF = """
-ClusterName=kvrtest
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
-SlurmctldPort={ports[0]}
-AuthType=auth/munge
-AuthInfo=socket={root}/munge.socket,cred_expire=5
-CredType=cred/munge
-StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool/%n
-SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd.%n.pid
-SlurmctldLogFile={root}/log/slurmctld.log
-SlurmdLogFile={root}/log/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-TmpFS={root}/tmp/%n
-JobAcctGatherType=jobacct_gather/none
-JobCompType=jobcomp/filetxt
-JobCompLoc={root}/log/completed.txt
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
-SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-PriorityType=priority/basic
-ReturnToService=2
-SlurmctldTimeout=30
-SlurmdTimeout=10
-InactiveLimit=0
-KillWait=5
-MinJobAge=600
-MaxArraySize=11
-SlurmdParameters=config_overrides
-GresTypes=gpu
-{nodes}
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
-"""
+CONF = Path(__file__).with_name("slurm.conf").read_text()
 NODE = (
     "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
     f"CPUs={CPUS_PER_NODE} RealMemory=4000 Gres=gpu:fake:{GPUS_PER_NODE} State=UNKNOWN"

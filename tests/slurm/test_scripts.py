@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from constants import Kvr
-from made_jobs import MINIMAL, plain_job, toml_of, write_job
+from made_jobs import plain_job, toml_of, write_job
 from made_tables import a_table, fitting
 
 from kvr_mpi.cli.plan import Allocation
@@ -53,15 +53,17 @@ def test_nothing_is_forced_that_sites_differ_in_and_long_jobs_may_be_queued_agai
 
 def test_fill_in_replaces_what_is_there_and_adds_the_rest(tmp_path: Path) -> None:
     before = (FOLDER / SCRIPT).read_text()
-    arguments = ["jobs/a b.toml", "--set", "prompt.system=it's $HOME `ls`"]
+    hostile = "'\ntouch smuggled\n$(touch smuggled) `ls`"
+    arguments = ["jobs/a'; touch smuggled #\nb.toml", "--set", f"prompt.system={hostile}"]
     after = fill_in(SCRIPT, {"nodes": "7", "chdir": "/a b/c", "exclusive": ""}, arguments, ["export X=7"])
     chosen = directives(after)
     assert chosen == {**directives(before), "nodes": "7", "chdir": "'/a b/c'", "exclusive": ""}
     # What follows the head is run as it is, but for starting the job, which is printed here.
-    (tmp_path / "common.sh").write_text('launch() { printf \'%s\\n\' "$X" "$here" "$@"; }\nconclude() { :; }\n')
+    (tmp_path / "common.sh").write_text('launch() { printf \'%s\\0\' "$X" "$here" "$@"; }\nconclude() { :; }\n')
     runnable = after.replace(f"KVR_SLURM_DIR={FOLDER}", f"KVR_SLURM_DIR='{tmp_path}'")
-    said = subprocess.run(["bash"], input=runnable, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said == ["7", str(tmp_path), "kvr-run", *arguments]
+    said = subprocess.run(["bash"], input=runnable, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    assert said.split("\0")[:-1] == ["7", str(tmp_path), "kvr-run", *arguments]
+    assert not (tmp_path / "smuggled").exists()
 
 
 def test_what_gpus_of_two_nodes_show_is_tried_to_the_end_though_a_step_fails(tmp_path: Path) -> None:
@@ -100,25 +102,11 @@ def test_nothing_can_be_smuggled_into_the_script(
         assert word in err and len(err.splitlines()) == 1, "before any forecast"
 
 
-def test_hostile_words_reach_the_job_as_they_are(tmp_path: Path, kvr: Path) -> None:
-    """A job's name, and settings, which are written behind the head and quoted."""
-    job = tmp_path / "a'; touch smuggled #\nb.toml"
-    job.write_text(MINIMAL)
-    setting = "prompt.system='\n#SBATCH --partition=x\ntouch smuggled\n$(touch smuggled)"
-    command = [kvr, "sbatch", job, "--ranks", "4", "--time=9", "--print", "--set", setting]
-    script = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
-    (tmp_path / "common.sh").write_text("launch() { printf '%s\\0' \"$@\"; }\nconclude() { :; }\n")
-    runnable = re.sub(r"export KVR_SLURM_DIR=.*", f"export KVR_SLURM_DIR={tmp_path}", script)
-    said = subprocess.run(["bash"], input=runnable, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
-    assert said.split("\0")[:-1] == ["kvr-run", str(job), "--set", setting]
-    assert not (tmp_path / "smuggled").exists()
-
-
 # Arrays
 
 
 @pytest.fixture
-def job(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path: Path, tiny_model_dir: Path, known_footprints: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "corpus").mkdir()
     for number in range(6):
         (tmp_path / "corpus" / f"{number}.txt").write_text("The ferry left at seven. " * (1 + 9 * number))

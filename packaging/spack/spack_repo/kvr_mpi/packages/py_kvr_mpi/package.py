@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the checkout that this file lies in, with the site's MPI (docs/clusters.md).
 
-What it asks for is pyproject.toml's; tests/test_spack.py holds one against the other.
+What it asks for is pyproject.toml's; tests/test_package.py holds one against the other.
 """
 
 from pathlib import Path
